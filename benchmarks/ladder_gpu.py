@@ -7,16 +7,21 @@
 Random weights in bfloat16, AdamW, rows of 4,096 tokens. Printed are the peak of the allocator, tokens a second (two
 steps warm up, four are timed) and the share of the matrix units' dense peak for bfloat16 by 6 N T, as far as it is
 known. A rung that does not fit says so and ends well. A limit in GiB is the allocator's: it stands for a smaller card.
+The longest context follows from the peaks of two lengths, which grow evenly; a step of it is run where that takes less
+than 45 s by the same two, and the result says whether it was. Rungs that are started together wait for each other.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
+import importlib
 import json
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import lit_efficient as le
@@ -44,7 +49,7 @@ class Rung:
         length: Tokens in a row.
         packed: Documents in a row.
         limit_gib: What the allocator may take.
-        longest: Double the length until it does not fit, and then halve the step.
+        longest: Find the longest rows that fit.
         needs: Packages.
     """
 
@@ -68,6 +73,10 @@ def qlora() -> list[Any]:
     return [*small(), le.QuantizeBase(skip=("head",)), le.LoRA(rank=16)]
 
 
+def longest() -> list[Any]:
+    return [*qlora(), le.ActivationOffload()]
+
+
 def swapped() -> list[Any]:
     return [le.ActivationCheckpointing(), le.BlockSwap(), le.LoRA(rank=16)]
 
@@ -89,7 +98,12 @@ RUNGS = {
     ),
     "activation offload": Rung(
         lambda: [le.ChunkedCrossEntropy(), le.ActivationOffload()],
-        "chunked loss less the activations of all blocks but two; torchtune: -5.5 % of memory, -0.1 % of speed",
+        "chunked loss less the activations of all blocks but two, which are 16 GiB a way: the bus takes longer than "
+        "the blocks",
+    ),
+    "checkpointing, offloaded": Rung(
+        lambda: [*small(), le.ActivationOffload()],
+        "checkpointing less 1.3 GiB, hidden behind the blocks; torchtune: -5.5 % of memory, -0.1 % of speed",
     ),
     "GaLore": Rung(lambda: [*small(), le.GaLore(rank=128)], "checkpointing less about 10 GiB of moments"),
     "8-bit AdamW": Rung(
@@ -101,14 +115,17 @@ RUNGS = {
     ),
     "LoRA": Rung(lambda: [*small(), le.LoRA(rank=16)], "6.0 GiB of weights, activations; torchtune on an A100 8.5 GiB"),
     "QLoRA": Rung(qlora, "2.0 GiB of weights, activations; torchtune on an A100 4.6 GiB", needs=BNB),
-    "block swap": Rung(swapped, "LoRA less 28 blocks' 5.3 GiB, plus two blocks; 11 GB over the bus a step"),
+    "block swap": Rung(
+        lambda: [le.ChunkedCrossEntropy(), *swapped()],
+        "LoRA less 28 blocks' 5.3 GiB, plus two blocks; 11 GB over the bus a step",
+    ),
     "8B QLoRA, 2k": Rung(qlora, "torchtune 7.4 GiB", shape="8B", batch=1, length=2048, needs=BNB),
     "8B full": Rung(small, "8.03 B x 8 bytes = 60 GiB: fits 80 GiB by little", shape="8B"),
     "8B QLoRA, 24 GiB": Rung(
-        qlora, "longest context; unsloth 78k", shape="8B", batch=1, limit_gib=24, longest=True, needs=BNB
+        longest, "longest context; unsloth 78k", shape="8B", batch=1, limit_gib=24, longest=True, needs=BNB
     ),
     "8B QLoRA, 80 GiB": Rung(
-        qlora, "longest context; unsloth 343k", shape="8B", batch=1, limit_gib=80, longest=True, needs=BNB
+        longest, "longest context; unsloth 343k", shape="8B", batch=1, limit_gib=80, longest=True, needs=BNB
     ),
     "Flux LoRA, 512 px, 8 GiB": Rung(
         swapped, "kohya trains it in 8 GB", shape="flux", batch=1, length=1024, limit_gib=8, needs=("diffusers",)
@@ -153,7 +170,7 @@ class Climb:
         self.net = net.to(device).train()
         trained = [p for p in net.parameters() if p.requires_grad]
         self.full = sum(p.numel() for p in trained) == self.parameters
-        self.optimizer = torch.optim.AdamW(trained, lr=1e-5, foreach=True)
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
         for technique in techniques:
             if overrides(technique, "rewrite_optimizer"):
                 technique.rewrite_optimizer(self.optimizer, net)
@@ -190,12 +207,12 @@ class Climb:
         self.optimizer.step(closure)
         self.optimizer.zero_grad()
 
-    def measure(self, length: int, steps: int = 4) -> dict[str, Any]:
+    def measure(self, length: int, steps: int = 4, warm: int = 2) -> dict[str, Any]:
         import torch
         from clock import now
 
         cuda = self.device == "cuda"
-        for _ in range(2):
+        for _ in range(warm):
             self.step(length)
         if cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -225,19 +242,38 @@ def climb(rung: Rung, device: str) -> dict[str, Any]:
     try:
         top = Climb(rung, device)
         found = top.measure(rung.length)
-        length, step, full = rung.length, rung.length, False
-        while rung.longest and step >= 1024 and device == "cuda":
+        if rung.longest and rung.limit_gib and device == "cuda":
             print("RESULT " + json.dumps(found), flush=True)  # a limit of time may end this
-            torch.cuda.empty_cache()
-            try:
-                found = top.measure(length + step, steps=1)
-                length += step
-            except torch.OutOfMemoryError:
-                top.optimizer.zero_grad()
-                full = True
-            step = step // 2 if full else 2 * step
+            found = find_longest(top, rung.limit_gib)
     except torch.OutOfMemoryError as error:
         found["does not fit"] = str(error).splitlines()[0][:200]
+    return found
+
+
+def find_longest(top: Climb, limit_gib: float) -> dict[str, Any]:
+    """The longest rows by two measured lengths; of the longest that was run, its figures."""
+    import torch
+
+    short, long = top.measure(8192, steps=1, warm=1), top.measure(24576, steps=1, warm=0)
+    distance = long["length"] - short["length"]
+    slope = (long["peak_gib"] - short["peak_gib"]) / distance
+    reserve = 0.02 * limit_gib + 0.3  # what the allocator loses between its pieces
+    length = int((limit_gib - reserve - long["peak_gib"]) / slope + long["length"]) // 1024 * 1024
+    a_token, b_token = (row["seconds_a_step"] / row["length"] for row in (short, long))
+    square = (b_token - a_token) / distance
+    seconds = length * (a_token + square * (length - short["length"]))
+    by = [{key: row[key] for key in ("length", "peak_gib", "seconds_a_step")} for row in (short, long)]
+    found = {**long, "longest by two lengths": length, "seconds expected": round(seconds), "by": by}
+    for _ in range(3):
+        if seconds > 45:
+            return found
+        print("RESULT " + json.dumps(found), flush=True)
+        torch.cuda.empty_cache()
+        try:
+            return {**found, **top.measure(length, steps=1, warm=0), "longest was run": True}
+        except torch.OutOfMemoryError:
+            top.optimizer.zero_grad()
+            length = int(0.96 * length) // 1024 * 1024
     return found
 
 
@@ -255,7 +291,11 @@ def main() -> int:
     rung = RUNGS[options.rung]
     if options.tiny:
         rung = replace(rung, shape="tiny", length=64, longest=False)
-    print("RESULT " + json.dumps(climb(rung, options.device)), flush=True)
+    for name in ("torch", "lit_efficient.application", *rung.needs):
+        importlib.import_module(name)
+    with Path(__file__).open() as turn:  # what imports, imports beside the rung that has the device
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        print("RESULT " + json.dumps(climb(rung, options.device)), flush=True)
     return 0
 
 

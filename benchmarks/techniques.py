@@ -84,7 +84,7 @@ SETTINGS: dict[tuple[str, str], Setting] = {
     ),
     ("GradualUnfreezing", ""): with_callback("GradualUnfreezing", every_n_steps=20),
     ("KahanSummation", "DiT"): in_bfloat16("KahanSummation"),
-    ("KeepFloat32", "DiT"): in_bfloat16("KeepFloat32"),
+    ("KeepFloat32", "GPT"): in_bfloat16("KeepFloat32"),
     ("Lion", ""): stepped("Lion", lr=4e-4, weight_decay=0.1),
     ("MuonAdamW", ""): stepped("MuonAdamW", lr=2e-3),
     ("LowBitOptimizer", ""): with_callback("LowBitOptimizer", bits=8),
@@ -135,6 +135,7 @@ ELSEWHERE = {
     "FeatureMatching": "a teacher of one's own is most of its cost",
     "LatentAlignment": "aligns an autoencoder's training, which is none of the three",
     "LRFinder": "ends before the first step that counts",
+    "NoBiasBeforeNorm": "none of the three has a bias before a batch norm",
     "OffloadOptimizer": "refused on a CPU, where the states lie already; `benchmarks/ladder_gpu.py` has it",
     "Tiling": "changes nothing: it says what it would pad",
 }

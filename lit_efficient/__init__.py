@@ -123,6 +123,7 @@ PUBLIC: dict[str, str] = {
     "SafeCheckpointIO": "plugins.safe_checkpoint_io",
     # slot trainer.strategy
     "ShardedStrategy": "strategies.sharded_strategy",
+    "Parallel": "mechanisms.tensor_parallel",
     # slot optimizer; torch's own names stay torch's
     "FusedAdamW": "optimizers.fused_adamw",
     "GroupedAdafactor": "optimizers.grouped_adafactor",

@@ -106,6 +106,7 @@ from lit_efficient.strategies.zero_strategy import ZeroStrategy as ZeroStrategy
 from lit_efficient.precision.float8_precision import Float8Precision as Float8Precision
 from lit_efficient.plugins.safe_checkpoint_io import SafeCheckpointIO as SafeCheckpointIO
 from lit_efficient.strategies.sharded_strategy import ShardedStrategy as ShardedStrategy
+from lit_efficient.mechanisms.tensor_parallel import Parallel as Parallel
 from lit_efficient.optimizers.fused_adamw import FusedAdamW as FusedAdamW
 from lit_efficient.optimizers.grouped_adafactor import GroupedAdafactor as GroupedAdafactor
 from lit_efficient.optimizers.lion import Lion as Lion

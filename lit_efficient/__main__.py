@@ -96,11 +96,7 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code is one of :data:`lit_efficient.errors.EXIT_CODES`, or 128+n after signal n.
-
-    Args:
-        argv: The arguments, without the program's name. ``None`` takes them from ``sys.argv``.
-    """
+    """Run the command line; the exit code is of :data:`lit_efficient.errors.EXIT_CODES`, or 128+n after signal n."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else "--help"
     if command == "help" and len(arguments) > 1:

@@ -121,10 +121,8 @@ def apply(module: nn.Module, techniques: Iterable[Declaration]) -> dict[str, Rep
 def on_read(module: nn.Module, prefix: str, checkpoint: Mapping[str, Any] | None = None) -> Replacing | None:
     """What the technique that acts first on ``module`` wants replaced while a network of its is read from files.
 
-    Args:
-        module: Whose network it will be.
-        prefix: Of the network's names in the module, with the dot.
-        checkpoint: Whose techniques :func:`replay` will apply, where there is no trainer.
+    ``prefix`` is that of the network's names in the module, with the dot; of a ``checkpoint``, where there is no
+    trainer, :func:`replay` will apply the techniques.
     """
     trainer = trainer_of(module)
     if (trainer is None and checkpoint is None) or ledger(module):
@@ -160,14 +158,8 @@ def _recorded(checkpoint: Mapping[str, Any]) -> list[Declaration]:
 
 
 def converters(checkpoint: Mapping[str, Any], format: str = "") -> list[type[Declaration]]:
-    """The techniques behind a checkpoint that convert its weights for an export.
-
-    Args:
-        checkpoint: A Lightning checkpoint.
-        format: One that cannot hold what they make.
-
-    Raises:
-        ConfigurationError: If there is one, and ``format`` is given.
+    """The techniques behind a checkpoint that convert its weights for an export; refused with a ``format`` that cannot
+    hold what they make.
     """
     kinds = (technique_of(record) for record in checkpoint.get("lit_efficient", {}).get("transforms", ()))
     found = [kind for kind in kinds if kind is not None and defines(kind, "convert_export")]
@@ -604,11 +596,6 @@ def compare_techniques(
     saved: Iterable[Mapping[str, Any]], current: Iterable[Mapping[str, Any]], *, fitting: bool
 ) -> None:
     """Refuse a checkpoint whose weights or optimizer states other techniques have shaped; print any other difference.
-
-    Args:
-        saved: Records of the techniques that wrote the checkpoint.
-        current: Records of the techniques that would read it.
-        fitting: Whether optimizer states are read, too.
 
     Raises:
         ConfigurationError: Naming the technique, and how it differs.

@@ -100,6 +100,7 @@ class Declaration:
     spares: ClassVar[bool] = False  # each step takes less than is measured
     draws_work: ClassVar[bool] = False  # what a step computes is drawn: figures of one step say little of another
     of_batch: ClassVar[str] = ""  # why its part of a batch's loss is not the mean of those of the batch's parts
+    of_rows: ClassVar[str] = ""  # why it needs the rows of tokens whole
     sees_ahead: ClassVar[str] = (
         ""  # why a token of a training step follows from later ones, while in evaluation none does
     )

@@ -49,7 +49,6 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The input and what the block adds to it."""
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
@@ -63,7 +62,6 @@ class Net(nn.Module):
         self.head = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The stem, the blocks in order, the head."""
         x = self.stem(x)
         for block in self.blocks:
             x = block(x)
@@ -250,7 +248,6 @@ class Watch(L.Callback):
         self._taken: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Note what training starts from."""
         self.run.start = weights(pl_module)
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, InBackward):
@@ -258,7 +255,6 @@ class Watch(L.Callback):
         self.run.reports = reports_of(pl_module, techniques_of(trainer))
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        """Note the gradients."""
         early = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, InBackward)]
         taken = {p for optimizer in early for p in optimizer.gradients_taken}
         away = {p: g for o in trainer.optimizers if o not in early for p, g in gradients_of(o).items()}
@@ -273,13 +269,11 @@ class Watch(L.Callback):
         self._taken[name] = parameter.grad.detach().clone()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Note the batch."""
         rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
         seen, now = dict(pl_module.seen), weights(pl_module)
         self.run.steps.append(Step(trainer.global_step, outputs["loss"], seen, now, self.gradients, rates))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save."""
         if not self.saves:
             return
         try:
@@ -352,6 +346,9 @@ HOOKS = (
 # What is checked -----------------------------------------------------------------------------------------------------
 
 
+_PLAIN: dict[Any, dict[str, Any]] = {}
+
+
 @dataclass(frozen=True)
 class Case:
     """Techniques that act together on the toy, and what is to come of it. See :func:`check_technique`."""
@@ -369,6 +366,13 @@ class Case:
     def toy(self, where: str = "configure_model") -> Toy:
         """The module, not yet trained."""
         return Toy(where, self.network)
+
+    def plain(self) -> dict[str, Any]:
+        """The state of a run without techniques, which many cases have in common; not to be changed."""
+        key = (self.network, self.rows, repr(sorted(self.trainer.items())))
+        if key not in _PLAIN:
+            _PLAIN[key] = self.fit([], saves=False).state()
+        return _PLAIN[key]
 
     def fit(self, techniques: Sequence[Any], module: Any = None, **arguments: Any) -> Run:
         """Train the toy with ``techniques``, watched, in a folder that is gone afterwards."""
@@ -401,7 +405,7 @@ def check_arguments(case: Case) -> None:
 
 def check_acts(case: Case) -> None:
     """It acts wherever the network is built, reports it, a base still loads, and saving changes nothing."""
-    plain = weights(case.fit([], saves=False).module)
+    plain = case.plain()["weights"]
     state = torch.get_rng_state()
     apply(case.toy("init"), case.make())
     assert torch.equal(state, torch.get_rng_state()), "transform draws from torch's generator: use one of its own"
@@ -429,8 +433,7 @@ def check_neutral(case: Case) -> None:
     """At its neutral setting training equals plain Lightning, bit for bit."""
     if case.neutral is not None:
         usual = dataclasses.replace(case, trainer={})
-        plain, neutral = usual.fit([], saves=False), usual.fit(case.neutral(), saves=False)
-        assert_equal(plain.state(), neutral.state(), "neutral is not plain Lightning")
+        assert_equal(usual.plain(), usual.fit(case.neutral(), saves=False).state(), "neutral is not plain Lightning")
 
 
 def check_resumes(case: Case) -> None:

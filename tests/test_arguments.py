@@ -7,8 +7,11 @@ import lit_efficient
 
 MOST = 10
 # Data modules: their sources, sizes and loaders stay at the top of a config, where each of them has stood since the
-# first release; only the rest is in groups. LoRA: its ten name an adapter, and the eleventh one that is there already.
-# MuonAdamW: those of two optimizers, each of which is a key of its groups, too.
+# first release; only the rest is in groups. LoRA: ten say what an adapter is, flat as in peft's own configuration, and
+# in each config and checkpoint that there is; `start_from` and `beside` name two different kinds of adapters that are
+# there already, so that a block for them would take one name away and rename two for every user. MuonAdamW: each is a
+# key of `param_groups`, which users give groups of their own, schedules write and checkpoints hold, as of all of
+# torch's optimizers; a block would be one name in the constructor, and others in the groups.
 EXEMPT = {"ChatDataModule", "EncodedData", "ImageData", "LanguageData", "PhotoCrops", "PreferenceData", "PythonCorpus"}
 EXEMPT |= {"LoRA", "MuonAdamW"}
 EXEMPT |= {"Measured", "Plan", "Trace", "VariantResult"}  # records of what was measured, which nobody writes

@@ -8,10 +8,12 @@ import runpy
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lit_efficient.catalog import read_cards
 from tests import processes
@@ -115,6 +117,33 @@ drive.launch(["-c", {code!r}], Path({str(tmp_path / "log")!r}), 60, {{}})
         time.sleep(0.05)
     assert children
     assert not alive
+
+
+def test_the_longest_context_is_the_one_that_the_memory_holds_and_is_run_where_that_is_quick(drive: Any) -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    ladder = importlib.import_module("ladder_gpu")
+
+    lengths: list[int] = []
+
+    class Climb:
+        optimizer = types.SimpleNamespace(zero_grad=lambda: None)
+
+        def measure(self, length: int, steps: int, warm: int) -> dict[str, Any]:
+            lengths.append(length)
+            peak = 6 + 2e-4 * length
+            if peak > 23.0:  # of 24: more is lost than what is set aside
+                raise torch.OutOfMemoryError
+            return {"length": length, "peak_gib": peak, "seconds_a_step": 1e-4 * length + 1e-9 * length**2}
+
+    found = ladder.find_longest(Climb(), 24)
+    assert lengths[:2] == [8192, 24576]
+    assert lengths[-1] < lengths[-2]  # the first guess did not fit
+    assert found["longest was run"]
+    assert 0.95 * (23 - 6) / 2e-4 < found["length"] <= (23 - 6) / 2e-4
+    found = ladder.find_longest(Climb(), 80)  # more than a minute: said, not run
+    assert found["length"] == 24576
+    assert abs(found["longest by two lengths"] - (80 - 1.9 - 6) / 2e-4) < 1024
+    assert found["seconds expected"] > 45
 
 
 def test_the_plan_names_every_callback_every_benchmark_and_what_no_machine_of_one_device_shows(drive: Any) -> None:

@@ -29,6 +29,7 @@ class Case:
         trainer: Further arguments of the trainer.
         precision: Those that it is run with.
         cuda_only: Why it does not run on a CPU; empty: it does.
+        on_device: Whether all that trains is on the device at the end.
     """
 
     callbacks: Callable[[], list[Any]] = list
@@ -39,6 +40,7 @@ class Case:
     trainer: dict[str, Any] = field(default_factory=dict)
     precision: tuple[str, ...] = ("32-true", "bf16-mixed")
     cuda_only: str = ""
+    on_device: bool = True
 
 
 BNB, AO = ("bitsandbytes",), ("torchao",)
@@ -74,7 +76,7 @@ CASES: dict[str, Case] = {
     ),
     "ReplaceHead": Case(lambda: [le.ReplaceHead(num_outputs=3)], "user"),
     "FeatureMatching": Case(lambda: [le.FeatureMatching("net", teacher(), {"0": "0"})], "user"),
-    "GradualUnfreezing": Case(lambda: [le.GradualUnfreezing(every_n_steps=2)], "user"),
+    "GradualUnfreezing": Case(lambda: [le.GradualUnfreezing(every_n_steps=2)]),
     "ChannelsLast": Case(lambda: [le.ChannelsLast()], "convolutions"),
     "EMA": Case(lambda: [le.EMA()], trainer=VALIDATES),
     "EMA on the CPU": Case(lambda: [le.EMA(device="cpu")], trainer=VALIDATES),
@@ -103,7 +105,7 @@ CASES: dict[str, Case] = {
     "KahanSummation": Case(lambda: [le.KahanSummation()], precision=("bf16-true",)),
     "KeepFloat32": Case(lambda: [le.KeepFloat32()], precision=("bf16-true",)),
     "FastMatmul": Case(lambda: [le.FastMatmul()]),
-    "AttentionBackend efficient": Case(lambda: [le.AttentionBackend("efficient")]),
+    "AttentionBackend efficient": Case(lambda: [le.AttentionBackend("efficient")], "dit", "latents"),
     "AttentionBackend flash": Case(lambda: [le.AttentionBackend("flash")], precision=("bf16-mixed",)),
     "MemoryEfficientLayers": Case(lambda: [le.MemoryEfficientLayers("torch")]),
     "MemoryEfficientLayers liger": Case(
@@ -112,7 +114,7 @@ CASES: dict[str, Case] = {
     "Tiling": Case(lambda: [le.Tiling(pad_vocabulary=64)]),
     "ActivationOffload": Case(lambda: [le.ActivationOffload(min_bytes=1)], cuda_only="the CPU refuses it"),
     "BlockSwap + LoRA": Case(lambda: [le.BlockSwap(), le.LoRA(rank=4)], cuda_only="the CPU refuses it"),
-    "BlockSwap trained": Case(lambda: [le.BlockSwap(trained=True)], cuda_only="the CPU refuses it"),
+    "BlockSwap trained": Case(lambda: [le.BlockSwap(trained=True)], cuda_only="the CPU refuses it", on_device=False),
     "EmptyCache": Case(lambda: [le.EmptyCache(every_n_steps=2)], cuda_only="the CPU refuses it"),
     "DevicePrefetcher": Case(lambda: [le.DevicePrefetcher()], cuda_only="the CPU refuses it"),
     "ThroughputMeter": Case(lambda: [le.ThroughputMeter()]),

@@ -112,10 +112,10 @@ class Driver:
         return [self.header["device"], versions["python"], versions.get("torch", "")]
 
     def run(self, plan: list[Piece], jobs: int) -> None:
-        """Run what is not done: of a group that may, ``jobs`` at a time."""
+        """Run what is not done: of a group that may, up to ``jobs`` at a time."""
         for group in dict.fromkeys(piece.group for piece in plan):
             todo = [piece for piece in plan if piece.group == group and not self.done(piece)]
-            with ThreadPoolExecutor(jobs if GROUPS[group].together else 1) as pool:
+            with ThreadPoolExecutor(min(jobs, GROUPS[group].at_once)) as pool:
                 list(pool.map(lambda piece: self.one(piece, plan), todo))
         self.write_report(plan)
 
@@ -183,10 +183,12 @@ def installed(folders: list[Path]) -> tuple[str, list[str]]:
     """A folder with what the wheels hold, and the wheels that could not be installed."""
     target, refused = tempfile.mkdtemp(prefix="gpu_wheels_"), []
     options = ["--quiet", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "--target"]
-    for wheel in sorted(wheel for folder in folders for wheel in folder.glob("*.whl")):
-        words = [sys.executable, "-m", "pip", "install", *options, target, str(wheel)]
-        if subprocess.run(words, check=False, stdout=subprocess.DEVNULL).returncode:
-            refused.append(wheel.name)
+    install = [sys.executable, "-m", "pip", "install", *options, target]
+    wheels = sorted(wheel for folder in folders for wheel in folder.glob("*.whl"))
+    if subprocess.run([*install, *map(str, wheels)], check=False, stdout=subprocess.DEVNULL).returncode:
+        for wheel in wheels:  # which of them?
+            if subprocess.run([*install, str(wheel)], check=False, stdout=subprocess.DEVNULL).returncode:
+                refused.append(wheel.name)
     return target, refused
 
 
@@ -218,7 +220,7 @@ def main(arguments: list[str] | None = None, start: Launch = launch) -> int:
     parser.add_argument("--minutes", type=float, default=25)
     parser.add_argument("--only", nargs="+", choices=list(GROUPS), default=list(GROUPS))
     parser.add_argument("--wheels", nargs="+", type=Path, default=[], metavar="FOLDER")
-    parser.add_argument("--jobs", type=int, default=4, help="cases of the smoke test, or tests, at a time")
+    parser.add_argument("--jobs", type=int, default=4, help="pieces at a time, where a group allows it")
     parser.add_argument("--again", action="store_true", help="run again what has failed")
     options = parser.parse_args(arguments)
     for folder in options.wheels:

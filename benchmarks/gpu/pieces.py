@@ -22,12 +22,12 @@ class Group:
     Args:
         title: Its heading.
         about: What its table says.
-        together: Whether several of its pieces may run at a time.
+        at_once: How many of its pieces may run at a time.
     """
 
     title: str
     about: str
-    together: bool = False
+    at_once: int = 1
 
 
 GROUPS = {
@@ -35,13 +35,16 @@ GROUPS = {
         "Smoke test",
         "Six steps each on a small network. Waits are CUDA's own warnings of a synchronisation, a step, by the place "
         "that asked: at most one is meant to be left in an optimizer step.",
-        together=True,
+        at_once=14,
     ),
-    "tests": Group("Tests marked gpu", "Each test function in a process of its own.", together=True),
-    "benchmarks": Group("Benchmarks", "Ours beside a peer on the same device in the same run: read the ratios."),
+    "tests": Group("Tests marked gpu", "Each test function in a process of its own.", at_once=14),
     "ladder": Group(
-        "Ladder", "One network in the shape of Llama-3.2-3B, one technique more a rung, until it does not fit."
+        "Ladder",
+        "One network in the shape of Llama-3.2-3B, one technique more a rung, until it does not fit. A rung has the "
+        "device to itself; meanwhile the next ones import.",
+        at_once=3,
     ),
+    "benchmarks": Group("Benchmarks", "Ours beside a peer on the same device in the same run: read the ratios."),
     "paging": Group("Paging", "Last and alone: managed memory can hang a device."),
     "not run": Group("Not run", "What no machine with one GPU can show."),
 }
@@ -143,6 +146,7 @@ BENCHMARKS: list[tuple[str, str, float, tuple[str, ...], str]] = [
     ),
 ]
 NO_DEVICE = ("packing", "startup")
+PYTEST = ["-m", "pytest", "-q", "-n", "0", "-W", "default", "--disable-warnings", "--tb=short", "-m", "gpu"]
 SUITE = ("pytest", "xdist", "pytest_timeout", "jsonargparse", "transformers")  # pyproject gives pytest their options
 
 
@@ -157,8 +161,8 @@ def pieces(device: str, *, quick: bool = False) -> list[Piece]:
     return [
         *smoke,
         *(test for test in tests if test.group == "tests"),
-        *_benchmarks(device),
         *_ladder(device),
+        *_benchmarks(device),
         *(test for test in tests if test.group == "paging"),
         *(Piece(name, "not run", [], skip=why) for name, why in reasons.items()),
     ]
@@ -194,7 +198,7 @@ def _tests(device: str) -> list[Piece]:
                 continue
             if whole or any(ast.unparse(mark) == "pytest.mark.gpu" for mark in node.decorator_list):
                 group = "paging" if "paged" in node.name else "tests"
-                words = ["-m", "pytest", "-q", "-n", "0", "-W", "default", "-m", "gpu", f"{file}::{node.name}"]
+                words = [*PYTEST, f"{file}::{node.name}"]
                 skip = "" if device == "cuda" else "needs a CUDA device"
                 found.append(
                     Piece(
@@ -230,7 +234,7 @@ def _benchmarks(device: str) -> list[Piece]:
 def _ladder(device: str) -> list[Piece]:
     skip = "" if device == "cuda" else "needs a CUDA device"
     return [
-        Piece(f"ladder/{name}", "ladder", ["benchmarks/ladder_gpu.py", name], 120, rung.needs, skip,
+        Piece(f"ladder/{name}", "ladder", ["benchmarks/ladder_gpu.py", name], 240, rung.needs, skip, keep=300,
               expected=rung.expected)
         for name, rung in RUNGS.items()
     ]  # fmt: skip

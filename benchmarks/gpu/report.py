@@ -76,6 +76,8 @@ def ladder(chosen: list[Piece], rows: dict[str, Row]) -> str:
         row = rows.get(piece.name, {})
         found = row.get("result", {})
         ended = "does not fit" if "does not fit" in found else state(row)
+        if "longest by two lengths" in found and "longest was run" not in found:
+            ended += f"; {found['longest by two lengths']:,} tokens would fit, by two lengths"
         cells = [found.get(key, "") for key in ("length", "peak_gib", "tokens_a_second", "share_of_peak")]
         lines.append([piece.name.removeprefix("ladder/"), ended, *cells, piece.expected])
     return table(["rung", "ended", "length", "peak GiB", "tokens/s", "share of peak", "expected, and why"], lines)

@@ -128,9 +128,9 @@ class AdaptiveGradientClipping(ClipsGradients):
         super().teardown(trainer, pl_module, stage)
 
     def clip(self, gradients: dict[Tensor, Tensor]) -> None:
-        kept = [(p, gradient) for p, gradient in gradients.items() if p not in self._skipped]
-        pairs = [(p.detach(), gradient, self._dims.get(p, tuple(range(1, p.ndim)))) for p, gradient in kept]
-        adaptive_clip(pairs, self.clip_factor, self.eps)
+        kept = {p: gradient for p, gradient in gradients.items() if p not in self._skipped}
+        pairs = [(p.detach(), g, *([self._dims[p]] if p in self._dims else [])) for p, g in kept.items()]
+        adaptive_clip(pairs, self.clip_factor, self.eps)  # type: ignore[arg-type]
 
     def describe(self, module: nn.Module) -> Report:
         trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]

@@ -89,6 +89,5 @@ class APOLLO(Technique):
         check_whole(trainer, "APOLLO")
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
-        """Turn ``optimizer`` into APOLLO in place."""
         subspace = RandomDirections(self.rank, self.update_every, self.scale, self.granularity == "tensor")
         return rewrite(optimizer, module, self.targets, subspace, self.bits, "APOLLO")

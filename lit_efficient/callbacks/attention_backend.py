@@ -34,7 +34,7 @@ Backend = Literal["flash", "efficient", "cudnn", "math", "flex"]
 
 _SWITCHES = {"flash": "flash", "efficient": "mem_efficient", "cudnn": "cudnn", "math": "math"}  # torch.backends.cuda's
 
-_REFUSED = re.compile("No available kernel|No viable backend")
+_REFUSED = re.compile("No available kernel|No viable backend|Invalid backend")
 
 
 def switch_kernels(allowed: dict[str, bool]) -> dict[str, bool]:
@@ -191,13 +191,22 @@ class AttentionBackend(Technique):
         except RuntimeError as error:
             if not _REFUSED.search(str(error)):
                 raise
-            raise ConfigurationError(
-                f"AttentionBackend: backend={self.backend!r} does not take what {type(module).__name__} calls "
-                "attention with, of which torch's warnings say what (sizes, a mask, dropout): leave "
-                "AttentionBackend out, or take 'math'"
-            ) from error
+            raise ConfigurationError(self._refusal(module)) from error
         if kernels is not None:
             self._note(module, kernels.counts)
+
+    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
+        if isinstance(exception, RuntimeError) and _REFUSED.search(str(exception)):  # outside of a step
+            exception.add_note(self._refusal(pl_module))
+        super().on_exception(trainer, pl_module, exception)
+
+    def _refusal(self, module: nn.Module) -> str:
+        heads = ", grouped heads, which it has no kernel for on CUDA" if self.backend == "efficient" else ""
+        return (
+            f"AttentionBackend: backend={self.backend!r} does not take what {type(module).__name__} calls attention "
+            f"with, of which torch's warnings say what (sizes, a mask, dropout{heads}): leave AttentionBackend out, or "
+            "take 'math'"
+        )
 
     def _note(self, module: nn.Module, counts: dict[str, int]) -> None:
         outside = [part for part in module.modules() if hasattr(part, "set_attn_implementation")]

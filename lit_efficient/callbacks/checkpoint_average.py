@@ -145,7 +145,6 @@ class CheckpointAverage(ShadowWeights):
 
     @outside_autograd
     def average(self, module: Any) -> Mapping[str, Tensor] | None:
-        """The weighted mean of the snapshots, once there is one."""
         if self._mean is None and self._snapshots:
             self._place(module)
             names = list(self._snapshots[0])
@@ -178,12 +177,10 @@ class CheckpointAverage(ShadowWeights):
         return self._statistics or {}
 
     def forget(self) -> None:
-        """Start again."""
         self._snapshots, self._count, self._mean, self._statistics = [], 0, None, None
 
     @outside_autograd
     def swap_in(self, module: Any) -> None:
-        """Put the average into ``module``, and the statistics of BatchNorm that belong to it."""
         standing = self._raw is not None
         super().swap_in(module)
         if standing or self._raw is None or not batch_norms(module):
@@ -195,7 +192,6 @@ class CheckpointAverage(ShadowWeights):
 
     @outside_autograd
     def swap_out(self, module: Any) -> None:
-        """Put raw weights and statistics back."""
         super().swap_out(module)
         if self._raw_statistics is not None:
             _restore(module, self._raw_statistics)
@@ -218,7 +214,6 @@ class CheckpointAverage(ShadowWeights):
         return {"snapshots": snapshots, "count": self._count, "statistics": self._statistics or {}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the snapshots of a checkpoint."""
         self._mean, self._statistics = None, dict(state_dict["statistics"]) or None
         self._snapshots, self._count = [dict(s) for s in state_dict["snapshots"]], int(state_dict["count"])
 

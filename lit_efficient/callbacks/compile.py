@@ -22,7 +22,7 @@ from torch import nn
 from lit_efficient.application import reports_of
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, refusal
-from lit_efficient.internals.torch_compiler import breaks, counts, is_compiled, refused, swap_setting
+from lit_efficient.internals.torch_compiler import at_most_versions, breaks, counts, is_compiled, refused, swap_setting
 from lit_efficient.mechanisms.blocks.finding import find_blocks
 from lit_efficient.surgery import match_modules, mix_in, parents, unmixed
 from lit_efficient.technique import Technique
@@ -46,7 +46,7 @@ def compile_in_place(modules: Iterable[nn.Module], **arguments: Any) -> None:
     for module in chosen:
         if type(module).forward.__module__.startswith("torch.nn."):
             mix_in(module, _Traced)
-        module.compile(recompile_limit=_VERSIONS * len(chosen), **arguments)
+        module.compile(**at_most_versions(_VERSIONS * len(chosen)), **arguments)
 
 
 class _Traced(nn.Module):

@@ -113,15 +113,8 @@ def seconds_a_batch(
 ) -> float:
     """Read a few batches with a copy of a loader, and leave its order and all generators as they were.
 
-    Args:
-        loader: Any ``DataLoader``, which is not changed.
-        loading: How to read.
-        batches: How many to measure, after the first ones, which workers have ready together.
-        device: Where they are copied; to a CPU they are not.
-        clock: Returns seconds.
-
     Returns:
-        Seconds a batch, infinite where a batch cannot be read so.
+        Seconds a batch after the first ones, which workers have ready together; infinite where it cannot be read so.
     """
     other = apart(loader, loading)
     generators = own_generators(loader)

@@ -89,7 +89,6 @@ class EMA(ShadowWeights):
         self._step = 0
 
     def average(self, module: Any) -> Mapping[str, Tensor] | None:
-        """The average, once it has been updated."""
         return self._average if self._updates else None
 
     def shares(self, steps: int) -> list[float] | None:
@@ -101,7 +100,6 @@ class EMA(ShadowWeights):
         return [0.0] * self.start_step + found if any(found) and not self.switch_every else None
 
     def forget(self) -> None:
-        """Start again."""
         self._average, self._updates = {}, 0
 
     def describe(self, module: Any) -> Report:
@@ -175,10 +173,8 @@ class EMA(ShadowWeights):
         self._parameters = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The average, gathered, and how often it was updated."""
         average = {name: whole(tensor) for name, tensor in self._average.items()} if self._updates else {}
         return {"average": average, "updates": self._updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the average of a checkpoint."""
         self._average, self._updates = dict(state_dict["average"]), int(state_dict["updates"])

@@ -90,7 +90,6 @@ class FeatureMatching(Alignment):
         self.check_common()
 
     def find(self, data: Any) -> Teacher:
-        """The teacher, listened to at the layers named."""
         assert self.teacher is not None
         return find_teacher(self.teacher, list(dict.fromkeys(self.layers.values())), who="FeatureMatching", data=data)
 
@@ -102,7 +101,6 @@ class FeatureMatching(Alignment):
         return [student, *(f"{student}.{name}" if name else student for name in names)]
 
     def build_heads(self, module: nn.Module) -> dict[str, nn.Module]:
-        """One head a layer."""
         made = {}
         for i, (key, theirs) in enumerate(self.layers.items()):
             ours, wanted = self._widths_of(module, self.names(module)[i + 1], key, theirs)
@@ -115,7 +113,6 @@ class FeatureMatching(Alignment):
         return made
 
     def term(self, calls: Mapping[str, list[Call]], output: Any, module: nn.Module, batch: Any) -> Tensor:
-        """The mean over the student's calls and layers."""
         student, *names = self.names(module)
         if not calls[student]:
             raise ConfigurationError(

@@ -86,6 +86,5 @@ class GaLore(Technique):
         check_whole(trainer, "GaLore")
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
-        """Turn ``optimizer`` into GaLore in place."""
         subspace = StrongestDirections(self.rank, self.update_every, self.scale, self.exact)
         return rewrite(optimizer, module, self.targets, subspace, self.bits, "GaLore")

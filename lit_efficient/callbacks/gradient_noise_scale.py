@@ -83,6 +83,7 @@ class GradientNoiseScale(Technique):
 
     leaves_traces = True  # it logs, and adds up over processes
     computes: ClassVar[str] = "same"
+    of_rows = "gradients of one batch are shared by processes, and it compares those of several"
     conflicts: ClassVar[dict[str, str]] = {
         "OptimizerInBackward": "it accumulates nothing, and gradients are gone before they can be compared",
         "TokenWeightedAccumulation": "it weighs micro-batches by their tokens, and the estimate takes them as equal",
@@ -188,11 +189,7 @@ class GradientNoiseScale(Technique):
         return max(noise, 0.0) / signal if signal > 0 else math.inf if weight else math.nan
 
     def advice(self, rates: list[float]) -> str:
-        """What batch and which rates would be right, in a sentence.
-
-        Args:
-            rates: Those of now, by group.
-        """
+        """What batch and which rates (those of now, by group) would be right, in a sentence."""
         scale, now = self.noise_scale(), self._samples
         text = f"GradientNoiseScale: {short_number(scale)} samples, with {now} a step"
         if not math.isfinite(scale) or not scale:
@@ -207,7 +204,6 @@ class GradientNoiseScale(Technique):
         return f"{text}: {change}. With {new} a step, instead of the rate {now_shown} take {' or '.join(shown)}"
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages, the same on all processes."""
         sums = None if self._sums is None else self._sums.detach().cpu().clone()
         return {"sums": sums, "samples": self._samples}
 

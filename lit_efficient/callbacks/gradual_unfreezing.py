@@ -226,7 +226,6 @@ class GradualUnfreezing(Technique):
         self._wake(len(self._names))
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Leave ``requires_grad`` as it was."""
         self._wake(len(self._names))
         release(pl_module)
         super().teardown(trainer, pl_module, stage)

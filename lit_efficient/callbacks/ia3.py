@@ -129,7 +129,6 @@ class IA3(Technique):
 
     @classmethod
     def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-        """Compare the base with the one that the factors were trained beside."""
         check(module, checkpoint)
 
 

@@ -53,7 +53,6 @@ class KahanSummation(Technique):
         self.seed = seed
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
-        """Let ``optimizer`` step in float32 and compensate."""
         kind = type(optimizer).__name__
         later = {module.get_parameter(name) for name in held(module)}
         count = step_in_float32(optimizer, compensated=True, seed=self.seed, later=later, who="KahanSummation")

@@ -124,7 +124,6 @@ class LabelSmoothing(LossHooks, Technique):
 
     @contextmanager
     def watch_step(self, module: nn.Module, batch: Any) -> Iterator[None]:
-        """The context of `smooth_labels`."""
         with smooth_labels(self.epsilon, module) as smoothed:
             yield
             self._used = self._used or smoothed.used

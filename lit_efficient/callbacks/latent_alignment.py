@@ -109,18 +109,15 @@ class LatentAlignment(Alignment):
             )
 
     def find(self, data: Any) -> Teacher:
-        """The frozen encoder."""
         assert self.teacher is not None
         images = {"image_size": self.image_size, "skip_tokens": self.head.skip_tokens, "tokens": True}
         return find_teacher(self.teacher, [self.teacher_layer], who="LatentAlignment", data=data, **images)
 
     def listens_to(self, module: nn.Module) -> list[str]:
-        """What is called with the latents."""
         only_module(module, self.encoder, "LatentAlignment: encoder")
         return [entrance(module, only_module(module, self.decoder, "LatentAlignment: decoder"))]
 
     def build_heads(self, module: nn.Module) -> dict[str, nn.Module]:
-        """The map W."""
         (name,) = self.names(module)
         assert self._teacher is not None
         ours, theirs = self.head.widths or (input_width_of(module, name), self._teacher.width(self.teacher_layer))
@@ -130,7 +127,6 @@ class LatentAlignment(Alignment):
         return {"0": make_head("linear", ours, theirs, bias=False)}
 
     def term(self, calls: Mapping[str, list[Call]], output: Any, module: nn.Module, batch: Any) -> Tensor:
-        """The VF loss of the step's latents."""
         (name,) = self.names(module)
         if not calls[name]:
             raise ConfigurationError(
@@ -147,7 +143,6 @@ class LatentAlignment(Alignment):
         return mean(terms)
 
     def scale(self, term: Tensor, output: Any, module: Any) -> Tensor | float:
-        """The weight, times the ratio of the gradients."""
         last = last_weight(module, self.encoder) if self.loss.adaptive else None
         if last is None:
             return self.weight

@@ -41,6 +41,7 @@ from lit_efficient.mechanisms.adapters.targets import (
     find_targets,
     other_targets,
 )
+from lit_efficient.mechanisms.ranks import readers
 from lit_efficient.surgery import call_layers, count, expert_stacks, local, match_modules
 from lit_efficient.technique import Technique
 
@@ -216,7 +217,7 @@ class LoRA(Technique):
         named = pl_module.named_parameters()
         held = count(p for name, p in named if name.rpartition(".")[2].startswith("lora_") and p.requires_grad)
         if tokens and held:
-            rank_zero_info(f"LoRA: {capacity_line(tokens * batches * trainer.world_size, held, self.rank)}")
+            rank_zero_info(f"LoRA: {capacity_line(tokens * batches * readers(trainer), held, self.rank)}")
 
     def trains(self, module: nn.Module) -> list[nn.Parameter]:
         """The factors, ``modules_to_save`` and biases."""

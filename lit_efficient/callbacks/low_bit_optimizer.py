@@ -103,7 +103,6 @@ class LowBitOptimizer(Technique):
             )
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
-        """Turn ``optimizer`` into its low-bit twin in place."""
         kind = type(optimizer).__name__
         done = to_low_bit(
             optimizer,

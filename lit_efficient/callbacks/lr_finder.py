@@ -141,11 +141,9 @@ class LRFinder(Technique):
         super().teardown(trainer, pl_module, stage)
 
     def state_dict(self) -> dict[str, Any]:
-        """The rate that was found, and the test."""
         return {"suggestion": self.suggestion, "rates": self.rates, "losses": self.losses}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the test of a checkpoint."""
         self.suggestion = state_dict["suggestion"]
         self.rates, self.losses = list(state_dict["rates"]), list(state_dict["losses"])
 

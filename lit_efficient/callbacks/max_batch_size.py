@@ -163,11 +163,9 @@ class MaxBatchSize(Technique):
         super().teardown(trainer, pl_module, stage)
 
     def state_dict(self) -> dict[str, Any]:
-        """The size that was found, and how."""
         return asdict(self.found) if self.found else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the size of a checkpoint."""
         self.found = FoundBatch(**state_dict) if state_dict else None
 
     def _give_back(self, trainer: Any) -> None:

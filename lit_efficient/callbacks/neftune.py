@@ -118,6 +118,7 @@ class NEFTune(Technique):
     phase = Phase.RECOMPUTE  # the noise is on the embeddings as adapters leave them
     after_sharding = True
     training_only = True
+    of_rows = "its noise goes by how long a text is"
     conflicts: ClassVar[dict[str, str]] = {}
     helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "less overfitting to a small set of instructions")}
 

@@ -89,11 +89,7 @@ class NonFiniteGuard(Callback):
                 optimizer.in_backward.watchers.append(self._hold_back)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        """Check the rates; some optimizers step in the backward pass.
-
-        Raises:
-            DivergedError: If one is not finite.
-        """
+        """Some optimizers step in the backward pass."""
         rates = [group.get("lr", 0.0) for optimizer in trainer.optimizers for group in optimizer.param_groups]
         known = [float(rate) for rate in rates if not isinstance(rate, Tensor) or rate.device.type == "cpu"]
         if wrong := [rate for rate in known if not math.isfinite(rate)]:
@@ -101,12 +97,6 @@ class NonFiniteGuard(Callback):
             raise DivergedError(f"NonFiniteGuard: {where}; the weights are those before the step")
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
-        """Check the gradients, before they are clipped.
-
-        Raises:
-            DivergedError: If one is not finite and the action is ``raise``, or too many in a row were left out, or
-                weights are not finite.
-        """
         freed = isinstance(optimizer, InBackward)
         gradients, self._largest = self._largest, {}
         if not freed:
@@ -136,11 +126,6 @@ class NonFiniteGuard(Callback):
         optimizer.zero_grad()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Look at what the last step has made.
-
-        Raises:
-            DivergedError: If weights are not finite.
-        """
         self._check_weights(trainer, pl_module)
 
     def _check_weights(self, trainer: Any, module: Any) -> None:
@@ -166,7 +151,6 @@ class NonFiniteGuard(Callback):
         return {"skipped": self.skipped, "consecutive": self._consecutive} if self.skipped else {}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on counting."""
         self.skipped, self._consecutive = state_dict["skipped"], state_dict["consecutive"]
 
 

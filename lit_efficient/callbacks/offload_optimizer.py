@@ -82,7 +82,6 @@ class OffloadOptimizer(Technique):
             )
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
-        """Let ``optimizer`` stream its states."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if any(map(is_sharded, parameters)):
             raise ConfigurationError("OffloadOptimizer: sharded parameters (DTensors) bring CPU offload of their own")

@@ -61,7 +61,6 @@ class OptimizerInBackward(Technique):
     }
 
     def check(self, trainer: Any, module: Any) -> None:
-        """Refuse what needs gradients later."""
         refused = "; leave OptimizerInBackward out, or "
         if not module.automatic_optimization:
             raise ConflictError(
@@ -92,7 +91,6 @@ class OptimizerInBackward(Technique):
             raise ConflictError(f"OptimizerInBackward: {traits.name} {kept}{refused}use ModelParallelStrategy (FSDP2)")
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
-        """Let ``optimizer`` step in the backward pass."""
         step_in_backward(optimizer, who="OptimizerInBackward")
         own = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         total = sum(local(p).nbytes for p in own)

@@ -123,13 +123,23 @@ class OptimizerSchedule(Technique):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Set the values of the step under way, before a backward pass in which some step."""
-        left = decay_factor(trainer.global_step / self._steps, self.shape)
+        left = decay_factor(self._progress(trainer, pl_module), self.shape)
         for optimizer, decays in zip(trainer.optimizers, self._decays, strict=True):
             for group, share in zip(optimizer.param_groups, decays, strict=True):
                 if self.weight_decay is not None and share:
                     group["weight_decay"] = share * _between(self.weight_decay, left)
             if self.momentum is not None:
                 _set_momentum(optimizer, _between(self.momentum, left))
+
+    def _progress(self, trainer: Any, module: Any) -> float:
+        """How much of the way to ``until`` is over. Of shares, where several optimizers may step for a batch by hand,
+        the batches tell: the trainer counts each optimizer's steps, and batches alone when it says how many will come.
+        """
+        if module.automatic_optimization or not isinstance(self.until, float):
+            return float(trainer.global_step / self._steps)
+        batches = trainer.num_training_batches * max(0, trainer.max_epochs or 0)
+        ends = [(trainer.fit_loop.total_batch_idx, batches), (trainer.global_step, trainer.max_steps)]
+        return max(done / end for done, end in ends if end > 0) / self.until
 
     def state_dict(self) -> dict[str, Any]:
         """The proportions of the groups' weight decay, which may have become 0 since, and the length of the run."""

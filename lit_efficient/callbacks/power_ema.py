@@ -144,17 +144,11 @@ class PowerEMA(Technique):
                 write_snapshot(self._path, Snapshot(self._updates, sigma_rel), stored, run)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages, gathered, the number of updates, and after which of them there are snapshots."""
         averages = [{name: whole(tensor) for name, tensor in average.items()} for average in self._averages]
         counts = {"updates": self._updates, "steps": list(self._steps)}
         return {"averages": averages, **counts, "sigma_rels": list(self.sigma_rels)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the averages of a checkpoint.
-
-        Raises:
-            ConfigurationError: If it tracked other widths: theirs have no past.
-        """
         if state_dict["sigma_rels"] != list(self.sigma_rels):
             raise ConfigurationError(
                 f"PowerEMA: the checkpoint tracks the widths {state_dict['sigma_rels']}, and sigma_rels is "

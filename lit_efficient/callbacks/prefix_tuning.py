@@ -49,6 +49,7 @@ class PrefixTuning(VirtualTokens):
     """
 
     phase = Phase.ADAPT
+    of_rows = "its virtual tokens come before whole rows"
     conflicts: ClassVar[dict[str, str]] = {
         "LoRA": "each freezes all but its own parameters; keep one of them",
         "IA3": "each freezes all but its own parameters; keep one of them",

@@ -19,7 +19,7 @@ from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConflictError
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.mechanisms.adapters.base import freeze_base
-from lit_efficient.mechanisms.adapters.prefix import embeddings, find_decoder
+from lit_efficient.mechanisms.adapters.prefix import embeddings, find_decoder, tokenizer_at
 from lit_efficient.mechanisms.adapters.prompt import add_prompt, nearest_tokens
 from lit_efficient.mechanisms.adapters.virtual_tokens import VirtualTokens
 from lit_efficient.models.gpt import GPT
@@ -51,6 +51,7 @@ class PromptTuning(VirtualTokens):
     """
 
     phase = Phase.ADAPT
+    of_rows = "its virtual tokens come before whole rows"
     conflicts: ClassVar[dict[str, str]] = {
         "LoRA": "each freezes all but its own parameters; keep one of them",
         "IA3": "each freezes all but its own parameters; keep one of them",
@@ -110,6 +111,8 @@ class PromptTuning(VirtualTokens):
             decoder.prompt_tuning.prompt_embeddings.detach(), embeddings(decoder).weight.detach()
         )
         words = getattr(module, "tokenizer_state", None) and getattr(module, "tokenizer", None)
+        if words is None and self.tokenizer is not None:
+            words = tokenizer_at(self.tokenizer, "PromptTuning")
         return [words.decode([token]) for token in tokens] if words is not None else tokens
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:

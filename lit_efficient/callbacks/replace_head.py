@@ -196,7 +196,6 @@ class ReplaceHead(Technique):
         super().on_exception(trainer, pl_module, exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Leave ``requires_grad`` as it was."""
         release(pl_module)
         super().teardown(trainer, pl_module, stage)
 

@@ -87,11 +87,9 @@ class SampleImages(Callback):
             _log(trainer, picture, path)
 
     def state_dict(self) -> dict[str, Any]:
-        """The count of validations."""
         return {"validations": self._validations}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting."""
         self._validations = state_dict["validations"]
 
 

@@ -54,7 +54,6 @@ class ScheduleFree(Technique):
         self.warmup_steps = warmup_steps
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
-        """Turn ``optimizer`` into its schedule-free twin in place."""
         count = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
         kind = type(optimizer)
         if kind is not ScheduleFreeAdamW:

@@ -87,7 +87,6 @@ class SNRWeighting(LossHooks, Technique):
         return Report(f"{self.rule}{strength} for a network that predicts {self._prediction_of(module)}{where}")
 
     def sample_weights(self, output: Mapping[str, Any], module: nn.Module) -> Tensor:
-        """Weights [B] from the noise levels in ``output``."""
         levels = _log_snr(output, module)
         spread = float(getattr(getattr(module, "process", None), "sigma_data", 1.0))
         return snr_weight(levels, self.rule, self.gamma, self._prediction_of(module), self.zero_snr, spread)

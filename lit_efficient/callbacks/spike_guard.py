@@ -121,11 +121,6 @@ class SpikeGuard(Technique):
         self._losses.append(loss.detach())
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
-        """Look at the step before it is made.
-
-        Raises:
-            DivergedError: After too many spikes in a row.
-        """
         index = next((i for i, known in enumerate(trainer.optimizers) if known is optimizer), 0)
         values = self._values(trainer, pl_module, optimizer)
         spikes = [f"{name} {value:.4g}" for name, value in values.items() if self._is_spike(f"{index}/{name}", value)]
@@ -161,7 +156,6 @@ class SpikeGuard(Technique):
             rank_zero_info(f"SpikeGuard: {self.spikes} spikes in {trainer.global_step} steps")
 
     def state_dict(self) -> dict[str, Any]:
-        """The histories, the counts, and the state to go back to."""
         history = {key: list(values) for key, values in self._history.items()}
         return {"history": history, "spikes": self.spikes, "consecutive": self._consecutive, "kept": self._kept}
 

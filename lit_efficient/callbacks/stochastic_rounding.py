@@ -55,7 +55,6 @@ class StochasticRounding(Technique):
         self.seed = seed
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
-        """Let ``optimizer`` step in float32 and round by chance."""
         kind = type(optimizer).__name__
         later = {module.get_parameter(name) for name in held(module)}
         count = step_in_float32(optimizer, compensated=False, seed=self.seed, later=later, who="StochasticRounding")

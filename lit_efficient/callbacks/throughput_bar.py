@@ -19,6 +19,7 @@ from torch import Tensor
 from lit_efficient.errors import check_number
 from lit_efficient.internals.lightning_metrics import logs_in_bar
 from lit_efficient.mechanisms.metering import count_batch, short_number
+from lit_efficient.mechanisms.ranks import readers
 
 _SECONDS_A_LINE = 60.0  # where the end of the run is unknown
 _BAR = 60  # characters of a bar beside its figures
@@ -74,15 +75,13 @@ class ThroughputBar(TQDMProgressBar):
         self._counted, self._rate = 0, None
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Name the epoch; the bar goes on."""
         self.train_progress_bar.set_description(f"Epoch {trainer.current_epoch}")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count; refresh now and then."""
         count, self._unit = count_batch(batch)
-        self._counted += count * trainer.world_size
+        self._counted += count * readers(trainer)
         before, (self._position, _) = self._position, run_position(trainer, batch_idx + 1)
         self._loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if self.is_enabled and self._due(before, batch_idx + 1):
@@ -171,12 +170,7 @@ class ThroughputBar(TQDMProgressBar):
 
 
 def run_position(trainer: Trainer, batches: int) -> tuple[int, int | None]:
-    """(optimizer steps, ``max_steps``) if that ends the run; else (batches of all epochs, their total or None).
-
-    Args:
-        trainer: while it fits.
-        batches: batches of the current epoch that are done.
-    """
+    """(optimizer steps, ``max_steps``) if that ends the run; else (batches of all epochs, their total or None)."""
     per_epoch, steps, epochs = trainer.num_training_batches, trainer.max_steps, trainer.max_epochs
     limit = None
     if per_epoch != float("inf") and epochs is not None and epochs >= 0:

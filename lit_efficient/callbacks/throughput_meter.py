@@ -27,6 +27,7 @@ from lit_efficient.errors import check_number
 from lit_efficient.mechanisms.flops import FlopMeter, Flops, peak_flops_of
 from lit_efficient.mechanisms.host_waits import unwatch, watch
 from lit_efficient.mechanisms.metering import Amount, held_bytes, measure, peak_memory, short_number
+from lit_efficient.mechanisms.ranks import readers
 from lit_efficient.mechanisms.run_figures import RunFigures
 
 _TRIES, _DRAWS = 3, 16
@@ -126,7 +127,7 @@ class ThroughputMeter(RunFigures):
             return
         kinds = ("weights", "gradients", "optimizer", "activations")
         held = {kind: self.figures.get(f"memory_{kind}_gib", 0.0) for kind in kinds}
-        real, positions = float(self._total.real) * trainer.world_size, self._total.positions * trainer.world_size
+        real, positions = (count * readers(trainer) for count in (float(self._total.real), self._total.positions))
         parts = [f"{short_number(real / seconds)} {self._unit}/s"]
         if positions > real:
             parts[0] += f" ({short_number(positions / seconds)} with padding)"
@@ -143,7 +144,6 @@ class ThroughputMeter(RunFigures):
         return {"flops": asdict(self.flops), "by_type": by_type, "trained": self._trained, "techniques": self._beside}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what was counted."""
         self.flops, self._trained, self._left = Flops(**state_dict["flops"]), state_dict["trained"], 0
         self._by_type = Counter({getattr(torch, name): count for name, count in state_dict["by_type"].items()})
         self._beside = state_dict.get("techniques")
@@ -160,7 +160,7 @@ class ThroughputMeter(RunFigures):
 
     def _more(self, trainer: Any, seconds: float) -> dict[str, float]:
         module, device = trainer.lightning_module, trainer.strategy.root_device
-        values = {f"{self._unit}_per_second_padded": self._held.positions * trainer.world_size / seconds}
+        values = {f"{self._unit}_per_second_padded": self._held.positions * readers(trainer) / seconds}
         if self.flops is not None:
             model = self.flops.model(self._held) / seconds
             values["model_tflops"] = model / 1e12

@@ -127,11 +127,6 @@ class TokenWeightedAccumulation(Technique):
         return Report(f"sums over tokens by all tokens of an optimizer step, counted by {source}")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Stand between the loss and its backward pass.
-
-        Raises:
-            ConflictError: If a parameter is stepped while the backward pass runs.
-        """
         if any(hooks_after_accumulation(p) for p in pl_module.parameters()):
             raise ConflictError(
                 "TokenWeightedAccumulation: a parameter has a post-accumulate hook, which uses its gradient before the "

@@ -10,7 +10,8 @@ Source: Yang et al. (2022), https://arxiv.org/abs/2203.03466 (table 3); Dey et a
 The papers multiply outputs of layers: logits by 1 / m, residual branches by 1 / D, attention by 1 / d instead of
 1 / sqrt(d). Under an optimizer whose step does not depend on the gradient's scale (Adam), a layer y = c W x learns as
 y = W x does with c times the deviation and c times the rate. So all of it is in weights and rates here: the network's
-code, its checkpoints and exports stay what they are.
+code, its checkpoints and exports stay what they are. Adam's ``eps``, which CompleteP divides by m D, stays, too: where
+gradients come near to it, give a smaller one.
 """
 
 import re
@@ -26,17 +27,21 @@ from lit_efficient.application import schedulers_of
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.internals.torch_fake import has_values
-from lit_efficient.internals.torch_fx import has_parts, residual_ends
+from lit_efficient.internals.torch_fx import all_residual_ends
 from lit_efficient.models.dit import DiT
 from lit_efficient.models.gpt import GPT
 from lit_efficient.models.signs_of_training import sign_of_training
 from lit_efficient.optimizers.rates import split_groups
-from lit_efficient.surgery import own_draws
+from lit_efficient.surgery import inputs_first, own_draws
 from lit_efficient.technique import Technique
 
 _QUERIES = re.compile(r"(?:.*\.)?(?:q_norm|query|q_proj|q)")  # of our networks and of transformers' Llama and kin
 _FACTOR = "_lit_efficient_rate_factors"  # of a network: name of a parameter -> what its rate is multiplied by
 _PATIENCE = 1e-3
+_MORE_SIZES = {  # of configs of transformers, beside the width: whole numbers of what
+    **dict.fromkeys(("intermediate_size", "n_inner"), "hidden features"),
+    "num_key_value_heads": "key heads",
+}
 
 
 def width_factors(shape: tuple[int, ...], base: tuple[int, ...], looked_up: bool = False) -> tuple[float, float]:
@@ -61,10 +66,10 @@ class WidthTransfer(Technique):
     """Scale initial weights and rates so that what was tuned at a base width and depth is right at this one.
 
     For networks that are trained from their beginning, with Adam, AdamW or Lion: our GPT and DiT, models of
-    transformers made of linear layers (Llama and kin), and any network with attributes ``width`` and ``depth`` and a
-    method ``at_width(width, depth)`` that returns one like it in that size. At the base width and depth it changes
-    nothing. The deviations to start from are those that the network has at its base size, whatever rule it draws by.
-    Let the rate, the steps, the batch and the data be those of the tuned run.
+    transformers made of linear layers (Llama and kin, GPT-2), and any network with attributes ``width`` and ``depth``
+    and a method ``at_width(width, depth)`` that returns one like it in that size. At the base width and depth it
+    changes nothing. The deviations to start from are those that the network has at its base size, whatever rule it
+    draws by. Let the rate, the steps, the batch and the data be those of the tuned run.
 
     Args:
         base_width: Width of the residual stream that was tuned at, at least 1; it must leave whole heads.
@@ -120,7 +125,8 @@ class WidthTransfer(Technique):
             factors, beginnings = self._factors(network, width, depth)
             network.__dict__[_FACTOR] = factors
             for key, factor in beginnings.items():
-                network.get_parameter(key).mul_(factor)
+                parameter, layer = network.get_parameter(key), network.get_submodule(key.rpartition(".")[0])
+                parameter.add_(factor - 1) if _adds_one(layer, parameter) else parameter.mul_(factor)
             names.append(name)
             changed += sum(network.get_parameter(key).numel() for key in factors)
             said.append(
@@ -161,7 +167,10 @@ class WidthTransfer(Technique):
         with own_draws(0):
             base = _at_size(network, self.base_width, base_depth, self.heads)
         theirs = dict(base.named_parameters())
-        looked_up = {id(p) for part in network.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
+        tables = {name: part for name, part in network.named_modules() if isinstance(part, nn.Embedding)}
+        parts = dict(base.named_modules())
+        looked_up = {id(part.weight): _times(parts.get(n, part)) / _times(part) for n, part in tables.items()}
+        turned = {id(part.weight) for part in network.modules() if inputs_first(part)}
         ends = _end_parameters(network)
         if depth != base_depth and not ends:
             raise ConfigurationError(
@@ -173,9 +182,11 @@ class WidthTransfer(Technique):
             key = name if name in theirs else re.sub(r"\.\d+\.", ".0.", name, count=1)
             if key not in theirs:  # what was added to the network does not grow with it
                 continue
-            start, rate = width_factors(tuple(parameter.shape), tuple(theirs[key].shape), id(parameter) in looked_up)
+            order = -1 if id(parameter) in turned else 1
+            shapes = tuple(parameter.shape[::order]), tuple(theirs[key].shape[::order])
+            start, rate = width_factors(*shapes, id(parameter) in looked_up)
             more = base_depth / depth if id(parameter) in ends else 1.0
-            more *= queries.get(id(parameter), 1.0)
+            more *= queries.get(id(parameter), 1.0) * looked_up.get(id(parameter), 1.0)
             if rate * more != 1:
                 rates[name] = rate * more
             if not has_values(parameter):
@@ -252,9 +263,13 @@ def _at_size(network: Any, width: int, depth: int, heads: str) -> nn.Module:
     new = type(config)(**{key: value for key, value in fields.items() if key != "layer_types"})
     inner = new.get_text_config()
     inner.hidden_size, inner.num_hidden_layers = width, depth
-    inner.intermediate_size = less(text.intermediate_size, "hidden features")
     inner.num_attention_heads = count(text.num_attention_heads, "heads")
-    inner.num_key_value_heads = count(text.num_key_value_heads, "key heads")
+    for field, what in _MORE_SIZES.items():
+        number = getattr(text, field, None)
+        if number is not None:
+            setattr(inner, field, (count if "heads" in field else less)(number, what))
+    if not {"intermediate_size", "n_inner"} & fields.keys() and text is config:
+        raise ConfigurationError(f"WidthTransfer: a {type(config).__name__} does not say how wide its feed-forward is")
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     inner.head_dim = size if heads == "grow" else less(size, "features of a head")
     return type(network)(new)
@@ -274,10 +289,29 @@ def _check_untied(network: nn.Module) -> None:
 def _end_parameters(network: nn.Module) -> set[int]:
     """Identities of the parameters of layers, or norms behind them, that end residual branches."""
     found: set[int] = set()
-    for part in network.modules():
-        for layer, norm, _ in residual_ends(part) if has_parts(part) and not isinstance(part, nn.ModuleList) else ():
-            found |= {id(p) for p in part.get_submodule(norm or layer).parameters(recurse=False)}
+    for part, layer, norm, _ in all_residual_ends(network):
+        found |= {id(p) for p in part.get_submodule(norm or layer).parameters(recurse=False)}
     return found
+
+
+def _times(table: Any) -> float:
+    """What an embedding multiplies its rows by, as Gemma's by the root of the width."""
+    if not has_values(table.weight):
+        return 1.0
+    some = torch.arange(min(8, len(table.weight)), device=table.weight.device)
+    try:
+        rows, given = table.weight[some].float(), table(some).float()
+        times = float(given.norm() / rows.norm())
+        return times if torch.allclose(given, times * rows, rtol=0.05, atol=1e-6) else 1.0
+    except Exception:  # somebody's, that is asked otherwise
+        return 1.0
+
+
+def _adds_one(layer: nn.Module, weight: Tensor) -> bool:
+    """Whether a norm multiplies by one plus its weight, as Gemma's, whose weight begins at zero."""
+    if weight.ndim != 1 or weight is not getattr(layer, "weight", None) or weight.any():
+        return False
+    return bool(layer(torch.arange(len(weight), dtype=weight.dtype, device=weight.device)[None]).any())
 
 
 def _check_scale_free(optimizer: Any) -> None:

@@ -24,14 +24,7 @@ _SHARDED = (".metadata", "meta.pt", "latest")  # what FSDP's and DeepSpeed's fol
 
 
 def read(path: str, subcommand: str) -> dict[str, Any]:
-    """Check a checkpoint and read it; tensors stay on disk.
-
-    Args:
-        path: What the user gave as ``--ckpt_path``.
-        subcommand: ``fit``, ``validate``, ``test`` or ``predict``.
-
-    Returns:
-        The checkpoint, or an empty dict for a sharded one.
+    """Check the checkpoint of a ``--ckpt_path`` and read it; tensors stay on disk. A sharded one is an empty dict.
 
     Raises:
         CheckpointError: If there is no such file, or it holds more than data, or is damaged (with the name of the last
@@ -102,10 +95,7 @@ _ABSENT = type("Absent", (), {"__repr__": lambda _: "nothing"})()  # null is a v
 def differences(checkpoint: Mapping[str, Any], config: Mapping[str, Any], fits: bool) -> dict[str, tuple[Any, Any]]:
     """The keys of the config that a checkpoint was trained with otherwise: ``{key: (then, now)}``.
 
-    Args:
-        checkpoint: A Lightning checkpoint. One of another program has hyper-parameters at most.
-        config: The config of the subcommand, as plain data.
-        fits: Whether all of it matters; validation and its like have model and data alone.
+    ``fits``: all of it matters; validation and its like have model and data alone.
     """
     saved = checkpoint.get("lit_efficient", {}).get("config")
     then: dict[str, Any] = dict(saved or {})

@@ -18,13 +18,7 @@ PACKAGE = "lit-efficient"
 
 
 def environment(device: torch.device, indices: Sequence[int], command: str) -> dict[str, Any]:
-    """What a run's folder keeps of where it was made, as plain data.
-
-    Args:
-        device: One that the run uses.
-        indices: Which ones of its kind.
-        command: The command line, without secrets.
-    """
+    """What a run's folder keeps of where it was made, as plain data; ``command`` has no secrets."""
     return {
         "command": command,
         "folder": os.getcwd(),

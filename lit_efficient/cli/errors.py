@@ -42,14 +42,8 @@ _BOILERPLATE = re.compile(
 
 
 def explain(error: BaseException, argv: Sequence[str]) -> str | None:
-    """Say what the user can do about an error.
-
-    Args:
-        error: What was raised.
-        argv: The command line, to find the files and lines that are meant.
-
-    Returns:
-        At most ten lines without a traceback, or ``None`` if the error is a bug whose traceback is the best answer.
+    """What the user can do about an error, in at most ten lines without a traceback; files and lines are looked up in
+    ``argv``. ``None`` if the error is a bug, whose traceback is the best answer.
     """
     if alone := [note for note in getattr(error, "__notes__", ()) if note.startswith(ENDED)]:
         return "\n".join(alone)

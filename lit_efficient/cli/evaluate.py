@@ -8,18 +8,10 @@ from typing import Any
 
 from lightning.pytorch import seed_everything
 
-from lit_efficient.cli import LitEfficientCLI
-from lit_efficient.cli.errors import explained
+from lit_efficient.cli.fits import FitParts
 
 # One process on one device, and nothing that would write into the folder of the run.
 _ALONE = ("--trainer.devices=1", "--trainer.num_nodes=1", "--trainer.strategy=auto", "--trainer.logger=false")
-
-
-class _Parts(LitEfficientCLI):
-    """Builds the parts of a validation and leaves it to the caller to run it."""
-
-    def run_subcommand(self, subcommand: str) -> None:
-        """Nothing runs."""
 
 
 class Validator:
@@ -35,9 +27,7 @@ class Validator:
 
     def __init__(self, configs: Sequence[str], arguments: Sequence[str] = ()) -> None:
         given = [part for path in configs for part in ("-c", path)]
-        argv = ["validate", *given, *_ALONE, *arguments]
-        with explained(argv):
-            self._parts = _Parts(args=argv)
+        self._parts = FitParts([*given, *_ALONE, *arguments], None, None, "validate")
 
     def __call__(self, checkpoint: str | Path) -> dict[str, float]:
         """Everything that a validation of this checkpoint logs, by name; the same random numbers each time."""

@@ -64,17 +64,17 @@ class ConfigFit(FitSource):
 
 
 class FitParts(LitEfficientCLI):
-    """Builds the parts of a fit, with all that the command line adds to them, and leaves it to the caller to run it.
+    """Builds the parts of a run, with all that the command line adds to them, and leaves it to the caller to run it.
 
     Args:
-        words: As after ``fit``.
+        words: As after the subcommand.
         root: Folder below which runs write; ``None``: what the config says, and no folder is made either way.
         device: What parts are built on; ``None``: as ``fit`` does.
     """
 
-    def __init__(self, words: Sequence[str], root: Path | None, device: str | None) -> None:
+    def __init__(self, words: Sequence[str], root: Path | None, device: str | None, subcommand: str = "fit") -> None:
         self._root, self._device = root, device
-        argv = ["fit", *words]
+        argv = [subcommand, *words]
         with explained(argv):
             super().__init__(args=argv, save_config_callback=None)
 

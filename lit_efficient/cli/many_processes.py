@@ -34,10 +34,6 @@ def check_loggers(trainer: Any) -> None:
 def check_split(trainer: Any, data: Any) -> list[str]:
     """Refuse training data that is not split among a trainer's processes; return what is to be known of its steps.
 
-    Args:
-        trainer: Of several processes, tied to what it fits.
-        data: A data module that is set up.
-
     Raises:
         ConfigurationError: For a loader that gives processes the same rows, or none.
     """

@@ -24,11 +24,8 @@ COMMAND = "python -m lit_efficient"
 def next_steps(trainer: Trainer, allowed: Sequence[str], program: str, interrupted: str = "") -> list[str]:
     """The commands that make sense after a fit.
 
-    Args:
-        trainer: The trainer after ``fit``.
-        allowed: What the user gave as ``--allow-import``; the commands need it again.
-        program: What was run, which may be a script that knows its classes.
-        interrupted: The checkpoint that a signal has left: then resuming it comes first.
+    They need again what the user allowed to import, and ``program`` may be a script that knows its classes. Where a
+    signal has ``interrupted`` the fit, resuming that checkpoint comes first.
     """
     best, last, _ = _checkpoints(trainer)
     saver: Any = next((c for c in callbacks_of(trainer) if isinstance(c, SaveRunConfig)), None)

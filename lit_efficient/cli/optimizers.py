@@ -25,17 +25,11 @@ Spec = dict[str, Any]  # {"class_path": ..., "init_args": {...}}
 
 @dataclass
 class OptimizerPlan:
-    """What the config says about optimization.
+    """What the config says about optimization."""
 
-    Args:
-        optimizer: Class and arguments of the optimizer.
-        scheduler: Class and arguments of the scheduler, if any.
-        arrange: ``(module, optimizer, scheduler)`` -> what ``configure_optimizers`` returns.
-    """
-
-    optimizer: Spec
-    scheduler: Spec | None
-    arrange: Callable[..., Any]
+    optimizer: Spec  # class and arguments of the optimizer
+    scheduler: Spec | None  # class and arguments of the scheduler, if any
+    arrange: Callable[..., Any]  # ``(module, optimizer, scheduler)`` -> what ``configure_optimizers`` returns
 
     def check(self) -> Optimizer:
         """Build both on a throwaway parameter, so that a wrong argument fails before data is touched.

@@ -76,8 +76,7 @@ os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning m
 def set_import_policy(extra: Sequence[str] = ()) -> None:
     """Refuse to import what a config names, except from :data:`ALLOWED_IMPORTS` and ``extra``.
 
-    Args:
-        extra: Packages that the user allows. What an earlier call in this process allowed is taken back.
+    What an earlier call in this process allowed is taken back.
 
     Raises:
         ConfigurationError: If an entry is no dotted name, or cannot be allowed at all.

@@ -27,12 +27,7 @@ _ADVICE = "Resume with what it was trained with, or begin a new run"
 
 
 class ConfigWins(Callback):
-    """Puts config and build into checkpoints, and sets what the config says after they are restored.
-
-    Args:
-        config: The run's config, as plain data.
-        changed: The keys that the checkpoint was trained with otherwise.
-    """
+    """Puts config and build into checkpoints, and sets what the config says after they are restored."""
 
     def __init__(self, config: Mapping[str, Any], changed: Mapping[str, tuple[Any, Any]]) -> None:
         self.config = {key: value for key, value in config.items() if key not in ("config", "ckpt_path")}

@@ -57,14 +57,9 @@ def add_default_parts(
 ) -> None:
     """Give a run the CheckpointIO that can be trusted and a ``fit`` the answers to signals and to NaN, or keep its own.
 
-    A schedule-free optimizer gets the callback that switches its weights.
-
-    Args:
-        trainer_config: Arguments of the trainer, instantiated; changed in place.
-        subcommand: Which subcommand runs.
-        optimizer: Class path of the config's optimizer, if it names one.
-        folder: Where a fit writes.
-        checked: The state of the checkpoint's file when its checksums were compared.
+    A schedule-free optimizer gets the callback that switches its weights. ``trainer_config`` is changed in place;
+    ``optimizer`` is the class path of the config's, ``checked`` the state of the checkpoint's file when its checksums
+    were compared.
     """
     if folder:
         trainer_config["default_root_dir"] = str(folder.path)
@@ -99,11 +94,7 @@ def add_default_parts(
 
 
 class LeftOut(Callback):
-    """Stands in a config for a part of :data:`DEFAULTS` that is not to be added.
-
-    Args:
-        name: Of the part's class.
-    """
+    """Stands in a config for a part of :data:`DEFAULTS` that is not to be added."""
 
     def __init__(self, name: str) -> None:
         self.name = name

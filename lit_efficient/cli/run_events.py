@@ -19,13 +19,7 @@ from lit_efficient.files.events import write_event
 
 
 class RunEvents(Callback):
-    """Writes log and environment of a fit, and notes its techniques, metrics, checkpoints and warnings as they come.
-
-    Args:
-        folder: Where the fit writes.
-        lines: What it prints.
-        command: Its command line, without secrets.
-    """
+    """Writes log and environment of a fit, and notes its techniques, metrics, checkpoints and warnings as they come."""
 
     def __init__(self, folder: RunFolder, lines: RunLog, command: str) -> None:
         self.folder, self.lines, self.command = folder, lines, command

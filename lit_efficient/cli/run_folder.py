@@ -90,11 +90,8 @@ def _parent(checkpoint: Path, root: Path) -> str:
 class RunFolder(Callback):
     """Has a fit write into one folder, that of rank 0 on all ranks, and note there what a later run must know.
 
-    Args:
-        root: Where the folders of the runs lie.
-        checkpoint: What the fit resumes, if anything; not by way of ``latest``.
-        changed: Whether the config is another than the checkpoint's.
-        step: The checkpoint's optimizer step.
+    The fit resumes ``checkpoint``, at its ``step``, if anything (not by way of ``latest``); ``changed``: with another
+    config.
     """
 
     def __init__(self, root: Path, checkpoint: Path | None, changed: bool, step: int = 0) -> None:
@@ -238,12 +235,10 @@ def _log_once(log: Any, known: set[frozenset[str]], last: int, metrics: dict[str
 
 
 def place_loggers(trainer: Namespace, folder: Path, names: Sequence[Any] | None) -> None:
-    """Let the loggers of a trainer's config write into a folder, unless they have one of their own.
+    """Let the loggers of a trainer's config, which is changed in place, write into a folder, unless they have their
+    own.
 
-    Args:
-        trainer: The config, changed in place.
-        folder: The folder.
-        names: By what names they know the run that goes on; empty for a new one, ``None`` for no run at all.
+    ``names`` are those by which they know the run that goes on; empty for a new one, ``None`` for no run at all.
     """
     logger = trainer.get("logger")
     if logger is None or logger is True:

@@ -29,8 +29,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 def ignore_warnings_of_the_end(done: bool) -> None:
     """SIGUSR1, a scheduler's warning that time is running out, kills no run that has nothing to save, or has saved it.
 
-    Args:
-        done: The fit has ended. Before it, Lightning's automatic requeueing under SLURM needs the signal untouched.
+    Until the fit is ``done``, Lightning's automatic requeueing under SLURM needs the signal untouched.
     """
     warning = getattr(signal, "SIGUSR1", None)
     if warning is None or threading.current_thread() is not threading.main_thread():

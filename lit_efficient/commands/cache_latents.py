@@ -87,12 +87,7 @@ class Bar:
         self._last = 0.0
 
     def __call__(self, total: int, done: int) -> Bar:
-        """Begin.
-
-        Args:
-            total: Images in all.
-            done: How many an earlier run has encoded.
-        """
+        """Begin; an earlier run has encoded ``done`` of all images."""
         from tqdm import tqdm
 
         self._bar = tqdm(total=total, initial=done, desc="encoding", unit="img", disable=None)  # terminals only

@@ -10,12 +10,9 @@ from lit_efficient.commands.card_python import python_lines
 
 
 def card_text(card: Card, cards: Sequence[Card] = (), width: int = 80) -> str:
-    """Render everything that a card knows, with the lines of YAML and Python that use it.
+    """Everything that a card knows, with the lines of YAML and Python that use it.
 
-    Args:
-        card: The card.
-        cards: All of them, for what is related to it, and for conflicts that the other one declares.
-        width: Columns of the terminal.
+    The others are asked for what is related to it, and for conflicts that they declare.
     """
     place = "a block of arguments" if card.is_block else f"slot {card.slot}"
     lines = [f"{card.name}   ({place})", "", *wrapped(card.summary, width), ""]

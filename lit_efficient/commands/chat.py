@@ -17,14 +17,8 @@ _ENDED = 130  # by Ctrl-C
 
 
 class Conversation:
-    """What was said, and how to go on.
-
-    Args:
-        model: A language model with a chat template.
-        sampling: How tokens are drawn.
-        max_new_tokens: Most tokens of an answer; None is 512, at most half of what the model reads.
-        endings: Texts that end an answer.
-        seed: Of the first answer; each later one has the next.
+    """What was said, and how to go on: answers of at most 512 tokens (or half of what the model reads) if no number is
+    given, the first one by the seed, each later one by the next.
     """
 
     def __init__(

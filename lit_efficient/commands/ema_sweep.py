@@ -118,19 +118,12 @@ def _completed(base: dict[str, Any], average: dict[str, Tensor], path: str) -> d
 
 @dataclass(frozen=True)
 class WidthCurve:
-    """What validation says about each width.
+    """What validation says about each width."""
 
-    Args:
-        metrics: For each width everything that its validation logged, by name.
-        raw: The same for the weights without an average.
-        metric: The name that is compared; lower is better.
-        step: Optimizer step at which the averages end.
-    """
-
-    metrics: Mapping[float, Mapping[str, float]]
-    raw: Mapping[str, float]
-    metric: str
-    step: int
+    metrics: Mapping[float, Mapping[str, float]]  # for each width everything that its validation logged, by name
+    raw: Mapping[str, float]  # the same for the weights without an average
+    metric: str  # the name that is compared; lower is better
+    step: int  # optimizer step at which the averages end
 
     def __post_init__(self) -> None:
         if self.metric not in self.raw:
@@ -173,12 +166,7 @@ class WidthCurve:
             file.write(text.getvalue().encode())
 
     def draw(self, path: Path, tracked: Collection[float] = ()) -> None:
-        """Write the picture as a PNG.
-
-        Args:
-            path: Where to.
-            tracked: Widths that the run tracked; the others were built from them.
-        """
+        """Write the picture as a PNG; widths that the run did not track were built from them."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 

@@ -7,15 +7,14 @@ was made for it.
 """
 
 import argparse
-import contextlib
 import io
 import json
-import logging
 import shutil
 import sys
 import tempfile
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,10 +99,6 @@ class _Answer:
         say = None if options.quiet else lambda line: print(line, file=sys.stderr, flush=True)
         self.predictions: Predictions = Predictions(self._predict, self.limit, say)
 
-    @property
-    def _precision(self) -> str:
-        return str(self.config["trainer"]["precision"])
-
     def _devices(self, trainer: dict[str, Any]) -> int:
         """How many processes train, as the options or the config have it."""
         if self.options.devices is not None:
@@ -145,11 +140,15 @@ class _Answer:
             return plan(self.source, change, device=self.kernels)
 
     def _shared(self, alone: "Plan", devices: int) -> "Plan":
-        from lit_efficient.evidence.planning.plan_devices import gathered_bytes, per_device
+        from lit_efficient.evidence.planning.plan_devices import per_device
 
-        sharded = devices > 1 and self.traits.shards
-        gathered = gathered_bytes(self.source.made.module, self.traits, self._precision) if sharded else 0
-        return per_device(alone, devices, self.traits, gathered)
+        return per_device(alone, devices, self.traits, self._gathered() if devices > 1 else 0)
+
+    def _gathered(self) -> int:
+        from lit_efficient.evidence.planning.plan_devices import gathered_bytes
+
+        precision = str(self.config["trainer"]["precision"])
+        return gathered_bytes(self.source.made.module, self.traits, precision) if self.traits.shards else 0
 
     def code(self) -> int:
         """Print everything; the exit code."""
@@ -170,7 +169,7 @@ class _Answer:
 
         plan = self._predict_first()
         fits = plan.peak <= self.limit
-        self._tell(_lines(plan, self), plan=_plain(plan), fits=fits, device=self._device())
+        self._tell(_lines(plan, self), plan=asdict(plan), fits=fits, device=self._device())
         if self.options.output:
             from lit_efficient.evidence.planning.plan_picture import draw_memory
 
@@ -221,16 +220,14 @@ class _Answer:
         self._tell(["not used:", *lines] if lines else [], skipped=adviser.skipped)
 
     def _solved(self) -> int:
-        from lit_efficient.evidence.planning.plan_devices import MOST, gathered_bytes, least_devices
+        from lit_efficient.evidence.fits import AS_IT_IS
+        from lit_efficient.evidence.planning.plan_devices import MOST, least_devices
         from lit_efficient.evidence.planning.plan_settings import batch_lever, length_lever, rank_lever
 
         wanted = self.options.solve
         if wanted == "devices":
-            alone = self._alone_first()
-            gathered = (
-                gathered_bytes(self.source.made.module, self.traits, self._precision) if self.traits.shards else 0
-            )
-            count = least_devices(alone, self.limit, self.traits, gathered)
+            alone = self._alone(AS_IT_IS)
+            count = least_devices(alone, self.limit, self.traits, self._gathered())
             plan = self._shared(alone, count or 1)
             stated = {"value": count, "strategy": self.traits.name, "peak": plan.peak}
             text = f"devices: {count} with {self.traits.name}" if count else f"devices: not even {MOST} are enough"
@@ -253,13 +250,11 @@ class _Answer:
         )
         return 0 if found.value is not None else _DOES_NOT_FIT
 
-    def _alone_first(self) -> "Plan":
-        return self._alone(_as_it_is())
-
     def _predict_first(self) -> "Plan":
+        from lit_efficient.evidence.fits import AS_IT_IS
         from lit_efficient.evidence.planning.plan import Plan
 
-        plan = self.predictions(_as_it_is())
+        plan = self.predictions(AS_IT_IS)
         assert isinstance(plan, Plan)
         return plan
 
@@ -271,12 +266,6 @@ class _Answer:
         self.data |= data
         if not self.options.json and lines:
             print("\n".join(lines), flush=True)
-
-
-def _as_it_is() -> Any:
-    from lit_efficient.evidence.fits import AS_IT_IS
-
-    return AS_IT_IS
 
 
 class _Kept:
@@ -300,17 +289,11 @@ def _one_device(trainer: dict[str, Any]) -> list[str]:
     return options if there else [*options, "--trainer.accelerator=cpu"]
 
 
-@contextlib.contextmanager
-def _hushed() -> Iterator[None]:
+def _hushed() -> AbstractContextManager[None]:
     """No log lines, prints and warnings of what is built again and again, and of a run that is none."""
-    before = logging.root.manager.disable
-    logging.disable(logging.INFO)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
+    from lit_efficient.mechanisms.trials.steps import quiet
+
+    return quiet(warns=False, prints=io.StringIO())
 
 
 def _lines(plan: "Plan", answer: _Answer) -> list[str]:
@@ -370,12 +353,6 @@ def _advice_lines(advice: "Advice", limit: int, width: int) -> list[str]:
         sets = "".join(f"; it sets trainer.{key} to {json.dumps(value)}" for key, value in one.sets.items())
         lines += wrapped(f"    {one.name}: {one.reason}{sets}", width, "      ")
     return lines
-
-
-def _plain(plan: "Plan") -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return asdict(plan)
 
 
 def _found(found: "Found", names: Sequence[str]) -> dict[str, Any]:

@@ -31,16 +31,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def figures(batch: dict[str, Tensor], kinds: Kinds, stop_ids: Sequence[int]) -> dict[str, float]:
-    """Numbers about a batch.
-
-    Args:
-        batch: the batch.
-        kinds: what `kinds_of` said.
-        stop_ids: ids that end a turn or a text.
-
-    Returns:
-        Numbers of ``tokens``, ``trained``, ``masked``, ``padded``, ``documents``; the ``fill``; of the learned
-        ``stretches`` of tokens, and of those that have a stop id at their ``ends``.
+    """Numbers of ``tokens``, ``trained``, ``masked``, ``padded``, ``documents`` of a batch; the ``fill``; of the
+    learned ``stretches`` of tokens, and of those that have a stop id at their ``ends``.
     """
     ends = torch.zeros_like(kinds.trained)
     ends[:, :-1] = kinds.trained[:, :-1] & (~kinds.trained[:, 1:] | kinds.starts[:, 1:])
@@ -60,15 +52,7 @@ def figures(batch: dict[str, Tensor], kinds: Kinds, stop_ids: Sequence[int]) -> 
 
 
 def rendered(batch: dict[str, Tensor], kinds: Kinds, tokenizer: Any, colour: bool, most: int) -> Iterator[str]:
-    """Yield the lines that show a batch.
-
-    Args:
-        batch: the batch.
-        kinds: what `kinds_of` said.
-        tokenizer: one of transformers or of tokenizers.
-        colour: whether to use colours; without, what is trained stands in «».
-        most: tokens of a row that are shown.
-    """
+    """Yield the lines that show a batch, at most ``most`` tokens a row; without colours, «» around what is trained."""
     for row, ids in enumerate(batch["input_ids"].tolist()):
         yield paint(f"=== row {row + 1} of the batch", "boundary", colour)
         line, number = "", 0
@@ -150,15 +134,7 @@ def summary_lines(
 
 
 def build_data(argv: Sequence[str], command: str = "preview") -> Any:
-    """The datamodule of a config, and nothing else of it.
-
-    Args:
-        argv: as for ``fit``.
-        command: who asks, for the error.
-
-    Raises:
-        ConfigurationError: If the config has no data.
-    """
+    """The datamodule of a config, and nothing else of it; one without data is refused."""
     from jsonargparse import Namespace
     from lightning.pytorch import LightningDataModule
 

@@ -28,12 +28,9 @@ def _is_file(text: str) -> bool:
 
 
 def read_prompts(path: Path, owner: str, texts_alone: str = "") -> list[str | Turns]:
-    """The prompts of a file.
+    """The prompts of a file: ``.jsonl`` with ``prompt`` or ``messages`` in each row, or text with one a line.
 
-    Args:
-        path: ``.jsonl`` with ``prompt`` or ``messages`` in each row, or text with one a line.
-        owner: The command, for errors.
-        texts_alone: The way out, where messages cannot be taken.
+    ``texts_alone`` is the way out for the error, where messages cannot be taken.
 
     Raises:
         ConfigurationError: naming the line, for a row with neither.

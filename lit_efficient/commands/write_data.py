@@ -95,11 +95,6 @@ def _parser() -> argparse.ArgumentParser:
 def resume(output: Path, prompts: Sequence[str | Turns], settings: dict[str, Any]) -> int:
     """Write or compare the settings of a file, take half a last line off, and return the number of the next prompt.
 
-    Args:
-        output: the data.
-        prompts: all of them.
-        settings: what decides the answers.
-
     Raises:
         ConfigurationError: if the file was made with other settings or prompts.
     """
@@ -147,14 +142,9 @@ def write_rows(
 ) -> tuple[int, int]:
     """Answer the prompts from ``start`` on, a few on the disk before the next; return how many were written and cut.
 
-    Of several processes each answers a few of these, and the first one writes them in their order.
-
-    Args:
-        output: the data, appended to.
-        prompts: all of them.
-        start: the first to answer.
-        answer: the first number and some prompts to their rows, and whether the model ended each answer.
-        keep_cut: keep those that it did not.
+    Of several processes each answers a few of these, and the first one writes them in their order. ``answer`` takes the
+    first number and some prompts, and gives their rows, and whether the model ended each; others go unless
+    ``keep_cut``.
     """
     from lit_efficient.mechanisms.ranks import gather_objects, place_among_ranks
     from lit_efficient.tasks.text_generation import BATCH_SIZE

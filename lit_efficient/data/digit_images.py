@@ -42,12 +42,9 @@ def digest(*tensors: Tensor) -> str:
 
 
 def stratified_split(labels: Tensor, held_out: int, seed: int) -> tuple[list[int], list[int], list[int]]:
-    """Indices for training, validation and test, each with the classes in their natural shares.
+    """Indices for training, validation and test, each with the classes in their natural shares, from a seed of its own.
 
-    Args:
-        labels: [N].
-        held_out: Size of the validation part, and of the test part.
-        seed: Seed of the split; torch's and NumPy's global generators are left alone.
+    Validation and test have ``held_out`` samples each.
     """
     from sklearn.model_selection import train_test_split
 
@@ -158,7 +155,6 @@ class DigitImages(DigitsDataModule):
         self.class_names = [str(digit) for digit in range(self.num_classes)]
 
     def setup(self, stage: str) -> None:
-        """Load, enlarge and split: 0.1 s."""
         images, labels = load_digit_images(self.image_size)
         self.dataset = KeyedTensors({"images": images, "labels": labels, "index": torch.arange(len(labels))})
         self.train_index, self.val_index, self.test_index = stratified_split(labels, HELD_OUT, self.seed)

@@ -105,11 +105,9 @@ class ImageData(ImageModule):
             ImageJudge(self.scores.judge, "ImageData")  # what it cannot load, it should refuse now
 
     def setup(self, stage: str) -> None:
-        """Open what was found, in every process; no randomness."""
         self._open()
 
     def bucket_of(self, index: int) -> tuple[int, int]:
-        """Height and width of an image as an item."""
         return self._opened().shapes[index]
 
     def identity(self) -> dict[str, str]:
@@ -130,11 +128,8 @@ class ImageData(ImageModule):
         return self.scores.judge is not None
 
     def score_samples(self, images: Tensor, labels: Tensor | None = None) -> dict[str, float]:
-        """``frechet_distance`` and ``kernel_distance`` to training images, for the judge; nothing without one.
-
-        Args:
-            images: Generated images [M, C, H, W] in [-1, 1], M >= 2.
-            labels: Not used: the judge knows no classes.
+        """``frechet_distance`` and ``kernel_distance`` of images [M, C, H, W] in [-1, 1] to training images, for the
+        judge; nothing without one. It knows no classes.
         """
         if self.scores.judge is None:
             return {}

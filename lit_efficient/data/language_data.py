@@ -116,7 +116,6 @@ class LanguageData(ChatDataModule):
         self.val_rows: PackedDocuments | None = None
 
     def train_dataloader(self) -> DataLoader[Any] | StreamLoader:
-        """Shuffled rows; an incomplete last batch is dropped."""
         assert self.train_rows is not None
         collate = partial(collate_rows, pack=self.pack, length=self.max_length, pad_id=self.pad_id)
         if isinstance(self.train_rows, StreamedRows):
@@ -143,7 +142,6 @@ class LanguageData(ChatDataModule):
         return float(rows.pieces.lengths.sum() / (len(rows) * self.max_length)) if self.pack else 1.0
 
     def summary(self, counts: dict[str, int]) -> str:
-        """One line about a split."""
         parts = [f"{counts['documents']:,} documents of {counts['rows']:,} rows, {counts['tokens']:,} tokens"]
         parts.append(f"{counts['trained'] / max(counts['tokens'], 1):.1%} of them trained")
         if counts["truncated"]:
@@ -158,7 +156,6 @@ class LanguageData(ChatDataModule):
         return "; ".join(parts)
 
     def reader(self, sources: list[Source]) -> Reader:
-        """Read conversations, instructions and texts."""
         return Reader(sources, self.rows.format, self.rows.columns, self.rows.max_rows)
 
     def _cut(self, folder: Path, split: str, counts: Counts) -> PackedDocuments:
@@ -212,15 +209,7 @@ def collate_rows(
     pad_id: int,
     count_bytes: bool = False,
 ) -> dict[str, Tensor]:
-    """Batch the items of `PackedDocuments`.
-
-    Args:
-        rows: the documents of each row; a single one unless ``pack``.
-        pack: whether to make a packed batch or a padded one.
-        length: tokens of a packed row.
-        pad_id: id of the filling.
-        count_bytes: add ``num_bytes`` ``[B]``.
-    """
+    """Batch the items of `PackedDocuments`: the documents of each row, a single one unless ``pack``."""
     documents = [[(ids, labels) for ids, labels, _ in row] for row in rows]
     batch = packed_batch(documents, length, pad_id) if pack else padded_batch([row[0] for row in documents], pad_id)
     if count_bytes:

@@ -92,7 +92,6 @@ class LatentDigits(DigitsDataModule):
         make_once(self._folder(key), key, lambda: self._stage_one(images, labels))
 
     def setup(self, stage: str) -> None:
-        """Open and check the cache; no randomness."""
         images, labels = digits.load_digit_images(self.image_size)
         key = self._key(images, labels)
         files, manifest = open_checked(self._folder(key), key)
@@ -115,11 +114,8 @@ class LatentDigits(DigitsDataModule):
         self._reference = images[self.train_index]
 
     def score_samples(self, images: Tensor, labels: Tensor | None) -> dict[str, float]:
-        """``frechet_distance`` to the training images in the judge's features, and ``sample_accuracy``.
-
-        Args:
-            images: Generated images [M, 1, H, W] in [-1, 1].
-            labels: What each was meant to be, [M]; None if nothing was meant.
+        """``frechet_distance`` of images [M, 1, H, W] in [-1, 1] to the training images in the judge's features, and
+        ``sample_accuracy``, if labels [M] say what each was meant to be.
         """
         meant = None if labels is None else labels.cpu()
         return judge_digits(self.judge, self._reference, images.cpu().float(), meant)

@@ -61,11 +61,7 @@ class PhotoCrop(NamedTuple):
 def photo_crops(resolution: int, scales: Sequence[float], crops: int, seed: int) -> list[PhotoCrop]:
     """All crops, of every block in turn: a pure function of its arguments.
 
-    Args:
-        resolution: side of a crop as it is shown, in pixels.
-        scales: pixels of the photograph for each pixel shown, taken in turn.
-        crops: how many of each block.
-        seed: decides where they lie.
+    Scales, taken in turn, are pixels of the photograph for each pixel shown.
     """
     found = []
     for photo in range(len(_NAMES)):
@@ -199,7 +195,6 @@ class PhotoCrops(ImageModule):
         self._reference = files["reference.safetensors"]["features"]
 
     def bucket_of(self, index: int) -> tuple[int, int]:
-        """Height and width, the same for all."""
         return self.resolution, self.resolution
 
     def identity(self) -> dict[str, str]:
@@ -221,14 +216,11 @@ class PhotoCrops(ImageModule):
         return self.judge_steps > 0
 
     def score_samples(self, images: Tensor, labels: Tensor | None = None) -> dict[str, float]:
-        """Distances to the training crops in the features of a small network trained on them; not the FID.
-
-        Args:
-            images: Generated images [M, 3, H, W] in [-1, 1].
-            labels: What each was meant to be, [M].
+        """Distances of images [M, 3, H, W] to the training crops in the features of a small network trained on them;
+        not the FID.
 
         Returns:
-            ``frechet_distance`` and ``kernel_distance`` (lower is better), and with labels ``sample_accuracy``, the
+            ``frechet_distance`` and ``kernel_distance`` (lower is better), and with labels [M] ``sample_accuracy``, the
             share that the network takes for the photograph that was meant. Nothing if ``judge_steps`` is 0.
         """
         if self.judge is None or self._reference is None:

@@ -33,12 +33,7 @@ Side = tuple[np.ndarray, np.ndarray]
 class PairRows:
     """The pairs of a split: item i is chosen and rejected, each as ids and labels ``[n]``.
 
-    Args:
-        folder: the cache.
-        split: name of the split.
-        max_length: most tokens of each side.
-        too_long: as for :func:`~lit_efficient.data.text.truncation.cut_pairs`.
-        counts: what is left and what is cut is added to it.
+    What is left, and what `cut_pairs` cuts, is added to ``counts``.
     """
 
     def __init__(self, folder: Path, split: str, max_length: int, too_long: TooLong, counts: Counts) -> None:
@@ -113,14 +108,12 @@ class PreferenceData(ChatDataModule):
         self.val_pairs: PairRows | None = None
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Shuffled pairs; an incomplete last batch is dropped."""
         return self._loader(self.train_pairs, self.batch_size, training=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
         return self._loader(self.val_pairs, self.val_batch_size, training=False)
 
     def summary(self, counts: dict[str, int]) -> str:
-        """One line about a split."""
         return (
             f"{counts['documents']:,} pairs, {counts['tokens']:,} tokens, "
             f"{counts['trained'] / max(counts['tokens'], 1):.1%} of them answers; longer than {self.max_length}: "
@@ -128,7 +121,6 @@ class PreferenceData(ChatDataModule):
         )
 
     def reader(self, sources: list[Source]) -> Reader:
-        """Read pairs."""
         return PairReader(sources, self.rows.strings_as, self.rows.columns, self.rows.max_rows)
 
     def _loader(self, pairs: PairRows | None, batch_size: int, *, training: bool) -> DataLoader[Any]:
@@ -155,11 +147,7 @@ class PreferenceData(ChatDataModule):
 
 
 def pair_batch(pairs: Sequence[tuple[Side, Side]], pad_id: int = 0) -> dict[str, Tensor]:
-    """Batch pairs, all rows of both sides filled up on the right to one length.
-
-    Args:
-        pairs: chosen and rejected, each as ids and unshifted labels ``[n]``.
-        pad_id: id of the filling.
+    """Batch pairs of ids and unshifted labels ``[n]``, all rows of both sides filled up on the right to one length.
 
     Returns:
         ``chosen_`` and ``rejected_`` with ``input_ids``, ``labels`` and ``attention_mask``, ``[B, T]`` int64.

@@ -147,7 +147,6 @@ class PythonCorpus(LightningDataModule):
             raise refusal("PythonCorpus", "batch_size", allowed, self.batch_size)
 
     def train_dataloader(self) -> DataLoader:
-        """Shuffled windows of the training files; an incomplete last batch is dropped."""
         assert self.train_windows is not None
         return DataLoader(self.train_windows, self.batch_size, shuffle=True, drop_last=True, **loading(self))
 

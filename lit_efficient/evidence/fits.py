@@ -164,11 +164,8 @@ class LiveFit(FitSource):
         self.parts = Fit(trainer, module, data, seed)
 
     def make(self, change: Change = AS_IT_IS, copying: AbstractContextManager[Any] | None = None) -> Fit:
-        """The parts of the fit with a change.
-
-        Args:
-            change: The change.
-            copying: What the trainer and the module, but not the data, are copied under.
+        """The parts of the fit with a change; the trainer and the module, but not the data, are copied under
+        ``copying``.
         """
         if change.overlays:
             raise ConfigurationError(
@@ -273,9 +270,7 @@ def give_arguments(trainer: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
 def batch_setting(fit: Fit, name: str = "auto") -> tuple[str, int] | None:
     """The setting that holds the size of the training batches, and what it is; ``None`` where none is found.
 
-    Args:
-        fit: The fit.
-        name: The setting, or ``auto`` for the usual ones: of a loader, the DataModule or the module.
+    ``auto`` looks for the usual ones: of a loader, the DataModule or the module.
 
     Raises:
         ConfigurationError: If there is no such setting, or it is no size.

@@ -53,15 +53,10 @@ _POINTS = 400  # of a timeline
 
 @dataclass(frozen=True)
 class Moment:
-    """One point of a step.
+    """One point of a step."""
 
-    Args:
-        name: What runs: ``forward``, ``backward``, ``optimizer step``, ``between steps``.
-        kinds: What lives, in bytes by kind.
-    """
-
-    name: str
-    kinds: Mapping[str, int]
+    name: str  # what runs: ``forward``, ``backward``, ``optimizer step``, ``between steps``
+    kinds: Mapping[str, int]  # what lives, in bytes by kind
 
     @property
     def bytes(self) -> int:
@@ -71,21 +66,13 @@ class Moment:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The memory of one step.
+    """The memory of one step."""
 
-    Args:
-        peak: The most bytes that lived on the device at a time.
-        kinds: What they were, by kind; what is 0 is left out.
-        resident: What lives after the step, by kind.
-        host: The most bytes that lived in CPU memory, where that is not the device.
-        timeline: The step in at most some hundred points.
-    """
-
-    peak: int
-    kinds: Mapping[str, int]
-    resident: Mapping[str, int]
-    host: int
-    timeline: tuple[Moment, ...]
+    peak: int  # the most bytes that lived on the device at a time
+    kinds: Mapping[str, int]  # what they were, by kind; what is 0 is left out
+    resident: Mapping[str, int]  # what lives after the step, by kind
+    host: int  # the most bytes that lived in CPU memory, where that is not the device
+    timeline: tuple[Moment, ...]  # the step in at most some hundred points
 
 
 class _Piece:

@@ -21,12 +21,8 @@ from lit_efficient.mechanisms.trials.memory import is_out_of_memory
 
 
 class TaskFailed(Exception):
-    """A task has no result.
-
-    Args:
-        reason: Why, on one line.
-        refused: Whether it was an error of the package's, that the user can mend.
-        late: Whether it took too long.
+    """A task has no result: why, on one line; whether it was an error of the package's, that the user can mend, or took
+    too long.
     """
 
     def __init__(self, reason: str, refused: bool = False, late: bool = False) -> None:
@@ -41,50 +37,64 @@ def own_process(
     log: Path | None = None,
     most_seconds: float | None = None,
 ) -> Any:
-    """Return what ``task(*given, tell)`` returns in a process of its own, through JSON.
+    """Return what ``task(*given, tell)``, a function of a module, returns in a process of its own, through JSON.
 
-    Args:
-        task: A function of a module. What it calls ``tell`` with, whole numbers, ``heard`` gets here.
-        given: Its arguments.
-        heard: See ``task``.
-        log: The file for what it prints.
-        most_seconds: After so many it is killed.
+    ``heard`` gets the whole numbers that it calls ``tell`` with, the file ``log`` what it prints; it is killed after
+    ``most_seconds``.
 
     Raises:
         TaskFailed: If there is no result.
         KeyboardInterrupt: As it comes; the process is ended first.
     """
-    context: Any = multiprocessing.get_context("fork" if forks() else "spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(task, given, sender, log, torch.get_num_threads()))
-    try:
-        process.start()
-    except Exception as error:  # what cannot be pickled for a process that is not forked
-        raise TaskFailed(f"cannot be sent to a process of its own: {_said(error)}") from error
-    sender.close()
-    end = time.monotonic() + (most_seconds or float("inf"))
-    try:
-        while True:
-            left = end - time.monotonic()
-            if left <= 0:
-                raise TaskFailed(f"took more than {most_seconds:g} seconds", late=True)
-            if not receiver.poll(min(1.0, left)):
-                continue
-            message = receiver.recv()
-            if isinstance(message, int):
-                heard(message)
-                continue
-            process.join(10)
-            kind, value = json.loads(message)
-            if kind == "result":
-                return value
-            raise TaskFailed(value, refused=kind == "refused")
-    except EOFError:
-        process.join()
-        raise TaskFailed(_death(process.exitcode)) from None
-    finally:
-        _end(process)
-        receiver.close()
+    with OwnProcess(task, *given, log=log) as process:
+        return process.result(heard, most_seconds)
+
+
+class OwnProcess:
+    """As :func:`own_process`, of one that begins at once, and is ended with the context."""
+
+    def __init__(self, task: Callable[..., Any], *given: Any, log: Path | None = None) -> None:
+        context: Any = multiprocessing.get_context("fork" if forks() else "spawn")
+        self._receiver, sender = context.Pipe(duplex=False)
+        self._process = context.Process(target=_child, args=(task, given, sender, log, torch.get_num_threads()))
+        try:
+            self._process.start()
+        except Exception as error:  # what cannot be pickled for a process that is not forked
+            raise TaskFailed(f"cannot be sent to a process of its own: {_said(error)}") from error
+        sender.close()
+
+    def __enter__(self) -> "OwnProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the process and its workers; it leads a group of its own."""
+        if self._process.is_alive():
+            with contextlib.suppress(OSError, AttributeError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.kill()
+        self._process.join()
+        self._receiver.close()
+
+    def result(self, heard: Callable[[int], None] = lambda step: None, most_seconds: float | None = None) -> Any:
+        """What came of it."""
+        end = time.monotonic() + (most_seconds or float("inf"))
+        try:
+            while (left := end - time.monotonic()) > 0:
+                if not self._receiver.poll(min(1.0, left)):
+                    continue
+                message = self._receiver.recv()
+                if isinstance(message, int):
+                    heard(message)
+                    continue
+                self._process.join(10)
+                kind, value = json.loads(message)
+                if kind == "result":
+                    return value
+                raise TaskFailed(value, refused=kind == "refused")
+        except EOFError:
+            self._process.join()
+            raise TaskFailed(_death(self._process.exitcode)) from None
+        raise TaskFailed(f"took more than {most_seconds:g} seconds", late=True)
 
 
 def forks() -> bool:
@@ -96,15 +106,6 @@ def forks() -> bool:
 
 def _uses_accelerator() -> bool:
     return torch.cuda.is_initialized() or (sys.platform == "darwin" and torch.accelerator.is_available())
-
-
-def _end(process: Any) -> None:
-    """End a process and its workers; it leads a group of its own."""
-    if process.is_alive():
-        with contextlib.suppress(OSError, AttributeError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
-    process.join()
 
 
 def _death(code: int | None) -> str:

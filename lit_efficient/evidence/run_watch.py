@@ -24,49 +24,31 @@ WARM_UP = 4  # steps that are not timed, the last of which is counted; of short 
 
 @dataclass
 class Measured:
-    """What one run of a variant was.
+    """What one run of a variant was."""
 
-    Args:
-        variant: The change's name.
-        seed: What its random numbers began with.
-        steps: Optimizer steps that it made.
-        unit: What amounts are counted in: ``tokens`` or ``samples``.
-        seconds: Of each step, with the data it waited for and all callbacks, without validation.
-        cpu_seconds: Of this process, for each step.
-        amounts: Tokens or samples of each step, padding left out.
-        losses: The training loss of each step; NaN where there is none.
-        held_out: By metric of the validations: the step, the seconds of training until there, the value.
-        peak: Bytes of tensors at the peak of a step; 0 where they cannot be seen, as those of a compiled step on a CPU.
-        kinds: The same by kind.
-        checkpoint_bytes: Of a checkpoint at the end.
-        trainable: Parameters that train.
-        parameters: All of them.
-        elsewhere: The loss on other held-out data, before and after; empty where none was given.
-        failed: Why there is nothing of this; else empty.
-        refused: Whether it was an error of the package's, that the user can mend.
-        late: Whether it took too long.
-        device: What it ran on.
-    """
-
-    variant: str
-    seed: int
-    steps: int = 0
-    unit: str = ""
+    variant: str  # the change's name
+    seed: int  # what its random numbers began with
+    steps: int = 0  # optimizer steps that it made
+    unit: str = ""  # what amounts are counted in: ``tokens`` or ``samples``
+    # of each step, with the data it waited for and all callbacks, without validation
     seconds: list[float] = field(default_factory=list)
-    cpu_seconds: list[float] = field(default_factory=list)
-    amounts: list[int] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)  # of this process, for each step
+    amounts: list[int] = field(default_factory=list)  # tokens or samples of each step, padding left out
+    losses: list[float] = field(default_factory=list)  # the training loss of each step; NaN where there is none
+    # by metric of the validations: the step, the seconds of training until there, the value
     held_out: dict[str, list[tuple[int, float, float]]] = field(default_factory=dict)
+    # bytes of tensors at the peak of a step; 0 where they cannot be seen, as those of a compiled step on a CPU
     peak: int = 0
-    kinds: dict[str, int] = field(default_factory=dict)
-    checkpoint_bytes: int = 0
-    trainable: int = 0
-    parameters: int = 0
+    kinds: dict[str, int] = field(default_factory=dict)  # the same by kind
+    checkpoint_bytes: int = 0  # of a checkpoint at the end
+    trainable: int = 0  # parameters that train
+    parameters: int = 0  # all of them
+    # the loss on other held-out data, before and after; empty where none was given
     elsewhere: dict[str, list[float]] = field(default_factory=dict)
-    failed: str = ""
-    refused: bool = False
-    late: bool = False
-    device: str = ""
+    failed: str = ""  # why there is nothing of this; else empty
+    refused: bool = False  # whether it was an error of the package's, that the user can mend
+    late: bool = False  # whether it took too long
+    device: str = ""  # what it ran on
 
     @property
     def timed(self) -> list[float]:

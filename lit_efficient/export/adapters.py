@@ -272,13 +272,9 @@ def merge_state(
 ) -> dict[str, Tensor]:
     """The weights of a checkpoint with its adapters folded in, under the names that they have without adapters.
 
-    What the run quantised is rounded in the same way where ``base`` holds it as floats: the result computes what the
-    trained module does. Weights come out dequantised, except for int4 (without an adapter, or with QA-LoRA's).
-
-    Args:
-        checkpoint: A Lightning checkpoint, with or without adapters.
-        base: The frozen weights, where the checkpoint does not hold them; names as in the checkpoint.
-        keep_int4: Whether int4 weights stay codes, scales and zero points where they can; else floats.
+    What the run quantised is rounded in the same way where ``base`` (the frozen weights that the checkpoint does not
+    hold) has it as floats: the result computes what the trained module does. Weights come out dequantised, except with
+    ``keep_int4`` those of int4 (without an adapter, or with QA-LoRA's).
 
     Raises:
         CheckpointError: If the weight of an adapted layer is in neither.

@@ -107,16 +107,10 @@ def check_outputs(
     request: Mapping[str, Any],
     base: Callable[[Path], object] | None = None,
 ) -> str:
-    """Compare what the exported model computes with what was trained; return what was found.
+    """Compare what ``library`` (transformers or peft) computes with an export with ours; return what was found.
 
-    Args:
-        folder: What was exported.
-        library: ``transformers`` or ``peft``.
-        batch: From :func:`batch_for`.
-        ours: From :func:`outputs_of`, of what was trained.
-        tolerance: The largest difference allowed.
-        request: ``class`` of the model, and its ``base`` and ``dtype`` for an adapter.
-        base: Writes the adapter's base into a folder where it is not the one that ``request`` names.
+    The request has the ``class`` of the model, and of an adapter its ``base``, which is written into a folder where it
+    is not the one that is named, and ``dtype``.
 
     Raises:
         CheckpointError: If the library does not load the folder, or computes something else.

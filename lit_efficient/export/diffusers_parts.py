@@ -50,9 +50,7 @@ def call_of(parts: Parts, condition: str, *further: str) -> str:
 def size_of(parts: Parts, factor: int) -> str:
     """Arguments that make a pipeline draw latents of the run's size where it is not the network's ``sample_size``.
 
-    Args:
-        parts: The run.
-        factor: Pixels of a latent's side, as the pipeline has it.
+    ``factor``: pixels of a latent's side, as the pipeline has it.
     """
     if parts.size is None or parts.size == (parts.network.config.sample_size,) * 2:
         return ""
@@ -72,12 +70,8 @@ def refuse_rescale(parts: Parts, pipeline: str) -> None:
 def scheduler_of(
     parts: Parts, allowed: tuple[SamplerName, ...], of_flow: tuple[SamplerName, ...] = ("dpmsolver++",)
 ) -> Any:
-    """The scheduler of the run's sampler where the pipeline can drive it, else of DDIM.
-
-    Args:
-        parts: The run.
-        allowed: Samplers that the pipeline drives.
-        of_flow: Those for flow, where the first one takes the place of others.
+    """The scheduler of the run's sampler where the pipeline can drive it, else of DDIM; for flow the first one
+    ``of_flow``.
 
     Raises:
         ConfigurationError: If there is none for what the network predicts.

@@ -51,17 +51,10 @@ class Trained:
 def trained(
     checkpoint: dict[str, Any], path: str | os.PathLike[str], weights: Any, base: str | None, random: bool = False
 ) -> Trained:
-    """Build what a checkpoint was written by.
-
-    Args:
-        checkpoint: The checkpoint.
-        path: Where it was read.
-        weights: ``auto``, ``average`` or ``raw``.
-        base: What adapters stand beside, where the checkpoint neither holds nor names it.
-        random: Draw frozen weights that are neither in the checkpoint nor named.
+    """Build what a checkpoint was written by; ``random`` draws frozen weights that are neither in it nor named.
 
     Raises:
-        ConfigurationError: If the base is needed and not known, or cannot be read.
+        ConfigurationError: If the base that adapters stand beside is needed and not known, or cannot be read.
         CheckpointError: If the weights do not fit.
     """
     if "language_modeling" in checkpoint:

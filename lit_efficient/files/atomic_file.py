@@ -30,11 +30,7 @@ _in_use: set[Path] = set()  # temporaries of this process
 def replacing(target: Path) -> Iterator[IO[bytes]]:
     """A new file to write in binary, which takes the target's place when the block ends without an exception.
 
-    Args:
-        target: The file to make or replace. Missing folders are made.
-
-    Raises:
-        OSError: If it cannot be written; the target is as it was, and nothing is left behind.
+    Missing folders are made. If it cannot be written, the target is as it was, and nothing is left behind.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(target.parent)
@@ -73,10 +69,7 @@ def check_new_folder(folder: Path, who: str) -> None:
 def write_folder(target: Path, write: Callable[[Path], object], sums: bool = True) -> Path:
     """Let ``write`` fill a temporary folder beside ``target``, and move it there when it is whole.
 
-    Args:
-        target: Where it is to lie.
-        write: Fills the empty folder that it is given.
-        sums: Write SHA256SUMS beside what it wrote, for :func:`~lit_efficient.files.sums.check_sums`.
+    ``sums`` writes SHA256SUMS beside that, for :func:`~lit_efficient.files.sums.check_sums`.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(target.parent)

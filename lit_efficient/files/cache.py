@@ -39,11 +39,7 @@ def prepared_folder(folder: Path, build: Callable[[Path], None], problem: Callab
     """Return ``folder`` with its content built and checked; build it if it is not there.
 
     A damaged one is refused and not built again: a disk that has lost bytes once is for its owner to look at.
-
-    Args:
-        folder: where the content shall lie.
-        build: writes the content into the empty folder that it is given.
-        problem: says in one sentence what is wrong with a folder's content, None if it is sound.
+    ``problem`` says in one sentence what is wrong with a folder's content, None if it is sound.
 
     Raises:
         ConfigurationError: the content is damaged, or the cache cannot be written.
@@ -70,12 +66,10 @@ def prepared_folder(folder: Path, build: Callable[[Path], None], problem: Callab
 
 
 def altered_file(folder: Path, recorded: Mapping[str, tuple[int, str]], thorough: bool) -> str | None:
-    """Which file of a folder is not what was written, in one sentence; None if all are.
+    """Which file of a folder has another size or SHA-256 than is recorded, in one sentence; None if all are as they
+    were.
 
-    Args:
-        folder: where the files lie.
-        recorded: size in bytes and SHA-256 of each file, by its path in the folder.
-        thorough: compare contents (about 1 s a GB), not only sizes.
+    ``thorough``: contents are compared (about 1 s a GB), not only sizes.
     """
     for name, (size, digest) in recorded.items():
         path = folder / name
@@ -142,13 +136,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def broken_seal(folder: Path, form: int, thorough: bool) -> str | None:
-    """What of a folder is not as `seal` found it, in one sentence; None if nothing.
-
-    Args:
-        folder: the folder.
-        form: the format that its files must have.
-        thorough: compare contents (about 1 s a GB), not only sizes.
-    """
+    """What of a folder is not as `seal` found it, in one sentence; None if nothing. Else as `altered_file`."""
     try:
         manifest = read_manifest(folder)
         if (manifest["format"], manifest["byteorder"]) != (form, sys.byteorder):

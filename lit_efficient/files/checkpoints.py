@@ -88,10 +88,6 @@ def save_atomically(obj: object, path: str | os.PathLike[str]) -> None:
 
     Temporaries that killed processes left in the folder are removed on the way.
 
-    Args:
-        obj: What to save.
-        path: Where to, on a local or mounted file system. Missing folders are made.
-
     Raises:
         CheckpointError: If it cannot be written, naming the file and the space; the previous file is as it was.
     """

@@ -21,15 +21,8 @@ _SETTLED = 2_000_000_000  # nanoseconds: the coarsest clock of a file system in 
 
 
 def hash_files(root: Path, files: Sequence[Path], cache_dir: str | None = None) -> list[str]:
-    """SHA-256 of the content of each file.
-
-    Args:
-        root: folder or file that the user named; one list of hashes is kept for it.
-        files: which files.
-        cache_dir: where the lists are kept; None is :func:`~lit_efficient.files.cache.cache_root`.
-
-    Raises:
-        ConfigurationError: If a file cannot be read.
+    """SHA-256 of the content of each file below ``root``, the folder or file that the user named: one list is kept for
+    it.
     """
     folder = cache_root(cache_dir) / "file_hashes"
     listing = folder / f"{hashlib.sha256(str(root.absolute()).encode()).hexdigest()[:32]}.json"

@@ -20,10 +20,7 @@ _FORMAT = 1  # part of every key: raise it when facts change their meaning
 def content_key(asked: Any, places: Sequence[Path], libraries: Sequence[str]) -> str | None:
     """A name for what is asked of some files, that is another one for other contents; None if they cannot be read.
 
-    Args:
-        asked: What besides the files decides the facts, as JSON could hold it.
-        places: Files, and folders of which all files count.
-        libraries: Packages whose version counts.
+    Of folders all files count, and of ``libraries`` the versions.
     """
     files = [file for place in places for file in ([place] if place.is_file() else sorted(place.rglob("*")))]
     files = [file for file in files if file.is_file()]

@@ -29,13 +29,8 @@ def draw_grid(
 ) -> Any:
     """Images row by row as a picture of Pillow, a line of ``zoom`` pixels between them; a short last row is filled up.
 
-    Args:
-        images: [N, C, H, W], uint8, or float in [-1, 1]; C is 1 or 3.
-        columns: Images a row.
-        zoom: Pixels of the picture for one of an image.
-        captions: A name for each image. What all of a column or of a row have in common is said once.
-        rows: A name for each row.
-        heads: A name for each column.
+    Images are [N, C, H, W], uint8, or float in [-1, 1]; C is 1 or 3. Of captions, one an image, what all of a column or
+    of a row have in common is said once; rows and columns may have names, too.
     """
     from PIL import Image, ImageDraw, ImageFont
 

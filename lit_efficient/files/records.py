@@ -13,9 +13,7 @@ _T = TypeVar("_T")
 def rebuild(cls: Callable[..., _T], stored: Mapping[str, Any]) -> _T:
     """The object of ``cls`` whose arguments a checkpoint records as primitives; keys of the release before are known.
 
-    Args:
-        cls: A class.
-        stored: Its arguments; those whose default is a dataclass as dictionaries.
+    Those whose default is a dataclass are dictionaries.
     """
     arguments = translate(cls.__name__, stored)
     for name, parameter in signature(cls).parameters.items():

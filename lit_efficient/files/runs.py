@@ -84,14 +84,11 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def samples_file(step: int, suffix: str, root: str, log_dir: str | None, folder: str | None = None) -> Path:
-    """Where what a model draws or writes at a step is kept: ``FOLDER/samples/step_0000500.png``.
+    """Where what a model draws or writes at a step is kept: ``FOLDER/samples/step_0000500.png``; names sort by the
+    step.
 
-    Args:
-        step: The step; names sort by it.
-        suffix: ``.png`` or ``.txt``.
-        root: The trainer's ``default_root_dir``, which a run of the command line has for itself.
-        log_dir: The trainer's, for other runs; ``None`` is ``root``.
-        folder: That of the user's choice.
+    ``folder`` is that of the user's choice; else a run of the command line has the trainer's ``root`` for itself, and
+    other runs have a ``log_dir``.
     """
     place = folder or (root if read_record(Path(root)) is not None else log_dir) or root
     return Path(place, "samples", f"step_{step:07d}{suffix}")

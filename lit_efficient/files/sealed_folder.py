@@ -20,25 +20,15 @@ Contents = tuple[dict[str, dict[str, Tensor]], dict[str, Any]]
 
 
 def make_once(folder: Path, key: str, make: Callable[[], Contents]) -> None:
-    """Fill ``folder`` unless it is there.
+    """Fill ``folder`` unless it is there; ``key``, a hash of all that the content depends on, goes into the manifest.
 
-    Args:
-        folder: Where the result belongs.
-        key: Hash of everything that the content depends on; it is written into the manifest.
-        make: Returns {file name: {tensor name: tensor}} and a JSON-able dictionary of facts for the manifest.
-
-    Raises:
-        ConfigurationError: The folder cannot be written.
+    ``make`` returns {file name: {tensor name: tensor}} and a JSON-able dictionary of facts for the manifest.
     """
     prepared_folder(folder, lambda empty: _write(empty, key, *make()), lambda _: None)
 
 
 def open_checked(folder: Path, key: str) -> Contents:
     """Read what ``make_once`` wrote: {file name: {tensor name: tensor}} and the manifest.
-
-    Args:
-        folder: The folder.
-        key: The key that its content must have.
 
     Raises:
         ConfigurationError: Something is missing, altered, or made from something else. Nothing is repaired silently.

@@ -15,12 +15,7 @@ NAME = "SHA256SUMS"
 
 
 def write_sums(folder: Path, known: Mapping[str, str] | None = None) -> None:
-    """Write the hashes of all files in a folder.
-
-    Args:
-        folder: Where they lie.
-        known: Hashes of files by their paths in it, which are not read again.
-    """
+    """Write the hashes of all files in a folder; those that are known, by their paths in it, are not read again."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / NAME)
     names = {path.relative_to(folder).as_posix(): path for path in files}
     lines = [f"{(known or {}).get(name) or sha256_of(path)}  {name}\n" for name, path in names.items()]

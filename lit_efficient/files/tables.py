@@ -23,13 +23,7 @@ _checked: set[Path] = set()  # the copies that this process has compared with th
 def map_table(
     owner: str, layout: Literal["parquet", "webdataset"], files: Sequence[Path], cache_dir: str | None = None
 ) -> Any:
-    """A `datasets.Dataset` of all rows.
-
-    Args:
-        owner: Who asks, for errors.
-        layout: What the files are.
-        files: The files, in order.
-        cache_dir: Where the copy is kept. Default: LIT_EFFICIENT_CACHE, else ~/.cache/lit_efficient.
+    """A `datasets.Dataset` of all rows of some files; ``cache_dir`` is where the copy is kept.
 
     Raises:
         ConfigurationError: If they cannot be read, or `datasets` is not installed.

@@ -24,10 +24,7 @@ _LONGEST_HEADER = 100_000_000  # what the format allows
 def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], **metadata: str) -> None:
     """Write tensors, those that share memory (tied weights) once a name: the format knows no sharing.
 
-    Args:
-        path: Where to. Missing folders are made.
-        tensors: By name, on any device.
-        metadata: What the file's header says beside them.
+    ``metadata`` goes into the file's header.
     """
     from safetensors.torch import save_file
 

@@ -16,31 +16,19 @@ _DTENSORS = {"ModelParallelStrategy"}
 
 @dataclass(frozen=True)
 class Traits:
-    """What a trainer's strategy does.
+    """What a trainer's strategy does."""
 
-    Args:
-        name: The class that decides, for errors.
-        spawns: It spawns or forks processes, which have copies of the module: ``_MultiProcessingLauncher``.
-        replicates: Each process holds all parameters and steps by itself between two gradients (DDP).
-        dtensors: Parameters are sharded one by one, as DTensors (FSDP2).
-        flattens: Parameters are joined into larger ones, or stepped as copies of them (FSDP1, DeepSpeed).
-        recomputes: It recomputes activations by itself: FSDP's ``_activation_checkpointing_kwargs``.
-        shards_itself: It shards modules that have not done so, after ``configure_model``.
-        stage: Of what is sharded: 1 is states of the optimizer, 2 gradients, too, 3 all (DeepSpeed's names).
-        views: Gradients are views of the buckets in which they travel.
-        saves_one_file: It writes sharded states into one file: ``ModelParallelStrategy._save_distributed_checkpoint``.
-    """
-
-    name: str
-    spawns: bool
-    replicates: bool
-    dtensors: bool
-    flattens: bool
-    recomputes: bool
+    name: str  # the class that decides, for errors
+    spawns: bool  # it spawns or forks processes, which have copies of the module: ``_MultiProcessingLauncher``
+    replicates: bool  # each process holds all parameters and steps by itself between two gradients (DDP)
+    dtensors: bool  # parameters are sharded one by one, as DTensors (FSDP2)
+    flattens: bool  # parameters are joined into larger ones, or stepped as copies of them (FSDP1, DeepSpeed)
+    recomputes: bool  # it recomputes activations by itself: FSDP's ``_activation_checkpointing_kwargs``
+    # it writes sharded states into one file: ``ModelParallelStrategy._save_distributed_checkpoint``
     saves_one_file: bool
-    shards_itself: bool
-    views: bool
-    stage: int = 3
+    shards_itself: bool  # it shards modules that have not done so, after ``configure_model``
+    views: bool  # gradients are views of the buckets in which they travel
+    stage: int = 3  # of what is sharded: 1 is states of the optimizer, 2 gradients, too, 3 all (DeepSpeed's names)
 
     @property
     def shards(self) -> bool:

@@ -1,11 +1,13 @@
 """What torch's compiler has done, and settings that it reads when it compiles. Checked with torch 2.13."""
 
+import inspect
 import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 _SKIPPED = re.compile(r"frame skipped: \S+ \((.+) line (\d+)\)")
@@ -21,6 +23,12 @@ def wraps_compiled(module: nn.Module) -> bool:
     from torch._dynamo.eval_frame import OptimizedModule
 
     return isinstance(module, OptimizedModule)
+
+
+def at_most_versions(count: int) -> dict[str, int]:
+    """Of `torch.compile`: how often one function may be compiled anew; torch 2.11 has no such argument, only eight."""
+    known = "recompile_limit" in inspect.signature(torch.compile).parameters
+    return {"recompile_limit": count} if known else {}
 
 
 @contextmanager

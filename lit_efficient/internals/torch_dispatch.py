@@ -48,10 +48,8 @@ def after_backward(function: Callable[[], None]) -> None:
 def recomputes(outer: Any) -> bool:
     """Whether a checkpoint computes a part of the forward pass anew: ``torch._C._current_autograd_node``.
 
-    It does so under hooks of its own or, with ``use_reentrant``, as the node that is being computed.
-
-    Args:
-        outer: What :func:`saving_hooks` returned outside.
+    It does so under hooks other than ``outer``, which :func:`saving_hooks` returned outside, or, with
+    ``use_reentrant``, as the node that is being computed.
     """
     if not backward_runs():
         return False

@@ -44,9 +44,7 @@ def base_name(func: Any) -> str:
 def lstm_workspace(sequence: torch.Tensor, *given: Any) -> int:
     """Bytes of what a layer of oneDNN's keeps for its backward pass: fakes have none, and real ones that of each step.
 
-    Args:
-        sequence: ``[T, B, inputs]``; its shape is read.
-        given: What else ``LSTM`` takes; of tensors the shapes are read.
+    Of the sequence ``[T, B, inputs]``, and of tensors among what else ``LSTM`` takes, the shapes are read.
     """
     tensors = [torch.zeros(one.shape, dtype=one.dtype).requires_grad_() for one in given[:6]]
     sizes, length = [], len(sequence)

@@ -17,10 +17,7 @@ _ABSENT = "absent"  # nothing but the class's method: a string, so that it survi
 def wrap_method(target: Any, name: str, function: Callable[..., Any]) -> None:
     """Let ``target.name(...)`` be ``function(target, ...)``, which may call :func:`inner_method`; once for a function.
 
-    Args:
-        target: Any object with a ``__dict__``.
-        name: Of one of its methods, or of one that was set on the instance.
-        function: Of a module, not a closure.
+    The function is one of a module, not a closure.
     """
     wraps = target.__dict__.setdefault(_WRAPS, {}).setdefault(name, {})
     if function not in wraps:

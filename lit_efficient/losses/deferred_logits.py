@@ -32,19 +32,12 @@ from lit_efficient.surgery import mix_in, moved
 
 @dataclass(frozen=True)
 class ChunkedLoss:
-    """How the loss is computed.
+    """How the loss is computed."""
 
-    Args:
-        chunk_size: Tokens at a time; ``None``: by the device.
-        backend: ``torch``, ``liger`` or ``auto``, as :func:`chunked_cross_entropy` has it.
-        label_smoothing: In training only.
-        z_loss: In training only.
-    """
-
-    chunk_size: int | None
-    backend: str = "auto"
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
+    chunk_size: int | None  # tokens at a time; ``None``: by the device
+    backend: str = "auto"  # ``torch``, ``liger`` or ``auto``, as :func:`chunked_cross_entropy` has it
+    label_smoothing: float = 0.0  # in training only
+    z_loss: float = 0.0  # in training only
 
 
 class DeferredLogits:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_efficient.internals.torch_as_cuda import kind_of
+
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _ROWS = ((1.0, -2.0, 4.0), (0.5, 3.0, -1.0))  # logits that the kernel is tried on
 
@@ -29,10 +31,7 @@ def installed() -> bool:
 def why_not(device: torch.device, dtype: torch.dtype, terms: Any) -> str:
     """Why Liger's kernel is not taken for such logits; empty where it gives the numbers of ``terms``, which is tried.
 
-    Args:
-        device: Of the logits: a GPU, or a CPU under ``TRITON_INTERPRET=1``.
-        dtype: Of the logits.
-        terms: A :class:`lit_efficient.losses.chunked_cross_entropy.TokenLoss`.
+    The device is a GPU, or a CPU under ``TRITON_INTERPRET=1``.
     """
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"Liger's kernel runs on GPUs, not on {device.type}"
@@ -69,6 +68,8 @@ def consume(terms: Any, logits: Tensor, labels: Tensor, scale: Tensor | None, *,
     Returns:
         [n], float32.
     """
+    if kind_of(logits.device) != logits.device.type:  # a plan: the kernel makes nothing else
+        return logits.new_zeros(len(logits), dtype=torch.float32)
     from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel
 
     if terms.logit_scale != 1:

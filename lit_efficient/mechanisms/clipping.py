@@ -69,11 +69,18 @@ class ClipsGradients(Technique):
 
     def _clip_all(self, optimizer: Optimizer) -> None:
         if not hasattr(optimizer, "in_backward") and (gradients := gradients_of(optimizer)):
-            self.clip(gradients)
+            self.clip({parameter: _summed(parameter, gradient) for parameter, gradient in gradients.items()})
 
     def _clip_one(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self.clip({parameter: parameter.grad})
+            self.clip({parameter: _summed(parameter, parameter.grad)})
+
+
+def _summed(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient; of a sparse one, whose rows may be there several times, what the optimizer then finds, too."""
+    if gradient.is_sparse:
+        parameter.grad = gradient = gradient.coalesce()
+    return gradient
 
 
 def _configure_gradient_clipping(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:

@@ -25,6 +25,7 @@ from lit_efficient.models.document_attention import causal_throughout, document_
 from lit_efficient.models.generation import arguments_of, longest_row
 from lit_efficient.models.gpt import GPT
 from lit_efficient.models.modes import evaluating, whole_precision
+from lit_efficient.models.row_slices import ROW_POSITIONS
 
 _ROW = 16
 # Of networks that leak none, the rounding alone: 0 to 1e-4 in float32, up to 0.06 in bfloat16; of those that do, 0.08
@@ -69,11 +70,7 @@ WAYS = {"position_ids": by_positions, "a block-diagonal mask": by_mask, "lengths
 
 
 class DocumentRows:
-    """The arguments with which a network reads batches of documents; before the first ones it is asked what it sees.
-
-    Args:
-        owner: the task, for errors.
-    """
+    """The arguments with which a network reads batches of documents; before the first ones it is asked what it sees."""
 
     def __init__(self, owner: str) -> None:
         self.owner = owner
@@ -86,16 +83,15 @@ class DocumentRows:
     ) -> _Inputs:
         """What to call the network with. ``input_ids`` may be ``[1, B T]`` then, and so is what comes back.
 
-        Args:
-            network: a `GPT` or a causal model of transformers, on the device of the batch.
-            batch: ``input_ids`` ``[B, T]``, with ``position_ids`` if it is packed, ``attention_mask`` if padded.
-            agree: whether all processes say yes, where several call at once.
+        The batch has ``input_ids`` ``[B, T]``, with ``position_ids`` if it is packed, ``attention_mask`` if padded,
+        or slices of rows (`own_slices`); ``agree`` says whether all processes say yes, where several call at once.
 
         Raises:
-            ConfigurationError: if a token sees later ones, or nothing keeps the documents of a row apart.
+            ConfigurationError: if a token sees later ones, nothing keeps the documents of a row apart, or, of slices,
+                not the starts of documents alone do.
         """
         plain: _Inputs = {} if isinstance(network, GPT) else {"use_cache": False}
-        packed = _packed(network, batch)
+        packed = ROW_POSITIONS in batch or _packed(network, batch)
         # Not as late as a packed batch: another process may have its first one in another step, and waits there.
         may_be = "position_ids" in batch and self._way is None and self._refusal is None
         if not has_values(next(network.parameters())):  # as in a plan: it cannot be asked
@@ -116,9 +112,23 @@ class DocumentRows:
             if self._way is None:
                 assert self._refusal is not None
                 raise self._refusal
+            if ROW_POSITIONS in batch:
+                return plain | self._of_slices(network, batch)
             return plain | self._way(network, batch["input_ids"], batch["position_ids"])
         optional = () if isinstance(network, GPT) else ("attention_mask", "position_ids")
         return plain | {name: batch[name] for name in ("input_ids", *optional) if name in batch}
+
+    def _of_slices(self, network: nn.Module, batch: Mapping[str, Tensor]) -> _Inputs:
+        ids, positions = batch["input_ids"], batch[ROW_POSITIONS]
+        if isinstance(network, GPT):
+            return by_positions(network, ids, positions)
+        if self._way is not by_starts:  # only then nothing but the attention that gathers has tokens see others
+            raise ConfigurationError(
+                f"{self.owner}: {type(network).__name__} mixes tokens by more than torch's causal attention "
+                "(attn_implementation: sdpa), so that its rows cannot be cut: set parallel.context to 1"
+            )
+        starts = by_starts(network, ids, positions)["attention_mask"]
+        return by_positions(network, ids, batch["position_ids"]) | {"attention_mask": starts}
 
     def _check_causal(self, probe: "_Probe", agree: Callable[[bool], bool]) -> None:
         if probe.blind:

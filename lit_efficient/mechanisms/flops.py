@@ -55,23 +55,14 @@ _MULTIPLIES = re.compile(r"mm(_|$|\d)|matmul|linear|attention|attn|conv|rnn|lstm
 
 @dataclass
 class Flops:
-    """Operations of one position, of one pair of positions in a row, and of one pair in a document.
+    """Operations of one position, of one pair of positions in a row, and of one pair in a document."""
 
-    Args:
-        position: Of the model, for each position.
-        row: Attention that is computed over whole rows, for each pair.
-        document: Attention that is computed within documents, for each pair.
-        position_again: Computed a second time, for the backward pass.
-        row_again: The same.
-        document_again: The same.
-    """
-
-    position: float = 0.0
-    row: float = 0.0
-    document: float = 0.0
-    position_again: float = 0.0
-    row_again: float = 0.0
-    document_again: float = 0.0
+    position: float = 0.0  # of the model, for each position
+    row: float = 0.0  # attention that is computed over whole rows, for each pair
+    document: float = 0.0  # attention that is computed within documents, for each pair
+    position_again: float = 0.0  # computed a second time, for the backward pass
+    row_again: float = 0.0  # the same
+    document_again: float = 0.0  # the same
 
     def model(self, amount: Amount) -> float:
         """What the real tokens need."""
@@ -194,9 +185,7 @@ def _flops(key: Any, name: str, result: Any, args: Any, kwargs: Any) -> int | No
 def peak_flops_of(device: torch.device, by_type: Counter[torch.dtype]) -> float | None:
     """Operations a second that a device could do of a mixture of types of numbers, without sparsity; ``None``: unknown.
 
-    Args:
-        device: The one that computes.
-        by_type: Operations, by the type of what they take.
+    Operations are counted by the type of what they take.
     """
     if device.type != "cuda" or not by_type:
         return None

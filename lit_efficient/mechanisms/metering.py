@@ -17,21 +17,13 @@ from lit_efficient.surgery import is_sharded
 
 @dataclass
 class Amount:
-    """What batches hold; of values that lie on a device sums are made there, and nobody waits for them.
+    """What batches hold; of values that lie on a device sums are made there, and nobody waits for them."""
 
-    Args:
-        positions: Tokens or samples, padding included.
-        real: Those that are no padding.
-        squares: Sum of the squared lengths of the rows, padding included; 0 of samples.
-        pairs: Sum of the squared lengths of the documents, padding left out.
-        within: The same, with documents that are padding.
-    """
-
-    positions: int = 0
-    real: int | Tensor = 0
-    squares: int = 0
-    pairs: int | Tensor = 0
-    within: int | Tensor = 0
+    positions: int = 0  # tokens or samples, padding included
+    real: int | Tensor = 0  # those that are no padding
+    squares: int = 0  # sum of the squared lengths of the rows, padding included; 0 of samples
+    pairs: int | Tensor = 0  # sum of the squared lengths of the documents, padding left out
+    within: int | Tensor = 0  # the same, with documents that are padding
 
     def __add__(self, other: "Amount") -> "Amount":
         return Amount(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))

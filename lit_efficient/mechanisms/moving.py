@@ -35,9 +35,7 @@ def move(batch: Any, device: torch.device) -> Any:
 def rebuilt(batch: Any, change: Callable[[Any], Any]) -> Any:
     """A container with each of its items changed: a mapping, a sequence, a named tuple or a dataclass, of its type.
 
-    Args:
-        batch: Of another kind it is returned as it is.
-        change: Gets an item, and returns what takes its place.
+    Of another kind it is returned as it is.
     """
     if isinstance(batch, Mapping):
         items = {key: change(value) for key, value in batch.items()}

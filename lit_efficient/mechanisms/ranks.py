@@ -35,6 +35,13 @@ def data_rank(trainer: Any) -> int:
     return int((trainer.distributed_sampler_kwargs or {}).get("rank", trainer.global_rank))
 
 
+def readers(trainer: Any) -> int:
+    """How many processes have tokens of their own: of those that share each layer, and so a batch, one."""
+    strategy, places = trainer.strategy, trainer.distributed_sampler_kwargs or {}
+    slices = getattr(getattr(strategy, "parallel", None), "context", 1)
+    return int(places.get("num_replicas", trainer.world_size)) * slices
+
+
 def gather_objects(value: Any) -> list[Any]:
     """Each process's value, in all of them."""
     _, size = place_among_ranks()

@@ -10,9 +10,6 @@ def renew_reducer(strategy: Any) -> None:
 
     The old one would wait for gradients that never come, and knows nothing of parameters that were frozen when it was
     made. Other strategies need nothing.
-
-    Args:
-        strategy: The trainer's.
     """
     old = strategy.model
     if not isinstance(old, DistributedDataParallel):

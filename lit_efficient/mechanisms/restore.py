@@ -86,10 +86,7 @@ def weights_of(
 ) -> tuple[dict[str, Tensor], str]:
     """The tensors of a checkpoint, averaged ones in the place of raw ones where they are wanted, and which they are.
 
-    Args:
-        checkpoint: a Lightning checkpoint.
-        weights: as for :func:`restore`.
-        module: what is about to load them, if there is one; shards are placed like its parameters.
+    Shards are placed like the parameters of the module that is about to load them, if there is one.
 
     Raises:
         CheckpointError: for an average that the checkpoint does not hold.

@@ -15,6 +15,7 @@ from lit_efficient.internals.lightning_metrics import names_logged
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_optimizers import unscales
 from lit_efficient.mechanisms.metering import Amount, gradient_norm, gradients_of, measure, peak_memory
+from lit_efficient.mechanisms.ranks import readers
 
 
 class RunFigures(Callback):
@@ -43,7 +44,6 @@ class RunFigures(Callback):
         self._begin()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Note the rates that the step is made with."""
         self._noted = [] if self._logs(trainer) else None
         if self._logs(trainer) and not any(_is_rate_monitor(callback) for callback in trainer.callbacks):
             self._rates = rates_of(trainer.optimizers)
@@ -78,7 +78,7 @@ class RunFigures(Callback):
     def _log(self, trainer: Any) -> None:
         several = len(trainer.optimizers) > 1
         values = {f"grad_norm/{i}" if several else "grad_norm": float(norm) for i, norm in self._norms.items()}
-        count = float(self._held.real) * trainer.world_size
+        count = float(self._held.real) * readers(trainer)
         seconds = max(time.monotonic() - self._since, 1e-9)  # after the reads above: that of finished work
         values = self._rates | values
         if count:

@@ -40,12 +40,8 @@ def read_metadata(folder: Path) -> Any:
 
 
 def write_shards(strategy: Any, target: Path, write: Callable[[Path], object]) -> None:
-    """Let all processes write one folder, which appears whole, with the hashes of its files, or not at all.
-
-    Args:
-        strategy: Of Lightning's, in each process.
-        target: The folder to make or replace, as the first process has it.
-        write: Writes what this process holds into a folder.
+    """Let all processes write what they hold into one folder, which appears whole, with the hashes of its files, or not
+    at all; it is the first process's ``target``.
     """
     own = begin_folder(local_file(target)) if strategy.is_global_zero else target
     folder, target = map(Path, strategy.broadcast((str(own), str(target))))
@@ -83,14 +79,8 @@ def kept_aside(path: Path) -> set[str]:
 
 
 def read_checkpoint(path: str | os.PathLike[str], optimizers: bool = False) -> dict[str, Any]:
-    """As :func:`lit_efficient.files.checkpoints.read`, of folders of shards, too: their tensors are put together.
-
-    Args:
-        path: A file, a folder of shards, or a run's folder.
-        optimizers: Whether the optimizers' states of a folder are read, too.
-
-    Raises:
-        CheckpointError: If it is damaged, or holds more than data.
+    """As :func:`lit_efficient.files.checkpoints.read`, of folders of shards, too: their tensors are put together, with
+    ``optimizers`` those of the optimizers' states, too.
     """
     place = local_file(path)
     last = place / LATEST / "last.ckpt" if (place / LATEST).exists() else place / "last.ckpt"

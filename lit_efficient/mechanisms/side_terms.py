@@ -17,13 +17,7 @@ _PATIENCE = 100  # steps: blocks may be skipped at random
 
 
 class SideTerms:
-    """The terms of all modules of a class.
-
-    Args:
-        who: Name of the technique, for errors.
-        kind: The class.
-        made: Makes the vector of what was appended; by default it is that.
-    """
+    """The terms of all modules of a class; ``made`` makes the vector of what was appended, if it is not that."""
 
     def __init__(self, who: str, kind: type, made: Callable[[Any], Tensor] = lambda term: term) -> None:
         self.who, self.kind, self.made = who, kind, made

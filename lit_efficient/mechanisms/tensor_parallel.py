@@ -11,6 +11,7 @@ A network declares its plan, as ``tp_plan``, in the words of Hugging Face: ``{"b
 """
 
 from collections import defaultdict
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import distributed, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.errors import ConfigurationError, ConflictError, check_number, refusal
 from lit_efficient.internals.torch_modules import tensor_tables
 from lit_efficient.mechanisms.metering import gradient_norm
 from lit_efficient.mechanisms.order.resumable_sampler import seed_all
@@ -39,6 +40,27 @@ def _style(name: str) -> Any:
 
 
 _KNOWN = ("colwise", "rowwise", "replicated_with_grad_allreduce", *_WHOLE)
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """What processes of `ShardedStrategy` share beside the shards; each number divides that of all processes.
+
+    Args:
+        tensor: So many share each layer of the network's own plan (``tp_plan``: GPT, DiT, many of Hugging Face's) and
+            see the same batch.
+        context: So many share each row of tokens, of which each has a slice (context parallelism, for rows that are too
+            long for one): GPT, and Hugging Face's models whose tokens see others by causal attention alone.
+    """
+
+    tensor: int = 1
+    context: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            check_number("ShardedStrategy", f"parallel.{name}", value, least=1, whole=True)
+        if self.tensor > 1 < self.context:
+            raise refusal("ShardedStrategy", "parallel.context", "1 with parallel.tensor above 1", self.context)
 
 
 def plan_of(root: nn.Module, processes: int) -> dict[str, str]:
@@ -65,18 +87,18 @@ def plan_of(root: nn.Module, processes: int) -> dict[str, str]:
                 if style not in _KNOWN:
                     raise ConfigurationError(
                         f"ShardedStrategy: {type(network).__name__} plans {style!r} for {one!r}, which is not made "
-                        "here: set tensor_parallel to 1, which shards any network"
+                        "here: set parallel.tensor to 1, which shards any network"
                     )
                 if _divides(network.get_submodule(one), style, processes, prefix + one):
                     found[prefix + one] = style
     if not found:
         raise ConfigurationError(
-            f"ShardedStrategy: {type(root).__name__} has no network with a plan (tp_plan) for tensor_parallel="
+            f"ShardedStrategy: {type(root).__name__} has no network with a plan (tp_plan) for parallel.tensor="
             f"{processes}: set it to 1, which shards any network"
         )
     for places in _shared(root):  # tied weights are divided in all places, by rows, or in none
         if not all(found.get(place) in (*_WHOLE[:3], None) for place in places):
-            raise ConfigurationError(f"ShardedStrategy: {places[0]!r} shares its weight: set tensor_parallel to 1")
+            raise ConfigurationError(f"ShardedStrategy: {places[0]!r} shares its weight: set parallel.tensor to 1")
         if not all(place in found for place in places):
             for place in places:
                 found.pop(place, None)
@@ -125,7 +147,7 @@ def _check_heads(network: Any, processes: int) -> None:
         heads = getattr(getattr(network, "config", None), name, None)
         if isinstance(heads, int) and heads % processes:
             raise ConfigurationError(
-                f"ShardedStrategy: {type(network).__name__} has {name}={heads}, which tensor_parallel={processes} does "
+                f"ShardedStrategy: {type(network).__name__} has {name}={heads}, which parallel.tensor={processes} does "
                 "not divide"
             )
 
@@ -144,7 +166,7 @@ def _divides(layer: Any, style: str, processes: int, name: str) -> bool:
     if not plain:
         raise ConflictError(
             f"ShardedStrategy: {name!r} is a {type(layer).__name__}, and tensor parallelism divides plain linear "
-            "layers: set tensor_parallel to 1, or leave out what has changed it"
+            "layers: set parallel.tensor to 1, or leave out what has changed it"
         )
     raise ConfigurationError(f"ShardedStrategy: {name!r} has {by}={size}, which {processes} processes do not divide")
 

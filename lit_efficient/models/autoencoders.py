@@ -165,9 +165,6 @@ def description(stored: Mapping[str, Any]) -> str:
     """What besides the weights decides what a model of diffusers computes, as text; of ours the weights say all.
 
     Fields that have the class's default are left out: a later version of diffusers may add some.
-
-    Args:
-        stored: As of `stored_config`.
     """
     if "_class_name" not in stored:
         return ""
@@ -230,13 +227,10 @@ def _halvings(layers: Sequence[int]) -> int:
 def empty_autoencoder(stored: Mapping[str, Any], weights: Mapping[str, Tensor], source: str) -> ImageAutoencoder:
     """An autoencoder around tensors that a file brings; draws no random number and copies nothing.
 
-    Args:
-        stored: The fields of an `AutoencoderConfig`, or a whole configuration with ``_class_name``.
-        weights: By name in the module.
-        source: What the weights are of, for the error.
+    ``stored`` has the fields of an `AutoencoderConfig`, or a whole configuration with ``_class_name``.
 
     Raises:
-        CheckpointError: If the weights do not fit.
+        CheckpointError: If the weights, which are of ``source``, do not fit.
     """
     made: Autoencoder | DiffusersAutoencoder
     with torch.device("meta"):

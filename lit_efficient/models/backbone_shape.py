@@ -8,45 +8,27 @@ from lit_efficient.models.class_token import ClassToken
 
 @dataclass(frozen=True)
 class Sides:
-    """What height and width of a network's latents must be.
+    """What height and width of a network's latents must be."""
 
-    Args:
-        multiple: What they are multiples of.
-        largest: The most that they are; None: no limit.
-        square: Whether they are equal.
-    """
-
-    multiple: int = 1
-    largest: int | None = None
-    square: bool = False
+    multiple: int = 1  # what they are multiples of
+    largest: int | None = None  # the most that they are; None: no limit
+    square: bool = False  # whether they are equal
 
 
 @dataclass(frozen=True)
 class BackboneShape:
-    """A network's inputs.
+    """A network's inputs."""
 
-    Args:
-        name: Its class.
-        channels: Of the latents.
-        size: Height and width of the latents that its configuration names, if it names any.
-        sides: What height and width must be.
-        num_classes: Classes of the labels, without the one for "no label"; 0: it takes no labels.
-        text_width: Features of text tokens; 0: it takes no text.
-        pooled_width: Features of a pooled text; 0: it takes none.
-        masks_text: Whether it can leave tokens of the text out.
-        learned_variance: Whether it has a second half of output channels, which is not trained.
-        class_token: What it denoises beside the latents.
-    """
-
-    name: str
-    channels: int
-    size: tuple[int, int] | None = None
-    sides: Sides = Sides()
-    num_classes: int = 0
-    text_width: int = 0
-    pooled_width: int = 0
-    masks_text: bool = True
-    learned_variance: bool = False
+    name: str  # its class
+    channels: int  # of the latents
+    size: tuple[int, int] | None = None  # height and width of the latents that its configuration names, if it names any
+    sides: Sides = Sides()  # what height and width must be
+    num_classes: int = 0  # classes of the labels, without the one for "no label"; 0: it takes no labels
+    text_width: int = 0  # features of text tokens; 0: it takes no text
+    pooled_width: int = 0  # features of a pooled text; 0: it takes none
+    masks_text: bool = True  # whether it can leave tokens of the text out
+    learned_variance: bool = False  # whether it has a second half of output channels, which is not trained
+    # what it denoises beside the latents
     class_token: ClassToken = ClassToken()  # noqa: RUF009 (frozen)
 
     @property

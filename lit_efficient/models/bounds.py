@@ -15,14 +15,9 @@ _LAYER_BYTES, _PER_BYTE = 64, 8  # of files: less than the name of a layer takes
 
 
 def check_bounds(who: str, folder: str | None, config: Any, kind: Any, subfolder: str = "") -> None:
-    """Refuse a configuration whose model would take far more than its files before it is built.
+    """Refuse a configuration of transformers whose model would take far more than its files before it is built.
 
-    Args:
-        who: Who asks, for the error.
-        folder: Where the weights lie; a name on a hub is left alone.
-        config: A configuration of transformers.
-        kind: The class of the model, or one of transformers' auto classes.
-        subfolder: Where in the folder.
+    The kind is the model's class, or an auto class; a name on a hub is left alone.
 
     Raises:
         ConfigurationError: With the number of layers or parameters, and of bytes.

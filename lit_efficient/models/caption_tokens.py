@@ -12,16 +12,9 @@ from lit_efficient.files.sums import check_sums
 
 
 class CaptionTokens:
-    """A tokenizer that cuts and pads to one length.
+    """A tokenizer of the library ``tokenizers`` that cuts and pads to one length, special tokens included.
 
-    It warns once of captions that are cut.
-
-    Args:
-        json: The tokenizer, as the library ``tokenizers`` writes it.
-        pad: Id of the padding.
-        end: Id of the token that ends a text; None if there is none.
-        length: Tokens of a caption, special ones included.
-        side: Where the padding is.
+    It warns once of captions that are cut; the token of the id ``end``, if there is one, ends a text.
     """
 
     def __init__(self, json: str, pad: int, end: int | None, length: int, side: Literal["right", "left"]) -> None:
@@ -66,14 +59,7 @@ class CaptionTokens:
 def load_tokenizer(
     name: str, subfolder: str, revision: str | None, length: int, side: Literal["right", "left"]
 ) -> CaptionTokens:
-    """The tokenizer of that name.
-
-    Args:
-        name: ``bytes``, a ``tokenizer.json``, a folder, or a hub's name.
-        subfolder: Where in the folder or repository.
-        revision: Of a repository.
-        length: As in `CaptionTokens`.
-        side: As in `CaptionTokens`.
+    """The tokenizer of that name: ``bytes``, a ``tokenizer.json``, a folder, or a hub's name.
 
     Raises:
         ConfigurationError: If there is none, or it is not one of the library ``tokenizers``.

@@ -89,12 +89,10 @@ class CausalLMConfig:
 
 
 def resolve(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) -> "PretrainedConfig":
-    """The whole configuration of the model.
+    """The whole configuration of the model that the user asked for.
 
-    Args:
-        spec: what the user asked for.
-        from_data: ``vocab_size`` and ids of special tokens (``eos_token_id``, ...), taken where random weights are
-            drawn and ``spec.config_fields`` says nothing of them.
+    ``from_data`` has ``vocab_size`` and ids of special tokens (``eos_token_id``, ...), taken where random weights are
+    drawn and ``spec.config_fields`` says nothing of them.
 
     Raises:
         ConfigurationError: for a name that has no configuration, or an unknown model type or field.
@@ -167,13 +165,10 @@ def _stored(spec: CausalLMConfig) -> dict[str, Any]:
 def build(
     spec: CausalLMConfig, from_data: Mapping[str, int] | None = None, replacing: Replacing | None = None
 ) -> "PreTrainedModel":
-    """The model, in training mode.
+    """The model, in training mode; random weights come from torch's global generator.
 
-    Args:
-        spec: what the user asked for. Random weights come from torch's global generator.
-        from_data: as for `resolve`.
-        replacing: what puts other layers in the place of linear ones as soon as their weights are read. Random weights,
-            those that ``spec`` or the files quantise, and embeddings that grow are left to whoever acts later.
+    ``replacing`` puts other layers in the place of linear ones as soon as their weights are read. Random weights, those
+    that ``spec`` or the files quantise, and embeddings that grow are left to whoever acts later.
 
     Raises:
         ConfigurationError: if the data has more token ids than the model has rows, or nothing can be loaded.
@@ -278,14 +273,11 @@ def widened(spec: CausalLMConfig) -> str | None:
 
 @torch.no_grad()
 def grow_vocabulary(model: "PreTrainedModel", size: int) -> None:
-    """Add rows to the embeddings and the head, tied or not, in place; each is the mean of those that were there.
+    """Add rows up to ``size`` to the embeddings and the head, tied or not, in place; each is the mean of those that
+    were there.
 
     So a new token is at first as likely as others are on average, and what the model says of the old ones stays in
     proportion. Source: Hewitt (2021), https://nlp.stanford.edu/~johnhew/vocab-expansion.html.
-
-    Args:
-        model: a model of transformers.
-        size: the number of token ids.
     """
     rows = int(model.config.get_text_config().vocab_size)
     model.resize_token_embeddings(size, mean_resizing=False)

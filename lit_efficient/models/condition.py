@@ -30,11 +30,8 @@ class Condition:
     sizes: Tensor | None = None
 
     def dropped(self, hidden: Tensor, null: "Condition") -> "Condition":
-        """B conditions, of which some are replaced by that of nothing; shorter texts are padded with masked tokens.
-
-        Args:
-            hidden: Which samples, [B] bool.
-            null: The same parts for "no condition", of one sample or of B.
+        """B conditions, of which those ``hidden`` [B] are replaced by that of nothing, of one sample or of B; shorter
+        texts are padded with masked tokens.
         """
         ours, theirs = _of_one_length(self, null)
         return _merged(ours, theirs, lambda mine, its: torch.where(_rows(hidden, mine), its.to(mine), mine))

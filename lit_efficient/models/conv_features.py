@@ -11,12 +11,7 @@ from torch import Tensor, nn
 
 
 class ConvFeatures(nn.Module):
-    """Three strided convolutions, 32 features, and a linear head.
-
-    Args:
-        channels: Channels of the images.
-        num_classes: Classes of the head.
-    """
+    """Three strided convolutions, 32 features, and a linear head."""
 
     num_features = 32  # the name that torchmetrics asks a feature network for
 

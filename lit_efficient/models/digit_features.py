@@ -22,17 +22,11 @@ class DigitFeatures(ConvFeatures):
 
 @torch.no_grad()
 def judge_digits(judge: DigitFeatures, real: Tensor, images: Tensor, labels: Tensor | None) -> dict[str, float]:
-    """Score generated digits.
-
-    Args:
-        judge: A trained classifier, in evaluation mode.
-        real: Real images to compare with, [N, 1, H, W] in [-1, 1].
-        images: Generated images, [M, 1, H, W] in [-1, 1], M >= 2.
-        labels: What each was meant to be, [M]; None if nothing was meant.
+    """Score generated digits [M, 1, H, W] beside real ones, M >= 2, by a trained classifier in evaluation mode.
 
     Returns:
-        ``frechet_distance`` and ``kernel_distance`` (lower is better) and, with labels, ``sample_accuracy``, the share
-        that the judge reads as meant.
+        ``frechet_distance`` and ``kernel_distance`` (lower is better) and, with labels [M] of what each was meant to
+        be, ``sample_accuracy``, the share that the judge reads as meant.
     """
     distances = feature_distances(judge, real, images)
     if labels is None:

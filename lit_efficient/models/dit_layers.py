@@ -42,10 +42,7 @@ def sinusoids(position: Tensor, features: int, period: float = 10_000.0, ends: b
 def grid_positions(size: int | tuple[int, int], width: int, device: torch.device | None = None) -> Tensor:
     """2-D sine-cosine positions, row by row: [rows * columns, width]; half of the features for rows, half for columns.
 
-    Args:
-        size: Rows and columns, or the one number that both are.
-        width: Features, a multiple of 4.
-        device: Where.
+    The size is rows and columns, or the one number that both are; the width a multiple of 4.
     """
     rows, columns = (size, size) if isinstance(size, int) else size
     by_row = sinusoids(torch.arange(rows, device=device), width // 2)[:, None].expand(-1, columns, -1)
@@ -56,10 +53,7 @@ def grid_positions(size: int | tuple[int, int], width: int, device: torch.device
 def rotary_table(size: tuple[int, int], features: int, device: torch.device | None = None) -> Tensor:
     """Cosines and sines of the turns of a grid's tokens, row by row: [2, rows * columns, features / 2], float32.
 
-    Args:
-        size: Rows and columns.
-        features: Features of a head, a multiple of 4.
-        device: Where.
+    The features of a head are a multiple of 4.
     """
     halves = grid_positions(size, features, device).view(-1, 2, 2, features // 4)  # [N, axis, cos or sin, frequency]
     return halves.permute(2, 0, 1, 3).flatten(2)
@@ -81,10 +75,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Full multi-head self-attention: [B, N, D] -> [B, N, D].
 
-    Args:
-        width: Features of a token.
-        heads: Attention heads.
-        qk_norm: Whether queries and keys are brought to a mean square of 1, head by head, with a learned scale.
+    With ``qk_norm`` queries and keys are brought to a mean square of 1, head by head, with a learned scale.
     """
 
     def __init__(self, width: int, heads: int, qk_norm: bool = False) -> None:
@@ -105,14 +96,7 @@ class Attention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Multi-head attention from image tokens [B, N, D] to text tokens [B, L, context_width]: [B, N, D].
-
-    Args:
-        width: Features of an image token.
-        heads: Attention heads.
-        context_width: Features of a text token.
-        qk_norm: As in :class:`Attention`.
-    """
+    """Multi-head attention from image tokens [B, N, D] to text tokens [B, L, context_width]: [B, N, D]."""
 
     def __init__(self, width: int, heads: int, context_width: int, qk_norm: bool = False) -> None:
         super().__init__()
@@ -136,15 +120,7 @@ class CrossAttention(nn.Module):
 
 
 class DiTBlock(nn.Module):
-    """One adaLN-zero transformer block, with attention to text between the two halves if there is any.
-
-    Args:
-        width: Features of a token.
-        heads: Attention heads.
-        mlp_ratio: Hidden features of the MLP, in multiples of width.
-        qk_norm: Whether queries and keys are normalised, head by head.
-        context_width: Features of a text token; 0 for a block without text.
-    """
+    """One adaLN-zero transformer block, with attention to text between the two halves if a text token has a width."""
 
     def __init__(self, width: int, heads: int, mlp_ratio: int, qk_norm: bool = False, context_width: int = 0) -> None:
         super().__init__()

@@ -25,7 +25,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from lit_efficient.internals.hugging_face import set_attention
+from lit_efficient.internals.torch_as_cuda import kind_of
 from lit_efficient.internals.torch_compiler import runs_eagerly
+from lit_efficient.models.row_slices import attend_slices, of_whole_rows, own_places
 
 _BLOCK = 128
 
@@ -56,20 +58,29 @@ def attend_documents(
         query: ``[B, heads, T, head_dim]``.
         key: ``[B, kv_heads, T, head_dim]``; ``kv_heads`` divides ``heads``.
         value: as ``key``.
-        starts: of `document_starts`, ``[B, T]``.
+        starts: of `document_starts`, ``[B, T]``; longer than the rest where that is of slices (`own_slices`).
         dropout: rate at which weights of the attention are dropped.
         scale: of the products of queries and keys; None is ``1 / sqrt(head_dim)``.
     """
-    kind, length = query.device.type, query.shape[2]
+    kind, length, places = kind_of(query.device), starts.shape[1], None
     how: dict[str, Any] = {"scale": scale, "dropout_p": dropout}
     compiling = torch.compiler.is_compiling()
-    if kind == "cpu" and type(starts) is Tensor and not compiling:
+    if query.shape[2] != length:
+        if kind == "cpu" and not dropout and not compiling:
+            return attend_slices(query, key, value, starts, scale)
+        places = own_places(length, starts.device)
+        key, value = of_whole_rows(key, value)
+    if kind == "cpu" and places is None and type(starts) is Tensor and not compiling:
         return _one_by_one(query, key, value, starts, **how)
     takes = kind == "cuda" and length > _BLOCK and not dropout and query.dtype == key.dtype == value.dtype
+    if takes and kind != query.device.type and places is None:  # a plan's tensors: this keeps what FlexAttention keeps
+        grouped = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped, **how)
     if takes and (compiling or _flex_works(query.dtype, query.shape[-1])):
-        return _in_blocks(query, key, value, starts, flex_attention if compiling else _flex(), scale)
+        return _in_blocks(query, key, value, starts, flex_attention if compiling else _flex(), scale, places)
     index = torch.arange(length, device=starts.device)
     mask = (index >= starts[:, :, None]).tril()[:, None]
+    mask = mask if places is None else mask[:, :, places]
     # CUDA's kernel for masks wants a key head for each query head; torch would else form all scores in memory.
     groups = query.shape[1] // key.shape[1]
     key, value = (heads.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for heads in (key, value))
@@ -92,28 +103,36 @@ def _one_by_one(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, **how
     return torch.cat(mixed, 1).view(*starts.shape, query.shape[1], -1).transpose(1, 2)
 
 
-def _in_blocks(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, flex: Any, scale: Any = None) -> Tensor:
+def _in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, flex: Any, scale: Any = None, places: Any = None
+) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
-    out: Tensor = flex(query, key, value, block_mask=visible_blocks(starts), enable_gqa=grouped, scale=scale)
+    out: Tensor = flex(query, key, value, block_mask=visible_blocks(starts, places), enable_gqa=grouped, scale=scale)
     return out
 
 
-def visible_blocks(starts: Tensor) -> BlockMask:
-    """FlexAttention's table of the blocks of keys that a block of queries has to do with: those from its first start.
+def visible_blocks(starts: Tensor, places: Tensor | None = None) -> BlockMask:
+    """FlexAttention's table of the blocks of keys that a block of queries meets: those from its first start.
 
     Args:
         starts: of `document_starts`, ``[B, T]``.
+        places: which tokens of the rows the queries are, ascending; None: all.
     """
-    length = starts.shape[1]
-    blocks = torch.arange(-(-length // _BLOCK), dtype=torch.int32, device=starts.device)
-    first = (starts[:, ::_BLOCK] // _BLOCK).int()[:, None]  # starts never fall within a row
-    indices = torch.minimum(first[..., None] + blocks, blocks[:, None])
+    own = starts if places is None else starts[:, places]
+    length, whole = own.shape[1], starts.shape[1]
+    blocks = torch.arange(-(-whole // _BLOCK), dtype=torch.int32, device=starts.device)
+    first = (own[:, ::_BLOCK] // _BLOCK).int()[:, None]  # starts never fall within a row
+    last = blocks
+    if places is not None:  # where each block of queries ends
+        last = (torch.cat((places[_BLOCK - 1 :: _BLOCK], places[-1:]))[: first.shape[-1]] // _BLOCK).int()
+    indices = torch.minimum(first[..., None] + blocks, last[:, None])
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (key >= starts[batch, query])
+        place = query if places is None else places[query]
+        return (key <= place) & (key >= own[batch, query])
 
     return BlockMask.from_kv_blocks(
-        blocks + 1 - first, indices, BLOCK_SIZE=_BLOCK, mask_mod=visible, seq_lengths=(length, length)
+        last + 1 - first, indices, BLOCK_SIZE=_BLOCK, mask_mod=visible, seq_lengths=(length, whole)
     )
 
 

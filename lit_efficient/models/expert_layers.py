@@ -85,29 +85,18 @@ def balanced_bias(bias: Tensor, loads: Tensor, rate: float) -> Tensor:
 
 @dataclass
 class Groups:
-    """Rows that are sorted by expert.
+    """Rows that are sorted by expert."""
 
-    Args:
-        experts: The expert of each row, [M], ascending.
-        ends: Where the rows of each expert end, [E] int32.
-    """
-
-    experts: Tensor
-    ends: Tensor
+    experts: Tensor  # the expert of each row, [M], ascending
+    ends: Tensor  # where the rows of each expert end, [E] int32
 
 
 def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, transposed: bool = False) -> Tensor:
-    """Each row times the matrix of its expert: [M, in] -> [M, out].
+    """Each row times the matrix of its expert: [M, in] -> [M, out], rows in the order of ``groups``.
 
     By torch's grouped product where there is one for the numbers and sizes at hand, else slice by slice (which on a GPU
-    waits for the sizes of the slices).
-
-    Args:
-        x: Rows in the order of ``groups``, [M, in].
-        weight: [E, out, in], or [E, in, out].
-        bias: [E, out] or None.
-        groups: Which row is whose.
-        transposed: Whether ``weight`` is [E, in, out].
+    waits for the sizes of the slices). The weight is [E, out, in], or ``transposed`` [E, in, out]; the bias [E, out] or
+    None.
     """
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -183,13 +172,7 @@ class GroupedLayer(Loads):
 
 
 class ExpertLinear(GroupedLayer, nn.Module):
-    """The linear layers of all experts.
-
-    Args:
-        weight: [E, out, in], or [E, in, out].
-        bias: [E, out] or None.
-        transposed: Whether the weight is [E, in, out].
-    """
+    """The linear layers of all experts: weight [E, out, in], or ``transposed`` [E, in, out], and bias [E, out]."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool = False) -> None:
         super().__init__()

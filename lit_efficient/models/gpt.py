@@ -20,6 +20,7 @@ from lit_efficient.losses.next_token import token_losses
 from lit_efficient.models.document_attention import attend_documents, document_starts
 from lit_efficient.models.kept_keys import only_kept
 from lit_efficient.models.modes import evaluating
+from lit_efficient.models.row_slices import own_places
 from lit_efficient.models.sampling import sample_token
 
 
@@ -114,19 +115,21 @@ def rotary_table(start: int, stop: int, head_dim: int, theta: float, device: tor
     return torch.stack((angle.cos(), angle.sin()))[None]
 
 
-def packed_layout(position_ids: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+def packed_layout(position_ids: Tensor, length: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Rotary table of rows that hold several documents each, and where these begin.
 
     Args:
         position_ids: ``[B, T]``, from 0 in every document.
+        length: of the rows, or of this process's slices of them (`own_slices`).
         head_dim: width of one head.
         theta: base of the rotary wavelengths.
 
     Returns:
-        The table for `rotate` ``[B, 2, 1, T, head_dim / 2]``, and `document_starts` ``[B, T]``.
+        The table for `rotate` ``[B, 2, 1, length, head_dim / 2]``, and `document_starts` ``[B, T]``.
     """
-    length = position_ids.shape[1]
-    table = rotary_table(0, length, head_dim, theta, position_ids.device)[0][:, position_ids]  # (2, B, T, head_dim / 2)
+    whole, device = position_ids.shape[1], position_ids.device
+    own = position_ids if length == whole else position_ids[:, own_places(whole, device)]
+    table = rotary_table(0, whole, head_dim, theta, device)[0][:, own]  # (2, B, length, head_dim / 2)
     return table.transpose(0, 1).unsqueeze(2), document_starts(position_ids)
 
 
@@ -190,7 +193,7 @@ class GPTAttention(nn.Module):
     def forward(self, x: Tensor, rotary: Tensor, cache: KVCache | None = None, starts: Tensor | None = None) -> Tensor:
         """Mix ``x`` ``[B, T, D]`` over time; the tokens in ``cache`` come before it.
 
-        It is causal, and stays within documents that begin at `document_starts` ``[B, T]``.
+        It is causal, and stays within documents that begin at `document_starts` ``[B, T]`` of whole rows.
         """
         query, key, value = (
             layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.query, self.key, self.value)
@@ -313,13 +316,13 @@ class GPT(nn.Module):
             input_ids: ``[B, T]``.
             cache: one `KVCache` a block; ``input_ids`` continue what it holds.
             position_ids: ``[B, T]``, from 0 in every document of a packed row; documents do not see each other. It
-                cannot be had together with ``cache``.
+                cannot be had together with ``cache``. Of whole rows, where ``input_ids`` are slices (`own_slices`).
 
         Returns:
             ``[B, T, D]``; ``head`` turns them into logits.
         """
         start = cache[0].length if cache else 0
-        stop = start + input_ids.shape[1]
+        stop = start + (input_ids if position_ids is None else position_ids).shape[1]
         if stop > self.config.max_length:
             raise ConfigurationError(
                 f"GPT: input_ids hold at most max_length = {self.config.max_length} tokens, got {stop}."
@@ -328,7 +331,8 @@ class GPT(nn.Module):
             raise ConfigurationError("GPT: position_ids of packed documents cannot be combined with a cache.")
         x = self.embedding(input_ids)
         if position_ids is not None:
-            rotary, starts = packed_layout(position_ids, self.config.head_dim, self.config.constants.rope_theta)
+            sizes = input_ids.shape[1], self.config.head_dim
+            rotary, starts = packed_layout(position_ids, *sizes, self.config.constants.rope_theta)
             for block in self.blocks:
                 x = block(x, rotary, None, starts)
             return self.norm(x)

@@ -42,10 +42,8 @@ EMBEDDED_BYTES = 32 * 2**20  # weights of at most this size are copied into each
 class AutoencoderOnDisk:
     """An autoencoder of more than 32 MB of which all is known but the weights: they are loaded when they are needed.
 
-    Args:
-        spec: What builds it.
-        key: Under which facts about its files are known, of `content_key`.
-        facts: What is known: ``shape`` (channels of images and latents, factor) and ``declared`` statistics.
+    Its facts, under a key of `content_key`: ``shape`` (channels of images and latents, factor) and ``declared``
+    statistics.
     """
 
     def __init__(self, spec: DiffusersModelConfig | str, key: str, facts: dict[str, Any]) -> None:

@@ -58,10 +58,6 @@ def output_head(network: nn.Module) -> OutputHead:
 def hidden_states(network: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
     """What the head would get, ``[B, T, H]``, and the network's output, with logits of the last position alone.
 
-    Args:
-        network: a `GPT`, or a causal model of transformers.
-        inputs: ``input_ids`` ``[B, T]`` and other arguments of its forward.
-
     Raises:
         ConfigurationError: if the head was not called.
     """
@@ -87,9 +83,7 @@ def hidden_states(network: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor
 def check_head(network: nn.Module, inputs: Mapping[str, Any]) -> None:
     """Compare the network's own logits of the last position with those of its `output_head`, on the first row.
 
-    Args:
-        network: as for `hidden_states`; run once in eval mode.
-        inputs: as for `hidden_states`.
+    It is run once in eval mode.
 
     Raises:
         ConfigurationError: if they differ: the network does something to its logits that is not known here.

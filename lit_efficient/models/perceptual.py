@@ -57,10 +57,6 @@ class RandomFeatures(nn.Module):
     """Fixed random 3x3 filters at full, half and quarter resolution, each followed by a ReLU.
 
     Weights have the scale that keeps the size of features (He), and come from a generator of their own.
-
-    Args:
-        channels: Channels of the images.
-        seed: Seed of the filters.
     """
 
     def __init__(self, channels: int, seed: int = _SEED) -> None:
@@ -95,17 +91,7 @@ def perceptual_distance(network: Teacher, images: Tensor, target: Tensor) -> Ten
 
 
 def find_network(spec: Perceptual, channels: int, data: Any, who: str) -> Teacher:
-    """The frozen network that a term names.
-
-    Args:
-        spec: The term.
-        channels: Channels of the images, for random filters.
-        data: The data module, if there is one.
-        who: Who asks, for errors.
-
-    Raises:
-        ConfigurationError: If there is no such network or layer.
-    """
+    """The frozen network that a term names; random filters need the channels of the images."""
     network = RandomFeatures(channels) if spec.network == RANDOM else spec.network
     layers = spec.layers or ["stages.0", "stages.1", "stages.2"]
     return find_teacher(network, layers, who=f"{who}: perceptual", data=data, image_size=spec.image_size)

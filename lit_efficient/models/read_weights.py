@@ -43,7 +43,6 @@ class Watched(nn.Module):
         return value if self._runs or not isinstance(value, nn.Parameter) else self.read_elsewhere(name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's own output."""
         self.__dict__["_runs"] = True
         try:
             return super().forward(*args, **kwargs)

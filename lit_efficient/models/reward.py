@@ -20,13 +20,7 @@ def last_positions(attention_mask: Tensor) -> Tensor:
 
 
 def last_hidden_states(network: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """What the network makes of the last token that counts, ``[B, D]``.
-
-    Args:
-        network: a causal model of transformers, or our `GPT`, which takes filling on the right only.
-        input_ids: ``[B, T]``.
-        attention_mask: ``[B, T]``, 1 for tokens.
-    """
+    """What the network makes of the last token that counts, ``[B, D]``; our `GPT` takes filling on the right only."""
     if isinstance(network, GPT):
         hidden = network.features(input_ids)
     else:

@@ -56,13 +56,7 @@ class _Watched(Watched):
 
 
 class SilentLayers:
-    """Watches layers until one of their adapters has had a gradient.
-
-    Args:
-        who: Names the techniques that have put the adapters there.
-        adapters: By a layer's name, what has had no gradient.
-        layers: By name, those whose weights can be watched.
-    """
+    """Watches layers, by name, until one of their adapters, which ``who`` has put there, has had a gradient."""
 
     def __init__(
         self, who: str, adapters: Mapping[str, Sequence[nn.Parameter]], layers: Mapping[str, nn.Module]
@@ -89,8 +83,7 @@ class SilentLayers:
     def check(self, taken: Collection[Tensor] = ()) -> None:
         """After a step: forget layers that learn, and refuse those whose weights were read and that do not.
 
-        Args:
-            taken: Parameters that had a gradient which is not there any more.
+        ``taken`` had a gradient which is not there any more.
 
         Raises:
             ConfigurationError: Naming the first of them.

@@ -116,13 +116,7 @@ class TextEmbedding(NamedTuple):
 
 
 class TextNetwork:
-    """A frozen encoder with its tokenizer.
-
-    Args:
-        spec: How it was asked for.
-        network: The encoder; it is frozen and put in evaluation mode.
-        tokens: Its tokenizer.
-    """
+    """A frozen encoder with its tokenizer; the network is frozen and put in evaluation mode."""
 
     def __init__(self, spec: TextEncoderConfig, network: nn.Module, tokens: CaptionTokens) -> None:
         self.spec = spec

@@ -10,13 +10,9 @@ from lit_efficient.errors import ConfigurationError
 def token_embeddings(root: nn.Module, *, who: str, argument: str) -> list[tuple[str, nn.Module]]:
     """Names and layers: what transformers' models call their input embeddings, or the only ``nn.Embedding``.
 
-    Args:
-        root: Where to look.
-        who: Name of the technique that asks, for the error.
-        argument: In which its user names the layer, for the error.
-
     Raises:
-        ConfigurationError: Without such a layer, and where it is not known which of several it is.
+        ConfigurationError: Without such a layer, and where it is not known which of several it is, for ``who`` asks and
+            the argument in which its user names it.
     """
     names = {id(module): name for name, module in root.named_modules()}
     found: dict[int, Any] = {}

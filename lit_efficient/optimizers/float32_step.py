@@ -45,19 +45,12 @@ def round_stochastically(x: Tensor, generator: torch.Generator | None = None) ->
 
 @dataclass
 class Rounding:
-    """How an optimizer stores what it has computed in float32.
+    """How an optimizer stores what it has computed in float32."""
 
-    Args:
-        compensated: Keep what rounding took off each parameter, and give it back in the next step.
-        seed: Of the draws.
-        step: Number of the next step: who resumes a run sets it, the optimizer counts on.
-        who: Name for errors.
-    """
-
-    compensated: bool
-    seed: int = 0
-    step: int = 0
-    who: str = "step_in_float32"
+    compensated: bool  # keep what rounding took off each parameter, and give it back in the next step
+    seed: int = 0  # of the draws
+    step: int = 0  # number of the next step: who resumes a run sets it, the optimizer counts on
+    who: str = "step_in_float32"  # name for errors
     places: dict[Tensor, int] = field(default_factory=dict)  # of the parameters in the optimizer
 
     def place(self, p: Tensor) -> int:
@@ -82,12 +75,8 @@ def step_in_float32(
 ) -> int:
     """Change ``optimizer``'s class, in place, to one that steps bfloat16 parameters in float32; others step as before.
 
-    Args:
-        optimizer: Any optimizer whose step treats each parameter on its own; groups, schedulers and hooks stay.
-        compensated: Keep a bfloat16 compensation of each parameter in the state, instead of rounding it by chance.
-        seed: Of the draws.
-        later: Parameters that are frozen for now and train later.
-        who: Name for errors.
+    Its step must treat each parameter on its own; groups, schedulers and hooks stay. ``compensated`` keeps a bfloat16
+    compensation of each parameter in the state, instead of rounding it by chance; what trains ``later`` counts, too.
 
     Returns:
         How many elements of the parameters that train are bfloat16.

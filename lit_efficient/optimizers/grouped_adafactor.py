@@ -45,7 +45,6 @@ class GroupedAdafactor(torch.optim.Adafactor):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all parameters that have a gradient."""
         loss = loss_of(closure)
         stepped = [(p, group) for group in self.param_groups for p in with_gradient(group)]
         if not any(is_sharded(p) for p, _ in stepped):
@@ -59,10 +58,7 @@ class GroupedAdafactor(torch.optim.Adafactor):
 def step_shard(p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
     """Torch's step out of place, as DTensors want it; a column, which sums over all shards, is on all processes.
 
-    Args:
-        p: A DTensor, or another one beside some, with a gradient; changed in place.
-        state: Of the parameter, empty before the first step; changed in place.
-        group: Adafactor's options.
+    The parameter and its state, empty before the first step, are changed in place.
     """
     gradient = -p.grad if group["maximize"] else p.grad
     eps1, eps2 = group["eps"]

@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 
 
 class HostGradients:
-    """The gradients of one optimizer, in the CPU memory of its states and on the stream of their copies.
-
-    Args:
-        store: Where the optimizer's states are.
-        who: Name for errors.
-    """
+    """The gradients of one optimizer, in the CPU memory of its states and on the stream of their copies."""
 
     def __init__(self, store: "HostStates", who: str) -> None:
         self.store = store

@@ -19,12 +19,9 @@ _ALIGNED = 64  # bytes
 class HostStates:
     """The states of an optimizer in CPU memory that is taken once, and their way to the device and back.
 
-    Copies run on a stream of their own: while a piece is stepped, the next one comes and the last one goes. What is
-    fetched is freed on that stream, too, so that three pieces at most are on the device however far the CPU is ahead.
-
-    Args:
-        optimizer: Any optimizer whose step treats each parameter on its own.
-        piece_bytes: Bytes of the parameters that are stepped at a time.
+    Its step must treat each parameter on its own; ``piece_bytes`` of parameters are stepped at a time. Copies run on a
+    stream of their own: while a piece is stepped, the next one comes and the last one goes. What is fetched is freed on
+    that stream, too, so that three pieces at most are on the device however far the CPU is ahead.
     """
 
     def __init__(self, optimizer: Optimizer, piece_bytes: int) -> None:
@@ -160,12 +157,8 @@ class Streamed(Optimizer):
 def stream_states(optimizer: Optimizer, piece_bytes: int, gradients: bool = False, who: str = "stream_states") -> None:
     """Change ``optimizer``'s class, in place, to one that keeps its states in CPU memory between steps.
 
-    Args:
-        optimizer: Any optimizer whose step treats each parameter on its own.
-        piece_bytes: Bytes of the parameters that are stepped at a time.
-        gradients: Let a step take gradients from CPU memory, too: those of backward passes inside
-            ``optimizer.host_states.gradients.leaving()``.
-        who: Name for errors.
+    Its step must treat each parameter on its own; ``piece_bytes`` of parameters are stepped at a time. ``gradients``: a
+    step takes those from CPU memory, too, of backward passes inside ``optimizer.host_states.gradients.leaving()``.
     """
     kind: Any = type(optimizer)
     change_class(optimizer, streamed(kind))
@@ -176,13 +169,7 @@ def stream_states(optimizer: Optimizer, piece_bytes: int, gradients: bool = Fals
 
 
 def check_unchanged(optimizer: Optimizer, group: dict[str, Any], who: str = "offloading the states") -> None:
-    """Refuse an optimizer whose step has written to the group of a piece: that of all parameters would not have it.
-
-    Args:
-        optimizer: Between the steps of two pieces.
-        group: The group that the piece is of.
-        who: What needs the pieces, for the error.
-    """
+    """Refuse an optimizer whose step has written to the group of a piece: that of all parameters would not have it."""
     (stepped,) = optimizer.param_groups
     written = [key for key, value in stepped.items() if key != "params" and value is not group.get(key, optimizer)]
     if written:

@@ -124,13 +124,10 @@ class BackwardSteps:
 
 
 def step_alone(optimizer: Optimizer, step: Callable[[], Any], number: int, p: Tensor) -> dict[str, Any]:
-    """Step one parameter of an optimizer; what that wrote to its group is returned, and not kept.
+    """Step one parameter of an optimizer, of the group of that number; what that wrote to its group is returned, not
+    kept.
 
-    Args:
-        optimizer: Any one whose step treats each parameter on its own.
-        step: Its step, without hooks and closure.
-        number: Of the parameter's group.
-        p: The parameter.
+    ``step`` is the optimizer's, without hooks and closure, and treats each parameter on its own.
     """
     groups = optimizer.param_groups
     group = groups[number]

@@ -72,7 +72,6 @@ class Lion(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all parameters that have a gradient."""
         loss = loss_of(closure)
         for group in self.param_groups:
             parameters = with_gradient(group)

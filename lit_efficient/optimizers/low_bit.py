@@ -42,21 +42,13 @@ _NEUTRAL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class LowBitStates:
-    """What :func:`to_low_bit` did.
+    """What :func:`to_low_bit` did."""
 
-    Args:
-        backend: ``bitsandbytes`` or ``torchao``.
-        low: Elements whose states are low-bit, in this process.
-        total: Elements of the parameters that train, in this process: frozen ones in the optimizer get no state.
-        state_bytes: Bytes that all states will take, scales and code tables included, step counters not.
-        full_bytes: Bytes that the states of the optimizer as it was would take.
-    """
-
-    backend: str
-    low: int
-    total: int
-    state_bytes: int
-    full_bytes: int
+    backend: str  # ``bitsandbytes`` or ``torchao``
+    low: int  # elements whose states are low-bit, in this process
+    total: int  # elements of the parameters that train, in this process: frozen ones in the optimizer get no state
+    state_bytes: int  # bytes that all states will take, scales and code tables included, step counters not
+    full_bytes: int  # bytes that the states of the optimizer as it was would take
 
 
 def to_low_bit(

@@ -165,14 +165,9 @@ class Adagrad8bit(_Twin, Optimizer1State):
 
 
 def adam_8bit(gradient: Tensor, state: dict[str, Any], betas: tuple[float, float], eps: float, step: int) -> Tensor:
-    """Adam's step at a rate of one, without decay, from 8-bit moments that ``state`` keeps.
+    """Adam's step at a rate of one, without decay, from 8-bit moments that ``state`` keeps from step one on.
 
-    Args:
-        gradient: Contiguous, of any shape.
-        state: Filled at the first step: codes and scales.
-        betas: Decay rates of the moments.
-        eps: Term in the denominator.
-        step: The number of this step, from one.
+    The gradient is contiguous, of any shape.
     """
     if "state1" not in state:
         for moment in "12":

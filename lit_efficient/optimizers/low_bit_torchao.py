@@ -103,7 +103,6 @@ class _Twin(QuantisedAdam):
         return {**packed, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         owners = dict(zip(ids, parameters, strict=False))  # the base class compares the counts

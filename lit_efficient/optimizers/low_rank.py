@@ -26,19 +26,13 @@ _SMALLEST_LOW = 4096  # moments of fewer elements keep their 32 bits, as in bits
 
 @dataclass(frozen=True)
 class LowRankStates:
-    """What :func:`to_low_rank` did, in this process.
+    """What :func:`to_low_rank` did, in this process."""
 
-    Args:
-        projected: Parameters whose moments live in a subspace, those that are frozen for now among them.
-        total: Elements of all parameters that train.
-        state_bytes: Bytes that all states will take, step counters and single numbers not counted.
-        full_bytes: Bytes that the states of the optimizer as it was would take.
-    """
-
+    # parameters whose moments live in a subspace, those that are frozen for now among them
     projected: tuple[Tensor, ...]
-    total: int
-    state_bytes: int
-    full_bytes: int
+    total: int  # elements of all parameters that train
+    state_bytes: int  # bytes that all states will take, step counters and single numbers not counted
+    full_bytes: int  # bytes that the states of the optimizer as it was would take
 
 
 def to_low_rank(

@@ -46,12 +46,8 @@ class Subspace:
     ) -> Tensor | None:
         """The update of a matrix [..., m, n] before rate and scale; ``None`` for none.
 
-        Args:
-            gradient: [..., m, n].
-            number: Of the matrix, for its draws.
-            taken: Steps that it has taken before this one.
-            state: Of the matrix: tensors.
-            adam: Gives Adam's step for what it is given, and keeps its moments.
+        ``number`` is the matrix's, for its draws, ``taken`` the steps before this one; ``adam`` gives Adam's step for
+        what it is given, and keeps its moments.
         """
         raise NotImplementedError
 
@@ -161,7 +157,6 @@ class LowRankAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all parameters that have a gradient."""
         loss = loss_of(closure)
         for group in self.param_groups:
             parameters = with_gradient(group)

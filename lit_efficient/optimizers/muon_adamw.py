@@ -128,7 +128,6 @@ class MuonAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all parameters that have a gradient."""
         loss = loss_of(closure)
         self._look_at_the_start()
         for group in self.param_groups:

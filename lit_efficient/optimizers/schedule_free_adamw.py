@@ -121,7 +121,6 @@ class ScheduleFreeAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all parameters that have a gradient."""
         if not self.training:
             raise ConfigurationError(
                 "ScheduleFreeAdamW: the parameters hold the averaged weights. Call optimizer.train() before training "

@@ -77,7 +77,6 @@ class FactorLRScheduler(LRScheduler):
         raise NotImplementedError
 
     def get_lr(self) -> list[Any]:
-        """The rates of the groups in the step that comes next."""
         factor = self.factor(self.last_epoch)
         return [base * factor for base in self.base_lrs]
 

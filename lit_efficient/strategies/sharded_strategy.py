@@ -13,7 +13,8 @@ import contextlib
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
+from functools import partial, partialmethod
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -26,26 +27,34 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.optim import Optimizer
 
+from lit_efficient.declaration import overrides, techniques_of
 from lit_efficient.errors import CheckpointError, ConfigurationError, ConflictError, check_choice, check_number, refusal
 from lit_efficient.files.checkpoints import load_verified
+from lit_efficient.internals.lightning_loops import BEFORE_TRANSFER
 from lit_efficient.internals.lightning_sharding import ShardingBase, configured
+from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.internals.torch_fsdp import make_root, sharded_modules
 from lit_efficient.internals.torch_modules import tensor_tables
 from lit_efficient.internals.torch_optimizers import without_step_hooks
 from lit_efficient.internals.torch_tensors import gradient_hooks
-from lit_efficient.internals.wraps import wrap_method
+from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.losses.deferred_logits import output_head
 from lit_efficient.mechanisms.adapters.base import has_frozen_base
 from lit_efficient.mechanisms.adapters.sharded import asking_for, check_adapters, check_surplus, checkpoint_keys
 from lit_efficient.mechanisms.averages.weights import placed_like
 from lit_efficient.mechanisms.blocks.finding import find_blocks
 from lit_efficient.mechanisms.shards import check_everywhere, kept_aside, states_in, write_shards
-from lit_efficient.mechanisms.tensor_parallel import clip_by_norm, parallelize, plan_of, same_draws
+from lit_efficient.mechanisms.tensor_parallel import Parallel, clip_by_norm, parallelize, plan_of, same_draws
+from lit_efficient.models.row_slices import own_slices, share_rows
 from lit_efficient.models.weight_slices import fill_waiting
 from lit_efficient.surgery import count, is_sharded, reshard
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _HALF = "bf16-mixed"
+_ADVICE = "Go on with the optimizer that wrote it, or from its weights alone: restore(module, path)"
+
+
+_ALONE = Parallel()
 
 
 class ShardedStrategy(ShardingBase):
@@ -66,8 +75,7 @@ class ShardedStrategy(ShardingBase):
         gather_dtype: In which weights are gathered and used: ``auto`` is bfloat16 under ``precision: bf16-mixed``, else
             what they are stored in.
         reduce_dtype: In which gradients are averaged.
-        tensor_parallel: Processes that share each layer of the network's own plan (``tp_plan``: GPT, DiT, many of
-            Hugging Face's) and see the same batch; all of them, divided by this number, shard what each has. 1: none.
+        parallel: Processes that share each layer, or each row of tokens; all processes shard.
         reduce_each_batch: Average gradients after each batch of an accumulation window, too. Without, they are sent
             once a window, and each process holds whole gradients until then.
         save_distributed_checkpoint: Each process writes its shards, into a folder; false: one file, which the first
@@ -89,7 +97,7 @@ class ShardedStrategy(ShardingBase):
     @property
     def reads_slices(self) -> bool:
         """Whether a network may come without its weights, of which each process then reads its own slices."""
-        return self.tensor_parallel == 1
+        return self.parallel.tensor == 1
 
     def __init__(
         self,
@@ -99,7 +107,7 @@ class ShardedStrategy(ShardingBase):
         offload: bool = False,
         gather_dtype: Literal["auto", "float32", "bfloat16"] = "auto",
         reduce_dtype: Literal["float32", "bfloat16"] = "float32",
-        tensor_parallel: int = 1,
+        parallel: Parallel = _ALONE,
         reduce_each_batch: bool = False,
         save_distributed_checkpoint: bool = True,
         timeout: timedelta = timedelta(minutes=30),
@@ -108,9 +116,8 @@ class ShardedStrategy(ShardingBase):
         check_choice(who, "gather_dtype", gather_dtype, ("auto", *_DTYPES))
         check_choice(who, "reduce_dtype", reduce_dtype, tuple(_DTYPES))
         check_number(who, "replicas", replicas, least=1, whole=True)
-        check_number(who, "tensor_parallel", tensor_parallel, least=1, whole=True)
-        if replicas > 1 < tensor_parallel:
-            raise refusal(who, "replicas", "1 with tensor_parallel above 1", replicas)
+        if replicas > 1 < parallel.tensor:
+            raise refusal(who, "replicas", "1 with parallel.tensor above 1", replicas)
         flags = {"offload": offload, "reduce_each_batch": reduce_each_batch}
         for name, value in {**flags, "save_distributed_checkpoint": save_distributed_checkpoint}.items():
             if not isinstance(value, bool):
@@ -130,7 +137,7 @@ class ShardedStrategy(ShardingBase):
         self.offload = offload
         self.gather_dtype = gather_dtype
         self.reduce_dtype = reduce_dtype
-        self.tensor_parallel = tensor_parallel
+        self.parallel = parallel
         self.reduce_each_batch = reduce_each_batch
         self._mesh: Any = None  # over which parameters are sharded
 
@@ -138,15 +145,26 @@ class ShardedStrategy(ShardingBase):
 
     def setup_environment(self) -> None:
         self._check_sizes(world := self.num_nodes * self.num_processes)
-        self.fix_sizes(self.tensor_parallel)
+        self.fix_sizes(self.parallel.tensor)
         super().setup_environment()
-        self._mesh = self.device_mesh["data_parallel"]
+        self._mesh, kind = self.device_mesh["data_parallel"], self.root_device.type
         if self.replicas > 1:
             shape, names = (self.replicas, world // self.replicas), ("replicate", "shard")
-            self._mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+            self._mesh = init_device_mesh(kind, shape, mesh_dim_names=names)
+        if (rows := self.parallel.context) > 1:
+            mesh = init_device_mesh(kind, (world // rows, rows), mesh_dim_names=("rows", "slices"))
+            share_rows(mesh["slices"].get_group())
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        given = super().distributed_sampler_kwargs  # processes that share a row read the same ones
+        return {key: value // self.parallel.context for key, value in given.items()}
 
     def setup(self, trainer: Any) -> None:
         module: Any = self.lightning_module
+        if self.parallel.context > 1:
+            check_slices(module, trainer)
+            wrap_method(module, BEFORE_TRANSFER, _cut)
         self.model = self.precision_plugin.convert_module(module)
         if not any(map(is_sharded, module.parameters())):
             rank_zero_info(f"ShardedStrategy: {self._shard(module)}")
@@ -156,6 +174,12 @@ class ShardedStrategy(ShardingBase):
             super().setup(trainer)
         if sharded_modules(module)[:1] == [module]:
             make_root(module)
+
+    def teardown(self) -> None:
+        share_rows(None)
+        if self.lightning_module is not None:
+            unwrap_method(self.lightning_module, BEFORE_TRANSFER, _cut)
+        super().teardown()
 
     @property
     def _module(self) -> Any:
@@ -170,7 +194,7 @@ class ShardedStrategy(ShardingBase):
     def _shard(self, module: nn.Module) -> str:
         """Shard ``module`` in place, and say how."""
         found, units, heads = self._units(module)
-        self._check_formats(module, units)
+        check_formats(module, units)
         same_everywhere(module, self.root_device)
         divided = self._divide(module)
         how: dict[str, Any] = {"mesh": self._mesh, "mp_policy": self._policy(), "offload_policy": self._offload()}
@@ -208,13 +232,13 @@ class ShardedStrategy(ShardingBase):
 
     def _divide(self, module: nn.Module) -> str:
         """Have processes share the layers of the network's plan, and say how many."""
-        if self.tensor_parallel == 1:
+        if self.parallel.tensor == 1:
             return ""
         mesh = self.device_mesh["tensor_parallel"]
         layers = parallelize(module, mesh)
         same_draws(mesh)
         wrap_method(self.precision_plugin, "clip_grad_by_norm", clip_by_norm)
-        return f"; {layers} layers are each shared by {self.tensor_parallel} processes"
+        return f"; {layers} layers are each shared by {self.parallel.tensor} processes"
 
     def check_network(self, module: nn.Module, world: int) -> None:
         """Refuse what ``world`` processes could not shard, where there is one yet.
@@ -225,13 +249,16 @@ class ShardedStrategy(ShardingBase):
         """
         self._check_sizes(world)
         self._units(module)
-        if self.tensor_parallel > 1:
-            plan_of(module, self.tensor_parallel)
+        if self.parallel.tensor > 1:
+            plan_of(module, self.parallel.tensor)
+        if self.parallel.context > 1:
+            check_slices(module, trainer_of(module))
 
     def _check_sizes(self, world: int) -> None:
-        for name in ("replicas", "tensor_parallel"):
-            if world % getattr(self, name):
-                raise refusal("ShardedStrategy", name, f"a divisor of the world size ({world})", getattr(self, name))
+        sizes = {f"parallel.{name}": size for name, size in vars(self.parallel).items()} | {"replicas": self.replicas}
+        for name, size in sizes.items():
+            if world % size:
+                raise refusal("ShardedStrategy", name, f"a divisor of the world size ({world})", size)
 
     def _units(self, module: nn.Module) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
         """The blocks, what is gathered at a time, and the heads among that."""
@@ -271,36 +298,19 @@ class ShardedStrategy(ShardingBase):
     def _offload(self) -> OffloadPolicy:
         return CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda") if self.offload else OffloadPolicy()
 
-    def _check_formats(self, module: nn.Module, units: list[nn.Module]) -> None:
-        inside = {id(p) for unit in units for p in unit.parameters()}
-        rest = [p for p in module.parameters() if id(p) not in inside]
-        for unit in units:
-            _check_format([*unit.parameters()], f"{type(unit).__name__}, a unit,")
-        _check_format(rest, "the rest of the module")
-
     # A step ----------------------------------------------------------------------------------------------------------
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.train_step_context():
-            return self._step("training_step", *args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context():
-            return self._step("validation_step", *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context():
-            return self._step("test_step", *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.predict_step_context():
-            return self._step("predict_step", *args, **kwargs)
-
-    def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _step(self, kind: str, name: str, *args: Any, **kwargs: Any) -> Any:
         module: Any = self.lightning_module
-        if isinstance(module, FSDPModule):
-            return self.run_as_forward(module, name, *args, **kwargs)
-        return getattr(module, name)(*args, **kwargs)
+        with getattr(self.precision_plugin, f"{kind}_step_context")():
+            if isinstance(module, FSDPModule):
+                return self.run_as_forward(module, name, *args, **kwargs)
+            return getattr(module, name)(*args, **kwargs)
+
+    training_step = partialmethod(_step, "train", "training_step")  # type: ignore[assignment]
+    validation_step = partialmethod(_step, "val", "validation_step")  # type: ignore[assignment]
+    test_step = partialmethod(_step, "test", "test_step")  # type: ignore[assignment]
+    predict_step = partialmethod(_step, "predict", "predict_step")  # type: ignore[assignment]
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -315,7 +325,15 @@ class ShardedStrategy(ShardingBase):
                 part.set_requires_gradient_sync(True, recurse=False)
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        stepped = super().optimizer_step(optimizer, *args, **kwargs)
+        try:
+            stepped = super().optimizer_step(optimizer, *args, **kwargs)
+        except RuntimeError as error:
+            if "Sharding propagation failed" not in str(error):
+                raise
+            raise ConflictError(
+                f"ShardedStrategy: a step of {type(optimizer).__name__} has an operation that shards do not have: use "
+                f"an optimizer that steps them (GroupedAdafactor for Adafactor), or strategy='ddp'"
+            ) from error
         reshard(self._module)  # a hook may have gathered weights that are old now
         return stepped
 
@@ -352,7 +370,9 @@ class ShardedStrategy(ShardingBase):
                     return super().load_checkpoint(path, True)
                 except CheckpointException as error:
                     first = next(iter(error.failures.values()))[0]
-                    raise CheckpointError(f"{path} does not fit the module or its optimizer: {first}") from error
+                    raise CheckpointError(
+                        f"{path} does not fit module or optimizer: {str(first).rstrip('.')}. {_ADVICE}"
+                    ) from error
 
 
 @contextmanager
@@ -379,6 +399,10 @@ def load_file(path: Path, module: Any, optimizers: Sequence[Any]) -> dict[str, A
         CheckpointError: If weights or states do not fit.
     """
     checkpoint = load_verified(path, verify=False, mapped=True)
+    if "pytorch-lightning_version" not in checkpoint:
+        raise CheckpointError(
+            f"{path} is none of Lightning's: load its weights into the module, and name no checkpoint"
+        )
     saved, own = checkpoint.pop("state_dict"), module.state_dict()
     if missing := [name for name in own if name not in saved] if module.strict_loading else []:
         raise CheckpointError(f"{path} lacks {len(missing)} tensors of the module: {', '.join(missing[:3])}")
@@ -389,13 +413,19 @@ def load_file(path: Path, module: Any, optimizers: Sequence[Any]) -> dict[str, A
     module.load_state_dict(found, strict=False)
     states = checkpoint.get("optimizer_states", [])
     for optimizer, state in zip(optimizers, states, strict=False):
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        ids = [key for group in state["param_groups"] for key in group["params"]]
-        if len(ids) != len(parameters):
-            raise CheckpointError(f"{path}: its optimizer holds {len(ids)} parameters, and this one {len(parameters)}")
-        like = dict(zip(ids, parameters, strict=True))
+        given = [[*group["params"]] for group in optimizer.param_groups]
+        kept = [[*group["params"]] for group in state["param_groups"]]
+        sizes = [[*map(len, groups)] for groups in (kept, given)]
+        if sizes[0] != sizes[1]:
+            raise CheckpointError(
+                f"{path}: its optimizer has groups of {sizes[0]} parameters, and this one of {sizes[1]}. {_ADVICE}"
+            )
+        like = dict(zip(chain(*kept), chain(*given), strict=True))
         of = {key: {k: _state_of(like[key], v) for k, v in one.items()} for key, one in state["state"].items()}
+        needed = optimizer.param_groups[0].keys()
         optimizer.load_state_dict({**state, "state": of})
+        if missing := sorted(needed - optimizer.param_groups[0].keys() & optimizer.defaults.keys()):
+            raise CheckpointError(f"{path}: its optimizer has no {missing[0]!r}, which this one needs. {_ADVICE}")
     return checkpoint
 
 
@@ -486,11 +516,36 @@ def _outside(root: nn.Module) -> Iterator[nn.Module]:
             yield from _outside(part)
 
 
-def _check_format(parameters: Sequence[Tensor], what: str) -> None:
-    formats = {p.dtype for p in parameters if p.requires_grad}
-    if len(formats) > 1:
-        named = " and ".join(sorted(str(one).removeprefix("torch.") for one in formats))
-        raise ConfigurationError(
-            f"ShardedStrategy: trained parameters of {what} are {named}, and what is gathered together has one format: "
-            "train them in one, or name smaller units with blocks="
+def _cut(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """A batch's slices of this process, on the host, after hooks have had it whole and before anything counts it."""
+    batch = inner_method(self, BEFORE_TRANSFER, _cut)(batch, *args, **kwargs)
+    return batch if self.trainer.predicting else own_slices(batch)
+
+
+def check_slices(module: Any, trainer: Any) -> None:
+    """Refuse a module, or a technique of its trainer, that looks at whole rows, by a `ConflictError` that says why."""
+    if not getattr(module, "takes_slices", False):
+        raise ConflictError(
+            f"ShardedStrategy: {type(module).__name__} does not say that it trains on slices of rows (takes_slices): "
+            "set parallel.context to 1"
         )
+    for one in [] if trainer is None else techniques_of(trainer):
+        own = "it weighs the losses of whole rows" if overrides(one, "sample_weights") else ""
+        if why := one.of_rows or one.of_batch or own:
+            raise ConflictError(
+                f"ShardedStrategy: rows are cut among processes, and {type(one).__name__} cannot work on slices: {why}"
+            )
+
+
+def check_formats(module: nn.Module, units: list[nn.Module]) -> None:
+    """Refuse trained parameters of several formats in what is gathered together: a unit, or the rest of the module."""
+    inside = {id(p) for unit in units for p in unit.parameters()}
+    parts = [(f"{type(unit).__name__}, a unit,", [*unit.parameters()]) for unit in units]
+    parts.append(("the rest of the module", [p for p in module.parameters() if id(p) not in inside]))
+    for what, parameters in parts:
+        formats = sorted({str(p.dtype).removeprefix("torch.") for p in parameters if p.requires_grad})
+        if len(formats) > 1:
+            raise ConfigurationError(
+                f"ShardedStrategy: trained parameters of {what} are {' and '.join(formats)}, and what is gathered "
+                "together has one format: train them in one, or name smaller units with blocks="
+            )

@@ -134,18 +134,14 @@ class Autoencoding(LightningModule):
         self._evaluate("test", batch, batch_idx)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Reconstructions."""
         return self(_images(batch))
 
     def sample_images(self, num: int, seed: int) -> Tensor:
-        """Images of the first validation batch, each followed by its reconstruction, in [-1, 1].
+        """Images of the first validation batch, each followed by its reconstruction, in [-1, 1]: [2 n, C, H, W], on the
+        CPU.
 
-        Args:
-            num: Images in all, at most; fewer where the batch has fewer than half as many.
-            seed: Not needed: reconstructions through the mean draw nothing.
-
-        Returns:
-            [2 n, C, H, W], on the CPU; with an even number of columns in a grid, the two are side by side.
+        At most ``num`` in all; with an even number of columns in a grid, the two are side by side. The mean draws
+        nothing.
         """
         if self._shown is None:
             raise ConfigurationError("Autoencoding: sample_images shows images of a validation: validate first.")

@@ -99,6 +99,8 @@ class Distillation(LanguageModeling):
         warmup_steps: as in `LanguageModeling`.
     """
 
+    takes_slices = False  # a teacher reads whole rows
+
     def __init__(
         self,
         teacher: str | CausalLMConfig,

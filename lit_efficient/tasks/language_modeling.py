@@ -35,6 +35,7 @@ from lit_efficient.mechanisms.documents import DocumentRows
 from lit_efficient.models import causal_lm
 from lit_efficient.models.causal_lm import CausalLMConfig
 from lit_efficient.models.gpt import GPT, GPTConfig
+from lit_efficient.models.row_slices import ROW_POSITIONS, mean_over_rows
 from lit_efficient.models.sampling import Sampling
 from lit_efficient.optimizers.fused_adamw import FusedAdamW
 from lit_efficient.optimizers.schedules import warmup_cosine
@@ -84,6 +85,7 @@ class LanguageModeling(LightningModule):
         "val/bits_per_byte",
     )
     loads_as: ClassVar[str] = "LanguageModeling"  # the public class that a checkpoint alone is loaded as
+    takes_slices: ClassVar[bool] = True  # of rows that processes share, each a part of their length
     commands_after_fit: ClassVar[tuple[str, ...]] = ("generate --ckpt {ckpt} --prompt 'Once upon a time'",)
 
     def __init__(
@@ -198,7 +200,8 @@ class LanguageModeling(LightningModule):
         """Loss over all tokens of the batch, and over those of each sequence for who reweights them."""
         losses, targets, router_loss = self._losses(batch)
         loss, sample_loss = sample_means(losses, targets)
-        self.log("train/loss", loss, prog_bar=logs_in_bar(loss))
+        logged = mean_over_rows(losses, targets) if ROW_POSITIONS in batch else loss
+        self.log("train/loss", logged, prog_bar=logs_in_bar(loss))
         output = {"loss": loss, "sample_loss": sample_loss}
         if router_loss is not None:  # of a mixture of experts whose config says output_router_logits
             self.log("train/router_loss", router_loss)
@@ -222,7 +225,6 @@ class LanguageModeling(LightningModule):
         self.validation_step(batch, batch_idx)
 
     def on_test_epoch_end(self) -> None:
-        """As for validation, under ``test/``."""
         self._log_epoch("test")
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> list[str] | Tensor:

@@ -80,17 +80,7 @@ class Samples:
 
 
 class LatentGenerator(LightningModule):
-    """Draws latents and images of labels, of captions, of both or of neither, as its backbone takes them.
-
-    Args:
-        backbone: The network.
-        prediction: What it predicts.
-        schedule: The process that it is trained on.
-        guidance_scale: Strength of classifier-free guidance; 1 is none.
-        sampling_steps: Steps of the sampler.
-        sampler: The sampler.
-        samples: What is sampled for whom to see.
-    """
+    """Draws latents and images of labels, of captions, of both or of neither, as its backbone takes them."""
 
     def __init__(
         self,
@@ -182,12 +172,9 @@ class LatentGenerator(LightningModule):
             )
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition | Tensor | None = None) -> Tensor:
-        """Predictions, [B, c, h, w] float32.
+        """Predictions [B, c, h, w], float32, of noisy latents [B, c, h, w] at times [B] in [0, 1].
 
-        Args:
-            x: Noisy latents, [B, c, h, w].
-            t: Times, [B] in [0, 1].
-            condition: What the backbone takes; labels [B] alone stand for a condition of them.
+        Labels [B] alone stand for a condition of them.
         """
         assert self.network is not None, "configure_model() builds the network"
         known = condition if isinstance(condition, Condition) else Condition(labels=condition)

@@ -20,12 +20,8 @@ def guided(
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """The network under classifier-free guidance: noisy latents [B, ...] and times [B] to a prediction.
 
-    Args:
-        network: Of noisy latents, times and conditions.
-        condition: Of B samples.
-        null: Gives the condition of nothing, of one sample; asked only if there is guidance.
-        scale: 1: without guidance, one evaluation a step.
-        rescale: See `guide`.
+    ``null`` gives the condition of nothing, of one sample, and is asked only if there is guidance: at a scale of 1
+    there is one evaluation a step. See `guide`.
     """
     if scale == 1.0:
         return lambda x, t: network(x, t, condition)

@@ -93,16 +93,7 @@ def restored(
 ) -> _Frozen:
     """The frozen part of a checkpoint; the data's own if it is the same, which spares loading it twice.
 
-    Args:
-        kind: Its class.
-        saved: Its state in the checkpoint.
-        ours: The data's, if it has one.
-        must_agree: Whether another one is refused.
-        what: It is, for the error.
-        way_out: For the error.
-
-    Raises:
-        CheckpointError: If it is refused.
+    Another one is refused where they ``must_agree``.
     """
     if ours is not None and saved.get("fingerprint") == ours.fingerprint():
         return ours

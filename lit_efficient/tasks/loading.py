@@ -34,12 +34,8 @@ def language_model_of(
 ) -> tuple[Any, str]:
     """As `load_language_model`, of a checkpoint that is read already.
 
-    Args:
-        checkpoint: the checkpoint.
-        path: where it was read.
-        weights: as there.
-        base: what adapters stand beside where the checkpoint neither holds nor names it: a folder of transformers, a
-            checkpoint or a safetensors file.
+    ``base``: what adapters stand beside where the checkpoint neither holds nor names it: a folder of transformers, a
+    checkpoint or a safetensors file.
     """
     given = read_checkpoint(base)["state_dict"] if base is not None and Path(base).is_file() else None
     cls = _task(checkpoint, path)

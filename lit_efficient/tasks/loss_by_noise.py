@@ -40,8 +40,7 @@ class LossByNoise:
     def averages(self, summed: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """Mean loss by the name of the range, without ranges that no sample fell into.
 
-        Args:
-            summed: Adds up a tensor over all processes; every process must call this.
+        ``summed`` adds up a tensor over all processes; every process must call this.
         """
         sums, counts = summed(self._totals)
         return {name: sums[i] / counts[i] for i, name in enumerate(NAMES) if counts[i] > 0}

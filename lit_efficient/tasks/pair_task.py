@@ -26,6 +26,8 @@ class PairTask(LanguageModeling):
     ``start_from`` is a checkpoint of `LanguageModeling` of the same shape, its adapters merged; the rest is as there.
     """
 
+    takes_slices = False  # the answers of a pair are summed whole
+
     def __init__(
         self,
         model: GPTConfig | CausalLMConfig,
@@ -95,7 +97,6 @@ class PairTask(LanguageModeling):
         """Nothing: the steps have logged."""
 
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """As for validation, under ``test/``."""
         self._log(self.compare(batch), "test")
 
     def on_test_epoch_end(self) -> None:

@@ -42,11 +42,8 @@ def joined(
 ) -> dict[str, Tensor]:
     """The chosen answers and, below them, the rejected ones, ``[2 B, T]`` each, filled up on the right.
 
-    Args:
-        batch: ``chosen_input_ids`` and so on, ``[B, T]``, and the same with ``rejected_``, whose T may be another.
-        who: the task that asks, for the error.
-        needed: what both sides must have, of ``input_ids``, ``labels`` and ``attention_mask``.
-        optional: what they may have. Everything else is left out.
+    The batch has ``chosen_input_ids`` and so on, ``[B, T]``, and the same with ``rejected_``, whose T may be another;
+    what is neither ``needed`` nor ``optional`` is left out.
 
     Raises:
         ConfigurationError: If the batch has no pairs.

@@ -129,7 +129,6 @@ class Preference(PairTask):
             )
 
     def compare(self, batch: Mapping[str, Tensor]) -> Comparison:
-        """Losses and rewards of the pairs of a batch."""
         rows = joined(batch, "Preference")
         reference = self.reference()
         # The reference first: its activations are gone before the policy's are kept for the backward pass.

@@ -67,10 +67,6 @@ class Reference:
 
         Nothing that requires a gradient takes part, so autocast caches no weight of it for the policy's own pass.
 
-        Args:
-            network: That of the constructor, trained since.
-            function: Calls ``network``.
-
         Raises:
             ConfigurationError: If a weight trains now that was frozen when the copies were made.
         """

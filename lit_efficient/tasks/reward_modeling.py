@@ -75,7 +75,6 @@ class RewardModeling(PairTask):
         return rewards[:, 0].float()
 
     def compare(self, batch: Mapping[str, Tensor]) -> Comparison:
-        """Losses and rewards of the pairs of a batch."""
         rows = joined(batch, "RewardModeling", _NEEDED, ())
         chosen, rejected = pairs_of(self(rows["input_ids"], rows["attention_mask"]))
         losses = reward_loss(chosen, rejected, batch.get("margin"), self.centering)

@@ -122,12 +122,7 @@ class FrozenNetwork:
 
 
 def tokens_in_common(ours: Mapping[str, Any], theirs: Mapping[str, Any] | None, name: str) -> int:
-    """Number of ids that mean the same text for both: all of ours. The teacher may know more.
-
-    Args:
-        ours: the student's tokenizer, packed.
-        theirs: the teacher's.
-        name: of the teacher, for errors.
+    """Number of ids that mean the same text for both packed tokenizers: all of ours. The teacher may know more.
 
     Raises:
         ConfigurationError: if a token of ours has another id there, or none.

@@ -133,11 +133,6 @@ def _decoded_behind(tokenizer: Any, ids: list[int], new: list[int]) -> str:
 def as_chat(tokenizer: Any, turns: str | list[dict[str, str]], owner: str = "generate_text: chat") -> str:
     """Turns (or a user's only one) in the tokenizer's chat template, with what begins the answer.
 
-    Args:
-        tokenizer: one of transformers.
-        turns: each with ``role`` and ``content``.
-        owner: who asks, for the error.
-
     Raises:
         ConfigurationError: if the tokenizer has no template.
     """

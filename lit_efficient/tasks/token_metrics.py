@@ -31,12 +31,8 @@ class TokenMetrics(Metric):
         self.add_state("num_bytes", torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, losses: Tensor, labels: Tensor, num_bytes: Tensor | None = None) -> None:
-        """Add a batch.
-
-        Args:
-            losses: negative log-likelihood of each token ``[B, T]``, in nats, 0 where the label is ignored.
-            labels: ``[B, T]``.
-            num_bytes: bytes of text that the labels stand for ``[B]``; None if unknown.
+        """Add a batch: of each token the negative log-likelihood ``[B, T]``, in nats, 0 where the label is ignored, and
+        the bytes of text ``[B]`` that the labels stand for, if they are known.
         """
         self.nats += losses.sum()
         self.tokens += (labels != IGNORE).sum()
@@ -44,7 +40,6 @@ class TokenMetrics(Metric):
             self.num_bytes += num_bytes.sum()
 
     def compute(self) -> dict[str, Tensor]:
-        """The figures of all batches since the last reset."""
         loss = self.nats / self.tokens
         figures = {"loss": loss, "perplexity": loss.exp()}
         if self.num_bytes > 0:

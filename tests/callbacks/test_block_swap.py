@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import pickle
 from importlib import import_module
 from pathlib import Path
@@ -539,8 +540,10 @@ def test_kept_casts_are_warned_of() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("everything", [False, True])
 def test_on_a_gpu_gradients_are_equal_and_less_memory_is_taken(everything: bool) -> None:
-    found, peaks = [], []
+    found, peaks, net = [], [], None
     for swaps in (False, True):
+        net = None
+        gc.collect()  # of what is wrapped in place
         parts = [lit_efficient.BlockSwap(trained=everything)] * swaps
         net = adapted(TRAINED["all" if everything else "LoRA"], *parts, width=512, depth=12).cuda()
         x = torch.linspace(-1, 1, 16 * 512).view(16, 512).cuda()
@@ -552,5 +555,6 @@ def test_on_a_gpu_gradients_are_equal_and_less_memory_is_taken(everything: bool)
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
     else:
         assert_equal(*found)
-    assert peaks[1] < 0.4 * peaks[0]
+    weights = sum(p.nbytes for p in net.parameters())
+    assert peaks[0] - peaks[1] > 0.75 * weights  # ten of twelve blocks; a peak holds cuBLAS's own memory, too
     assert all(block._swap._blocks[i].host.is_pinned() for i, block in enumerate(net.blocks))

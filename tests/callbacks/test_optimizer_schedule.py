@@ -63,6 +63,12 @@ def test_each_step_has_the_values_of_the_formula_in_proportion() -> None:
         assert decay[2] == rest[2] == (pytest.approx(0.85 + 0.1 * step / 8), 0.95)
 
 
+@pytest.mark.parametrize("run", [{"max_epochs": 3}, {"max_epochs": -1, "max_steps": 24}])
+def test_two_optimizers_by_hand_reach_the_end_with_the_run(run: dict[str, int]) -> None:
+    seen = fit(Toy(optimizers=2), OptimizerSchedule([0.0, 1.0], until=0.5, shape="linear"), **run)
+    assert [step[0][0] for step in seen] == pytest.approx([min(1.0, batch / 6) for batch in range(12) for _ in (0, 1)])
+
+
 def test_after_until_the_end_stays_and_momentum_is_the_one_of_the_matrices() -> None:
     seen = fit(Muon(), OptimizerSchedule(momentum=[0.8, 0.9], until=2, shape="linear"))
     assert [group[0][1] for group in seen] == pytest.approx([0.8, 0.85, 0.9, 0.9])

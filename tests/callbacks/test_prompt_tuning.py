@@ -108,6 +108,17 @@ def test_it_starts_as_peft_does_and_says_the_nearest_words(caplog: pytest.LogCap
     assert torch.equal(values[0], values[1])
 
 
+def test_words_that_it_starts_from_are_the_words_that_it_says(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "be": 5, "brief": 9}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    technique, module = PromptTuning(3, init_text="be brief", tokenizer=str(tmp_path)), Language(decoder("Llama"))
+    apply(module, [technique])
+    assert technique.nearest(module) == ["be", "brief", "be"]  # of a module without a tokenizer of its own
+
+
 def test_bad_arguments_are_named() -> None:
     for arguments, words in (
         ({"init": "zeros"}, "init must be one of tokens, random"),
@@ -120,7 +131,19 @@ def test_bad_arguments_are_named() -> None:
             PromptTuning(**arguments)  # type: ignore[arg-type]
     for tokens, words in (
         ([99], "init_tokens must be"),
-        ([1] * 99, "num_virtual_tokens must be at most max_length = 64"),
+        ([1] * 99, "PromptTuning: num_virtual_tokens must be at most max_length = 64"),
     ):
         with pytest.raises(ConfigurationError, match=words):
             apply(AttentionNet(), [PromptTuning(init_tokens=tokens)])
+    network = AttentionNet()
+    apply(network, [PromptTuning(init_tokens=[1, 2, 3])])
+    for call, words in (
+        (lambda: network.gpt(torch.zeros(1, 62, dtype=torch.long)), "PromptTuning: 3 of max_length = 64 positions"),
+        (lambda: network.gpt.features(IDS % 8, None, IDS), "PromptTuning: this GPT cannot have virtual tokens before"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            call()
+    base = decoder("Llama")
+    base.model.gradient_checkpointing = True
+    with pytest.raises(ConfigurationError, match="PromptTuning cannot be combined with gradient checkpointing"):
+        apply(Language(base), [PromptTuning(init_tokens=TOKENS)])

@@ -132,6 +132,35 @@ def test_llama_and_dit_have_the_same_rates_for_the_same_parts() -> None:
     assert zeros == {name for name, p in dit.named_parameters() if not p.any()}
 
 
+def test_gemma_and_gpt_2_begin_with_the_same_factors() -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
+
+    sizes: dict[str, Any] = {"vocab_size": 32, "tie_word_embeddings": False}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    config = Gemma2Config(hidden_size=32, num_hidden_layers=4, intermediate_size=64, **heads, **sizes)
+    gemma = Gemma2ForCausalLM(config)
+    x = torch.randn(2, 3, 32)
+    norms = [gemma.model.layers[3].post_feedforward_layernorm, gemma.model.layers[3].input_layernorm]
+    plain = [norm(x).detach() for norm in norms]  # times one plus a weight of zero
+    apply(gemma, [WidthTransfer(32, 1)])
+    torch.testing.assert_close([norm(x).detach() for norm in norms], [plain[0] / 4, plain[1]])
+
+    gemma = Gemma2ForCausalLM(config)
+    apply(gemma, [WidthTransfer(16)])  # whose rows are multiplied by the root of the width
+    assert gemma._lit_efficient_rate_factors["model.embed_tokens.weight"] == pytest.approx(2**-0.5)
+    rows = gemma.model.embed_tokens(torch.arange(32)).detach()
+    assert float(rows.std()) == pytest.approx(config.initializer_range * 16**0.5, rel=0.1)
+
+    network = GPT2LMHeadModel(GPT2Config(n_embd=32, n_head=4, n_layer=1, n_positions=8, **sizes))
+    apply(network, [WidthTransfer(16)])
+    rates = network.__dict__["_lit_efficient_rate_factors"]  # of layers with weights [inputs, outputs]
+    hidden = [f"transformer.h.0.{part}.weight" for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
+    assert rates == dict.fromkeys([*hidden, "lm_head.weight"], 0.5)
+    unknown = OPTForCausalLM(OPTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, **sizes))
+    with pytest.raises(ConfigurationError, match="a OPTConfig does not say how wide its feed-forward is"):
+        apply(unknown, [WidthTransfer(16)])
+
+
 def test_larger_heads_divide_their_products_by_their_size() -> None:
     def scores(width: int) -> float:
         torch.manual_seed(0)

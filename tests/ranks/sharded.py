@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as L
 import pytest
@@ -24,12 +24,14 @@ from lit_efficient import (
     BlockSwap,
     ChunkedCrossEntropy,
     ConfigurationError,
+    ConflictError,
     GroupedAdafactor,
     KahanSummation,
     LoRA,
     MuonAdamW,
     NEFTune,
     NonFiniteGuard,
+    Parallel,
     ShardedStrategy,
     SignalCheckpoint,
     StochasticRounding,
@@ -102,7 +104,7 @@ def fit(
 ) -> tuple[Any, torch.Tensor, dict[str, torch.Tensor]]:
     """A fit on this rank, or of one process: the trainer, the losses [S] of all ranks, and the whole weights."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    shared = sharding.get("tensor_parallel", 1) if isinstance(sharding, dict) else 1  # processes that see one batch
+    shared = sharding.get("parallel", Parallel()).tensor if isinstance(sharding, dict) else 1  # that see one batch
     dataset = data(8 * STEPS).dataset
     # Rows r, r + 2, ... of a batch.
     sampler: Any = DistributedSampler(dataset, world // shared, rank // shared, shuffle=False)
@@ -214,7 +216,7 @@ SHARING = (Tied, Image, Qwen)
 
 def sharing() -> None:
     """Two processes share the layers of a plan: the losses, what each holds, and two halves of one run."""
-    shared = {"tensor_parallel": 2}
+    shared = {"parallel": Parallel(tensor=2)}
     for network in SHARING:
         run, losses, weights = fit(lambda: [NonFiniteGuard()], network, sharding=shared, gradient_clip_val=0.05)
         held = sum(p.to_local().numel() for p in run.lightning_module.parameters())
@@ -238,11 +240,54 @@ def sharing() -> None:
             fit(make, refused, sharding=shared)
 
 
+class Stepped(Toy):
+    """By an optimizer of its own."""
+
+    make: ClassVar[Callable[..., Any]]
+
+    def configure_optimizers(self) -> Any:
+        return self.make([*self.parameters()])
+
+
+def other_optimizers() -> None:
+    """What goes on with another optimizer's states, or steps what shards cannot, says so in a sentence."""
+    adam, sgd = partial(torch.optim.AdamW, lr=1e-2), partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
+
+    def halves(parameters: list[Any]) -> Any:
+        return torch.optim.AdamW([{"params": parameters[:2]}, {"params": parameters[2:]}])
+
+    def stepped(make: Any, in_shards: bool, path: str | None = None) -> Any:
+        Stepped.make = staticmethod(make)
+        chosen = strategy(save_distributed_checkpoint=in_shards)
+        run = trainer([], devices=2, strategy=chosen, max_epochs=1 if path is None else 2, limit_val_batches=0)
+        run.fit(Stepped("init", network=Net), data(), ckpt_path=path)
+        return run
+
+    with pytest.raises(ConflictError, match="a step of Adafactor has an operation that shards do not have"):
+        stepped(torch.optim.Adafactor, True)
+    for in_shards, path in ((True, "folder.ckpt"), (False, "file.ckpt")):
+        stepped(adam, in_shards).save_checkpoint(path)
+        for make, said in (
+            (sgd, "does not fit module or optimizer: .*momentum_buffer" if in_shards else "has no 'dampening', which"),
+            (
+                halves,
+                r"param_groups\.1\.lr" if in_shards else r"has groups of \[28\] parameters, and this one of \[2, 26\]",
+            ),
+        ):
+            with pytest.raises(CheckpointError, match=f"{path}.*{said}.*Go on with the optimizer that wrote it"):
+                stepped(make, in_shards, path)
+    if dist.get_rank() == 0:
+        torch.save({"state_dict": {}}, "foreign.ckpt")
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"foreign\.ckpt is none of Lightning's: load its weights"):
+        stepped(adam, True, "foreign.ckpt")
+
+
 def sharing_and_sharding() -> None:
     """Two by two; and four that shard, for others to go on with."""
     half, _, _ = fit(list, Tied, 1, sharding={})
     half.save_checkpoint("four.ckpt", weights_only=False)
-    _, losses, _ = fit(list, Tied, sharding={"tensor_parallel": 2}, gradient_clip_val=0.05)
+    _, losses, _ = fit(list, Tied, sharding={"parallel": Parallel(tensor=2)}, gradient_clip_val=0.05)
     if dist.get_rank() == 0:
         torch.save(losses, "losses.pt")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lit_efficient import ConfigurationError, SafeCheckpointIO, ShardedStrategy, restore
+from lit_efficient import ConfigurationError, Parallel, SafeCheckpointIO, ShardedStrategy, restore
 from lit_efficient.__main__ import main
 from lit_efficient.catalog import PACKAGE
 from lit_efficient.commands.average import average_files
@@ -18,7 +18,7 @@ from lit_efficient.mechanisms.shards import read_checkpoint
 from lit_efficient.strategies.sharded_strategy import owns_its_parameters
 from tests.contract.table import CASES
 from tests.processes import run_ranks
-from tests.ranks import sharded
+from tests.ranks import row_slices, sharded
 from tests.support import Net, Toy, assert_equal
 
 # The quickest, of what is used most; the others each night.
@@ -150,6 +150,41 @@ def test_four_processes_share_layers_and_shard_and_two_go_on_with_their_checkpoi
 
 
 @pytest.mark.turns(4, family="ranks")
+@pytest.mark.parametrize("name", row_slices.CASES)
+def test_two_processes_share_rows_as_one_trains_and_resume_to_the_bit(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, packed and padded rows, of a length that is no multiple of the pieces; what is logged, and the weights."""
+    run_ranks(row_slices.as_one, tmp_path, (name,))
+    as_whole_rows(name, tmp_path, monkeypatch)
+
+
+@pytest.mark.turns(4, family="ranks")
+def test_of_four_processes_two_share_each_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_ranks(row_slices.two_by_two, tmp_path, processes=4)
+    as_whole_rows("packed", tmp_path, monkeypatch, False)  # the first process logs its own rows' loss, as under DDP
+
+
+def as_whole_rows(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, logs: bool = True) -> None:
+    monkeypatch.chdir(folder)
+    found = torch.load(f"{name}.pt", weights_only=True)
+    _, logged, weights = row_slices.fit(name)
+    if logs:
+        torch.testing.assert_close(found["logged"], logged, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found["weights"], dict(weights), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.turns(4, family="ranks")
+def test_slices_hold_half_and_what_needs_whole_rows_is_refused(tmp_path: Path) -> None:
+    run_ranks(row_slices.numbers_memory_and_refusals, tmp_path)
+
+
+@pytest.mark.turns(4, family="ranks")
+def test_other_optimizers_and_what_they_left_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    run_ranks(sharded.other_optimizers, tmp_path)
+
+
+@pytest.mark.turns(4, family="ranks")
 def test_optimizers_of_whole_matrices_step_shards_alike(tmp_path: Path) -> None:
     run_ranks(sharded.steps_of_shards, tmp_path)
 
@@ -158,11 +193,14 @@ def test_arguments_out_of_range_are_refused() -> None:
     for arguments, said in (
         ({"replicas": 0}, "replicas must be a whole number of at least 1"),
         ({"gather_dtype": "float16"}, "gather_dtype"),
-        ({"tensor_parallel": 0}, "tensor_parallel must be a whole number of at least 1"),
-        ({"tensor_parallel": 2, "replicas": 2}, "replicas must be 1 with tensor_parallel above 1"),
+        ({"parallel": Parallel(tensor=2), "replicas": 2}, "replicas must be 1 with parallel.tensor above 1"),
         ({"reshard_after_forward": 1.5}, "reshard_after_forward"),
         ({"offload": 1}, "offload must be true or false"),
         ({"blocks": []}, "blocks must be auto or patterns"),
     ):
         with pytest.raises(ConfigurationError, match=said):
             ShardedStrategy(**arguments)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"parallel\.tensor must be a whole number of at least 1"):
+        Parallel(tensor=0)
+    with pytest.raises(ConfigurationError, match=r"parallel\.context must be 1 with parallel\.tensor above 1"):
+        Parallel(tensor=2, context=2)

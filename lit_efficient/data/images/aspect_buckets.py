@@ -61,12 +61,7 @@ class AspectBuckets:
 
 
 def nearest_shapes(sizes: np.ndarray, shapes: list[Shape]) -> np.ndarray:
-    """Number of the shape that is nearest to each size in log aspect; of two equally near ones the taller.
-
-    Args:
-        sizes: heights and widths [N, 2].
-        shapes: from the tallest to the widest.
-    """
+    """Number of the shape that is nearest to each size [N, 2] in log aspect; of two equally near ones the taller."""
     wanted = np.log(sizes[:, 1] / sizes[:, 0])
     offered = np.log([width / height for height, width in shapes])
     return np.abs(wanted[:, None] - offered[None]).argmin(axis=1)

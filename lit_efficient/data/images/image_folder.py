@@ -23,14 +23,8 @@ _METADATA = ("metadata.jsonl", "metadata.csv")
 
 
 class FolderTable:
-    """Files in a folder.
-
-    Args:
-        root: the folder.
-        images: the image files in it.
-        columns: as for :func:`open_table`.
-        above: the folder of all splits, if ``root`` is that of one: its metadata file may list the images of all.
-        others: the images of the other splits.
+    """Files in a folder; the metadata file of the folder of all splits, ``above`` it, may list the images of
+    ``others``, too.
     """
 
     def __init__(

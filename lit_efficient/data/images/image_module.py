@@ -124,11 +124,8 @@ class ImageModule(KeyedModule):
 def hold_out(digests: Sequence[bytes], seed: int, fractions: Sequence[float]) -> list[list[int]]:
     """Split by content: each part gets about its fraction, equal contents fall into one part, additions move nothing.
 
-    Args:
-        digests: Hash of the content of each image.
-        seed: Another one gives another split.
-        fractions: Of all parts but the last one, which gets the rest. Each part with a fraction above 0 gets at least
-            one image, if there are as many different ones as parts.
+    Fractions are of all parts but the last one, which gets the rest. Each part with one above 0 gets at least one
+    image, if there are as many different ones as parts.
     """
     distinct = {digest: mix_seed(seed, int.from_bytes(digest[:8])) / 2**63 for digest in digests}
     ranked = sorted(distinct, key=distinct.__getitem__)

@@ -66,10 +66,8 @@ def decode(content: bytes, channels: Channels = "rgb") -> Image:
 def upright_size(content: bytes, thorough: bool = False) -> tuple[int, int]:
     """Height and width as :func:`decode` would give them, and whether the bytes look whole.
 
-    Args:
-        content: the encoded image.
-        thorough: decode it. Otherwise a JPEG is only looked at: it must come to its end. All others are decoded, and
-            the checksums of a PNG compared.
+    ``thorough`` decodes them. Otherwise a JPEG is only looked at: it must come to its end. All others are decoded, and
+    the checksums of a PNG compared.
 
     Raises:
         UnreadableImage: If it is none, or is damaged.
@@ -96,14 +94,8 @@ def crop_place(seed: int, index: int, variant: int) -> tuple[float, float]:
 
 
 def cover(image: Image, height: int, width: int, place: tuple[float, float], resample: Resample) -> Image:
-    """Crop to the aspect of (height, width) and resample to it in one step, antialiased.
-
-    Args:
-        image: of any size.
-        height: of the result.
-        width: of the result.
-        place: as from :func:`crop_place`, vertically and horizontally.
-        resample: the kernel.
+    """Crop at a place of :func:`crop_place` to the aspect of (height, width) and resample to it in one step,
+    antialiased.
     """
     from PIL.Image import Resampling
 

@@ -22,14 +22,8 @@ from lit_efficient.internals.hugging_face import load_saved
 
 
 class SavedTable:
-    """A Hugging Face data set on this disk.
-
-    Args:
-        path: a folder written by ``save_to_disk``, or of .arrow or .parquet files, or one such file.
-        split: which split.
-        columns: as for :func:`open_table`.
-        files: the .arrow or .parquet files, if it is of them.
-        cache_dir: where a mapped copy of .parquet files is kept.
+    """A Hugging Face data set on this disk: a folder written by ``save_to_disk``, or of .arrow or .parquet files, or
+    one file.
     """
 
     def __init__(

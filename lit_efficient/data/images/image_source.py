@@ -84,10 +84,7 @@ class ImageSource(Protocol):
 
 
 def collate_images(items: list[Any]) -> dict[str, Any]:
-    """Lay items of one shape into a batch: numbers and tensors become tensors, captions stay a list.
-
-    Args:
-        items: At least one, all with the same names.
+    """Lay items of one shape, with the same names, into a batch.
 
     Returns:
         ``images`` [B, C, H, W] float32 and other tensors stacked, ``index``, ``variant`` and ``labels`` [B] int64,

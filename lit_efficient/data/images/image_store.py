@@ -31,15 +31,10 @@ _SHOWN = 5
 
 
 class StoredImages:
-    """The readable images of a table, by number.
+    """The readable images of a table (see :func:`~lit_efficient.data.images.image_tables.open_table`), by number.
 
-    Args:
-        name: as for :func:`~lit_efficient.data.images.image_tables.open_table`.
-        split: as for it.
-        columns: as for it.
-        skip_unreadable: leave out images that cannot be decoded, after decoding all of them once; otherwise one that is
-            seen to be damaged is an error.
-        cache_dir: where the findings are kept.
+    ``skip_unreadable`` leaves out images that cannot be decoded, after decoding all of them once, and keeps the
+    findings; otherwise one that is seen to be damaged is an error.
 
     Raises:
         ConfigurationError: If there is no such table, or an image of it cannot be read.

@@ -66,12 +66,6 @@ class ImageTable(Protocol):
 def open_table(name: str, split: str, columns: ImageColumns, cache_dir: str | None = None) -> ImageTable:
     """Find what a name in a config stands for.
 
-    Args:
-        name: a folder or a file.
-        split: which split, where there are several.
-        columns: names of columns.
-        cache_dir: where a mapped copy of .parquet files is kept.
-
     Raises:
         ConfigurationError: If there is no such thing, nothing in it, or a column is missing.
     """

@@ -71,11 +71,7 @@ class ImageView:
     def look(self, content: bytes, shape: Shape, key: Key, seed: int) -> Tensor:
         """Encoded bytes to [C, height, width] float32 in [-1, 1]: the same for equal arguments, in any process.
 
-        Args:
-            content: The encoded image.
-            shape: Height and width of the result.
-            key: Index and variant.
-            seed: Of random crops.
+        The key is index and variant; the seed is that of random crops.
         """
         image = cover(decode(content, self.channels), *shape, self._place(key, seed), self.resample)
         return to_tensor(image, flip=self._flips(key))

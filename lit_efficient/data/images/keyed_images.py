@@ -15,16 +15,7 @@ from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
 
 
 class KeyedImageFiles:
-    """Images of several stores under one numbering, by (index, variant).
-
-    Args:
-        stores: where they lie.
-        shapes: height and width of each as an item.
-        view: how they are looked at.
-        seed: of random crops.
-        labels: number of each one's class.
-        captions: each one's.
-    """
+    """Images of several stores under one numbering, by (index, variant); the seed is that of random crops."""
 
     def __init__(
         self,

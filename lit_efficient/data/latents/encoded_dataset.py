@@ -17,13 +17,7 @@ MEASURED_ROWS = 4096
 
 
 class EncodedRows:
-    """Rows of one or several sources, as items of a batch, by (row, 0).
-
-    Args:
-        sources: One after the other.
-        names: Their fields.
-        numbers: What their numbers mean.
-    """
+    """Rows of one or several sources, one after the other, as items of a batch, by (row, 0)."""
 
     def __init__(self, sources: Sequence[EncodedSource], names: EncodedFields, numbers: EncodedNumbers) -> None:
         self.sources = list(sources)

@@ -22,11 +22,7 @@ _SCALARS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "in
 
 
 class MosaicShards:
-    """A folder with an ``index.json``.
-
-    Args:
-        folder: Where it is.
-        belongs: Which of the shards count, by the paths that the index has for them.
+    """A folder with an ``index.json``; which of its shards count ``belongs`` says by their paths there.
 
     Raises:
         ConfigurationError: If a shard is missing, compressed, not whole, of another format or not in the folder.

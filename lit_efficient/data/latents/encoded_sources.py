@@ -121,12 +121,7 @@ def natural_order(path: Path) -> list[tuple[int, int, str]]:
 
 
 class ListedFiles:
-    """Arrays of one row a file, as ``dataset.json`` lists them: {"labels": [["00000/img00000000.npy", 402], ...]}.
-
-    Args:
-        root: The folder.
-        belongs: Which of them are its rows.
-    """
+    """Arrays of one row a file, as ``dataset.json`` lists them: {"labels": [["00000/img00000000.npy", 402], ...]}."""
 
     def __init__(self, root: Path, belongs: Callable[[Path], bool]) -> None:
         self._root, index = root, root / "dataset.json"
@@ -162,16 +157,7 @@ class ListedFiles:
 
 
 def check_fields(source: EncodedSource, asked: Mapping[str, str], where: Path) -> None:
-    """Refuse fields that a source has not.
-
-    Args:
-        source: The source.
-        asked: Field by the argument that names it.
-        where: For the error.
-
-    Raises:
-        ConfigurationError: Naming the fields that there are.
-    """
+    """Refuse fields, by the arguments that name them, that a source has not."""
     for argument, field in asked.items():
         if field not in source.fields:
             raise ConfigurationError(

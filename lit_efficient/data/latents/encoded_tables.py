@@ -18,10 +18,6 @@ from lit_efficient.files.tables import map_table
 class TableRows:
     """Rows of parquet files, or of tars.
 
-    Args:
-        layout: ``parquet`` or ``webdataset``.
-        files: The files, in order.
-
     Raises:
         ConfigurationError: If they cannot be read.
     """

@@ -78,12 +78,8 @@ def decode_row(row: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def normalize_item(item: Mapping[str, Any], mean: Tensor, std: Tensor) -> dict[str, Any]:
-    """An item with its latents [c, h, w] in units of the channels' statistics, as ``LatentCodec.normalize`` has them.
-
-    Args:
-        item: With ``mean`` and ``logvar``, or ``latents``; the rest is left as it is.
-        mean: Of each channel, [c].
-        std: Of each channel, [c], above 0.
+    """An item with its latents [c, h, w] in units of the channels' statistics [c], as ``LatentCodec.normalize`` has
+    them.
     """
     shift, scale = _channel(mean), _channel(std)
     changed = {name: (item[name] - shift) / scale for name in ("mean", "latents") if name in item}

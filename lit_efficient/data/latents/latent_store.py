@@ -159,12 +159,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def refuse_other(folder: Path, found: Mapping[str, str], wanted: Mapping[str, str], way_out: str) -> None:
     """Compare what a cache was made from with what a run asks for.
 
-    Args:
-        folder: For the message.
-        found: Entries of the cache.
-        wanted: Entries of the run.
-        way_out: What to do about a difference; the last sentence of the message.
-
     Raises:
         ConfigurationError: Naming every entry that differs, with both values.
     """

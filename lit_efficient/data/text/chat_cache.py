@@ -46,32 +46,19 @@ class Rows:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides the tokens that rows become.
+    """What decides the tokens that rows become."""
 
-    Args:
-        owner: the datamodule, for what is said.
-        sources: those of "train", and of "val" unless rows are held out.
-        reader: reads sources.
-        settings: what the reader depends on, JSON-able.
-        parts: what the names of the files of a row's documents end with, one for each.
-        tokenizer: what :func:`~lit_efficient.data.text.chat_tokenizer.load_chat_tokenizer` gave; a number trains one
-            of so many ids.
-        train_on: as for :class:`~lit_efficient.data.text.chat_tokens.ChatTokens`.
-        untrained_end: as for it.
-        val_fraction: share of the rows that is held out if there are no sources for validation.
-        seed: another one holds out other rows.
-    """
-
-    owner: str
-    sources: dict[str, list[Source]]
-    reader: Callable[[list[Source]], Reader]
-    settings: dict[str, Any]
-    parts: tuple[str, ...]
+    owner: str  # the datamodule, for what is said
+    sources: dict[str, list[Source]]  # those of "train", and of "val" unless rows are held out
+    reader: Callable[[list[Source]], Reader]  # reads sources
+    settings: dict[str, Any]  # what the reader depends on, JSON-able
+    parts: tuple[str, ...]  # what the names of the files of a row's documents end with, one for each
+    # what :func:`~lit_efficient.data.text.chat_tokenizer.load_chat_tokenizer` gave; a number trains one of so many ids
     tokenizer: Any
-    train_on: TrainOn
-    untrained_end: OnUntrainedEnd
-    val_fraction: float
-    seed: int
+    train_on: TrainOn  # as for :class:`~lit_efficient.data.text.chat_tokens.ChatTokens`
+    untrained_end: OnUntrainedEnd  # as for it
+    val_fraction: float  # share of the rows that is held out if there are no sources for validation
+    seed: int  # another one holds out other rows
 
     @property
     def trains(self) -> bool:
@@ -110,11 +97,7 @@ class Recipe:
 def prepare(recipe: Recipe, kind: str, cache_dir: str | None, thorough: bool) -> Path:
     """Find or make the cache; return its folder: documents of "train" and "val", the tokenizer, the manifest.
 
-    Args:
-        recipe: what it is made from.
-        kind: name of the folder of caches of this kind.
-        cache_dir: where caches are kept; None is :func:`~lit_efficient.files.cache.cache_root`.
-        thorough: compare the contents of an existing cache with its hashes.
+    ``thorough``: the contents of an existing cache are compared with its hashes.
     """
     made_from = recipe.made_from()
     folder = cache_folder(cache_dir, kind, made_from)
@@ -187,12 +170,7 @@ def _build(recipe: Recipe, target: Path) -> None:
 
 
 class _Chunks:
-    """Rows in chunks, of which the documents are read ahead, and an account of malformed ones in the order of the rows.
-
-    Args:
-        rows: what :class:`Reader` gives, with the split.
-        reader: which knows what it could not read.
-    """
+    """Rows in chunks, of which the documents are read ahead, and an account of malformed ones in the rows' order."""
 
     def __init__(self, rows: Iterator[tuple[str, str, Example]], reader: Reader) -> None:
         self._rows, self._reader = rows, reader

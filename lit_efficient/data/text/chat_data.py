@@ -201,15 +201,8 @@ class ChatDataModule(LightningDataModule):
 
 
 def check_length(data: LightningDataModule, name: str, length: int) -> None:
-    """Compare the tokens of a row with those that the model of a run reads, before anything is tokenised.
-
-    Args:
-        data: the datamodule.
-        name: the argument that says how long its rows are.
-        length: the argument's value.
-
-    Raises:
-        ConfigurationError: If rows are longer than the model's ``max_length``.
+    """Refuse rows (of the length that the argument ``name`` says) above the ``max_length`` of a run's model, before
+    anything is tokenised.
     """
     module = data.trainer.lightning_module if data.trainer is not None else None
     most = getattr(module, "max_length", None)

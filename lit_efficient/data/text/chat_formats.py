@@ -45,22 +45,16 @@ class MalformedRow(ValueError):
 
 @dataclass(frozen=True)
 class Document:
-    """What one row teaches: a conversation, or a text of which the first part may be given.
+    """What one row teaches: a conversation, or a text of which the first part may be given."""
 
-    Args:
-        messages: the turns, each with ``role`` and ``content`` at least; empty for a text. One of ``weight`` 0, as
-            OpenAI's format has it, is not learned.
-        text: the text, when there are no messages.
-        given: how many characters of ``text`` are a prompt that is not learned.
-        given_turns: how many of ``messages`` are a prompt; the assistant's turns among them are not learned either.
-        tools: descriptions of tools, for templates that know them.
-    """
-
+    # the turns, each with ``role`` and ``content`` at least; empty for a text. One of ``weight`` 0, as OpenAI's format
+    # has it, is not learned
     messages: tuple[dict[str, Any], ...] = ()
-    text: str = ""
-    given: int = 0
+    text: str = ""  # the text, when there are no messages
+    given: int = 0  # how many characters of ``text`` are a prompt that is not learned
+    # how many of ``messages`` are a prompt; the assistant's turns among them are not learned either
     given_turns: int = 0
-    tools: tuple[Any, ...] = ()
+    tools: tuple[Any, ...] = ()  # descriptions of tools, for templates that know them
 
     @property
     def documents(self) -> tuple[Document, ...]:
@@ -82,17 +76,13 @@ def recognise(
 ) -> tuple[Format, str]:
     """The format of a source, from its first rows.
 
-    Args:
-        rows: some rows; the format that most of them fit is taken, the earlier in `KEYS` if two are even.
-        where: name of the source, for the sentence.
-        hint: what may be wrong if there is none.
-        among: the formats that it may be of.
+    That which most of them fit is taken, the earlier in `KEYS` if two are even.
 
     Returns:
         The format, and a sentence that says by which keys, and which other formats would have fitted.
 
     Raises:
-        ConfigurationError: If no row has the keys of any format.
+        ConfigurationError: If no row has the keys of any format, with a ``hint`` at what may be wrong.
     """
     formats = {name: KEYS[name] for name in among}
     votes = dict.fromkeys(formats, 0)
@@ -120,10 +110,6 @@ def keys_shown(keys: Iterable[str | None]) -> list[str]:
 
 def read_row(row: Mapping[str, Any], kind: Format) -> Document:
     """Turn a row into a document.
-
-    Args:
-        row: keys and values, as JSON or Arrow give them.
-        kind: the format of the row's source.
 
     Raises:
         MalformedRow: If the row does not hold what the format promises.

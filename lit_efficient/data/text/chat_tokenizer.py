@@ -54,9 +54,7 @@ def load_chat_tokenizer(name: str, chat_template: str | None = None) -> Any:
 def train_chat_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     """Train a byte-level BPE with a ChatML template, for runs that need no other model's tokens.
 
-    Args:
-        texts: what to learn from.
-        vocab_size: at least `SMALLEST_VOCABULARY`; few texts may end below it.
+    Few texts may end below ``vocab_size``, which is at least `SMALLEST_VOCABULARY`.
     """
     from transformers import PreTrainedTokenizerFast
 

@@ -25,24 +25,15 @@ OnUntrainedEnd = Literal["refuse", "warn", "train"]
 
 @dataclass
 class Encoded:
-    """A document as tokens.
+    """A document as tokens."""
 
-    Args:
-        ids: ``[n]`` int64.
-        trained: ``[n]`` bool: which ids are learned.
-        num_bytes: ``[n]`` int64: bytes of text that each id stands for, 0 for special tokens.
-        cuttable: whether it may be cut into pieces (a text), because all of it is learned.
-        turns: how many turns are learned.
-        ended: how many of these have their end learned.
-        left_out: parts of its messages that the template does not write, with the number of turns.
-    """
-
-    ids: np.ndarray
-    trained: np.ndarray
-    num_bytes: np.ndarray
-    cuttable: bool = False
-    turns: int = 0
-    ended: int = 0
+    ids: np.ndarray  # ``[n]`` int64
+    trained: np.ndarray  # ``[n]`` bool: which ids are learned
+    num_bytes: np.ndarray  # ``[n]`` int64: bytes of text that each id stands for, 0 for special tokens
+    cuttable: bool = False  # whether it may be cut into pieces (a text), because all of it is learned
+    turns: int = 0  # how many turns are learned
+    ended: int = 0  # how many of these have their end learned
+    # parts of its messages that the template does not write, with the number of turns
     left_out: Mapping[str, int] = field(default_factory=dict)
 
 

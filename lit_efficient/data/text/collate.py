@@ -25,10 +25,7 @@ TokensAndLabels = tuple[np.ndarray, np.ndarray]
 def packed_batch(rows: Sequence[Sequence[TokensAndLabels]], length: int, pad_id: int = 0) -> dict[str, Tensor]:
     """Documents side by side, as ``input_ids``, ``labels`` and ``position_ids``, ``[B, T]`` int64.
 
-    Args:
-        rows: the documents of each row; together they have at most ``length`` tokens.
-        length: tokens of a row, T.
-        pad_id: id of what is left over at the end of a row, which is a document of its own without labels.
+    What is left over at the end of a row is a document of ``pad_id`` of its own without labels.
 
     Raises:
         ConfigurationError: If a row is too long.
@@ -56,10 +53,7 @@ def packed_batch(rows: Sequence[Sequence[TokensAndLabels]], length: int, pad_id:
 def padded_batch(documents: Sequence[TokensAndLabels], pad_id: int = 0, multiple: int = 8) -> dict[str, Tensor]:
     """Documents filled up on the right: ``input_ids``, ``labels``, ``attention_mask`` (1 for tokens), ``[B, T]`` int64.
 
-    Args:
-        documents: one a row.
-        pad_id: id of the filling.
-        multiple: T is the longest length rounded up to a multiple of it, which kernels like.
+    T is the longest length rounded up to a ``multiple``, which kernels like.
     """
     length = -(-max(len(tokens) for tokens, _ in documents) // multiple) * multiple
     ids = np.full((len(documents), length), pad_id, dtype=np.int64)

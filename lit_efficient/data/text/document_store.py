@@ -25,12 +25,7 @@ FORMAT = 5  # part of every key: raise it when the files' meaning changes
 
 
 class DocumentWriter:
-    """Writes documents, one after the other.
-
-    Args:
-        folder: where.
-        name: what the files' names begin with; for "val" the bytes of each token are written, too.
-    """
+    """Writes documents, one after the other; for "val" the bytes of each token, too."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._files = ExitStack()
@@ -55,12 +50,7 @@ class DocumentWriter:
 
 
 class Documents:
-    """Stored documents, read-only.
-
-    Args:
-        folder: where they were written.
-        name: what the files' names begin with.
-    """
+    """Stored documents, read-only."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.facts = map_numbers(folder / f"{name}.documents.bin", np.int64).reshape(-1, 5)

@@ -33,12 +33,9 @@ def usable_processors() -> int:
 def in_processes(
     work: Callable[[Part], Result], parts: Iterable[Part], processes: int | None = None
 ) -> Iterator[tuple[Part, Result]]:
-    """Yield each part and what ``work`` makes of it, in order.
+    """Yield each part, read little by little, and what ``work`` makes of it, in order.
 
-    Args:
-        work: what can be pickled, such as a method of an object that can.
-        parts: what is to be done; read little by little.
-        processes: how many; None: one a processor, at most 16.
+    ``work`` is pickled; there are as many processes as processors, at most 16, if no number is given.
     """
     parts = iter(parts)
     for part in islice(parts, _FIRST):

@@ -34,7 +34,6 @@ class Bins(Sequence[np.ndarray]):
         return len(self.starts) - 1
 
     def __getitem__(self, index: int) -> np.ndarray:  # type: ignore[override]
-        """The items of one bin, ``[k]``."""
         if not 0 <= index < len(self):
             raise IndexError(f"bin {index} of {len(self)}")
         return self.items[self.starts[index] : self.starts[index + 1]]

@@ -53,12 +53,7 @@ class Pair:
 
 
 def recognise_pairs(rows: Iterable[Mapping[str, Any]], where: str, hint: str = "") -> tuple[PairFormat, str]:
-    """The format of a source, from its first rows, and a sentence that says by which keys.
-
-    Args:
-        rows: some rows; most of them decide.
-        where: name of the source, for the sentence.
-        hint: what may be wrong if there are none.
+    """The format that most of a source's first rows have, and a sentence that says by which keys.
 
     Raises:
         ConfigurationError: If no row has the keys of any format.
@@ -82,11 +77,8 @@ def recognise_pairs(rows: Iterable[Mapping[str, Any]], where: str, hint: str = "
 def read_pair(row: Mapping[str, Any], kind: PairFormat, strings_as: StringsAs = "text") -> Pair:
     """Turn a row into a pair.
 
-    Args:
-        row: keys and values, as JSON or Arrow give them.
-        kind: the format of the row's source.
-        strings_as: what a prompt and answers that are texts are: a ``text``, or ``turns`` of a user and an assistant
-            (after the row's ``system``, if it has one).
+    A prompt and answers that are texts are what ``strings_as`` says: a ``text``, or ``turns`` of a user and an
+    assistant (after the row's ``system``, if it has one).
 
     Raises:
         MalformedRow: If the row does not hold what the format promises, or there is nothing to prefer.

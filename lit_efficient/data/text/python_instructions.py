@@ -43,8 +43,7 @@ def instructions() -> list[dict[str, Any]]:
 def functions_of(source: str) -> Iterator[tuple[str, str]]:
     """Yield (signature and docstring, body) for the documented functions of a module; both begin without indentation.
 
-    Args:
-        source: a module's text; one that this Python cannot parse has no functions.
+    A text that this Python cannot parse has no functions.
     """
     try:
         tree = ast.parse(source)

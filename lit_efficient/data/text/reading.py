@@ -18,13 +18,10 @@ Example = Document | Pair
 
 
 class Reader:
-    """Reads sources from their beginning, each in its own format.
+    """Reads sources from their beginning, each in its own format; ``auto`` recognises it by the keys.
 
-    Args:
-        sources: what to read.
-        kind: the format of all of them; ``auto`` recognises each one's by its keys.
-        columns: own names of keys, {key of the format: key in the rows}.
-        max_rows: read at most so many rows of each source.
+    ``columns`` has own names of keys, {key of the format: key in the rows}; ``max_rows`` are read of each source at
+    most.
 
     Raises:
         ConfigurationError: If no row of a source has the keys of any format.
@@ -95,14 +92,7 @@ class Reader:
 
 
 class PairReader(Reader):
-    """Reads pairs.
-
-    Args:
-        sources: what to read.
-        strings_as: as for :func:`~lit_efficient.data.text.pair_formats.read_pair`.
-        columns: own names of keys.
-        max_rows: read at most so many rows of each source.
-    """
+    """Reads pairs."""
 
     def __init__(
         self,
@@ -124,18 +114,7 @@ class PairReader(Reader):
 
 
 def check_malformed(what: str, rows: int, malformed: int, shown: Sequence[Sequence[str]], most: float) -> str | None:
-    """Refuse a source with too many malformed rows; return a sentence about them, or None if there are none.
-
-    Args:
-        what: name of the split.
-        rows: how many rows were read.
-        malformed: how many of them were malformed.
-        shown: places and reasons of the first ones.
-        most: share of malformed rows that is put up with, in [0, 1].
-
-    Raises:
-        ConfigurationError: If their share is above ``most``.
-    """
+    """Refuse a source in which the share of malformed rows is above ``most``; return a sentence about them, or None."""
     if not malformed:
         return None
     listed = [f"  {place}: {reason}" for place, reason in shown[:5]]

@@ -41,21 +41,13 @@ Row = tuple[str, dict[str, Any] | str]
 
 @dataclass(frozen=True)
 class Source:
-    """Rows that can be read again and again.
+    """Rows that can be read again and again."""
 
-    Args:
-        name: what the user called it, or the file's name.
-        rows: begins to read; the order is always the same.
-        digest: hash of the content; "" for a stream, which is not known before it is read.
-        is_text: whether every row is a file's text, whatever it holds.
-        hint: what may be wrong if no row has the keys of any format.
-    """
-
-    name: str
-    rows: Callable[[], Iterator[Row]]
-    digest: str
-    is_text: bool = False
-    hint: str = ""
+    name: str  # what the user called it, or the file's name
+    rows: Callable[[], Iterator[Row]]  # begins to read; the order is always the same
+    digest: str  # hash of the content; "" for a stream, which is not known before it is read
+    is_text: bool = False  # whether every row is a file's text, whatever it holds
+    hint: str = ""  # what may be wrong if no row has the keys of any format
 
 
 def open_sources(

@@ -35,15 +35,8 @@ PackedRow = list[tuple[np.ndarray, np.ndarray, int]]
 class StreamedRows(IterableDataset[PackedRow]):
     """Rows of packed (or padded) batches without an end, as `PackedDocuments` gives them.
 
-    Args:
-        reader: the sources.
-        encoder: the tokenizer.
-        max_length: tokens of a row, and of the longest document.
-        truncation: as ``side`` of :func:`~lit_efficient.data.text.truncation.cut`.
-        pack: put several documents into a row.
-        buffer: documents that are packed and shuffled together; each worker holds so many.
-        max_malformed: share of malformed rows above which it stops with an error.
-        seed: of the shuffling.
+    ``buffer`` documents are packed and shuffled together; each worker holds so many. Above a share of malformed rows it
+    stops with an error.
     """
 
     def __init__(
@@ -131,10 +124,6 @@ class StreamLoader:
 
     It has a length on purpose: of a loader without one Lightning fetches a batch ahead, and a checkpoint would count a
     batch that nobody has trained on.
-
-    Args:
-        loader: gives batches without an end.
-        batches: length of an epoch.
     """
 
     def __init__(self, loader: DataLoader[Any], batches: int) -> None:

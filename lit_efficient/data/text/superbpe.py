@@ -63,14 +63,9 @@ def continue_merges(
 ) -> list[tuple[str, str]]:
     """Byte-pair encoding from a given state: join the most frequent neighbours until the vocabulary is full.
 
-    Each merge touches only the places where its pair stands, so the work is about that of the places changed.
-
-    Args:
-        sequences: token ids; nothing is joined across two of them.
-        counts: how often each sequence occurs.
-        spelling: the string of each id; the new ones are added to it.
-        vocab_size: when to stop.
-        allowed: whether a string may be a token.
+    Each merge touches only the places where its pair stands, so the work is about that of the places changed. Nothing
+    is joined across two sequences, each of which occurs ``counts`` times; ``spelling`` gets the strings of the new ids,
+    and ``allowed`` says whether one may be a token.
 
     Returns:
         The pairs that were joined, as strings, in order; of equally frequent ones that with smaller ids comes first.

@@ -39,12 +39,7 @@ Answer = Callable[[Batch], tuple[Tensor, Tensor]]
 
 
 def row_keys(batch: Batch) -> list[bytes]:
-    """16 bytes for each row of a batch; filling (where ``attention_mask`` is 0) does not count.
-
-    Args:
-        batch: ``input_ids`` and ``labels`` or ``shift_labels`` ``[B, T]``, perhaps ``position_ids`` and
-            ``attention_mask``; on the CPU.
-    """
+    """16 bytes for each row of a batch on the CPU; filling (where ``attention_mask`` is 0) does not count."""
     learned, mask = targets_of(batch) != IGNORE, batch.get("attention_mask")
     parts = [batch[name].long() for name in ("input_ids", "position_ids") if name in batch] + [learned]
     keys = []
@@ -58,12 +53,8 @@ def row_keys(batch: Batch) -> list[bytes]:
 
 
 def cache_key(teacher: str, settings: Mapping[str, Any], batches: Iterable[Batch]) -> str:
-    """The name of the folder.
-
-    Args:
-        teacher: hash of its weights.
-        settings: what else decides what is kept, JSON-able.
-        batches: all of the data, in a fixed order.
+    """The name of the folder, from the hash of the teacher's weights, what else decides what is kept, and all of the
+    data.
     """
     rows = hashlib.sha256()
     for batch in batches:
@@ -75,13 +66,7 @@ def cache_key(teacher: str, settings: Mapping[str, Any], batches: Iterable[Batch
 def write_top_k(folder: Path, batches: Iterable[Batch], answer: Answer) -> None:
     """Ask the teacher about all rows, unless ``folder`` is complete; what was asked before an interruption stays.
 
-    Args:
-        folder: named by `cache_key`.
-        batches: those that the key was made of, in the same order.
-        answer: the teacher.
-
-    Raises:
-        ConfigurationError: if the folder cannot be written.
+    The batches are those that `cache_key` named the folder by, in the same order.
     """
     from filelock import FileLock
 

@@ -26,10 +26,7 @@ FORMAT = 2  # part of every key: raise it when the files' meaning changes
 def train_tokenizer(texts: Iterable[str], vocab_size: int, special: Sequence[str] = (END_OF_TEXT,)) -> "Tokenizer":
     """Train a byte-level BPE; it can represent any text, and ends with fewer ids when the texts have no more pairs.
 
-    Args:
-        texts: what to learn from (the training texts only).
-        vocab_size: at least that of 256 bytes and the special tokens.
-        special: tokens that stand for no text, with the first ids.
+    ``special`` tokens, which stand for no text, have the first ids.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

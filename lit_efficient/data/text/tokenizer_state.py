@@ -14,11 +14,7 @@ _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 def pack_tokenizer(tokenizer: Any, stop: Iterable[int] = ()) -> dict[str, Any]:
-    """A tokenizer as strings and numbers.
-
-    Args:
-        tokenizer: a ``tokenizers.Tokenizer`` or a fast tokenizer of transformers.
-        stop: ids that end a text or a turn, besides its own.
+    """A tokenizer as strings and numbers, with the ids that end a text or a turn besides its own.
 
     Raises:
         ConfigurationError: for a tokenizer that cannot be written as JSON.

@@ -42,17 +42,11 @@ def facts(document: Encoded) -> tuple[int, int, int, int, int]:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Which tokens of which documents are left, in order.
+    """Which tokens of which documents are left, in order."""
 
-    Args:
-        document: number of the document ``[P]``; all three are int32, of which a corpus may have very many.
-        start: its first token that is left ``[P]``.
-        stop: where that ends ``[P]``.
-    """
-
-    document: np.ndarray
-    start: np.ndarray
-    stop: np.ndarray
+    document: np.ndarray  # number of the document ``[P]``; all three are int32, of which a corpus may have very many
+    start: np.ndarray  # its first token that is left ``[P]``
+    stop: np.ndarray  # where that ends ``[P]``
 
     def __len__(self) -> int:
         return len(self.document)

@@ -24,17 +24,11 @@ _NAME = "lit_efficient_mark"
 
 @dataclass(frozen=True)
 class Placed:
-    """A rendered conversation.
+    """A rendered conversation."""
 
-    Args:
-        text: what the template writes.
-        spans: message -> characters from, to; a message that writes nothing has none.
-        tail: where the text after the last message begins.
-    """
-
-    text: str
-    spans: Mapping[int, tuple[int, int]]
-    tail: int
+    text: str  # what the template writes
+    spans: Mapping[int, tuple[int, int]]  # message -> characters from, to; a message that writes nothing has none
+    tail: int  # where the text after the last message begins
 
 
 def place(
@@ -42,12 +36,7 @@ def place(
 ) -> Placed | None:
     """Render a conversation with the template's twin; None if the twin does not show where each message stands.
 
-    Args:
-        template: a chat template.
-        messages: the conversation.
-        tools: descriptions of tools.
-        tokens: the tokenizer's special tokens by name.
-        prompt: whether to begin the assistant's next turn.
+    ``tokens`` are the tokenizer's special ones by name; ``prompt`` begins the assistant's next turn.
 
     Raises:
         jinja2.TemplateError: If the template refuses the conversation.

@@ -36,13 +36,7 @@ class _Inseparable(MalformedRow):
 
 
 class TurnSpans:
-    """Renders conversations with a tokenizer's chat template, and finds what is learned of them.
-
-    Args:
-        tokenizer: a fast tokenizer of transformers.
-        train_on: as of :class:`~lit_efficient.data.text.chat_tokens.ChatTokens`.
-        control: the tokenizer's special tokens as texts.
-    """
+    """Renders conversations with a tokenizer's chat template, and finds what is learned of them."""
 
     def __init__(self, tokenizer: Any, train_on: TrainOn, control: Sequence[str]) -> None:
         self.tokenizer = tokenizer

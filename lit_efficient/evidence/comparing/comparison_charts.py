@@ -32,10 +32,7 @@ def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def scatter(variants: Sequence[VariantResult]) -> tuple[Markup, list[int], dict[int, str]]:
-    """Memory against step time; lower left is better.
-
-    Args:
-        variants: Those of which both are known, the baseline first.
+    """Memory against step time of the variants of which both are known, the baseline first; lower left is better.
 
     Returns:
         The picture, the places of the frontier's variants, and by place the labels: names, numbers from 1 for want of
@@ -78,13 +75,7 @@ def scatter(variants: Sequence[VariantResult]) -> tuple[Markup, list[int], dict[
 
 
 def bars(variants: Sequence[VariantResult], kinds: Sequence[str], unit: Unit) -> Markup:
-    """Memory by kind, a bar for each variant, with a tick where a prediction is.
-
-    Args:
-        variants: Those whose peak is known.
-        kinds: From :func:`shown_kinds`.
-        unit: Of the sizes.
-    """
+    """Memory by kind, a bar for each variant whose peak is known, with a tick where a prediction is."""
     most = max(max(each.peak, sum(each.kinds.values()), each.planned or 0) for each in variants)
     scale = (WIDTH - 70) / most
     drawn: list[Markup] = []

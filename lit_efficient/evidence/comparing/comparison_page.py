@@ -44,12 +44,7 @@ def html(comparison: Comparison) -> str:
 
 
 def write_report(comparison: Comparison, folder: Path) -> list[Path]:
-    """Write the page, the Markdown and the CSV, each whole or not at all.
-
-    Args:
-        comparison: What was measured.
-        folder: Where to; it is made.
-    """
+    """Write the page, the Markdown and the CSV, each whole or not at all."""
     texts = {"html": html(comparison), "md": markdown(comparison), "csv": csv_text(comparison)}
     for suffix, text in texts.items():
         with replacing(folder / f"{NAME}.{suffix}") as file:
@@ -58,12 +53,8 @@ def write_report(comparison: Comparison, folder: Path) -> list[Path]:
 
 
 def log_to_wandb(comparison: Comparison, files: Sequence[Path], loggers: Sequence[object]) -> None:
-    """Log the numbers as a table and in the summary, the page as a panel, and the files as an artifact.
-
-    Args:
-        comparison: What was measured.
-        files: What :func:`write_report` wrote.
-        loggers: Those of a trainer; only W&B's are used.
+    """Log the numbers as a table and in the summary, the page as a panel, and the files of :func:`write_report` as an
+    artifact, with those of a trainer's loggers that are W&B's.
     """
     from lightning.pytorch.loggers import WandbLogger
 

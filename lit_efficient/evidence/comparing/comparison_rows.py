@@ -24,32 +24,20 @@ _Curve = list[tuple[int, float, float]]  # step, seconds, loss
 
 @dataclass
 class Row:
-    """One run.
+    """One run."""
 
-    Args:
-        key: What tells its variant from all others, of whatever name.
-        round: Of the schedule; runs of one round are compared in time.
-        whole: Whether it trains and validates as long as was asked; else it is there for its time alone.
-        run: What was measured.
-        planned: What `plan` predicts for the peak; ``None`` where it was not asked, or cannot.
-    """
-
-    key: str
-    round: int
-    whole: bool
-    run: Measured
-    planned: int | None = None
+    key: str  # what tells its variant from all others, of whatever name
+    round: int  # of the schedule; runs of one round are compared in time
+    whole: bool  # whether it trains and validates as long as was asked; else it is there for its time alone
+    run: Measured  # what was measured
+    planned: int | None = None  # what `plan` predicts for the peak; ``None`` where it was not asked, or cannot
 
 
 class Rows:
     """The runs of a comparison, in a file to which each is added when it ends.
 
-    Args:
-        folder: Where the file lies; made if it is missing.
-        about: What a comparison must have in common with that which the folder has begun.
-
     Raises:
-        ConfigurationError: If the folder holds another comparison.
+        ConfigurationError: If the folder holds another comparison than ``about`` tells.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
@@ -106,13 +94,7 @@ def time_ratio(rows: Sequence[Row], baseline: Sequence[Row]) -> Estimate:
 
 
 def results(rows: Mapping[str, Sequence[Row]], metric: str, stops: bool = False) -> list[VariantResult]:
-    """What runs say of each variant.
-
-    Args:
-        rows: The runs of each variant by its name; the first is the baseline.
-        metric: From :func:`metric_of`.
-        stops: Whether rounds ended when intervals of times were narrow.
-    """
+    """What runs say of each variant, the baseline first; ``stops``: rounds ended at narrow intervals of times."""
     first = next(iter(rows))
     found = [_result(name, runs, rows[first], metric) for name, runs in rows.items()]
     for one in found:

@@ -60,17 +60,11 @@ class Schedule:
 
 
 class Comparing:
-    """The runs of a comparison, of those that are missing in a folder.
+    """The runs of a comparison of a fit as it is and changed, of those that are missing in a folder.
 
-    Args:
-        source: Makes the fit.
-        changes: What is compared with it as it is.
-        schedule: How much is run.
-        folder: For the runs; ``None`` is one that only this comparison has, below ``runs/compare``.
-        elsewhere: Makes other held-out data.
-        said: Gets the progress.
-        alone: Leave out all together and all but one.
-        planner: Makes the fit for its plan; ``None``: ``source``.
+    Without one they have a folder of their own below ``runs/compare``. ``elsewhere`` makes other held-out data,
+    ``said`` gets the progress, ``alone`` leaves out all together and all but one, and ``planner`` makes the fit for its
+    plan.
     """
 
     def __init__(
@@ -134,12 +128,7 @@ class Comparing:
         return all(ratio.n >= _ROUNDS[0] and ratio.width <= narrow for ratio in ratios)
 
     def result(self, metric: str | None = None, command: str = "") -> Comparison:
-        """What all runs in the folder say of these variants; those that are refused from the start are left out.
-
-        Args:
-            metric: As in :func:`compare`.
-            command: What made the comparison.
-        """
+        """What all runs in the folder say of these variants; those that are refused from the start are left out."""
         rows = {name: self.rows.of(key) or [*filter(None, [self._lost.get(name)])] for name, key in self.keys.items()}
         left_out = {name: found[0].run.failed for name, found in rows.items() if self.alone and _refused(found)}
         rows = {name: found for name, found in rows.items() if name not in left_out or name == BASELINE}

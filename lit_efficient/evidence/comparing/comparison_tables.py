@@ -141,12 +141,7 @@ def facts(comparison: Comparison) -> dict[str, str]:
 
 
 def terminal_table(comparison: Comparison, width: int = 80) -> str:
-    """The tables, side by side as far as the terminal is wide.
-
-    Args:
-        comparison: What was measured.
-        width: Columns of the terminal.
-    """
+    """The tables, side by side as far as the terminal is wide."""
     names = [one_line(each.name) for each in comparison.variants if not each.failed]
     lines: list[str] = []
     for title, columns in tables(comparison).items():

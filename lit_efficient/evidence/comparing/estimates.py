@@ -17,21 +17,13 @@ _LOOKS = 1.6
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value, and what is known of it.
+    """A value, and what is known of it."""
 
-    Args:
-        value: The mean over runs, of ratios the geometric one; NaN where nothing is known.
-        low: Lower end of its 95 % interval; NaN where a single run says nothing of it.
-        high: Upper end.
-        p: The chance to see as much if there were no difference; ``None`` where nobody can say.
-        n: Runs, or pairs of runs, behind it.
-    """
-
-    value: float
-    low: float
-    high: float
-    p: float | None
-    n: int
+    value: float  # the mean over runs, of ratios the geometric one; NaN where nothing is known
+    low: float  # lower end of its 95 % interval; NaN where a single run says nothing of it
+    high: float  # upper end
+    p: float | None  # the chance to see as much if there were no difference; ``None`` where nobody can say
+    n: int  # runs, or pairs of runs, behind it
 
     @property
     def evidence(self) -> bool:

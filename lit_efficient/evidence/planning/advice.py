@@ -33,40 +33,25 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """A technique that may save memory.
+    """A technique that may save memory."""
 
-    Args:
-        name: Its class.
-        overlay: The config that adds it.
-        cost: Its rank in the catalogue; the smaller, the less it costs.
-        reason: What it saves.
-        computes: One of :data:`TITLES`.
-        sets: Settings of the trainer that its overlay changes, with their values.
-    """
-
-    name: str
-    overlay: str
-    cost: int
-    reason: str
-    computes: str = "same"
+    name: str  # its class
+    overlay: str  # the config that adds it
+    cost: int  # its rank in the catalogue; the smaller, the less it costs
+    reason: str  # what it saves
+    computes: str = "same"  # one of :data:`TITLES`
+    # settings of the trainer that its overlay changes, with their values
     sets: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Something that makes a fit fit, with its plan.
+    """Something that makes a fit fit, with its plan."""
 
-    Args:
-        title: What it is.
-        change: How to have it.
-        plan: The plan of it.
-        techniques: Those that it adds, what costs least first.
-    """
-
-    title: str
-    change: Change
-    plan: "Plan"
-    techniques: tuple[Candidate, ...] = ()
+    title: str  # what it is
+    change: Change  # how to have it
+    plan: "Plan"  # the plan of it
+    techniques: tuple[Candidate, ...] = ()  # those that it adds, what costs least first
 
     @property
     def words(self) -> list[str]:
@@ -107,10 +92,6 @@ def candidates(config: Mapping[str, Any], trainer: Any) -> list[Candidate]:
     """The techniques that save memory, come as an overlay and are not there, what costs least first.
 
     What sets the accumulation by itself is left out: a batch that is accumulated is tried as such.
-
-    Args:
-        config: The config, as plain data.
-        trainer: Its trainer.
     """
     cards = read_cards()
     known = {card.name: card for card in cards}
@@ -134,13 +115,8 @@ def cheapest(
     """The cheapest set of techniques with which a fit fits, ``None`` if there is none.
 
     All are added in turn, what costs least first, until it fits; then each that is not needed is taken out, what costs
-    most first. What is refused in company gets its turn before the others, where these do not suffice.
-
-    Args:
-        predictions: What tells plans.
-        among: What may be added.
-        base: What is changed in any case.
-        skipped: Gets the reason why one was left out.
+    most first. What is refused in company gets its turn before the others, where these do not suffice. ``base`` is
+    changed in any case; ``skipped`` gets the reason why one was left out.
     """
     among = sorted(among, key=lambda one: one.cost)
     skipped = {} if skipped is None else skipped
@@ -187,15 +163,10 @@ def _with(base: Change, chosen: Sequence[Candidate]) -> Change:
 
 
 class Adviser:
-    """Finds what makes a fit fit.
+    """Finds what makes a fit fit, among candidates.
 
-    Args:
-        predictions: What tells plans.
-        among: What may be added.
-        fit: The fit.
-        batch: The setting that is its batch, if there is one.
-        length: Finds the setting that is its context; raises if there is none.
-        normalises: Whether the network normalises over a batch, so that half a batch is not half of it.
+    ``batch`` is the setting that is its batch, if there is one, ``length`` finds that which is its context, or raises;
+    ``normalises``: the network does so over a batch, so that half a batch is not half of it.
     """
 
     def __init__(

@@ -16,13 +16,7 @@ MANY = 24  # blocks, from which on not all are
 
 
 def deepened(few: Traced, more: Traced, blocks: int) -> Traced:
-    """What a step of ``blocks`` blocks takes.
-
-    Args:
-        few: A step of ``FEW`` blocks.
-        more: One of ``MORE`` blocks.
-        blocks: How many the network has.
-    """
+    """What a step of ``blocks`` blocks takes, from one of ``FEW`` and one of ``MORE``."""
     factor = (blocks - MORE) / (MORE - FEW)
 
     def line(a: float, b: float) -> int:

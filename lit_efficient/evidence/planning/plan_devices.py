@@ -27,14 +27,7 @@ _SHARDED = {1: ("states",), 2: ("gradients", "states"), 3: ("weights", "adapters
 
 
 def per_device(plan: "Plan", devices: int, traits: Traits, gathered: int = 0) -> "Plan":
-    """The plan of one device of several.
-
-    Args:
-        plan: That of one device alone.
-        devices: How many there are, at least 1.
-        traits: Of the strategy.
-        gathered: Bytes of what is gathered, from :func:`gathered_bytes`.
-    """
+    """The plan of one device of several, from that of one device alone and the bytes of :func:`gathered_bytes`."""
     if devices == 1:
         return plan
     buckets = max(kinds.get("gradients", 0) for kinds in (plan.kinds, *(moment.kinds for moment in plan.timeline)))

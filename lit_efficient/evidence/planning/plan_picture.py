@@ -30,13 +30,7 @@ _APART = 0.14  # of the axis: the least distance of two names below it
 
 
 def memory_figure(plan: "Plan", limit: int | None = None, title: str = "Memory over one step") -> Any:
-    """The figure, of matplotlib.
-
-    Args:
-        plan: What it shows.
-        limit: Bytes that the device has; drawn where it is not far above the peak.
-        title: Its title.
-    """
+    """The figure, of matplotlib; the bytes that the device has are drawn where they are not far above the peak."""
     from matplotlib.figure import Figure
 
     moments = plan.timeline

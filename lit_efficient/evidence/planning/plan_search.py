@@ -30,12 +30,9 @@ class Refusal:
 
 
 class Predictions:
-    """Plans of changes, each made once and kept.
+    """Plans of changes, each made once and kept; ``limit`` is what one may need to fit.
 
-    Args:
-        predict: Makes one.
-        limit: Bytes that it may need to fit.
-        say: Gets a line now and then, of what is being done and how long it will take.
+    ``say`` gets a line now and then, of what is being done and how long it will take.
     """
 
     def __init__(
@@ -91,23 +88,14 @@ def _line(text: str) -> str:
 
 @dataclass(frozen=True)
 class Found:
-    """The largest value of a setting that fits.
+    """The largest value of a setting that fits."""
 
-    Args:
-        value: The value, ``None`` if none that was tried fits.
-        change: What sets it.
-        plan: Its plan.
-        above: The smallest value known not to fit, ``None`` if every one that was tried fits.
-        above_peak: Bytes that it needs; ``None`` if it is refused.
-        reason: Why it is refused; empty if it needs too much.
-    """
-
-    value: int | None
-    change: Change = AS_IT_IS
-    plan: "Plan | None" = None
-    above: int | None = None
-    above_peak: int | None = None
-    reason: str = ""
+    value: int | None  # the value, ``None`` if none that was tried fits
+    change: Change = AS_IT_IS  # what sets it
+    plan: "Plan | None" = None  # its plan
+    above: int | None = None  # the smallest value known not to fit, ``None`` if every one that was tried fits
+    above_peak: int | None = None  # bytes that it needs; ``None`` if it is refused
+    reason: str = ""  # why it is refused; empty if it needs too much
 
 
 def largest(
@@ -120,16 +108,10 @@ def largest(
     tries: int = TRIES,
     amiss: "Callable[[int, Plan], str] | None" = None,
 ) -> Found:
-    """The largest multiple of ``step`` that fits, if a larger one never needs less.
+    """The largest multiple of ``step``, at most ``most``, that fits, if a larger one never needs less.
 
-    Args:
-        predictions: What tells plans.
-        change_of: The change that sets a value.
-        start: Where to begin.
-        step: What values are multiples of.
-        most: No value is larger.
-        tries: Predictions to make at most; then the answer is the largest value known to fit.
-        amiss: Says why a plan is none of the value, or nothing.
+    ``change_of`` sets a value, and ``amiss`` says why a plan is none of it, or nothing. After so many ``tries`` the
+    answer is the largest value known to fit.
     """
     ceiling = None if most is None else most // step
     known: dict[int | None, Plan | Refusal] = {}

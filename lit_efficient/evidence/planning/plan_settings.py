@@ -23,19 +23,12 @@ _DEEP = 3  # blocks of arguments in blocks
 
 @dataclass(frozen=True)
 class Lever:
-    """Settings that have one value, and what they are for.
+    """Settings that have one value, and what they are for."""
 
-    Args:
-        names: The settings, as in a config.
-        now: Their value.
-        step: What values are multiples of.
-        samples: Whether it is how many samples a batch has: more than there are make no larger one.
-    """
-
-    names: tuple[str, ...]
-    now: int
-    step: int = 1
-    samples: bool = False
+    names: tuple[str, ...]  # the settings, as in a config
+    now: int  # their value
+    step: int = 1  # what values are multiples of
+    samples: bool = False  # whether it is how many samples a batch has: more than there are make no larger one
 
     def set(self, value: int, base: Change = AS_IT_IS) -> Change:
         """A change with another value."""

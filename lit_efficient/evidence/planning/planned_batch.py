@@ -13,11 +13,8 @@ _SCAN = 512  # samples that are looked at for the longest
 
 
 def batch_of(fit: Fit, notes: list[str]) -> tuple[Any, int | None]:
-    """A batch in the structure in which the training loop gets it, and how many there are in an epoch.
-
-    Args:
-        fit: The fit; its data is prepared.
-        notes: Gets a sentence on where the batch comes from.
+    """A batch in the structure in which the training loop gets it, and how many there are in an epoch; ``notes`` gets a
+    sentence on where it comes from.
     """
     try:
         loaders = _loaders(fit)

@@ -10,7 +10,6 @@ values, which is noted.
 import contextlib
 import math
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +26,7 @@ from lit_efficient.errors import ConfigurationError, LitEfficientError
 from lit_efficient.evidence.fits import Fit
 from lit_efficient.evidence.memory_kinds import StepMemory, StepMeter
 from lit_efficient.internals.lightning_trainer import set_default_root_dir
+from lit_efficient.internals.torch_as_cuda import as_cuda
 from lit_efficient.internals.torch_dispatch import TorchDispatchMode, no_dispatch_modes
 from lit_efficient.internals.torch_fake import (
     DataDependentOutputException,
@@ -58,49 +58,43 @@ _BY_HAND = 12  # of manual optimization, where a generator may step once in five
 
 @dataclass
 class Traced:
-    """What a few steps without values have shown.
+    """What a few steps without values have shown."""
 
-    Args:
-        memory: Of the largest one behind the first.
-        flops: Of one behind the first.
-        parameters: Number of elements of the network's parameters.
-        trainable: Those that the optimizers step.
-        techniques: Names in the order in which they act, each with what it touched.
-        notes: What was assumed.
-        at_most: Why a real step may take less; empty: it takes as much.
-        at_least: Why it may take more.
-    """
-
-    memory: StepMemory
-    flops: int
-    parameters: int
-    trainable: int
-    techniques: tuple[tuple[str, str], ...]
-    notes: list[str] = field(default_factory=list)
-    at_most: str = ""
-    at_least: str = ""
+    memory: StepMemory  # of the largest one behind the first
+    flops: int  # of one behind the first
+    parameters: int  # number of elements of the network's parameters
+    trainable: int  # those that the optimizers step
+    techniques: tuple[tuple[str, str], ...]  # names in the order in which they act, each with what it touched
+    notes: list[str] = field(default_factory=list)  # what was assumed
+    at_most: str = ""  # why a real step may take less; empty: it takes as much
+    at_least: str = ""  # why it may take more
 
 
 def trace(
-    fit: Fit, make: Callable[[], Fit], batch: Any, batches: int | None, mode: FakeTensorMode, block: int = 1
+    fit: Fit,
+    make: Callable[[], Fit],
+    batch: Any,
+    batches: int | None,
+    mode: FakeTensorMode,
+    block: int = 1,
+    stands_for: str | None = None,
 ) -> Traced:
     """Run two steps of a fit without values, of manual optimization a dozen.
 
-    Args:
-        fit: The fit, whose parts are real, on the meta device or fakes of ``mode``; its data is prepared.
-        make: Makes the fit anew, where a callback of it cannot take part.
-        batch: What the loader yields: tensors of any kind, in any structure.
-        batches: How many an epoch has; ``None``: nobody knows.
-        mode: The mode that knows the fakes.
-        block: Bytes that sizes are rounded up to.
+    The fit's parts are real, on the meta device or fakes of ``mode``, and its data is prepared; ``make`` makes it anew,
+    where a callback of it cannot take part. The batch holds tensors of any kind, in any structure; an epoch has
+    ``batches``, if that is known. Sizes are rounded up to ``block``
+    bytes. With ``stands_for`` ``cuda`` the CPU's kernels keep what CUDA's keep.
     """
+    kernels = as_cuda if stands_for == "cuda" else contextlib.nullcontext
     left_out: dict[str, str] = {}
     data = fit.data
     while True:
         fit.data = data
         fit.trainer.callbacks = [one for one in fit.trainer.callbacks if type(one).__name__ not in left_out]
         try:
-            traced = _trace(fit, batch, batches, mode, block)
+            with kernels():
+                traced = _trace(fit, batch, batches, mode, block)
         except Exception as error:
             guilty = _callback_behind(error, fit.trainer.callbacks)
             if isinstance(error, LitEfficientError):
@@ -146,8 +140,7 @@ def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode, bloc
     ):
         _silence(trainer, observer, folder)
         try:
-            with quiet(), warnings.catch_warnings(), like_real_ones(), mode, stand_ins, observer.counter:
-                warnings.simplefilter("ignore")
+            with quiet(warns=False), like_real_ones(), mode, stand_ins, observer.counter:
                 trainer.fit(fit.module, **data)
         finally:
             forget_cached_fakes()

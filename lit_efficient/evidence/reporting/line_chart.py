@@ -29,12 +29,9 @@ def line_chart(
 ) -> Markup:
     """The chart.
 
-    Args:
-        title: What it shows, for those who cannot see it.
-        lines: For each the number of its colour and its points, by step; NaN is a value that was not finite.
-        from_zero: Start the vertical axis at 0. Else it is logarithmic where all values are positive and span 1 to 30.
-        along: What the horizontal axis counts: steps, which are whole, or ``second``.
-        words: The lines in words, for those who cannot see them.
+    Lines are the numbers of their colours and their points, by step (NaN is a value that was not finite), or by what is
+    counted ``along``: ``second``. The vertical axis is logarithmic where all values are positive and span 1 to 30,
+    unless it is to begin ``from_zero``. ``title`` and ``words`` are for those who cannot see it.
     """
     steps = [x for _, points in lines for x, _ in points]
     values = [y for _, points in lines for _, y in points if math.isfinite(y)] or [0.0, 1.0]

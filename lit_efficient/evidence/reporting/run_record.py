@@ -28,11 +28,7 @@ _FILES = (EVENTS, "config.yaml", "environment.json", "log.txt")
 
 
 class RunRecord:
-    """A run, as far as its folder tells.
-
-    Args:
-        folder: The run's folder.
-    """
+    """A run, as far as its folder tells."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -37,49 +37,32 @@ _MOST_SETS = 5_000
 
 @dataclass(frozen=True)
 class Option:
-    """One thing that a candidate may have.
+    """One thing that a candidate may have."""
 
-    Args:
-        name: The technique's, or ``setting=value``.
-        computes: As in :class:`~lit_efficient.declaration.Declaration`, or ``batches``.
-        technique: Its class, ``None`` for a setting.
-        settings: What it sets.
-        only_saves: Whether it is there for memory alone.
-    """
-
-    name: str
-    computes: str
-    technique: type[Declaration] | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    only_saves: bool = False
+    name: str  # the technique's, or ``setting=value``
+    computes: str  # as in :class:`~lit_efficient.declaration.Declaration`, or ``batches``
+    technique: type[Declaration] | None = None  # its class, ``None`` for a setting
+    settings: Mapping[str, Any] = field(default_factory=dict)  # what it sets
+    only_saves: bool = False  # whether it is there for memory alone
 
 
 @dataclass(frozen=True, order=True)
 class Candidate:
-    """One way to run the fit.
+    """One way to run the fit."""
 
-    Args:
-        batch: Samples of a batch; 0 where nothing holds them.
-        accumulation: Batches of an optimizer step.
-        options: Names of what is added, sorted.
-    """
-
-    batch: int
-    accumulation: int
-    options: tuple[str, ...] = ()
+    batch: int  # samples of a batch; 0 where nothing holds them
+    accumulation: int  # batches of an optimizer step
+    options: tuple[str, ...] = ()  # names of what is added, sorted
 
     def __str__(self) -> str:
         return " + ".join([f"{self.batch or 'batch'} x {self.accumulation}", *self.options])
 
 
 class Space:
-    """The candidates of a fit.
+    """The candidates of a fit, whose weights are not needed.
 
-    Args:
-        fit: The fit as it is; its weights are not needed.
-        allow: Options that change what is computed and may be tried: names, or ``True`` for all but other trainings.
-        only: Names of options, if not all are to be tried.
-        batch: The setting that holds the batch size, or ``auto``.
+    ``allow`` has options that change what is computed and may be tried: names, or ``True`` for all but other trainings;
+    ``only`` names those that are to be tried, and ``batch`` the setting that holds the batch size, or is ``auto``.
 
     Raises:
         ConfigurationError: If a name is unknown, or a technique of the fit sets the batch size itself.

@@ -9,7 +9,6 @@ import math
 import platform
 import statistics
 import sys
-import warnings
 from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
 from functools import partial
@@ -30,6 +29,7 @@ from lit_efficient.evidence.tuning.candidates import Space
 from lit_efficient.evidence.tuning.tuning import STEPS, Ledger, Measure, Row, Search
 from lit_efficient.files.atomic_file import replacing
 from lit_efficient.mechanisms.trials.memory import accelerator_limit, available_cpu_memory, format_bytes, parse_bytes
+from lit_efficient.mechanisms.trials.steps import quiet
 
 _SHOWN = 10
 _PLANNING = 180.0  # seconds after which a plan hangs
@@ -73,7 +73,7 @@ def tune(
     check_number("tune", "minutes", minutes, above=0)
     limit = None if device_memory is None else parse_bytes(device_memory, "tune", "device_memory")
     sketch, folder = sketch or source, None if folder is None else Path(folder)
-    with _hushed():
+    with quiet(logging.ERROR, warns=False, prints=sys.stderr):  # torch logs what raises among fake tensors
         fit = sketch.make()
     if (processes := fit.trainer.world_size) > 1:
         raise ConfigurationError(f"tune: {processes} processes train, and one is measured: set trainer.devices to 1")
@@ -100,12 +100,7 @@ def tune(
 
 
 class Tuned:
-    """What a search has found.
-
-    Args:
-        search: The search, which may have been stopped.
-        device: Where it ran.
-    """
+    """What a search has found, which may have been stopped."""
 
     def __init__(self, search: Search, device: torch.device) -> None:
         self.search, self.space, self.device = search, search.space, device
@@ -184,12 +179,7 @@ class Tuned:
             file.write(text.getvalue().encode())
 
     def overlay(self, command: str = "", use: str = "") -> str:
-        """The best as YAML to lay over the config, with how it was found as comments.
-
-        Args:
-            command: That found it.
-            use: That trains with it.
-        """
+        """The best as YAML to lay over the config, with how it was found, and what trains with it, as comments."""
         assert self.best is not None
         row, candidate = self.best, self.best.candidate
         times = "" if math.isnan(self.gain) else f", {self.gain:.2f} times that of the fit as it is"
@@ -219,19 +209,6 @@ def _machine(device: torch.device) -> str:
     return f"lit_efficient {__version__}, {versions}, {name} ({torch.get_num_threads()} threads)"
 
 
-@contextlib.contextmanager
-def _hushed() -> Any:
-    """Nothing is printed of what is built again and again."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)  # torch logs what raises among fake tensors
-    try:
-        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
-
-
 def _planned(sketch: FitSource, change: Change) -> tuple[int, float]:
     """Bytes at the peak, and operations of a step; in a process of its own, which may hang and be ended."""
     if not forks():  # a new one would import all anew for each
@@ -244,7 +221,7 @@ def _planned(sketch: FitSource, change: Change) -> tuple[int, float]:
 
 
 def _plan(sketch: FitSource, change: Change, tell: Callable[[int], None] | None = None) -> tuple[int, float]:
-    with _hushed():
+    with quiet(logging.ERROR, warns=False, prints=sys.stderr):  # torch logs what raises among fake tensors
         found = plan(sketch, change)
     return int(found.peak), float(found.flops)
 

@@ -42,29 +42,17 @@ Measure = Callable[[Change, int], "Measured"]  # with the steps that are to be t
 
 @dataclass
 class Row:
-    """What is known of a candidate.
-
-    Args:
-        candidate: The candidate.
-        state: ``ran``, ``too large``, ``refused``, ``failed`` or an empty string before any of it.
-        reason: Why it did not run, or failed.
-        planned: Bytes at the peak of a step by plan; 0 where there is no plan.
-        flops: Of an optimizer step, by plan.
-        peak: Measured bytes; 0 where they cannot be seen.
-        seconds: Of each timed step.
-        amount: Samples or tokens of a step.
-        unit: Which of them.
-    """
+    """What is known of a candidate."""
 
     candidate: Candidate
-    state: str = ""
-    reason: str = ""
-    planned: int = 0
-    flops: float = 0.0
-    peak: int = 0
-    seconds: list[float] = field(default_factory=list)
-    amount: float = 0.0
-    unit: str = ""
+    state: str = ""  # ``ran``, ``too large``, ``refused``, ``failed`` or an empty string before any of it
+    reason: str = ""  # why it did not run, or failed
+    planned: int = 0  # bytes at the peak of a step by plan; 0 where there is no plan
+    flops: float = 0.0  # of an optimizer step, by plan
+    peak: int = 0  # measured bytes; 0 where they cannot be seen
+    seconds: list[float] = field(default_factory=list)  # of each timed step
+    amount: float = 0.0  # samples or tokens of a step
+    unit: str = ""  # which of them
 
     @property
     def cost(self) -> float:
@@ -90,11 +78,9 @@ class Row:
 
 
 class Ledger:
-    """Results by what was asked, a line each in a file: what is there already is not done again.
+    """Results by what was asked, a line each in a file, if any: what is there already is not done again.
 
-    Args:
-        file: The file; ``None`` keeps nothing.
-        key: What tells one search from another in the same file.
+    The key tells one search from another in the same file.
     """
 
     def __init__(self, file: Path | None = None, key: str = "") -> None:
@@ -127,15 +113,9 @@ class _OutOfTime(Exception):
 class Search:
     """A search for the fastest candidate.
 
-    Args:
-        space: What is searched.
-        predict: Plans a change; its refusals are errors of this package.
-        measure: Runs a change.
-        limit: Bytes that a step may take.
-        steps: Timed steps of a first run.
-        seconds: After which nothing new begins.
-        ledger: Results of before.
-        say: Hears now and then how far it is.
+    ``predict`` plans a change, and its refusals are errors of this package; ``measure`` runs one. A step may take
+    ``limit`` bytes, a first run has so many timed ``steps``, after so many ``seconds`` nothing new begins, and ``say``
+    hears how far it is.
     """
 
     def __init__(
@@ -366,10 +346,8 @@ class Search:
 def process(some: Any, values: Any, every: Any) -> tuple[Any, Any]:
     """Mean and deviation of a Gaussian process: a sum over options, a curve along the accumulation, and their products.
 
-    Args:
-        some: Features (n, 1 + options) of what is known: the logarithm of the accumulation, then 0 or 1 an option.
-        values: What is known of these (n,).
-        every: Features (m, 1 + options) of what is asked.
+    Features are the logarithm of the accumulation, then 0 or 1 an option: (n, 1 + options) of what is known, whose
+    ``values`` are (n,), and (m, 1 + options) of what is asked.
     """
     within = _covariance(some, some) + _NOISE**2 * np.eye(len(some))
     between = _covariance(every, some)

@@ -16,10 +16,10 @@ import math
 import signal
 import sys
 import tempfile
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -40,9 +40,10 @@ from lit_efficient.mechanisms.adapters.merge import whole_state
 from lit_efficient.mechanisms.averages.batch_norm import silent
 from lit_efficient.mechanisms.metering import gradients_of
 from lit_efficient.mechanisms.rewind import set_random_states
-from lit_efficient.mechanisms.trials.steps import leaves_traces, schedule
+from lit_efficient.mechanisms.trials.steps import leaves_traces, quiet, schedule
 
 T = TypeVar("T")
+silence = partial(quiet, logging.WARNING, warns=False)  # what there is to say is in verdicts
 
 
 @dataclass(frozen=True)
@@ -101,47 +102,34 @@ class Claim(ABC):
 
 @dataclass
 class Trace:
-    """What was seen of a fit, on the CPU.
+    """What was seen of a fit, on the CPU."""
 
-    Args:
-        fit: The fit, which is over.
-        start: Weights and buffers before the first step, by name.
-        losses: Of each batch; 0 of steps that return none.
-        batches: As the training step got them, copied.
-        gradients: By name, of each optimizer step, as they were before clipping; their 2-norms, if ``slim``.
-        weights: After each optimizer step, the parameters by name; empty, if ``slim``.
-        end: Weights and buffers after the last step, by name.
-        trainable: Names of the parameters that require a gradient when training starts.
-        later: Names of those that techniques have frozen for now when it starts.
-        thawed: Names of the parameters that require one when some later batch begins.
-        tied: Names that one parameter had before the fit, for each that had several.
-        resting: Names of the layers that are in evaluation mode when the last batch begins.
-    """
-
-    fit: Fit
+    fit: Fit  # the fit, which is over
     slim: bool = False
-    start: dict[str, Tensor] = field(default_factory=dict)
-    losses: list[float] = field(default_factory=list)
-    batches: list[Any] = field(default_factory=list)
+    start: dict[str, Tensor] = field(default_factory=dict)  # weights and buffers before the first step, by name
+    losses: list[float] = field(default_factory=list)  # of each batch; 0 of steps that return none
+    batches: list[Any] = field(default_factory=list)  # as the training step got them, copied
+    # by name, of each optimizer step, as they were before clipping; their 2-norms, if ``slim``
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    # after each optimizer step, the parameters by name; empty, if ``slim``
     weights: list[dict[str, Tensor]] = field(default_factory=list)
-    end: dict[str, Tensor] = field(default_factory=dict)
+    end: dict[str, Tensor] = field(default_factory=dict)  # weights and buffers after the last step, by name
+    # names of the parameters that require a gradient when training starts
     trainable: set[str] = field(default_factory=set)
-    later: set[str] = field(default_factory=set)
+    later: set[str] = field(default_factory=set)  # names of those that techniques have frozen for now when it starts
+    # names of the parameters that require one when some later batch begins
     thawed: set[str] = field(default_factory=set)
+    # names that one parameter had before the fit, for each that had several
     tied: list[list[str]] = field(default_factory=list)
+    # names of the layers that are in evaluation mode when the last batch begins
     resting: set[str] = field(default_factory=set)
 
 
 class Subject:
-    """The fit that claims are checked on, made anew for each run of a few steps.
+    """The fit that claims are checked on, made anew for each run of a few steps below a folder.
 
-    Args:
-        source: Makes the fit.
-        folder: Where runs may write.
-        full: Take a large model as it is.
-        shortened: What was done to the model to make it small, as a clause; empty for one that is as it is.
-        alone: Whether a fit of several processes is one of this process alone.
+    ``full`` takes a large model as it is; else ``shortened`` is what was done to it, as a clause. ``alone``: a fit of
+    several processes is one of this process alone.
     """
 
     def __init__(
@@ -153,14 +141,8 @@ class Subject:
         self._plain: Trace | None = None
 
     def fit(self, change: Change = AS_IT_IS, *, steps: int = 1, traces: Callable[[Any], bool] = leaves_traces) -> Fit:
-        """A fit of a few optimizer steps without validation, loggers, checkpoints and whatever else leaves traces.
-
-        Args:
-            change: What it has that the user's has not.
-            steps: Optimizer steps.
-            traces: Which of the trainer's callbacks are left out.
-        """
-        with quiet():
+        """A fit of a few optimizer steps without validation, loggers, checkpoints and whatever else leaves traces."""
+        with silence():
             fit = self.source.make(change)
         trainer = fit.trainer
         if self.alone and trainer.world_size > 1:
@@ -177,7 +159,7 @@ class Subject:
 
     def run(self, fit: Fit) -> None:
         """Train in silence."""
-        with quiet(), _interruptible():
+        with silence(), _interruptible():
             fit.run()
 
     @property
@@ -190,13 +172,9 @@ class Subject:
     def train(
         self, steps: int, change: Change = AS_IT_IS, prepare: Callable[[Fit], object] = id, slim: bool = False
     ) -> Trace:
-        """Train a few optimizer steps, and note what happens.
+        """Train a few optimizer steps, and note what happens; ``prepare`` is called with the fit before it is run.
 
-        Args:
-            steps: How many.
-            change: What the fit has that the user's has not.
-            prepare: Called with the fit before it is run.
-            slim: Keep no weights between the steps, and of gradients their norms.
+        ``slim`` keeps no weights between the steps, and of gradients their norms.
         """
         trace = Trace(self.fit(change, steps=steps), slim)
         trace.tied = ties(trace.fit.module)
@@ -457,19 +435,6 @@ def _tensors(output: Any) -> list[Tensor]:
 
 def _copied(output: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), output)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Log nothing and warn of nothing: what there is to say is in verdicts."""
-    before = logging.root.manager.disable
-    logging.disable(max(before, logging.WARNING))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
 
 
 @contextlib.contextmanager

@@ -43,7 +43,6 @@ class Compiled(Claim):
     name, sentence = "compiled", "compiled code computes what it computes uncompiled"
 
     def check(self, subject: Subject) -> Verdict:
-        """Compare a step with the same one that runs uncompiled."""
         return subject.within(lambda trainer, module: self._try(Bench(trainer, module), subject.full))
 
     def _try(self, bench: Bench, full: bool) -> Verdict:
@@ -79,7 +78,6 @@ class InTrainingMode(Claim):
     name, sentence = "modes", "what trains is in training mode: dropout acts, batch norms have statistics"
 
     def check(self, subject: Subject) -> Verdict:
-        """Compare a step with the same one in which layers that train are in training mode."""
         later = subject.plain.resting
         return subject.within(lambda trainer, module: self._try(Bench(trainer, module), later))
 

@@ -28,25 +28,15 @@ _NO_TOKENS = "the batches hold no tokens with labels that are these or the next 
 
 @dataclass
 class Learned:
-    """What a step learns of each token of some rows.
+    """What a step learns of each token of some rows."""
 
-    Args:
-        tokens: The rows.
-        head: The output head's name and class.
-        pieces: Into how many calls of the head the rows were cut; 0 where it gave no logits.
-        loss: The step's loss, with its graph.
-        each: Each token's cross-entropy over the whole logits ``[B, T]``, with its graph.
-        own: The step's gradient at what the head gets ``[B, T, H]``.
-        dense: By how many tokens ahead it looks: that of the sum of all cross-entropies.
-    """
-
-    tokens: TokenBatch
-    head: str
-    pieces: int
-    loss: Tensor
-    each: Tensor
-    own: Tensor
-    dense: dict[int, Tensor]
+    tokens: TokenBatch  # the rows
+    head: str  # the output head's name and class
+    pieces: int  # into how many calls of the head the rows were cut; 0 where it gave no logits
+    loss: Tensor  # the step's loss, with its graph
+    each: Tensor  # each token's cross-entropy over the whole logits ``[B, T]``, with its graph
+    own: Tensor  # the step's gradient at what the head gets ``[B, T, H]``
+    dense: dict[int, Tensor]  # by how many tokens ahead it looks: that of the sum of all cross-entropies
 
     def weights(self, ahead: int = 1) -> tuple[Tensor, float]:
         """How much each position counts ``[B, T]``, and which share of the gradients that does not explain."""
@@ -94,7 +84,6 @@ class _LearnedClaim(BenchClaim):
     """A claim on what a step learns of each token."""
 
     def tried(self, bench: Bench) -> Verdict:
-        """Whether it is true of what is learned, where that is known."""
         found = learned(bench)
         return self.idle(found) if isinstance(found, str) else self.judged(bench, found, _tolerance(bench))
 

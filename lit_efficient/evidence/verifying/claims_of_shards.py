@@ -7,12 +7,11 @@ gradients. Then one process computes each batch's gradient by itself, from these
 """
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import socket
 import time
-import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.evidence.fits import AS_IT_IS, Change, FitSource
+from lit_efficient.evidence.own_process import OwnProcess, TaskFailed
 from lit_efficient.evidence.verifying.claims import (
     Claim,
     Subject,
@@ -51,12 +51,11 @@ class Sharded(Claim):
     name, sentence = "sharded", "several processes train on different rows, with the gradient of all rows together"
 
     def check(self, subject: Subject) -> Verdict:
-        """Run a step in two processes, and compute its gradient in one."""
         if subject.source.make().trainer.world_size < 2 and not subject.full:
             return self.idle("one process trains; --full tries two")
-        first, second = reports = _two_processes(subject.source, subject.folder)
-        failed = next((one["failed"] for one in reports if "failed" in one), "")
-        if failed:
+        try:
+            first, second = reports = _two_processes(subject.source, subject.folder)
+        except TaskFailed as failed:
             return self.idle(f"two processes could not make a step: {failed}")
         if _same(first["batches"], second["batches"]):
             why = "both processes got the same rows: each step learns half as much as it seems to"
@@ -106,66 +105,38 @@ def _same(one: list[Any], other: list[Any]) -> bool:
 
 
 def _two_processes(source: FitSource, folder: Path) -> list[dict[str, Any]]:
-    """What each of two processes tells of its first optimizer step."""
-    forks = "fork" in multiprocessing.get_all_start_methods() and not torch.cuda.is_initialized()
-    context: Any = multiprocessing.get_context("fork" if forks else "spawn")
+    """What each of two processes tells of its first optimizer step.
+
+    Raises:
+        TaskFailed: If one of them cannot make it.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    pipes = [context.Pipe(duplex=False) for _ in range(2)]
-    processes = [
-        context.Process(target=_child, args=(source, folder, rank, port, pipe[1])) for rank, pipe in enumerate(pipes)
-    ]
-    try:
-        for process, (_, sender) in zip(processes, pipes):
-            try:
-                process.start()
-            except Exception as error:  # what cannot be pickled for a process that is not forked
-                return [{"failed": f"the fit cannot be sent to a process: {error}"}] * 2
-            sender.close()
-        end = time.monotonic() + _SECONDS
-        reports = []
-        for receiver, _ in pipes:
-            if not receiver.poll(max(0.0, end - time.monotonic())):
-                return [{"failed": f"it took more than {_SECONDS:.0f} s"}] * 2
-            with contextlib.suppress(EOFError):
-                reports.append(pickle.loads(receiver.recv_bytes()))  # noqa: S301 our own process
-        return reports if len(reports) == 2 else [{"failed": "one died"}] * 2
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.join(5)
-                process.kill()
-                process.join()
+    with contextlib.ExitStack() as held:
+        processes = [held.enter_context(OwnProcess(_one_of_two, source, folder, rank, port)) for rank in range(2)]
+        files = [process.result(most_seconds=_SECONDS) for process in processes]
+    return [pickle.loads(Path(file).read_bytes()) for file in files]  # noqa: S301 our own processes'
 
 
-def _child(source: FitSource, folder: Path, rank: int, port: int, pipe: Any) -> None:
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):
-        os.dup2(nowhere, stream)
-    torch.set_num_threads(1)  # the parent's others do not survive a fork
-    warnings.simplefilter("ignore")
+def _one_of_two(source: FitSource, folder: Path, rank: int, port: int, tell: Callable[[int], None]) -> str:
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-    os.environ.update({name: str(value) for name, value in ranks.items()})
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in {**ranks, **address}.items()})
     own = folder / f"rank{rank}"
     own.mkdir(exist_ok=True)
-    try:
-        notes = _Notes()
-        subject = Subject(source, own, alone=False)
-        fit = subject.fit(_two(source))
-        strategy = fit.trainer.strategy
-        strategy.parallel_devices = strategy.parallel_devices[:2]
-        fit.trainer.callbacks.append(notes)
-        subject.run(fit)
-        reports = notes.reports
-    except BaseException as error:
-        reports = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
-    pipe.send_bytes(pickle.dumps(reports))
-    pipe.close()
+    notes = _Notes()
+    subject = Subject(source, own, alone=False)
+    fit = subject.fit(_two(source))
+    strategy = fit.trainer.strategy
+    strategy.parallel_devices = strategy.parallel_devices[:2]
+    fit.trainer.callbacks.append(notes)
+    subject.run(fit)
+    file = own / "reports"
+    file.write_bytes(pickle.dumps(notes.reports))
     if rank == 0:
         time.sleep(0.5)  # it holds the store that the other one may still ask
-    os._exit(0)  # no handler of the parent's runs twice
+    return str(file)
 
 
 def _two(source: FitSource) -> Change:

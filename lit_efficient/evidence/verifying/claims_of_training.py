@@ -38,7 +38,6 @@ class Runs(Claim):
     name, sentence = "runs", "the first steps can be done, and their losses are finite"
 
     def check(self, subject: Subject) -> Verdict:
-        """Do them."""
         try:
             losses = subject.plain.losses
         except Exception as error:
@@ -55,7 +54,6 @@ class Deterministic(Claim):
     name, sentence = "determinism", "the same seed gives the same batches, losses and weights"
 
     def check(self, subject: Subject) -> Verdict:
-        """Build and run it twice."""
         one, other = subject.plain, subject.train(5, slim=True)
         off = {f"start: {name}": by for name, by in difference(one.start, other.start).items()}
         for i, (a, b) in enumerate(zip(one.batches, other.batches)):

@@ -21,7 +21,6 @@ class Trains(Claim):
     name, sentence = "trains", "each trainable parameter is in one optimizer, gets a gradient and moves"
 
     def check(self, subject: Subject) -> Verdict:
-        """Look at the weights and gradients of some steps."""
         trace = subject.plain
         module = trace.fit.module
         later, meant = trace.later, _meant(trace.fit)
@@ -58,7 +57,6 @@ class Frozen(Claim):
     name, sentence = "frozen", "frozen parameters keep every bit, beside adapters too, and tied ones stay tied"
 
     def check(self, subject: Subject) -> Verdict:
-        """Compare the weights before and after some steps."""
         trace = subject.plain
         module, techniques = trace.fit.module, techniques_of(trace.fit.trainer)
         moved = {name for name, _ in module.named_parameters() if not same(trace.start.get(name), trace.end[name])}

@@ -29,27 +29,16 @@ ROWS = 4  # of a batch that are looked at
 
 @dataclass
 class Call:
-    """One call of a layer.
+    """One call of a layer."""
 
-    Args:
-        name: The layer's, in the module.
-        part: The layer.
-        nth: How many calls of it came before.
-        outer: The number of the outermost call that it is a part of.
-        outermost: Whether it is that itself.
-        args: What it got; without a graph that of outermost ones alone.
-        kwargs: What it got by name.
-        output: What it gave.
-    """
-
-    name: str
-    part: nn.Module
-    nth: int
-    outer: int
-    outermost: bool
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    output: Any = None
+    name: str  # the layer's, in the module
+    part: nn.Module  # the layer
+    nth: int  # how many calls of it came before
+    outer: int  # the number of the outermost call that it is a part of
+    outermost: bool  # whether it is that itself
+    args: tuple[Any, ...] = ()  # what it got; without a graph that of outermost ones alone
+    kwargs: dict[str, Any] = field(default_factory=dict)  # what it got by name
+    output: Any = None  # what it gave
 
     @property
     def key(self) -> tuple[str, int]:
@@ -108,10 +97,6 @@ class Bench:
     """A module in a fit before its first batch, whose steps are tried again and again from one state.
 
     Optimizers do nothing. What is zero at the start, and would hide all that lies behind it, gets small numbers.
-
-    Args:
-        trainer: The trainer.
-        module: The module.
     """
 
     def __init__(self, trainer: Any, module: Any) -> None:
@@ -135,10 +120,7 @@ class Bench:
     def step(self, batch: Any, training: bool = True, graph: bool = False) -> tuple[list[Call], Tensor | None]:
         """The calls of a training step from the state at the start, and its loss; manual optimization has none.
 
-        Args:
-            batch: The batch.
-            training: Whether dropout and the like act.
-            graph: Whether autograd can go back from the loss to what the calls gave.
+        ``training``: dropout and the like act. ``graph``: autograd can go back from the loss to what the calls gave.
         """
         self._record.restore()
         for part in [self.module, *self.still] if not training else self.still:
@@ -192,7 +174,6 @@ class BenchClaim(Claim):
     """A claim that is tried on steps before the first batch."""
 
     def check(self, subject: Subject) -> Verdict:
-        """Whether it is true of the subject's fit."""
         return subject.within(lambda trainer, module: self.tried(Bench(trainer, module)))
 
     @abstractmethod

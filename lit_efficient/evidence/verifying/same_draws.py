@@ -18,12 +18,8 @@ class Unlike(Exception):
 
 
 class Draws(TorchDispatchMode):
-    """Notes what random operators return; or gives back what another one has noted.
-
-    Args:
-        values: What was noted of the whole batch.
-        part: Which of its parts this is, from 0.
-        parts: Into how many equal ones it was cut.
+    """Notes what random operators return; or gives back what another one has noted of the whole batch, for one of its
+    parts.
     """
 
     def __init__(self, values: list[Tensor] | None = None, part: int = 0, parts: int = 1) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from lit_efficient.evidence.few_blocks import FewBlocks, blocks_by_list
 from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource
-from lit_efficient.evidence.verifying.claims import quiet
+from lit_efficient.evidence.verifying.claims import silence
 from lit_efficient.internals.lightning_trainer import begin_fit
 from lit_efficient.surgery import count
 
@@ -30,9 +30,7 @@ _NARROW |= {"num_key_value_heads": 2, "head_dim": 64}
 def small(source: FitSource, tried: Callable[[FitSource], object]) -> tuple[FitSource, str]:
     """A source of fits whose network is small, and what was done to it as a clause; the same where it is small.
 
-    Args:
-        source: Makes the fit.
-        tried: Raises for a source whose fits cannot do a step.
+    ``tried`` raises for a source whose fits cannot do a step.
     """
     pretrained = list(_pretrained(source))
     drawn = {name: value for block, _ in pretrained for name, value in block.items()}
@@ -54,7 +52,7 @@ def small(source: FitSource, tried: Callable[[FitSource], object]) -> tuple[FitS
 def _sketch(source: FitSource) -> Any:
     """The module with its network, if possible without its weights; ``None`` where it cannot be built so."""
     try:
-        with quiet():
+        with silence():
             fit: Fit = source.without_weights().make()
             if not any(True for _ in fit.module.parameters()):
                 begin_fit(fit.trainer, fit.module, fit.datamodule)

@@ -14,17 +14,11 @@ from lit_efficient.losses.next_token import IGNORE, targets_of
 
 @dataclass(frozen=True)
 class Kinds:
-    """What each token of a batch is.
+    """What each token of a batch is."""
 
-    Args:
-        trained: ``[B, T]`` bool: something predicts it.
-        padded: ``[B, T]`` bool: it fills the row up.
-        starts: ``[B, T]`` bool: a document begins with it.
-    """
-
-    trained: Tensor
-    padded: Tensor
-    starts: Tensor
+    trained: Tensor  # ``[B, T]`` bool: something predicts it
+    padded: Tensor  # ``[B, T]`` bool: it fills the row up
+    starts: Tensor  # ``[B, T]`` bool: a document begins with it
 
 
 def kinds_of(batch: Mapping[str, Tensor]) -> Kinds:
@@ -62,23 +56,14 @@ def kinds_of(batch: Mapping[str, Tensor]) -> Kinds:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """A batch from which the next token is learned.
+    """A batch from which the next token is learned."""
 
-    Args:
-        batch: The batch itself.
-        ids: Its tokens ``[B, T]``.
-        labels: Its labels ``[B, T]``, as they stand in it.
-        targets: What each position is to predict ``[B, T]``, `IGNORE` where nothing counts.
-        kinds: What the tokens are.
-        positions: Where a token stands in its document ``[B, T]``, if the batch says it.
-    """
-
-    batch: Any
-    ids: Tensor
-    labels: Tensor
-    targets: Tensor
-    kinds: Kinds
-    positions: Tensor | None
+    batch: Any  # the batch itself
+    ids: Tensor  # its tokens ``[B, T]``
+    labels: Tensor  # its labels ``[B, T]``, as they stand in it
+    targets: Tensor  # what each position is to predict ``[B, T]``, `IGNORE` where nothing counts
+    kinds: Kinds  # what the tokens are
+    positions: Tensor | None  # where a token stands in its document ``[B, T]``, if the batch says it
 
     def with_ids(self, ids: Tensor) -> Any:
         """The batch with other tokens and the labels that it has."""

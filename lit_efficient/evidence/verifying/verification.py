@@ -17,7 +17,7 @@ from typing import Any
 
 from lit_efficient.errors import ConfigurationError, LitEfficientError, did_you_mean, refusal
 from lit_efficient.evidence.fits import FitSource, LiveFit
-from lit_efficient.evidence.verifying.claims import Claim, Subject, Verdict, quiet
+from lit_efficient.evidence.verifying.claims import Claim, Subject, Verdict, silence
 from lit_efficient.evidence.verifying.claims_of_checkpoints import OF_CHECKPOINTS
 from lit_efficient.evidence.verifying.claims_of_data import OF_DATA
 from lit_efficient.evidence.verifying.claims_of_execution import OF_EXECUTION
@@ -147,7 +147,7 @@ def verify(
     with tempfile.TemporaryDirectory(prefix="verify-") as folder, other_randomness(random_states()):
         said = ""
         if not full:
-            with quiet():
+            with silence():
                 source, said = small(source, lambda changed: Subject(changed, Path(folder)).train(1))
         subject = Subject(source, Path(folder), full, said)
         try:
@@ -193,7 +193,7 @@ def chosen(only: Sequence[str]) -> list[Claim]:
 def _checked(claim: Claim, subject: Subject) -> Verdict:
     """The verdict; what stops a check is one, too, but not on the claim."""
     try:
-        with quiet():
+        with silence():
             return claim.check(subject)
     except Exception as error:
         said = " ".join(str(error).split())[:300]

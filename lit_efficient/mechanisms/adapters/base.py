@@ -52,12 +52,9 @@ class FollowsBase:
 
 
 def freeze_base(module: nn.Module, trainable: Iterable[nn.Parameter], *, save_base: bool = False) -> None:
-    """Freeze all parameters but ``trainable``, and let checkpoints leave the frozen ones out.
+    """Freeze all parameters but ``trainable``, and let checkpoints leave the frozen ones out, unless ``save_base``.
 
-    Args:
-        module: The root, whose ``state_dict`` goes into checkpoints.
-        trainable: What goes on training.
-        save_base: Keep the frozen parameters in checkpoints all the same.
+    ``module`` is the root, whose ``state_dict`` goes into checkpoints.
     """
     wanted = {id(parameter) for parameter in trainable}
     for parameter in module.parameters():

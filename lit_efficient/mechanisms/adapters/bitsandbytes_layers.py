@@ -18,13 +18,8 @@ from lit_efficient.surgery import mix_in
 def bitsandbytes_linear(
     weight: Tensor, bias: nn.Parameter | None, format: str = "nf4", *, double_quant: bool = True
 ) -> Any:
-    """A quantised linear layer with the given weight and bias.
-
-    Args:
-        weight: Floats, [out, in]; left as they are.
-        bias: The bias, which stays the same parameter, or ``None``.
-        format: ``nf4``, ``fp4`` or ``int8``.
-        double_quant: Whether the scales of the 4-bit formats are quantised themselves.
+    """A quantised linear layer (``nf4``, ``fp4`` or ``int8``) with the given weight [out, in], which is left as it is,
+    and the same bias parameter; with ``double_quant`` the scales of the 4-bit formats are quantised themselves.
     """
     import bitsandbytes as bnb
 

@@ -30,12 +30,9 @@ def diffusers_class(model: nn.Module) -> dict[str, str] | None:
 
 
 def write_diffusers_lora(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Write both forms beside a peft adapter, if it is of a model of diffusers.
+    """Write both forms beside a peft adapter's tensors and configuration, if it is of a model of diffusers.
 
-    Args:
-        folder: Where to.
-        tensors: Those of ``adapter_model.safetensors``. What is no factor stays there alone: the forms have no place.
-        config: That of ``adapter_config.json``.
+    What is no factor stays there alone: the forms have no place.
     """
     kind = (config.get("auto_mapping") or {}).get("base_model_class")
     if kind is None or config["peft_type"] != "LORA":

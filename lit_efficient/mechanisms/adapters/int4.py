@@ -97,13 +97,8 @@ def check_input(layer: Any, x: Tensor) -> None:
 class Int4Linear(Loads, StaysFloat32, nn.Linear):
     """A frozen linear layer in four bits; ``weight`` holds the codes, ``weight_scale`` and ``weight_zero`` the rest.
 
-    Loads its own checkpoints, and those of the float layer, whose weight is quantised on the way. Scales and zero
-    points stay in float32 when the module is cast to less.
-
-    Args:
-        weight: The float weight, [out, in].
-        bias: The bias, which stays as it is, or ``None``.
-        group_size: Inputs that share a scale and a zero point.
+    Loads its own checkpoints, and those of the float layer, whose weight [out, in] is quantised on the way; the bias
+    stays as it is. Scales and zero points stay in float32 when the module is cast to less.
     """
 
     quant_format = "int4"
@@ -133,11 +128,9 @@ class Int4Linear(Loads, StaysFloat32, nn.Linear):
         return dequantize_groups(self.weight, self.weight_scale, self.weight_zero).detach()
 
     def extra_repr(self) -> str:
-        """Sizes for ``print``."""
         return f"{super().extra_repr()}, group_size={self.group_size}"
 
     def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Quantise a float layer's weight."""
         given = state_dict.get(f"{prefix}weight")
         if given is not None and given.is_floating_point():
             oriented = given.T if getattr(self, "quant_transposed", False) else given

@@ -231,7 +231,6 @@ class _LowRankEmbedding(LowRank):
     """``A`` is [r, tokens] and ``B`` [width, r]; dropout would act on token numbers, so there is none."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The table's rows plus the adapter's."""
         y: Tensor = super(LowRank, self).forward(x)  # type: ignore[misc]
         if self.adapter_off:
             return y
@@ -278,13 +277,10 @@ def base_matrix(module: Any) -> Tensor:
 
 
 def merged_matrix(weight: Tensor, added: Mapping[str, Tensor], scale: float) -> Tensor:
-    """What a weight and its adapter amount to: [out, in], in float32 at least.
+    """What a weight [out, in] and its adapter amount to: [out, in], in float32 at least.
 
-    Args:
-        weight: The frozen weight as [out, in].
-        added: ``lora_A`` and ``lora_B``, with ``lora_A0`` and ``lora_B0`` (PiSSA) or ``lora_magnitude`` (DoRA). An
-            ``A`` with fewer columns than the weight (QA-LoRA) has one for each group of inputs.
-        scale: ``s``.
+    ``added`` has ``lora_A`` and ``lora_B``, with ``lora_A0`` and ``lora_B0`` (PiSSA) or ``lora_magnitude`` (DoRA). An
+    ``A`` with fewer columns than the weight (QA-LoRA) has one for each group of inputs.
     """
     wide = torch.promote_types(added["lora_A"].dtype, torch.float32)
     flat = {key: tensor.detach().to(wide) for key, tensor in added.items()}

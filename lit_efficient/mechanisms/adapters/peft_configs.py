@@ -36,10 +36,7 @@ def methods() -> dict[str, Any]:
 
 
 def peft_config(options: Mapping[str, Any]) -> Any:
-    """Peft's configuration object, to train with.
-
-    Args:
-        options: Its fields, with ``peft_type``.
+    """Peft's configuration object, to train with, of its fields and ``peft_type``.
 
     Raises:
         ConfigurationError: For a method that is not among :func:`methods`, a field that it does not have, and what

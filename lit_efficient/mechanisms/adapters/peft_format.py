@@ -110,10 +110,8 @@ def to_peft(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What belongs into ``adapter_model.safetensors`` and into ``adapter_config.json`` of a peft adapter.
 
-    Args:
-        state: ``state_dict`` of a checkpoint.
-        where: What :func:`placement` gave.
-        arguments: Those of the technique ``LoRA``.
+    ``state`` is the ``state_dict`` of a checkpoint, ``where`` what :func:`placement` gave, ``arguments`` those of
+    ``LoRA``.
     """
     if arguments["variant"] == "rounded":
         raise ConfigurationError(

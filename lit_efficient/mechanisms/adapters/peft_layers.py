@@ -29,7 +29,6 @@ class PeftLayer(Switchable):
 
     @property
     def adapter_off(self) -> bool:
-        """Whether the layer computes what its base does."""
         return bool(self.disable_adapters)
 
     @adapter_off.setter
@@ -64,11 +63,8 @@ def _shapes(module: nn.Module) -> dict[str, Any]:
 
 
 def peft_names(module: nn.Module, names: Iterable[str]) -> tuple[set[str], dict[str, str]]:
-    """Of the names in a module those that are adapters', and those of the base that peft has moved, with the old ones.
-
-    Args:
-        module: Any module, with layers of peft or without.
-        names: Of parameters, buffers or entries of its ``state_dict``.
+    """Of the names in a module's ``state_dict`` those that are adapters', and those of the base that peft has moved,
+    with the old ones.
     """
     layers = {name for name, part in module.named_modules(remove_duplicate=False) if isinstance(part, PeftLayer)}
     added: set[str] = set()

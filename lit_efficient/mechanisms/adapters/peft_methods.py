@@ -240,10 +240,7 @@ def _check_rounded(root: Any) -> None:
 def check_forward(root: nn.Module, context: Any, precision: str) -> None:
     """Refuse a method whose layers cannot compute in a precision: each kind is run once, as a copy.
 
-    Args:
-        root: A network after :func:`inject`, in its final type.
-        context: What Lightning puts around a step, as ``trainer.precision_plugin.forward_context``.
-        precision: Its name.
+    The network is in its final type; the context is what Lightning puts around a step.
     """
     seen: set[Any] = set()
     for name in outermost(root):

@@ -117,11 +117,8 @@ def peft_placement(module: nn.Module) -> dict[str, Any]:
 def peft_files(
     where: Mapping[str, Any], state: Mapping[str, Tensor]
 ) -> dict[str, tuple[dict[str, Tensor], dict[str, Any]]]:
-    """Tensors and options of each adapter in a checkpoint, as peft would save them.
-
-    Args:
-        where: What :func:`peft_placement` gave.
-        state: ``state_dict`` of the checkpoint.
+    """Tensors and options of each adapter in a checkpoint, as peft would save them, from what :func:`peft_placement`
+    gave.
     """
     found = {}
     for name, one in where["adapters"].items():

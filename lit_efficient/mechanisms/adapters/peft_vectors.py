@@ -168,11 +168,8 @@ def scaled_names(checkpoint: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def fold_vectors(state: dict[str, Tensor], checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Multiply a checkpoint's factors into the weights and biases of ``state``, in place, and return it.
-
-    Args:
-        state: The frozen weights, as floats, and the factors, by name.
-        checkpoint: Of IA3; any other changes nothing.
+    """Multiply a checkpoint's factors of IA3 into the weights (as floats) and biases of ``state``, in place, and return
+    it.
 
     Raises:
         CheckpointError: If the weight of a scaled layer is not there.

@@ -22,7 +22,7 @@ from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.internals.torch_modules import StaysFloat32
 from lit_efficient.mechanisms.adapters.base import FollowsBase
 from lit_efficient.mechanisms.adapters.disabled import Switchable
-from lit_efficient.mechanisms.adapters.prefix_cache import PrefixCache, computed_by_transformer, prefixed_call
+from lit_efficient.mechanisms.adapters.prefix_cache import PrefixCache, computed_by_transformer, owner_of, prefixed_call
 from lit_efficient.models.gpt import GPT, KVCache, rotary_table
 from lit_efficient.models.modes import evaluating
 from lit_efficient.surgery import mix_in
@@ -138,8 +138,8 @@ class PrefixedGPT(PrefixedDecoder):
             return super().features(input_ids, cache, position_ids)  # type: ignore[misc]
         if position_ids is not None:
             raise ConfigurationError(
-                "PrefixTuning: this GPT cannot have a prefix before each document of a packed row; do not pack "
-                "(data.init_args.pack=false), or take a model of transformers"
+                f"{owner_of(self)}: this GPT cannot have virtual tokens before each document of a packed row; do not "
+                "pack (data.init_args.pack=false), or take a model of transformers"
             )
         seen = cache[0].length if cache else 0
         keys, values = self.vectors(seen > 0)
@@ -147,8 +147,8 @@ class PrefixedGPT(PrefixedDecoder):
         length = input_ids.shape[1] + max(0, seen - self.prefix_length)
         if length > room:
             raise ConfigurationError(
-                f"PrefixTuning: {self.prefix_length} of max_length = {self.config.max_length} positions are the "
-                f"prefix's, so that sequences have at most {room} tokens, got {length}"
+                f"{owner_of(self)}: {self.prefix_length} of max_length = {self.config.max_length} positions are for "
+                f"virtual tokens, so that sequences have at most {room} tokens, got {length}"
             )
         if cache is None:
             cache = [PrefixCache(k[None], v[None]) for k, v in zip(keys, values, strict=True)]
@@ -213,7 +213,7 @@ def computed_from(decoder: Any, embedded: Tensor) -> tuple[Tensor, Tensor]:
         return computed_by_transformer(decoder, _plain(decoder).forward, inputs_embeds=embedded)
     config, length = decoder.config, embedded.shape[1]
     if length > config.max_length:
-        raise refusal("PrefixTuning", "num_virtual_tokens", f"at most max_length = {config.max_length}", length)
+        raise refusal(owner_of(decoder), "num_virtual_tokens", f"at most max_length = {config.max_length}", length)
     caches = [_Recorder(length) for _ in decoder.blocks]
     rotary = rotary_table(0, length, config.head_dim, config.constants.rope_theta, embedded.device)
     for block, cache in zip(decoder.blocks, caches, strict=True):
@@ -252,6 +252,7 @@ def add_prefix(
         ConfigurationError: If the decoder cannot have such a prefix.
     """
     table = embeddings(decoder).weight
+    decoder.virtual_tokens_of = "PrefixTuning"
     keys, values = computed(decoder, tokens or _spread(length, len(table)))
     embedding = table[list(tokens)] if tokens else _drawn((length, table.shape[1]), seed, 2)
     if not tokens:
@@ -282,23 +283,27 @@ def _drawn(shape: Sequence[int], seed: int, stream: int) -> Tensor:
     return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
 
 
-def read_tokens(text: str, path: str, who: str) -> list[int]:
-    """The token numbers of a text, without special tokens.
-
-    Args:
-        text: What to encode.
-        path: A ``tokenizer.json``, or a folder that has one.
-        who: Name of the technique that asks, for the error.
+def tokenizer_at(path: str, who: str) -> Any:
+    """The tokenizer of a ``tokenizer.json``, or of a folder that has one; ``who`` asks, for the error.
 
     Raises:
-        ConfigurationError: If there is no such file, or the text has no tokens.
+        ConfigurationError: If there is no such file.
     """
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise refusal(who, "tokenizer", "a tokenizer.json or a folder that has one", path)
     from tokenizers import Tokenizer
 
-    tokens: list[int] = Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False).ids
+    return Tokenizer.from_file(str(file))
+
+
+def read_tokens(text: str, path: str, who: str) -> list[int]:
+    """The token numbers of a text, without special tokens, as :func:`tokenizer_at` has them.
+
+    Raises:
+        ConfigurationError: If there is no such file, or the text has no tokens.
+    """
+    tokens: list[int] = tokenizer_at(path, who).encode(text, add_special_tokens=False).ids
     if not tokens:
         raise ConfigurationError(f"{who}: init_text={text!r} has no tokens in {path!r}")
     return tokens

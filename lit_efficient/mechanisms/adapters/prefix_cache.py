@@ -23,6 +23,12 @@ CHECKPOINTING = (
 )
 
 
+def owner_of(decoder: Any) -> str:
+    """The technique whose virtual tokens a decoder has or is about to get, for errors."""
+    owner: str = decoder.virtual_tokens_of
+    return owner
+
+
 class PrefixCache:
     """The cache of one layer of this package's GPT that holds a prefix and forgets what it is given.
 
@@ -76,8 +82,8 @@ def _layers_of(decoder: Any) -> list[Any]:
     other = next((layer for layer in layers if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)), None)
     if other is not None:
         raise ConfigurationError(
-            f"PrefixTuning: {type(decoder).__name__} has layers with a {type(other).__name__}, which holds no keys and "
-            "values of single tokens; use LoRA"
+            f"{owner_of(decoder)}: {type(decoder).__name__} has layers with a {type(other).__name__}, which holds no "
+            "keys and values of single tokens; use LoRA"
         )
     return list(layers)
 
@@ -101,13 +107,13 @@ def computed_by_transformer(decoder: Any, forward: Callable[..., Any], **inputs:
     length = next(iter(inputs.values())).shape[1]
     if window is not None and length >= window:
         allowed = f"below {window}, the sliding window of {type(decoder).__name__}"
-        raise refusal("PrefixTuning", "num_virtual_tokens", allowed, length)
+        raise refusal(owner_of(decoder), "num_virtual_tokens", allowed, length)
     cache: Any = DynamicCache(config=decoder.config)
     forward(**inputs, past_key_values=cache, use_cache=True)
     filled = [layer for layer in cache.layers if layer.is_initialized]
     if len(filled) != len(layers) or len({layer.keys.shape for layer in filled}) > 1:
         raise ConfigurationError(
-            f"PrefixTuning: {type(decoder).__name__} must fill a cache with keys of one shape in every layer; "
+            f"{owner_of(decoder)}: {type(decoder).__name__} must fill a cache with keys of one shape in every layer; "
             f"{len(filled)} of {len(layers)} layers did, in the shapes "
             f"{sorted({tuple(layer.keys.shape) for layer in filled})}; use LoRA"
         )
@@ -117,7 +123,7 @@ def computed_by_transformer(decoder: Any, forward: Callable[..., Any], **inputs:
 def refuse_checkpointing(decoder: Any) -> None:
     """Raise :class:`ConfigurationError` if any part of a decoder has gradient checkpointing switched on."""
     if any(getattr(part, "gradient_checkpointing", False) for part in decoder.modules()):
-        raise ConfigurationError(f"PrefixTuning cannot be combined with gradient checkpointing: {CHECKPOINTING}")
+        raise ConfigurationError(f"{owner_of(decoder)} cannot be combined with gradient checkpointing: {CHECKPOINTING}")
 
 
 def prefixed_call(
@@ -140,7 +146,7 @@ def prefixed_call(
         cache = _filled(decoder, given, keys, values)
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     if mask is not None:
-        mask = extend_mask(mask, length)
+        mask = extend_mask(mask, length, owner_of(decoder))
     elif positions is not None and given is None:
         mask = _packed_mask(decoder, positions, cache, length)
     kwargs |= {"past_key_values": cache, "attention_mask": mask}
@@ -162,8 +168,8 @@ def _filled(decoder: Any, cache: Any, keys: Tensor, values: Tensor) -> Any:
         cache = DynamicCache(config=decoder.config)
     if type(cache) is not DynamicCache:
         raise ConfigurationError(
-            f"PrefixTuning: the prefix goes into a DynamicCache only, got a {type(cache).__name__}: generate with "
-            "cache_implementation='dynamic'"
+            f"{owner_of(decoder)}: virtual tokens go into a DynamicCache only, got a {type(cache).__name__}: generate "
+            "with cache_implementation='dynamic'"
         )
     layers = _layers_of(decoder)
     cache.layers[:] = [_started(*parts) for parts in zip(layers, keys, values, strict=True)]
@@ -183,22 +189,23 @@ def _started(layer: Any, key: Tensor, value: Tensor) -> Any:
     return started
 
 
-def extend_mask(mask: Any, length: int) -> Any:
+def extend_mask(mask: Any, length: int, who: str) -> Any:
     """Put ``length`` visible keys before those of an attention mask; S becomes S + ``length``.
 
     Args:
         mask: [B, S], not 0 where a token is real; [B, 1 or heads, T, S], ``True`` or 0.0 where a token is seen; or
             masks of both kinds by the type of layer.
         length: Of the prefix.
+        who: Name of the technique, for the error.
 
     Raises:
         ConfigurationError: For another kind of mask.
     """
     if isinstance(mask, dict):
-        return {kind: None if part is None else extend_mask(part, length) for kind, part in mask.items()}
+        return {kind: None if part is None else extend_mask(part, length, who) for kind, part in mask.items()}
     if not isinstance(mask, Tensor) or mask.ndim not in (2, 4):
         given = getattr(mask, "shape", type(mask).__name__)
-        raise refusal("PrefixTuning", "attention_mask", "a tensor [B, S] or [B, heads, T, S]", given)
+        raise refusal(who, "attention_mask", "a tensor [B, S] or [B, heads, T, S]", given)
     seen = 0.0 if mask.ndim == 4 and mask.is_floating_point() else 1.0
     return torch.cat((mask.new_full((*mask.shape[:-1], length), seen), mask), dim=-1)
 
@@ -215,9 +222,9 @@ def _packed_mask(decoder: Any, positions: Tensor, cache: Any, length: int) -> An
     window, attention = _window_of(decoder), attention_of(decoder.config)
     if attention not in ("sdpa", "eager") or (window is not None and length + tokens > window):
         raise ConfigurationError(
-            "PrefixTuning: rows of several documents (position_ids that start over) need attn_implementation sdpa or "
-            f"eager and at most {window or 'any number of'} positions, the sliding window; got {attention!r} and "
-            f"{length + tokens} with the prefix"
+            f"{owner_of(decoder)}: rows of several documents (position_ids that start over) need attn_implementation "
+            f"sdpa or eager and at most {window or 'any number of'} positions, the sliding window; got {attention!r} "
+            f"and {length + tokens} with the prefix"
         )
     from transformers.masking_utils import create_causal_mask
 

@@ -46,14 +46,10 @@ def quantize_linear(
     group_size: int = 32,
     device: torch.device | None = None,
 ) -> Any:
-    """The quantised twin of a linear layer, frozen, with the same bias parameter.
+    """The quantised twin of a linear layer (or ``Conv1D``), frozen, with the same bias parameter; the layer is left as
+    it was.
 
-    Args:
-        layer: An ``nn.Linear`` or a ``Conv1D`` with float weights; it is left as it was.
-        format: ``nf4``, ``fp4``, ``int8`` or ``int4``.
-        double_quant: Whether the scales of nf4 and fp4 are quantised themselves.
-        group_size: Inputs that share a scale and a zero point in int4.
-        device: Where to round; the twin is where the layer was.
+    It is rounded on ``device``, and is where the layer was.
     """
     if isinstance(layer, ExpertLinear):
         return _quantized_experts(layer, format, double_quant=double_quant, group_size=group_size, device=device)

@@ -60,16 +60,7 @@ def asking_for(module: Any, present: Collection[str]) -> Iterator[None]:
 
 
 def check_adapters(module: nn.Module, present: Collection[str], path: Path) -> None:
-    """Refuse a checkpoint that lacks anything of ``module`` but its frozen base, or holds more than it.
-
-    Args:
-        module: A module with a frozen base.
-        present: The keys of the checkpoint's ``state_dict``.
-        path: Where it is, for the error.
-
-    Raises:
-        CheckpointError: Naming what is missing, or left over.
-    """
+    """Refuse a checkpoint that lacks anything of ``module`` but its frozen base, or holds more than it."""
     check_surplus(module, present, path)
     own = module.state_dict().keys()
     wanted = own - frozen_keys(module, own)

@@ -53,11 +53,8 @@ def find_targets(root: nn.Module, targets: str | Sequence[str], *, who: str) -> 
 def find_experts(root: nn.Module, targets: str | Sequence[str], *, who: str) -> list[tuple[str, nn.Module, list[str]]]:
     """The stacked weights of experts to adapt: module and parameters, in definition order.
 
-    Args:
-        root: Any module.
-        targets: ``all-linear+experts`` takes all of them, ``all-linear`` none; a pattern those whose dotted names it
-            matches, if it matches no layer.
-        who: Name of the technique that asks, for the error.
+    ``all-linear+experts`` takes all of them, ``all-linear`` none; a pattern those whose dotted names it matches, if it
+    matches no layer.
     """
     stacks = expert_stacks(root)
     if targets in (ALL_LINEAR, WITH_EXPERTS):

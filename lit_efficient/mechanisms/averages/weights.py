@@ -75,10 +75,7 @@ def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 def update_(averages: Sequence[Tensor], weights: Sequence[Tensor], decay: float) -> None:
     """Move ``averages`` towards ``weights`` by 1 - decay, in place and in one pass over memory.
 
-    Args:
-        averages: Tensors of any shapes; shards of DTensors are updated where they are.
-        weights: Tensors of the same shapes, of any floating-point format, on any device.
-        decay: In [0, 1]; 0 copies.
+    Shards of DTensors are updated where they are; weights are of any floating-point format, on any device.
     """
     averages, weights = [local(t) for t in averages], [local(t.detach()) for t in weights]
     if decay == 0:
@@ -114,12 +111,7 @@ def _chunks(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tenso
 
 @torch.no_grad()
 def weighted_mean(states: Sequence[Sequence[Tensor]], weights: Sequence[float]) -> list[Tensor]:
-    """Mean of lists of tensors, in float32 at least, without a stacked copy.
-
-    Args:
-        states: Lists of tensors, all alike in shapes.
-        weights: One weight a list; they add up to 1.
-    """
+    """Mean of lists of tensors of the same shapes, in float32 at least, without a stacked copy; weights add up to 1."""
     mean = [torch.zeros_like(t, dtype=precise(t.dtype)) for t in states[0]]
     for state, weight in zip(states, weights, strict=True):
         for m, t in zip(mean, state, strict=True):
@@ -130,11 +122,9 @@ def weighted_mean(states: Sequence[Sequence[Tensor]], weights: Sequence[float]) 
 def averageable(module: nn.Module, trainable_only: bool = True) -> dict[str, nn.Parameter]:
     """Parameters that an average shadows, by name: tied ones once, quantised ones never.
 
-    Args:
-        module: Any module.
-        trainable_only: Leave out what does not require a gradient, unless it is frozen for now only (see
-            :func:`lit_efficient.mechanisms.blocks.freezing.hold`). Optimizers are not asked: many hold the frozen
-            parameters, too.
+    ``trainable_only`` leaves out what does not require a gradient, unless it is frozen for now only (see
+    :func:`lit_efficient.mechanisms.blocks.freezing.hold`). Optimizers are not asked: many hold the frozen parameters,
+    too.
     """
     later = held(module)
     found = {}

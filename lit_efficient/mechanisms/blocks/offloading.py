@@ -53,10 +53,8 @@ class Offload:
         self.bytes = self.tensors = self.largest = 0
 
     def call(self, parameters: Callable[[], Iterable[Tensor]] = tuple) -> "_Hooks":
-        """A context for the forward of one block: what is saved in it is offloaded.
-
-        Args:
-            parameters: Gives tensors whose memory stays where it is; asked within, once something is saved.
+        """A context for the forward of one block: what is saved in it is offloaded, but for the memory of
+        ``parameters()``, which is asked within, once something is saved.
         """
         return _Hooks(self, parameters)
 

@@ -23,15 +23,11 @@ from lit_efficient.surgery import is_sharded
 
 @dataclass(frozen=True)
 class Streams:
-    """Where each element of a block's output comes from.
+    """Where each element of a block's output comes from."""
 
-    Args:
-        sources: For each element the position and the name of the argument that it continues, ``None`` for a ``None``.
-        bare: Whether the block returns one tensor instead of a tuple.
-    """
-
+    # for each element the position and the name of the argument that it continues, ``None`` for a ``None``
     sources: tuple[tuple[int, str] | None, ...]
-    bare: bool
+    bare: bool  # whether the block returns one tensor instead of a tuple
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Tensor, ...], list[Any], dict]:
         """The streams of a call, and its arguments without them."""

@@ -34,11 +34,8 @@ class Turns(nn.Module):
 
 
 def turns_of(layer: nn.Module, device: torch.device) -> dict[str, str]:
-    """Names of the functions that turn queries and keys in a layer's own forward, for :class:`Turns`.
-
-    Args:
-        layer: Any module.
-        device: That Liger's kernel is tried on.
+    """Names of the functions that turn queries and keys in a layer's own forward, for :class:`Turns`; Liger's kernel is
+    tried on the device.
     """
     kind: Any = unmixed(layer)
     forward = kind.forward

@@ -23,23 +23,15 @@ _ALIGNED = 256  # bytes
 
 
 def swapped_names(block: nn.Module, elsewhere: set[int], trained: bool = False) -> list[str]:
-    """Names of the block's parameters that can leave the device: frozen, dense, and used by nobody else.
-
-    Args:
-        block: A part of a network.
-        elsewhere: Identities of the parameters that modules outside of the block hold.
-        trained: Whether those that train can leave it, too.
+    """Names of the block's parameters that can leave the device: frozen (or ``trained``), dense, and used by nobody
+    elsewhere.
     """
     return [name for name, p in block.named_parameters() if id(p) not in elsewhere and _can_leave(p, trained)]
 
 
 def swapped_tensors(block: nn.Module, names: Iterable[str], trained: bool = False) -> list[Tensor]:
-    """Those of the named parameters that are frozen, and the constants that hang on codes or stand beside them.
-
-    Args:
-        block: A part of a network.
-        names: Of its parameters.
-        trained: Whether those that train are wanted, too.
+    """Those of the named parameters that are frozen (or ``trained``), and the constants that hang on codes or stand
+    beside them.
     """
     found: dict[int, Tensor] = {}
     held = dict(block.named_parameters())

@@ -29,26 +29,12 @@ Key = tuple[int, int]
 
 
 def variant_of(seed: int, epoch: int, index: int, variants: int) -> int:
-    """Which variant of an image an epoch shows, in ``[0, variants)``: a pure function of its arguments.
-
-    Args:
-        seed: The sampler's seed.
-        epoch: Number of the epoch.
-        index: Index of the image in its data set.
-        variants: How many there are.
-    """
+    """Which variant of an image an epoch shows, in ``[0, variants)``: a pure function of its arguments."""
     return mix_seed(seed, epoch, index) % variants if variants > 1 else 0
 
 
 def fill_batches(order: Sequence[int], buckets: Sequence[Hashable], size: int, drop_last: bool) -> list[list[int]]:
-    """Deal positions into batches of one bucket each, in the order of their last positions, incomplete ones last.
-
-    Args:
-        order: Positions, each at most once.
-        buckets: Bucket of each position, [N].
-        size: Positions a batch.
-        drop_last: Leave incomplete batches out.
-    """
+    """Deal positions into batches of one bucket each, in the order of their last positions, incomplete ones last."""
     full: list[list[int]] = []
     opened: dict[Hashable, list[int]] = {}
     for position in order:
@@ -185,10 +171,8 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
 def data_parallel_part(trainer: Any) -> dict[str, Any]:
     """``num_replicas`` and ``rank`` for a :class:`KeyedBatchSampler`, as the trainer's strategy has them.
 
-    With tensor parallelism several processes share one part, which the process group cannot tell.
-
-    Args:
-        trainer: Lightning's; ``None``, or one of a single device, leaves both to the process group.
+    With tensor parallelism several processes share one part, which the process group cannot tell. No trainer, or one of
+    a single device, leaves both to the process group.
     """
     return dict(getattr(trainer, "distributed_sampler_kwargs", None) or {})
 
@@ -228,17 +212,11 @@ def keyed_loader(
     num_workers: int = 0,
     **arguments: Any,
 ) -> DataLoader[Any]:
-    """A loader of the sampler's batches.
+    """A loader of the sampler's batches; items are found by (index, variant), and further arguments are
+    ``DataLoader``'s.
 
     The sampler is the loader's ``sampler`` and not its ``batch_sampler``: Lightning takes batch samplers apart under
     DDP and for prediction, and never tells them the epoch; a ``DistributedSampler`` in that place it leaves whole.
-
-    Args:
-        dataset: Its items are found by (index, variant).
-        sampler: Which batches, in which order.
-        collate: Makes a batch of a list of items. With workers started by "spawn" it must be picklable.
-        num_workers: Worker processes.
-        **arguments: Further ones of ``DataLoader``: ``pin_memory``, ``persistent_workers``, ``prefetch_factor``, ...
     """
     # Workers' base seed is drawn when iterating begins: from a generator of its own, or validating would change the
     # training that follows.
@@ -268,21 +246,10 @@ def module_loader(
     num_workers: int = 0,
     pin_memory: bool = True,
 ) -> DataLoader[Any]:
-    """The loader of a data module's part, as :func:`keyed_loader` makes it.
+    """The loader of a data module's part (the ``index`` of its items), as :func:`keyed_loader` makes it.
 
-    Args:
-        trainer: The module's: its strategy tells which part of an epoch is this process's.
-        dataset: Its items are found by (index, variant).
-        index: Of the part's items.
-        collate: Makes a batch of a list of items.
-        batch_size: Items a batch, for each process.
-        training: Shuffle, one variant of each item an epoch, and keep the workers from epoch to epoch; otherwise in
-            order, variant 0.
-        bucket_of: Shape of an item.
-        variants: How many each item has.
-        seed: Seed of the order.
-        num_workers: Worker processes.
-        pin_memory: Whether batches for a CUDA device are pinned.
+    ``training`` shuffles, shows one variant of each item an epoch, and keeps the workers from epoch to epoch; otherwise
+    in order, variant 0. Batches are those of each process, of items of one shape; for a CUDA device they may be pinned.
     """
     part = data_parallel_part(trainer)
     sampler = KeyedBatchSampler(index, batch_size, bucket_of, variants if training else 1, seed, training, **part)

@@ -225,11 +225,8 @@ def make_resumable(
 ) -> ResumableLoader:
     """A resumable copy of a loader: same class with :class:`ResumableLoader` in front, same arguments and attributes.
 
-    Args:
-        loader: Any ``DataLoader`` that :func:`examine` accepts; it is not changed.
-        seed: The run's seed.
-        rank: The process's data-parallel rank. ``None`` asks the process group.
-        epoch: Returns the current epoch. ``None``: the sampler's ``epoch``.
+    ``rank`` is the process's data-parallel one (``None`` asks the process group); ``epoch`` returns the current one
+    (``None``: the sampler's ``epoch``).
 
     Raises:
         ConfigurationError: If the loader cannot be made resumable.

@@ -51,13 +51,8 @@ def epoch_order(
 ) -> Sequence[int] | IndexedPermutation:
     """The indices of one pass: a pure function of its arguments.
 
-    Args:
-        source: A dataset, or one of torch's own samplers, whose draws are then taken from a generator made here.
-        shuffle: Whether to permute a dataset's indices. A sampler decides by itself.
-        seed: The run's seed.
-        epoch: Number of the epoch.
-        round: Number of the pass within the epoch.
-        indexed: Whether to compute a permutation of all where it is read, instead of drawing it; another permutation.
+    Of one of torch's own samplers the draws are taken from a generator made here, and it decides by itself whether to
+    permute. ``indexed`` computes a permutation where it is read, instead of drawing all of it; another permutation.
     """
     key, count = mix_seed(seed, epoch, round), len(source)
     whole = permutes(source, shuffle)

@@ -36,19 +36,12 @@ from lit_efficient.mechanisms.trials.steps import Trials
 
 @dataclass
 class Trial:
-    """One size that was tried.
+    """One size that was tried."""
 
-    Args:
-        size: Samples a batch and process.
-        accumulation: Batches an optimizer step would have.
-        peak_bytes: The most memory that was in use, up to the failure where it failed.
-        failed_in: ``training`` or ``validation``, or an empty string if it ran.
-    """
-
-    size: int
-    accumulation: int
-    peak_bytes: int = 0
-    failed_in: str = ""
+    size: int  # samples a batch and process
+    accumulation: int  # batches an optimizer step would have
+    peak_bytes: int = 0  # the most memory that was in use, up to the failure where it failed
+    failed_in: str = ""  # ``training`` or ``validation``, or an empty string if it ran
 
     def line(self) -> str:
         """A line of the table of trials."""
@@ -74,14 +67,8 @@ class FoundBatch:
 class BatchSearch:
     """One search on a trainer that stands before its first epoch.
 
-    Args:
-        trainer: The trainer.
-        place: What holds the batch size.
-        memory_limit: Bytes that may be used, as a number or a text; ``None`` for all there are.
-        margin: Share of it to keep free.
-        include_validation: Whether to validate, too.
-        scan: Samples to look at for the longest ones.
-        idle: Names of callbacks that must not act.
+    Of the memory that may be used, or all there is, ``margin`` is a share to keep free; ``scan`` samples are looked at
+    for the longest ones, and callbacks whose classes ``idle`` names do not act.
     """
 
     def __init__(

@@ -92,10 +92,7 @@ def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | 
 class BatchSizeTarget:
     """What holds the batch size: an attribute of the datamodule or the module, or the loader that was passed to fit.
 
-    Args:
-        trainer: A trainer whose data is attached.
-        path: Dotted path of an attribute, or ``auto``.
-        owner: The technique's name, for errors.
+    The path has dots, or is ``auto``; data is attached to the trainer.
 
     Raises:
         ConfigurationError: If there is no such attribute, it is not a whole number, or it is not what loaders follow.

@@ -129,7 +129,6 @@ class AllocationMeter(TorchDispatchMode):
             )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator and count what it returned."""
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
             self.add(result)

@@ -40,12 +40,8 @@ def _leaf_bytes(leaf: object) -> int:
 
 
 def longest_samples(dataset: Any, count: int, indices: Sequence[Any] | None = None) -> list[Any]:
-    """Indices of ``count`` samples spread evenly over a dataset, the one with the most bytes first.
-
-    Args:
-        dataset: Any dataset with a length; samples are read, at most ``count`` of them.
-        count: How many to look at.
-        indices: The ones to choose from, all by default; or keys of another kind.
+    """Indices (all, or the given ones or keys) of ``count`` samples, spread evenly over a dataset, the one with the
+    most bytes first; no more than these are read.
     """
     known = range(len(dataset)) if indices is None else indices
     count = min(count, len(known))
@@ -91,9 +87,7 @@ def check_loader(loader: Any, owner: str) -> None:
 class ProbeBatches:
     """Makes batches of a loader's longest samples, of its batch size and with its collate function.
 
-    Args:
-        loader: A loader that :func:`check_loader` accepts.
-        indices: The longest samples' indices or keys, largest first; they are repeated where the batch is larger.
+    Indices or keys come largest first; they are repeated where the batch is larger.
     """
 
     def __init__(self, loader: DataLoader[Any], indices: Sequence[Any]) -> None:
@@ -104,13 +98,10 @@ class ProbeBatches:
 
     @staticmethod
     def find(loader: DataLoader[Any], scan: int, longest: Longest | None = None) -> list[Any]:
-        """Indices, or keys, of the longest samples of a loader's dataset, largest first.
+        """Indices, or keys, of the longest of ``scan`` samples of a loader's dataset, largest first.
 
-        Args:
-            loader: The loader; where its sampler draws from a subset, only that is looked at.
-            scan: How many samples to look at.
-            longest: Takes the dataset and how many indices are wanted at most, and returns them. ``None``:
-                :func:`longest_samples`.
+        Where its sampler draws from a subset, only that is looked at. ``longest`` is asked in the place of
+        :func:`longest_samples`.
         """
         keyed = loader.sampler if isinstance(loader.sampler, KeyedBatchSampler) else None
         dataset: Any = loader.dataset.dataset if isinstance(loader.dataset, KeyedBatches) else loader.dataset
@@ -130,11 +121,8 @@ class ProbeBatches:
 
 
 def with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
-    """A copy of a loader with another batch size, and with everything else the same object, its sampler included.
-
-    Args:
-        loader: A loader with a batch size; its class and attributes are kept. It is not changed.
-        size: Samples a batch.
+    """A copy of a loader with another batch size, and with everything else the same object, its class and sampler
+    included.
     """
     other = copied(loader)
     # DataLoader forbids to set these after __init__, because it could not check them again; their kinds stay.

@@ -88,11 +88,8 @@ def grows(losses: Sequence[float], threshold: float | None, decay: float = 0.8) 
 
 
 def scale_rates(optimizer: Optimizer, factor: float) -> None:
-    """Scale all rates of an optimizer's groups, and all rates that a schedule goes back to, in place.
-
-    Args:
-        optimizer: The optimizer; a rate that is a tensor stays one.
-        factor: What to multiply by.
+    """Scale all rates of an optimizer's groups, and all rates that a schedule goes back to, in place; tensors stay
+    tensors.
     """
     for group in optimizer.param_groups:
         for key in ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr"):  # of one-cycle and SWA schedules
@@ -114,10 +111,8 @@ _RATES = ("base_lrs", "max_lrs", "min_lrs", LAST_RATES, "eta_min", "min_lr", "de
 def scale_schedule(scheduler: Any, factor: float) -> None:
     """Scale every rate that a scheduler holds, in place, those of schedulers within it, too.
 
-    Args:
-        scheduler: Any of torch's, or one that keeps rates under the same names. A schedule that computes factors of
-            ``base_lrs`` is scaled by them alone.
-        factor: What to multiply by.
+    One that is not torch's must keep rates under the same names. A schedule that computes factors of ``base_lrs`` is
+    scaled by them alone.
     """
     state = vars(scheduler)
     for name in _RATES:

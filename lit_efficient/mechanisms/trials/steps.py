@@ -10,9 +10,10 @@ part. What would leave a trace outside the process does not: loggers, checkpoint
 
 import logging
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from typing import Any, TextIO
 
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -63,10 +64,8 @@ class Trials:
     def trial(self, accumulate: int = 1, alone: bool = True) -> Iterator[None]:
         """Prepare the trainer for steps that nobody is to notice, and put everything back afterwards.
 
-        Args:
-            accumulate: Batches that an optimizer step has meanwhile.
-            alone: Whether each process steps without the others, as it must where one may run out of memory, and
-                techniques that spare memory by chance do not.
+        ``alone``: each process steps without the others, as it must where one may run out of memory, and techniques
+        that spare memory by chance do not.
         """
         trainer, loop = self.trainer, self.trainer.fit_loop
         with collected(), quiet(), tempfile.TemporaryDirectory() as folder:
@@ -167,12 +166,15 @@ def leaves_traces(callback: object) -> bool:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Say nothing of what is undone afterwards: that a layer thaws, that a size was found."""
+def quiet(level: int = logging.INFO, warns: bool = True, prints: TextIO | None = None) -> Iterator[None]:
+    """Say nothing of what is undone afterwards (that a layer thaws, that a size was found): log up to a level, warn."""
     before = logging.root.manager.disable
-    logging.disable(max(before, logging.INFO))
+    logging.disable(max(before, level))
     try:
-        yield
+        with nullcontext() if prints is None else redirect_stdout(prints), warnings.catch_warnings():
+            if not warns:
+                warnings.simplefilter("ignore")
+            yield
     finally:
         logging.disable(before)
 
@@ -221,13 +223,10 @@ class _Waiting:
 def schedule(
     trainer: Any, before_run: Callable[[dict[str, Any]], None], before_epoch: Callable[[], None], order: int
 ) -> None:
-    """Call functions at two points of the coming fit that no hook of Lightning has.
+    """Call functions at two points of the coming fit that no hook of Lightning has; for ``on_fit_start``.
 
-    Args:
-        trainer: The trainer, in ``on_fit_start``.
-        before_run: Called when everything is restored and no data is loaded yet, with the states of all generators.
-        before_epoch: Called at the first epoch's start, after every ``on_train_start``.
-        order: The smaller, the earlier ``before_epoch`` is called.
+    ``before_run`` is called when everything is restored and no data is loaded yet, with the states of all generators,
+    ``before_epoch`` at the first epoch's start, after every ``on_train_start``, the smaller its order the earlier.
     """
     loop = trainer.fit_loop
     waiting: _Waiting | None = loop.__dict__.get("_lit_efficient_waiting")

@@ -142,7 +142,7 @@ def test_stochastic_depth_of_rows_takes_each_row_with_its_positions() -> None:
     from lit_efficient.models.gpt import packed_layout
 
     batch = packed_batch(rows(), length=24)
-    table, mask = packed_layout(batch["position_ids"], 8, 10_000.0)
+    table, mask = packed_layout(batch["position_ids"], batch["position_ids"].shape[1], 8, 10_000.0)
     assert len(table) == len(mask) == len(batch["input_ids"])
     model = GPT(GPTConfig(vocab_size=VOCABULARY, dim=32, depth=1, num_heads=4)).blocks[0]
     x = torch.randn(2, 24, 32)

@@ -95,11 +95,11 @@ def test_packed_documents_are_refused_where_a_window_would_hide_the_prefix() -> 
 
 def test_masks_of_all_kinds_are_extended() -> None:
     four = torch.full((1, 1, 2, 2), -9.0).triu(1)
-    assert torch.equal(extend_mask(four, 1)[0, 0], torch.tensor([[0.0, 0.0, -9.0], [0.0, 0.0, 0.0]]))
-    assert extend_mask(four == 0, 1)[0, 0].tolist() == [[True, True, False], [True, True, True]]
-    assert extend_mask({"full": torch.zeros(1, 2), "none": None}, 1)["full"].tolist() == [[1, 0, 0]]
+    assert torch.equal(extend_mask(four, 1, "PrefixTuning")[0, 0], torch.tensor([[0.0, 0.0, -9.0], [0.0, 0.0, 0.0]]))
+    assert extend_mask(four == 0, 1, "PrefixTuning")[0, 0].tolist() == [[True, True, False], [True, True, True]]
+    assert extend_mask({"full": torch.zeros(1, 2), "none": None}, 1, "PrefixTuning")["full"].tolist() == [[1, 0, 0]]
     with pytest.raises(ConfigurationError, match=r"must be a tensor \[B, S\]"):
-        extend_mask(torch.ones(2, 2, 2), 1)
+        extend_mask(torch.ones(2, 2, 2), 1, "PrefixTuning")
 
 
 @pytest.mark.parametrize("projection", [0, 3])
@@ -170,5 +170,5 @@ def test_what_can_have_no_prefix_is_refused() -> None:
         find_decoder(torch.nn.Linear(1, 1), "PrefixTuning")
     with pytest.raises(ConfigurationError, match=r"below the vocabulary's 32, got \(5, 32\)"):
         PrefixTuning(init_tokens=[5, 32]).start(gpt())
-    with pytest.raises(ConfigurationError, match="goes into a DynamicCache only, got a StaticCache"):
+    with pytest.raises(ConfigurationError, match="virtual tokens go into a DynamicCache only, got a StaticCache"):
         prefixed("Llama").generate(IDS, attention_mask=torch.ones_like(IDS), cache_implementation="static", **GREEDY)

@@ -1,0 +1,100 @@
+"""Puts what a run on a GPU has measured into benchmarks/figures.json, from which the documents are made.
+
+    python benchmarks/gpu/record.py runs/gpu --date 2026-11-28
+    python -m benchmarks.figures --write
+
+Rungs that were measured replace those of before; what did not run keeps its old row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pieces import ROOT
+
+COLUMNS = ["Rung", "Peak", "Tokens a second", "Of the bfloat16 peak", "Expected, and why"]
+FIGURES = ROOT / "benchmarks" / "figures.json"
+
+
+def ladder(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A record for each rung that was measured."""
+    from ladder_gpu import RUNGS
+
+    found = []
+    by_name = {row["name"]: row for row in rows}
+    for row in (by_name[f"ladder/{name}"] for name in RUNGS if f"ladder/{name}" in by_name):
+        figures = dict(row.get("result") or {})
+        name = row["name"].removeprefix("ladder/")
+        if row["status"] != "ok":
+            continue
+        share = "{share_of_peak:.3f}" if "share_of_peak" in figures else "-"
+        if "by" in figures:
+            how = "were run" if "longest was run" in figures else "by two lengths"
+            by = f"{figures['longest by two lengths']:,} tokens {how}"
+            cells = [f"{name}: {by}", "{peak_gib:.2f} GiB at {length:,}", "{tokens_a_second:,} there", "-"]
+        elif "does not fit" in figures:
+            cells = [name, "does not fit", "-", "-"]
+        else:
+            cells = [
+                name + ("" if figures["length"] == 4096 else ", {length:,} tokens"),
+                "{peak_gib:.2f} GiB",
+                "{tokens_a_second:,}",
+                share,
+            ]
+        command = f"python benchmarks/ladder_gpu.py '{name}'"
+        found.append({"id": f"gpu/{name}", "table": "gpu", "command": command, "unit": "GiB; tokens a second",
+                      "figures": figures, "cells": [*cells, RUNGS[name].expected]})  # fmt: skip
+    return found
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many passes of the smoke test and how many test functions held."""
+    passes = [one for row in rows if row["group"] == "smoke" for one in (row.get("result") or {}).values()]
+    tests = [row for row in rows if row["group"] in ("tests", "paging") and row["status"] in ("ok", "failed")]
+    figures = {
+        "passes": len(passes),
+        "held": sum("error" not in one for one in passes),
+        "waiting": sum(one.get("waits_a_step", 0) > 1 for one in passes),
+        "tests": len(tests),
+        "tests_held": sum(row["status"] == "ok" for row in tests),
+    }
+    text = (
+        "{held} of {passes} passes of the smoke test held, {waiting} of them waited for the device more than once a "
+        "step; {tests_held} of {tests} test functions held (`{command}`)"
+    )
+    return {"id": "gpu/smoke", "command": "benchmarks/gpu.sh", "unit": "passes", "figures": figures, "text": text}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--date", required=True)
+    options = parser.parse_args()
+    rows = {}
+    for line in (options.folder / "results.jsonl").read_text("utf-8").splitlines():
+        row = json.loads(line)
+        rows[row["name"]] = row
+    said = re.search(r"^Device: (.+?)\. Versions: (.+)\.$", (options.folder / "report.md").read_text("utf-8"), re.M)
+    if said is None:
+        parser.error(f"{options.folder}/report.md names no device")
+    versions = dict(pair.split(" ") for pair in said[2].split(", "))
+    source = json.loads(FIGURES.read_text("utf-8"))
+    environment = f"gpu {options.date}"
+    source["environments"][environment] = {"versions": versions, "machine": said[1]}
+    source["tables"]["gpu"] = COLUMNS
+    new = [*ladder(list(rows.values())), summary(list(rows.values()))]
+    new = [{**one, "date": options.date, "threads": 16, "environment": environment} for one in new]
+    known = {one["id"] for one in new}
+    source["records"] = [one for one in source["records"] if one["id"] not in known] + new
+    FIGURES.write_text(json.dumps(source, indent=1, ensure_ascii=False) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Rows of tokens cut along their length among n processes: context parallelism.
+
+    row:         2n pieces of equal length, after padding; process i has pieces i and 2n - 1 - i
+    attention:   o_i = Attention(q_i, K, V),    K, V = all processes' keys and values, in the order of the row
+
+A causal row is cheap at its beginning and dear at its end: with one piece of each half, all processes have as many
+pairs of queries and keys.
+
+Saves: (n - 1)/n of the memory of activations
+Costs: a block gathers keys and values from all processes, and sums their gradients over them
+Source: Grattafiori et al. (2024), The Llama 3 Herd of Models, 3.3.2, https://arxiv.org/abs/2407.21783
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, distributed
+
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.torch_attention import attention_part, gradients_of_part, joined
+from lit_efficient.losses.next_token import IGNORE, targets_of
+
+ROW_POSITIONS = "row_positions"  # of a batch of slices: the positions of whole rows, [B, T]
+_sharing: list[Any] = []  # the group of processes that have the slices of a row, while there is one
+
+
+def share_rows(group: Any) -> None:
+    """Say which processes have the slices of a row, in their order; ``None``: each process has its rows whole."""
+    _sharing[:] = [] if group is None else [group]
+
+
+def own_places(length: int, device: torch.device) -> Tensor:
+    """Which tokens of a row of ``length`` this process has, in ascending order."""
+    count, rank = distributed.get_world_size(_sharing[0]), distributed.get_rank(_sharing[0])
+    pieces = torch.arange(length, device=device).view(2 * count, -1)
+    return torch.cat((pieces[rank], pieces[-1 - rank]))
+
+
+def own_slices(batch: Any) -> Any:
+    """This process's slices of the rows of a batch.
+
+    Tensors ``[B, T, ...]`` are cut alike. Labels are shifted before; positions are 0 where an ``attention_mask`` says
+    padding, so that nothing sees it. ``num_bytes`` counts in the first process alone.
+
+    Args:
+        batch: ``input_ids`` with ``labels`` or ``shift_labels``, and perhaps ``position_ids``, ``attention_mask``.
+
+    Raises:
+        ConfigurationError: For another batch.
+    """
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or {"labels", "shift_labels"}.isdisjoint(batch):
+        held = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+        raise ConfigurationError(
+            f"ShardedStrategy: parallel.context cuts batches with input_ids and labels [B, T] in slices, got {held}"
+        )
+    length = ids.shape[1]
+    rest = {key: value for key, value in batch.items() if key not in ("labels", "attention_mask")}
+    mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
+    positions = batch["position_ids"] if "position_ids" in batch else mask.cumsum(1) - 1
+    rest |= {"shift_labels": targets_of(batch), "position_ids": torch.where(mask, positions, 0)}
+    rest[ROW_POSITIONS] = rest["position_ids"]
+    if "num_bytes" in rest and distributed.get_rank(_sharing[0]):
+        rest["num_bytes"] = torch.zeros_like(rest["num_bytes"])
+    missing = -length % (2 * distributed.get_world_size(_sharing[0]))
+    places = own_places(length + missing, ids.device)
+    for key, value in rest.items():
+        if isinstance(value, Tensor) and value.shape[:2] == ids.shape:
+            ends = [0, 0] * (value.ndim - 2) + [0, missing]
+            longer = F.pad(value, ends, value=IGNORE if key == "shift_labels" else 0)
+            rest[key] = longer if key == ROW_POSITIONS else longer[:, places]
+    return rest
+
+
+def of_whole_rows(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values ``[B, heads, T, head_dim]`` of whole rows, of those of this process's slices."""
+    return _Gathered.apply(torch.stack((key, value)))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def attend_slices(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float | None) -> Tensor:
+    """On a CPU, `attend_documents` of slices: neither the keys of whole rows nor a mask are kept."""
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = (heads.to(torch.get_autocast_dtype("cpu")) for heads in (query, key, value))
+    return _Slices.apply(query, torch.stack((key, value)), starts, scale)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _gather(own: Tensor) -> Tensor:
+    """What all processes have, in the order of the row."""
+    count = distributed.get_world_size(_sharing[0])
+    parts = own.new_empty(count, *own.shape)
+    distributed.all_gather_into_tensor(parts.flatten(0, 1), own.contiguous(), _sharing[0])
+    early, late = parts.chunk(2, dim=-2)  # (n, 2, B, heads, T / 2n, head_dim)
+    return torch.cat((*early.unbind(), *late.flip(0).unbind()), dim=-2)
+
+
+def _scatter(wanted: Tensor) -> Tensor:
+    """The sum, over all processes, of what is wanted of this one's part."""
+    count = distributed.get_world_size(_sharing[0])
+    pieces = wanted.chunk(2 * count, dim=-2)
+    parts = torch.stack([torch.cat((pieces[i], pieces[-1 - i]), dim=-2) for i in range(count)])
+    own = torch.empty_like(parts[0])
+    distributed.reduce_scatter_tensor(own, parts.flatten(0, 1), group=_sharing[0])
+    return own
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor) -> tuple[Tensor, Tensor]:
+        key, value = _gather(own)
+        return key, value
+
+    @staticmethod
+    def backward(ctx: Any, *wanted: Tensor) -> Tensor:
+        return _scatter(torch.stack(wanted))
+
+
+class _Slices(torch.autograd.Function):
+    """Keys and values are gathered again for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, own: Tensor, starts: Tensor, scale: float | None) -> Tensor:
+        out = torch.empty_like(query)
+        lse = query.new_empty(query.shape[:-1], dtype=torch.promote_types(query.dtype, torch.float32))
+        whole = _gather(own)
+        for row, queries, parts in _calls(starts):
+            q = query[row, None, :, queries]
+            found = [attention_part(q, *_written_out(whole, row, keys, q), causal, scale) for keys, causal in parts]
+            out[row, :, queries], lse[row, :, queries] = (one[0] for one in joined(found))
+        ctx.save_for_backward(query, own, starts, out, lse)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *wanted: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        query, own, starts, out, lse = ctx.saved_tensors
+        whole, of_query = _gather(own), torch.zeros_like(query)
+        of_whole = torch.zeros_like(whole)
+        for row, queries, parts in _calls(starts):
+            q, o, w = (heads[row, None, :, queries] for heads in (query, out, wanted[0]))
+            for keys, causal in parts:
+                seen = _written_out(whole, row, keys, q)
+                joint = [o, lse[row, None, :, queries]]
+                ours, *theirs = gradients_of_part(w, q, *seen, joint, causal, ctx.scale)
+                of_query[row, :, queries] += ours[0]
+                for total, one in zip(of_whole, theirs):
+                    total[row, :, keys] += one[0].unflatten(0, (total.shape[1], -1)).sum(1)
+        return of_query, _scatter(of_whole), None, None
+
+
+def _written_out(whole: Tensor, row: int, keys: slice, query: Tensor) -> list[Tensor]:
+    """Keys and values ``[1, heads, T, head_dim]``, a head for each of the queries'."""
+    groups = query.shape[1] // whole.shape[2]
+    return [heads[row, None, :, keys].repeat_interleave(groups, 1) for heads in whole]
+
+
+def _calls(starts: Tensor) -> Iterator[tuple[int, slice, list[tuple[slice, bool]]]]:
+    """For each row, this process's pieces of its documents, and the keys of each: those before it, and its own."""
+    places = own_places(starts.shape[1], starts.device)
+    for row, own in enumerate(starts[:, places]):
+        cuts = ((own.diff() != 0) | (places.diff() != 1)).nonzero()[:, 0] + 1
+        bounds = [0, *cuts.tolist(), len(own)]
+        for begin, end in pairwise(bounds):
+            first, last = int(places[begin]), int(places[end - 1]) + 1
+            before = slice(int(own[begin]), first)
+            parts = [(before, False), (slice(first, last), True)]
+            yield row, slice(begin, end), parts if before.start < before.stop else parts[1:]
+
+
+def mean_over_rows(losses: Tensor, labels: Tensor) -> Tensor:
+    """The mean of `token_losses` of slices ``[B, T / n]`` over all tokens that count in whole rows."""
+    sums = torch.stack((losses.detach().sum().double(), (labels != IGNORE).sum().double()))
+    distributed.all_reduce(sums, group=_sharing[0])
+    return (sums[0] / sums[1].clamp(min=1)).float()
