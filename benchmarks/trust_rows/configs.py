@@ -43,6 +43,10 @@ FREE = re.compile(r"FeatureMatching\.layers\.|layers\.blocks")
 # Values that are as unusual as right: what the name of a case ends with, and why it is right.
 RIGHT: dict[str, str] = {
     r"\.(learning_rate|lr|max_lr|gamma):huge": "no number is too large by itself: a run that diverges says so",
+    r"\.(check_val_every_n_epoch|num_nodes|held_out):huge": "what is enough is known with the data, or the machines",
+    r"data\.init_args\.fields\.\w+:word": "a column, of which the data knows",
+    r"\.beta:zero": "SelectiveBackprop chooses by chance alone then",
+    r"latent_alignment:.*\.weight:zero": "the distance is measured, and adds nothing",
     r"\.default_root_dir:word": "a folder, which is made",
     r"\.config_fields\.sample_size:\w+": "diffusers has it for pipelines alone; nothing is computed with it",
 }
