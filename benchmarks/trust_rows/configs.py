@@ -643,11 +643,7 @@ def _try_known(case: str, folder: Path) -> str:
     subcommand, _, name = case.partition(":")
     options, wanted = KNOWN[name]
     added = {"MODELCHECKPOINT": "ModelCheckpoint"}
-    words = [
-        word
-        for one in options
-        for word in ([f"--without={added[one]}", f"--trainer.callbacks+={added[one]}"] if one in added else [one])
-    ]
+    words = [word for one in options for word in ([f"--trainer.callbacks+={added[one]}"] if one in added else [one])]
     config = "latent_diffusion" if name.startswith("d: ") else "language_model"
     code, text = said(subcommand, "-c", config, *words, job=_without_data)
     return "accepted" if code == 0 else refusal(code, text, *wanted)
