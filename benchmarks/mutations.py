@@ -114,6 +114,11 @@ EQUIVALENT: dict[str, str] = {
         ),
         "any reference gives the same gradients: it keeps numbers near 1",
     ),
+    **dict.fromkeys(
+        ("losses/distillation.py:_expectation:sign:1", "losses/distillation.py:coarse:sign:4"),
+        "tokens and vocabulary are two dimensions: the last is the second",
+    ),
+    "optimizers/low_rank_adamw.py:RandomDirections.update_of:constant:6": "the factor of an update of zeros",
     "callbacks/power_ema.py:PowerEMA._write:comparison:1": "no update is written twice; readers take each once",
 }
 

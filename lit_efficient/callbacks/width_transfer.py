@@ -167,7 +167,9 @@ class WidthTransfer(Technique):
         with own_draws(0):
             base = _at_size(network, self.base_width, base_depth, self.heads)
         theirs = dict(base.named_parameters())
-        looked_up = {id(p) for part in network.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
+        tables = {name: part for name, part in network.named_modules() if isinstance(part, nn.Embedding)}
+        parts = dict(base.named_modules())
+        looked_up = {id(part.weight): _times(parts.get(n, part)) / _times(part) for n, part in tables.items()}
         turned = {id(part.weight) for part in network.modules() if inputs_first(part)}
         ends = _end_parameters(network)
         if depth != base_depth and not ends:
@@ -184,7 +186,7 @@ class WidthTransfer(Technique):
             shapes = tuple(parameter.shape[::order]), tuple(theirs[key].shape[::order])
             start, rate = width_factors(*shapes, id(parameter) in looked_up)
             more = base_depth / depth if id(parameter) in ends else 1.0
-            more *= queries.get(id(parameter), 1.0)
+            more *= queries.get(id(parameter), 1.0) * looked_up.get(id(parameter), 1.0)
             if rate * more != 1:
                 rates[name] = rate * more
             if not has_values(parameter):
@@ -290,6 +292,19 @@ def _end_parameters(network: nn.Module) -> set[int]:
     for part, layer, norm, _ in all_residual_ends(network):
         found |= {id(p) for p in part.get_submodule(norm or layer).parameters(recurse=False)}
     return found
+
+
+def _times(table: Any) -> float:
+    """What an embedding multiplies its rows by, as Gemma's by the root of the width."""
+    if not has_values(table.weight):
+        return 1.0
+    some = torch.arange(min(8, len(table.weight)), device=table.weight.device)
+    try:
+        rows, given = table.weight[some].float(), table(some).float()
+        times = float(given.norm() / rows.norm())
+        return times if torch.allclose(given, times * rows, rtol=0.05, atol=1e-6) else 1.0
+    except Exception:  # somebody's, that is asked otherwise
+        return 1.0
 
 
 def _adds_one(layer: nn.Module, weight: Tensor) -> bool:

@@ -98,6 +98,10 @@ WRONG_YAML = {
         "data:\n  class_path: LatentDigits\n  init_args:\n    autoencoder: 3\n",
         ["LatentDigits.autoencoder", "3", "mapping", "bad.yaml, line 4"],
     ),
+    "null for a group of options": (
+        "data:\n  class_path: LatentDigits\n  init_args:\n    autoencoder: null\n",
+        ["LatentDigits.autoencoder", "null", "bad.yaml, line 4"],
+    ),
     "a list": ("- 1\n", ["bad.yaml", "mapping"]),
     "empty": ("", ["bad.yaml", "mapping"]),
     "unknown key": ("trainer:\n  max_epoch: 1\n", ["did you mean 'trainer.max_epochs'", "bad.yaml, line 2"]),

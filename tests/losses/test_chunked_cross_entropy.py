@@ -269,6 +269,32 @@ def test_refuses_a_second_derivative():
         torch.autograd.grad(loss, hidden, create_graph=True)
 
 
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ in ("mm", "addmm", "bmm", "matmul")
+        return func(*args, **(kwargs or {}))
+
+
+def test_tokens_that_are_all_wanted_alike_cost_no_second_pass():
+    hidden, weight, labels, _ = tensors()
+    with Products() as products:
+        losses = chunked_cross_entropy(hidden, weight, labels, reduction="none")
+        assert products.count
+        products.count = 0
+        losses[labels != -100].sum().backward()  # of the others nothing is wanted, and there is nothing
+        assert products.count == 0
+        losses = chunked_cross_entropy(hidden, weight, labels, reduction="none")
+        products.count = 0
+        losses[:9].sum().backward()
+        assert products.count
+
+
 def test_a_second_backward_pass_adds_the_same_gradient():
     hidden, weight, labels, _ = tensors()
     loss = chunked_cross_entropy(hidden, weight, labels)
