@@ -43,6 +43,7 @@ from lit_efficient.mechanisms.adapters.base import has_frozen_base
 from lit_efficient.mechanisms.adapters.sharded import asking_for, check_adapters, check_surplus, checkpoint_keys
 from lit_efficient.mechanisms.averages.weights import placed_like
 from lit_efficient.mechanisms.blocks.finding import find_blocks
+from lit_efficient.mechanisms.ranks import check_batches
 from lit_efficient.mechanisms.shards import check_everywhere, kept_aside, states_in, write_shards
 from lit_efficient.mechanisms.tensor_parallel import Parallel, clip_by_norm, parallelize, plan_of, same_draws
 from lit_efficient.models.row_slices import own_slices, share_rows
@@ -297,6 +298,9 @@ class ShardedStrategy(ShardingBase):
 
     def _offload(self) -> OffloadPolicy:
         return CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda") if self.offload else OffloadPolicy()
+
+    def on_train_start(self) -> None:
+        check_batches(self._module.trainer)
 
     # A step ----------------------------------------------------------------------------------------------------------
 
