@@ -311,10 +311,10 @@ class ShardedStrategy(ShardingBase):
                 return self.run_as_forward(module, name, *args, **kwargs)
             return getattr(module, name)(*args, **kwargs)
 
-    training_step = partialmethod(_step, "train", "training_step")  # type: ignore[assignment]
-    validation_step = partialmethod(_step, "val", "validation_step")  # type: ignore[assignment]
-    test_step = partialmethod(_step, "test", "test_step")  # type: ignore[assignment]
-    predict_step = partialmethod(_step, "predict", "predict_step")  # type: ignore[assignment]
+    training_step = partialmethod(_step, "train", "training_step")
+    validation_step = partialmethod(_step, "val", "validation_step")
+    test_step = partialmethod(_step, "test", "test_step")
+    predict_step = partialmethod(_step, "predict", "predict_step")
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
