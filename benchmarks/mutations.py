@@ -94,7 +94,10 @@ TESTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "data/text/turn_spans.py": (4, ("data/text/test_chat_tokens.py",)),
     "application.py": (10, ("contract/test_application.py", "contract/test_trains.py", "contract/test_after_step.py")),
     "declaration.py": (5, ("contract/test_application.py", "contract/test_promises.py", "test_catalog.py")),
-    "protocol.py": (4, ("contract/test_application.py", "callbacks/test_snr_weighting.py")),
+    "protocol.py": (
+        4,
+        ("contract/test_application.py", "callbacks/test_snr_weighting.py", "cli/test_rehearsal.py"),
+    ),
     "technique.py": (3, ("contract/test_application.py", "callbacks/test_ema.py")),
 }
 # What no test can see, by name, and why.
