@@ -5,8 +5,8 @@
 
 Weights are never made. The loop is the ladder's, which clears gradients after the step. What differed in the run that
 was measured is done as it was: torch 2.11, whose autocast left RMSNorm alone (2.12 widens its input to float32),
-AdamW's foreach kernels, and Liger's kernel for the loss. What is compiled, or lives on the host by copies that
-overlap, `plan` cannot see.
+AdamW's foreach kernels (but for `FUSED`), and Liger's kernel for the loss. What is compiled, or lives on the host by
+copies that overlap, `plan` cannot see.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from lit_efficient.surgery import mix_in
 
 NAMES = ("base", "packed", "chunked loss", "checkpointing", "optimizer in backward")
 NAMES = (*NAMES, "GaLore", "8-bit AdamW", "LoRA", "QLoRA")
+FUSED = ("base", "chunked loss", "checkpointing")  # measured with AdamW's fused kernel
 
 
 class NotWidened(nn.Module):
@@ -66,7 +67,8 @@ class Climb(L.LightningModule):
         self.zero_grad()
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-5, foreach=True)
+        how = {"fused" if self.rung in map(RUNGS.get, FUSED) else "foreach": True}
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-5, **how)
 
 
 class RungFit(FitSource):
