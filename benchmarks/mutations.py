@@ -8,7 +8,7 @@ A fault is a flipped sign or comparison, a negated condition, an exchanged ``and
 changed constant. Its name is ``file:function:kind:number``, the number counting those of the kind in the function.
 They are put into a copy of the repository, in processes forked from one that has imported what is heavy and nothing of
 ours. First the tests of a file run once with each statement reporting itself: a fault is tried with the tests that
-reach its line, the fastest first, or with all of them if none does: ranks and commands report nothing.
+reach its line, the fastest first, and with the others if these see nothing: ranks and commands report nothing.
 """
 
 from __future__ import annotations
@@ -94,7 +94,10 @@ TESTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "data/text/turn_spans.py": (4, ("data/text/test_chat_tokens.py",)),
     "application.py": (10, ("contract/test_application.py", "contract/test_trains.py", "contract/test_after_step.py")),
     "declaration.py": (5, ("contract/test_application.py", "contract/test_promises.py", "test_catalog.py")),
-    "protocol.py": (4, ("contract/test_application.py", "callbacks/test_snr_weighting.py")),
+    "protocol.py": (
+        4,
+        ("contract/test_application.py", "callbacks/test_snr_weighting.py", "cli/test_rehearsal.py"),
+    ),
     "technique.py": (3, ("contract/test_application.py", "callbacks/test_ema.py")),
 }
 # What no test can see, by name, and why.
@@ -114,6 +117,11 @@ EQUIVALENT: dict[str, str] = {
         ),
         "any reference gives the same gradients: it keeps numbers near 1",
     ),
+    **dict.fromkeys(
+        ("losses/distillation.py:_expectation:sign:1", "losses/distillation.py:coarse:sign:4"),
+        "tokens and vocabulary are two dimensions: the last is the second",
+    ),
+    "optimizers/low_rank_adamw.py:RandomDirections.update_of:constant:6": "the factor of an update of zeros",
     "callbacks/power_ema.py:PowerEMA._write:comparison:1": "no update is written twice; readers take each once",
 }
 
@@ -409,11 +417,14 @@ class Server:
         if fault is None:
             return "there is no such fault any more"
         tests = self.reaching(fault)
-        source = (ROOT / PACKAGE / fault.file).read_bytes()
+        others = {test: took for test, (took, _) in self.reach(fault.file).items() if test not in tests}
+        source, code = (ROOT / PACKAGE / fault.file).read_bytes(), 0
         with self.written(fault.file, with_fault(fault, source)):
-            code = self.run([*tests], 120 + 5 * sum(tests.values()), None)
+            for some in (tests, others):  # which may reach it in processes of their own
+                if code == 0 and some:
+                    code = self.run([*some], 120 + 5 * sum(some.values()), None)
         if code == 0:
-            return f"{len(tests)} tests do not see it: {fault}"
+            return f"{len(tests | others)} tests do not see it: {fault}"
         assert code in (1, 2, 3, 4, None) or code < 0, f"pytest ended with {code}: {self.printed()[-2000:]}"
         return ""
 
@@ -455,6 +466,8 @@ class Server:
         sys.path[:] = [str(self.folder), *(entry for entry in sys.path if entry not in ("", str(ROOT)))]
         sys.argv = ["pytest"]
         os.environ["PYTHONPATH"] = str(self.folder)
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each child compiles all of the package
+        sys.dont_write_bytecode = False
         plugins = []
         if reach is not None:
             import builtins

@@ -106,3 +106,9 @@ def check_loss(output: Mapping[str, Any], module: nn.Module) -> None:
             f'{type(module).__name__}.training_step: "loss" is {float(loss):.6g}, but the mean of "sample_loss" plus '
             f'"extra_loss" is {float(expected):.6g}; {PROTOCOL}'
         )
+
+
+def builds_no_layers(setup: Callable[..., None]) -> Callable[..., None]:
+    """Mark a module's ``setup`` that builds no part of the network: it is whole without it, and without data."""
+    setup.builds_no_layers = True  # type: ignore[attr-defined]
+    return setup

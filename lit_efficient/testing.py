@@ -346,6 +346,9 @@ HOOKS = (
 # What is checked -----------------------------------------------------------------------------------------------------
 
 
+_PLAIN: dict[Any, dict[str, Any]] = {}
+
+
 @dataclass(frozen=True)
 class Case:
     """Techniques that act together on the toy, and what is to come of it. See :func:`check_technique`."""
@@ -363,6 +366,13 @@ class Case:
     def toy(self, where: str = "configure_model") -> Toy:
         """The module, not yet trained."""
         return Toy(where, self.network)
+
+    def plain(self) -> dict[str, Any]:
+        """The state of a run without techniques, which many cases have in common; not to be changed."""
+        key = (self.network, self.rows, repr(sorted(self.trainer.items())))
+        if key not in _PLAIN:
+            _PLAIN[key] = self.fit([], saves=False).state()
+        return _PLAIN[key]
 
     def fit(self, techniques: Sequence[Any], module: Any = None, **arguments: Any) -> Run:
         """Train the toy with ``techniques``, watched, in a folder that is gone afterwards."""
@@ -395,7 +405,7 @@ def check_arguments(case: Case) -> None:
 
 def check_acts(case: Case) -> None:
     """It acts wherever the network is built, reports it, a base still loads, and saving changes nothing."""
-    plain = weights(case.fit([], saves=False).module)
+    plain = case.plain()["weights"]
     state = torch.get_rng_state()
     apply(case.toy("init"), case.make())
     assert torch.equal(state, torch.get_rng_state()), "transform draws from torch's generator: use one of its own"
@@ -423,8 +433,7 @@ def check_neutral(case: Case) -> None:
     """At its neutral setting training equals plain Lightning, bit for bit."""
     if case.neutral is not None:
         usual = dataclasses.replace(case, trainer={})
-        plain, neutral = usual.fit([], saves=False), usual.fit(case.neutral(), saves=False)
-        assert_equal(plain.state(), neutral.state(), "neutral is not plain Lightning")
+        assert_equal(usual.plain(), usual.fit(case.neutral(), saves=False).state(), "neutral is not plain Lightning")
 
 
 def check_resumes(case: Case) -> None:

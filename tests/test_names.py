@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -65,10 +66,12 @@ def _named(tree: ast.Module) -> Iterator[str]:
 def test_shared_code_names_no_technique() -> None:
     files = _files()
     assert len(files) > 100
+    any_name = re.compile("|".join(TECHNIQUES))
     found = {}
     for path in files:
         name = path.relative_to(PACKAGE).as_posix()
-        named = set(_named(ast.parse(path.read_text(encoding="utf-8"))))
+        text = path.read_text(encoding="utf-8")
+        named = set(_named(ast.parse(text))) if any_name.search(text) else set()
         if named != ALLOWED.get(name, set()):
             found[name] = sorted(named ^ ALLOWED.get(name, set()))
     assert found == {}

@@ -18,7 +18,9 @@ from lit_efficient.surgery import (
     call_layers,
     endings,
     expert_stacks,
+    inputs_first,
     is_sharded,
+    local,
     match_modules,
     match_parameters,
     mix_out,
@@ -142,6 +144,9 @@ def test_a_shard_is_known_on_parameters_too(tmp_path: Path) -> None:
         assert is_sharded(shard)
         assert is_sharded(nn.Parameter(shard))
         assert not is_sharded(nn.Parameter(torch.ones(2)))
+        assert type(local(shard)) is torch.Tensor
+        assert local(shard).data_ptr() == shard.to_local().data_ptr()
+        assert local(whole := torch.ones(2)) is whole
     finally:
         destroy_process_group()
 
@@ -265,3 +270,14 @@ def test_a_transformer_encoder_calls_layers_whose_forward_is_changed() -> None:
     with torch.no_grad():
         found = encoder(x, src_key_padding_mask=padding)
     torch.testing.assert_close(found[~padding], wanted[~padding])
+
+
+def test_which_weights_have_their_inputs_first() -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    features = nn.Linear(2, 3)
+    features.nf = 3  # as GPT-2's layer calls its outputs, and others call something else
+    assert not inputs_first(features)
+    assert inputs_first(Conv1D(3, 2))
+    assert inputs_first(nn.ConvTranspose2d(2, 3, 1))
+    assert not inputs_first(nn.Conv2d(2, 3, 1))

@@ -80,6 +80,7 @@ class ActivationCheckpointing(Technique):
     """
 
     phase = Phase.RECOMPUTE
+    refuses_early = True
     training_only = True
     after_sharding = True  # the class of a block changes, no parameter does
     conflicts: ClassVar[dict[str, str]] = {}

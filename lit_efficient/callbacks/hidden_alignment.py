@@ -43,6 +43,8 @@ _UNMEASURED = {"below": 0, "measured": -1, "last": -1}  # measurements in a row;
 class HiddenAlignment(Alignment):
     """Align the tokens after a block of a diffusion backbone with a frozen encoder of the clean images (REPA).
 
+    Beside TokenRouting those tokens alone that a block on the route ran on, as in SPRINT's own code.
+
     Where the clean image comes from: ``features`` of the batch, if they are cached there (then no encoder runs), else
     ``images`` of the batch, else the latents (``latents``, or the posterior's ``mean``) are decoded by the module's
     ``codec``. Images are in [-1, 1]; encoders of transformers and timm get them in their size, channels and
@@ -169,7 +171,7 @@ class HiddenAlignment(Alignment):
         (name,) = self.names(module)
         if not calls[name]:
             raise ConfigurationError(f"HiddenAlignment: training_step never ran {name!r}")
-        clean = self.clean_features(module, batch)
+        clean, ran = self.clean_features(module, batch), getattr(module.get_submodule(name), "tokens_run", None)
         terms = []
         for features in self.features(calls[name], module, name):
             if self.projection == "conv" and features.ndim == 4 and features.shape[2] != features.shape[3]:
@@ -177,7 +179,9 @@ class HiddenAlignment(Alignment):
             ours, theirs = match_positions(_of_latents(module, name, features), clean, "HiddenAlignment")
             if self.head.spatial_norm is not None:
                 theirs = spatial_norm(theirs, self.head.spatial_norm)
-            terms.append(repa_loss(self.project(module, "0", ours, name, theirs), theirs))
+            mask = None if ran is None else features.new_zeros(features.shape[:2]).scatter(1, ran, 1.0)
+            mask = None if mask is None else mask[:, : ours.shape[1]]  # without the class token
+            terms.append(repa_loss(self.project(module, "0", ours, name, theirs), theirs, mask))
         return mean(terms)
 
     @property
@@ -204,7 +208,8 @@ class HiddenAlignment(Alignment):
             cosine = gradient_cosine(loss, term, self.features(self._calls[name], module, name))
             cosine = module.trainer.strategy.reduce(cosine, reduce_op="mean")  # all ranks end at once
             module.log("train/hidden_alignment_cosine", cosine, batch_size=1)
-            self._below = self._below + 1 if float(cosine) < conflict.below else 0
+            if value := float(cosine):  # 0: one has no gradient, as in the first step of a DiT, and says nothing
+                self._below = self._below + 1 if value < conflict.below else 0
             if self._below >= conflict.patience:
                 self._last = step
                 rank_zero_info(f"HiddenAlignment: ends after step {step}, {self._below} times against the task")

@@ -45,6 +45,7 @@ class IA3(Technique):
     """
 
     phase = Phase.ADAPT
+    refuses_early = True
     alters = ("weights",)
     keeps = "ia3"
     conflicts: ClassVar[dict[str, str]] = {

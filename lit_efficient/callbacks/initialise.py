@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_choice, check_number
 from lit_efficient.internals.torch_fake import has_values
-from lit_efficient.internals.torch_fx import adds_to_input, adds_to_several, has_parts, residual_ends
+from lit_efficient.internals.torch_fx import adds_to_input, adds_to_several, all_residual_ends
 from lit_efficient.mechanisms.blocks.finding import find_blocks
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 from lit_efficient.models.signs_of_training import sign_of_training
@@ -207,13 +207,10 @@ def _ends_of(root: nn.Module) -> list[tuple[Any, Any, bool]]:
     gate keeps the branch at zero.
     """
     found: dict[int, tuple[Any, Any, bool]] = {}
-    for part in root.modules():
-        for name, norm, closed in (
-            residual_ends(part) if has_parts(part) and not isinstance(part, nn.ModuleList) else ()
-        ):
-            layer = part.get_submodule(name)
-            if _is_drawn(layer):
-                found.setdefault(id(layer), (layer, part.get_submodule(norm) if norm else None, closed))
+    for part, name, norm, closed in all_residual_ends(root):
+        layer = part.get_submodule(name)
+        if _is_drawn(layer):
+            found.setdefault(id(layer), (layer, part.get_submodule(norm) if norm else None, closed))
     return list(found.values())
 
 
@@ -226,7 +223,7 @@ def _hidden_branches(root: nn.Module) -> str | None:
     for name, block in blocks:
         if adds_to_several(block):
             return f"block {name!r} adds to more than its first argument"
-        if adds_to_input(block) is None and not any(map(residual_ends, filter(has_parts, block.modules()))):
+        if adds_to_input(block) is None and not any(all_residual_ends(block)):
             return f"the code of block {name!r} cannot be read without a batch"
     return None
 

@@ -95,6 +95,7 @@ class KeepFloat32(Technique):
     """
 
     phase = Phase.LAYOUT
+    refuses_early = True
     training_only = True
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "quality": (0, "exact positions, norms and choices of experts where all else is bfloat16")

@@ -80,6 +80,7 @@ class LoRA(Technique):
     """
 
     phase = Phase.ADAPT
+    refuses_early = True
     alters = ("weights",)
     keeps = "adapters"
     conflicts: ClassVar[dict[str, str]] = {

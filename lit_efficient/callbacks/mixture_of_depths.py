@@ -15,6 +15,7 @@ generates, with a cache or without.
 import inspect
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from statistics import NormalDist
 from typing import Any, ClassVar
 
 import torch
@@ -31,6 +32,18 @@ from lit_efficient.models.teachers import width_of
 from lit_efficient.models.token_rows import rows_in
 from lit_efficient.surgery import count, mix_in
 from lit_efficient.technique import Technique
+
+
+def first_guess(router: Tensor, capacity: float) -> Tensor:
+    """A predictor [D + 1] that would choose as the router [D] does, of tokens whose features are alike likely.
+
+    Its logits are those scores r, of deviation |w|, less their quantile, at half of a logit for a deviation: few enough
+    to be unlearned in some steps. One of zeros chooses no token, and a network would be validated without its blocks.
+    """
+    if capacity == 1:
+        return torch.cat((torch.zeros_like(router), router.new_ones(1)))
+    quantile = NormalDist().inv_cdf(1 - capacity)
+    return torch.cat((router / router.norm(), router.new_full((1,), -quantile))) / 2
 
 
 class MixtureOfDepths(LossHooks, Technique):
@@ -119,8 +132,8 @@ class MixtureOfDepths(LossHooks, Technique):
         dtype = torch.promote_types(home.dtype, torch.float32)
         drawn = torch.randn(width, generator=generator, device="cpu", dtype=torch.float32) * 0.02 / width**0.5
         block.register_parameter("depth_router", nn.Parameter(drawn.to(home.device, dtype)))
-        bias = torch.zeros(width + 1, dtype=dtype, device=home.device)
-        block.register_parameter("depth_predictor", nn.Parameter(bias) if self.predict == "predictor" else None)
+        guess = first_guess(drawn, self.capacity).to(home.device, dtype)
+        block.register_parameter("depth_predictor", nn.Parameter(guess) if self.predict == "predictor" else None)
         names = tuple(inspect.signature(block.forward).parameters)
         state = {"depth_capacity": self.capacity, "depth_name": name, "depth_arguments": names}
         mix_in(block, DepthRouted, **state, depth_dims={}, depth_tuple=None, token_rows={})

@@ -57,6 +57,7 @@ class PeftAdapter(Technique):
     """
 
     phase = Phase.ADAPT
+    refuses_early = True
     alters = ("weights",)
     keeps = "peft"
     conflicts: ClassVar[dict[str, str]] = {

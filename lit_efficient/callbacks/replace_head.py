@@ -122,6 +122,7 @@ class ReplaceHead(Technique):
     """
 
     phase = Phase.ARCHITECTURE
+    refuses_early = True
     alters = ("weights",)
     conflicts: ClassVar[dict[str, str]] = {}
     helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "a pretrained network with a head for other classes")}

@@ -1,7 +1,8 @@
 """Token routing: random tokens skip the blocks in the middle in training, and come back behind them.
 
     TREAD     x_k <- block(x_k) for kept tokens k, the others pass;    all tokens again behind the route
-    SPRINT    behind the route x <- W [f; g],    f: tokens before it, g: kept tokens behind it, others a learned vector
+    SPRINT    behind the route x <- W [f; g],    f: tokens before it, g: kept tokens behind it, others a learned vector;
+              without its path-drop guidance
 
 Saves: in training `rate` of the compute of the blocks on the route; the papers report 14 (TREAD, on DiT-XL) and 9.8
     (SPRINT, on SiT-XL) times less training to the same FID on ImageNet
@@ -97,6 +98,7 @@ class _Route:
         self.dense: Tensor | None = None
         self.passes = 0
         self.axes: dict[Any, TokenAxes] = {}  # by shapes and kinds of blocks
+        self.kept: dict[str, Tensor] = {}  # of a batch in training, by block
 
     def __reduce__(self) -> Any:
         return _Route, (self.rate,)
@@ -112,6 +114,11 @@ class _Routed(nn.Module):
     _route_first: bool
     _route_axes: dict[Any, TokenAxes]
     token_fusion: TokenFusion | None
+
+    @property
+    def tokens_run(self) -> Tensor | None:
+        """Which tokens [B, n] of this batch it ran on, where it returns the others as they came; ``None``: all."""
+        return self._route.kept.get(self._route_name) if self.token_fusion is None else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         block, route = super().forward, self._route
@@ -182,6 +189,7 @@ def _draw(block: _Routed, x: Tensor, shared: bool) -> Tensor:
     kept = draw_tokens(len(x), tokens, route.rate, generator, x.device, shared)
     if kept.shape[1] == tokens:
         raise refusal("TokenRouting", "rate", f"enough to leave out one of {tokens} tokens", route.rate)
+    route.kept[block._route_name] = kept
     return kept
 
 
@@ -300,12 +308,12 @@ class TokenRouting(Technique):
         route = _route_of(pl_module)
         route.seed = mix_seed(self.seed, trainer.fit_loop.total_batch_idx, data_rank(trainer))
         route.open = self.stop_at is None or (trainer.global_step < self.stop_at and not self.worst_case)
-        route.passes = 0
+        route.passes, route.kept = 0, {}
 
     def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
         route = _route_of(pl_module)
         route.seed = route.dense = None
-        route.open = True
+        route.open, route.kept = True, {}
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
         if any(isinstance(part, _Routed) for part in pl_module.modules()):

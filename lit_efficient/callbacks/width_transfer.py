@@ -10,7 +10,8 @@ Source: Yang et al. (2022), https://arxiv.org/abs/2203.03466 (table 3); Dey et a
 The papers multiply outputs of layers: logits by 1 / m, residual branches by 1 / D, attention by 1 / d instead of
 1 / sqrt(d). Under an optimizer whose step does not depend on the gradient's scale (Adam), a layer y = c W x learns as
 y = W x does with c times the deviation and c times the rate. So all of it is in weights and rates here: the network's
-code, its checkpoints and exports stay what they are.
+code, its checkpoints and exports stay what they are. Adam's ``eps``, which CompleteP divides by m D, stays, too: where
+gradients come near to it, give a smaller one.
 """
 
 import re
@@ -26,7 +27,7 @@ from lit_efficient.application import schedulers_of
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.internals.torch_fake import has_values
-from lit_efficient.internals.torch_fx import has_parts, residual_ends
+from lit_efficient.internals.torch_fx import all_residual_ends
 from lit_efficient.models.dit import DiT
 from lit_efficient.models.gpt import GPT
 from lit_efficient.models.signs_of_training import sign_of_training
@@ -166,7 +167,9 @@ class WidthTransfer(Technique):
         with own_draws(0):
             base = _at_size(network, self.base_width, base_depth, self.heads)
         theirs = dict(base.named_parameters())
-        looked_up = {id(p) for part in network.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
+        tables = {name: part for name, part in network.named_modules() if isinstance(part, nn.Embedding)}
+        parts = dict(base.named_modules())
+        looked_up = {id(part.weight): _times(parts.get(n, part)) / _times(part) for n, part in tables.items()}
         turned = {id(part.weight) for part in network.modules() if inputs_first(part)}
         ends = _end_parameters(network)
         if depth != base_depth and not ends:
@@ -183,7 +186,7 @@ class WidthTransfer(Technique):
             shapes = tuple(parameter.shape[::order]), tuple(theirs[key].shape[::order])
             start, rate = width_factors(*shapes, id(parameter) in looked_up)
             more = base_depth / depth if id(parameter) in ends else 1.0
-            more *= queries.get(id(parameter), 1.0)
+            more *= queries.get(id(parameter), 1.0) * looked_up.get(id(parameter), 1.0)
             if rate * more != 1:
                 rates[name] = rate * more
             if not has_values(parameter):
@@ -286,10 +289,22 @@ def _check_untied(network: nn.Module) -> None:
 def _end_parameters(network: nn.Module) -> set[int]:
     """Identities of the parameters of layers, or norms behind them, that end residual branches."""
     found: set[int] = set()
-    for part in network.modules():
-        for layer, norm, _ in residual_ends(part) if has_parts(part) and not isinstance(part, nn.ModuleList) else ():
-            found |= {id(p) for p in part.get_submodule(norm or layer).parameters(recurse=False)}
+    for part, layer, norm, _ in all_residual_ends(network):
+        found |= {id(p) for p in part.get_submodule(norm or layer).parameters(recurse=False)}
     return found
+
+
+def _times(table: Any) -> float:
+    """What an embedding multiplies its rows by, as Gemma's by the root of the width."""
+    if not has_values(table.weight):
+        return 1.0
+    some = torch.arange(min(8, len(table.weight)), device=table.weight.device)
+    try:
+        rows, given = table.weight[some].float(), table(some).float()
+        times = float(given.norm() / rows.norm())
+        return times if torch.allclose(given, times * rows, rtol=0.05, atol=1e-6) else 1.0
+    except Exception:  # somebody's, that is asked otherwise
+        return 1.0
 
 
 def _adds_one(layer: nn.Module, weight: Tensor) -> bool:

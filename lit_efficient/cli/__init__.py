@@ -32,6 +32,7 @@ from lit_efficient.cli.advice import MemoryAdvice
 from lit_efficient.cli.errors import constructor_error, exit_code, explain
 from lit_efficient.cli.next_steps import COMMAND, last_saved, last_word, next_steps, short
 from lit_efficient.cli.parsing import PARSER_MODE, Parser, set_import_policy, split_arguments
+from lit_efficient.cli.rehearsal import rehearse
 from lit_efficient.cli.resumed import ConfigWins
 from lit_efficient.cli.run import (
     CheckSharding,
@@ -229,6 +230,8 @@ class LitEfficientCLI(OpenCLI):
     def run_subcommand(self, subcommand: str) -> None:
         """Run it; of a fit that ends before its time say what is left, and what to type next."""
         try:
+            if subcommand == "fit" and self.datamodule is not None:
+                rehearse(self.trainer, self.model, self.datamodule)
             with contextlib.nullcontext() if subcommand == "fit" else ends_on_sigterm():
                 super().run_subcommand(subcommand)
         except DivergedError as error:

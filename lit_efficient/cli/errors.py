@@ -168,6 +168,9 @@ def _causes(message: str) -> Iterator[tuple[float, int, str, str, str]]:
                 found = 5.5, line.strip(" -"), ""  # what an import or a constructor says
             if found:
                 priority, cause, leaf = found
+                other = re.match(r"(\S+) is not a \w+$", cause)
+                if other and f"Problem with given class_path '{other[1]}':" in message:  # but another that may stand
+                    priority = 4
                 if accepted := re.search(r"\(accepted: (.+)\)", cause):  # of several classes, the one that fits best
                     fits = sum(f"'{name}':" in message for name in accepted[1].split(", "))
                     priority = priority + 0.01 * fits if fits else 5.9  # another one's complaint of a type comes first

@@ -254,6 +254,9 @@ class Parser(ChecksValues, LightningArgumentParser):
         """Check null, too, which jsonargparse takes for "not given"."""
         if value is None and getattr(action, "default", None) is not None and not _accepts_null(action):
             raise TypeError(f'Parser key "{key}":\n  Expected a {type_hint(action)}. Got value: null')
+        if is_section(action) and isinstance(value, int | float | list | None):  # a text is a file
+            shown = "null" if value is None else value
+            raise TypeError(f'Parser key "{key}":\n  Expected a mapping of keys to values. Got value: {shown}')
 
 
 def _accepts_null(action: Any) -> bool:

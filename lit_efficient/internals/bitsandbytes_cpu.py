@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_efficient.internals.torch_dispatch import no_dispatch_modes
+
 
 def keep_unpacked(network: nn.Module) -> None:
     """Keep 4-bit layers from repacking their weights in evaluation, and let them read rows of any length.
@@ -37,12 +39,14 @@ def read_any_rows() -> None:
     import bitsandbytes  # noqa: F401  # registers the operator
 
     operator = torch.ops.bitsandbytes.dequantize_4bit.default
-    codes, scales = torch.zeros(64, dtype=torch.uint8), torch.tensor([1.0, 2.0])  # two blocks of 64, in rows of 16
-    by_row, at_once = (
-        operator(codes, scales, 64, "nf4", shape, torch.float32).flatten() for shape in ([8, 16], [1, 128])
-    )
-    if torch.equal(by_row, at_once):
-        return
+    with no_dispatch_modes(), torch.device("cpu"):  # with values, also where a step is traced without
+        codes = torch.zeros(64, dtype=torch.uint8)
+        scales = torch.tensor([1.0, 2.0], dtype=torch.float32)  # two blocks of 64, in rows of 16
+        by_row, at_once = (
+            operator(codes, scales, 64, "nf4", shape, torch.float32).flatten() for shape in ([8, 16], [1, 128])
+        )
+        if torch.equal(by_row, at_once):
+            return
     theirs = torch.library.get_kernel("bitsandbytes::dequantize_4bit", "CPU")
 
     def as_one_row(

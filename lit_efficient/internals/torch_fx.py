@@ -27,6 +27,8 @@ _KEEP_ZERO = ("getitem", "chunk", "split", "unbind", "unsqueeze", "squeeze", "vi
 # What a value of a forward is: the input itself, but for scale and layout; the input as parts that add to it return it;
 # what layers have made of it; their sum.
 _INPUT, _CARRIED, _BRANCH, _SUM = 1, 2, 3, 4
+_Ends = list[tuple[str, str, bool]]
+_Known = dict[int, tuple[_Ends, _Ends]]  # of a module, by its identity
 
 
 class _Recorder(Tracer):
@@ -242,17 +244,25 @@ def _is_matrix(parameter: Tensor) -> bool:
     return sum(size > 1 for size in parameter.shape) > 1
 
 
-def residual_ends(module: nn.Module) -> list[tuple[str, str, bool]]:
+def all_residual_ends(root: nn.Module) -> Iterator[tuple[nn.Module, str, str, bool]]:
+    """The :func:`residual_ends` of each part of a network that has parts, behind that; its forwards are run once."""
+    known: _Known = {}
+    for part in root.modules():
+        if has_parts(part) and not isinstance(part, nn.ModuleList):
+            yield from ((part, *end) for end in residual_ends(part, known))
+
+
+def residual_ends(module: nn.Module, known: _Known | None = None) -> list[tuple[str, str, bool]]:
     """The layers whose output a forward adds to its first argument, each with the norm behind it, or ``""``.
 
     Looked for in its own code; of a part that is made of others it is the last layer of matrices that the part's code
     calls, or where that is hidden, that it defines. Of factors the one that is computed last is the branch, and the
     others are its gates; the third value tells whether one of these is zero now. A branch beside a shortcut that is one
-    layer of the input is added, too.
+    layer of the input is added, too. What is ``known`` of a network's parts while it stays as it is, is kept there.
     """
-    found = []
-    for name, norm, closed in _ends(module)[0]:
-        found += [_inside(name, norm, closed, inner) for inner in _last_layers(module.get_submodule(name))]
+    found, known = [], {} if known is None else known
+    for name, norm, closed in _ends(module, known)[0]:
+        found += [_inside(name, norm, closed, inner) for inner in _last_layers(module.get_submodule(name), known)]
     return list({end[:2]: end for end in found}.values())
 
 
@@ -265,31 +275,30 @@ def _inside(name: str, norm: str, closed: bool, inner: tuple[str, str, bool]) ->
     )
 
 
-def _last_layers(part: nn.Module) -> list[tuple[str, str, bool]]:
+def _last_layers(part: nn.Module, known: _Known) -> _Ends:
     if not has_parts(part):
         return [("", "", False)]
     found = []
-    for name, norm, closed in _ends(part)[1]:
-        found += [_inside(name, norm, closed, inner) for inner in _last_layers(part.get_submodule(name))]
+    for name, norm, closed in _ends(part, known)[1]:
+        found += [_inside(name, norm, closed, inner) for inner in _last_layers(part.get_submodule(name), known)]
     if found:
         return found
     defined = [name for name, layer in part.named_modules() if name and not has_parts(layer) and has_matrices(layer)]
     return [(defined[-1], "", False)] if defined else []
 
 
-_Ends = list[tuple[str, str, bool]]
-
-
-def _ends(module: nn.Module) -> tuple[_Ends, _Ends]:
+def _ends(module: nn.Module, known: _Known) -> tuple[_Ends, _Ends]:
     """Parts with matrices, each with the norm behind it, that a forward adds to its input, and that it returns."""
-    added, returned = _ends_in(_record(module, lambda part: True), module)
-    if added:  # a block, which may have more branches, as for attention to another text
-        more, _ = _ends_in(_record(module, lambda part: True, every=True), module)
-        added = list(dict.fromkeys([*added, *more]))
-    return added, returned
+    if id(module) not in known:
+        added, returned = _ends_in(_record(module, lambda part: True), module, known)
+        if added:  # a block, which may have more branches, as for attention to another text
+            more, _ = _ends_in(_record(module, lambda part: True, every=True), module, known)
+            added = list(dict.fromkeys([*added, *more]))
+        known[id(module)] = added, returned
+    return known[id(module)]
 
 
-def _ends_in(graph: Graph | None, module: nn.Module) -> tuple[_Ends, _Ends]:
+def _ends_in(graph: Graph | None, module: nn.Module, known: _Known) -> tuple[_Ends, _Ends]:
     kinds: dict[Node, int] = {}
     ends: dict[Node, _Ends] = {}
     depths: dict[Node, int] = {}  # layers of matrices on the way from the input
@@ -323,7 +332,7 @@ def _ends_in(graph: Graph | None, module: nn.Module) -> tuple[_Ends, _Ends]:
             if has_matrices(part):
                 depths[node] += sum(not has_parts(layer) and has_matrices(layer) for layer in part.modules())
                 called[node] = i
-                if all(_is_zero(*part.get_submodule(end).parameters()) for end, _, _ in _last_layers(part)):
+                if all(_is_zero(*part.get_submodule(end).parameters()) for end, _, _ in _last_layers(part, known)):
                     zeros.add(node)
                 ends[node] = [(name, "", False)] if kind == _BRANCH else []
             elif kind == _BRANCH and getattr(part, "weight", None) is not None:

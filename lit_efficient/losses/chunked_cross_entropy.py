@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
+from lit_efficient.internals.torch_as_cuda import kind_of
 from lit_efficient.losses import liger_cross_entropy
 from lit_efficient.losses.head_chunks import MatrixHead, ModuleHead, drawing_again, random_states
 
@@ -243,7 +244,7 @@ def chunk_size_of(device: torch.device, vocabulary: int, tokens: int) -> int:
         vocabulary: V.
         tokens: N, which one chunk never exceeds.
     """
-    if device.type == "cpu":
+    if kind_of(device) == "cpu":
         return CHUNK_SIZE
     fitting = max(CHUNK_SIZE, _LOGITS // (4 * vocabulary))
     chunks = -(-max(tokens, 1) // fitting)
@@ -258,7 +259,10 @@ def takes_liger(backend: str, device: torch.device, dtype: torch.dtype, terms: T
     """
     if backend == "torch" or (backend == "auto" and torch.compiler.is_compiling()):
         return False
-    reason = liger_cross_entropy.why_not(device, dtype, terms)
+    if kind_of(device) == device.type:
+        reason = liger_cross_entropy.why_not(device, dtype, terms)
+    else:  # a plan, which can try nothing
+        reason = "" if liger_cross_entropy.installed() else "liger-kernel is not installed"
     if backend == "liger" and reason:
         raise ConfigurationError(f"{_WHO}: backend='liger': {reason}; use auto or torch")
     return not reason
@@ -266,7 +270,7 @@ def takes_liger(backend: str, device: torch.device, dtype: torch.dtype, terms: T
 
 def computes_ignored(device: torch.device) -> bool:
     """Whether tokens that count for nothing go through the head: a GPU does not tell how many they are."""
-    return device.type != "cpu"
+    return kind_of(device) != "cpu"
 
 
 def is_expanded(gradient: Tensor) -> bool:
@@ -337,6 +341,7 @@ class _Sweep:
                 part = head.backward(logits)
                 if gradient is not None and part is not None:
                     gradient[rows] = part.to(gradient.dtype)
+            del logits  # before the next chunk's are made
         losses = losses.where(valid, 0) if self.whole else losses
         if self.whole and self.learned is not None:
             losses = losses.where(valid.sum() <= self.learned, torch.nan)

@@ -56,7 +56,10 @@ class MatrixHead:
         """Gradient [n, H] of the last chunk from that of its logits [n, V]; those of the parameters are summed."""
         if len(self.needed) > 1 and self.needed[1]:
             self.sums[1] = gradient.sum(0, dtype=self.wide) + (0 if self.sums[1] is None else self.sums[1])
-        narrow = gradient.to(self.weight.dtype)
+        narrow = gradient
+        if gradient.dtype != self.weight.dtype:  # the product's own place is free again
+            assert self.buffer is not None
+            narrow = self.buffer[: len(gradient)].copy_(gradient)
         with torch.autocast(self.device_type, enabled=False):
             if self.needed[0]:
                 self._sum_weight(narrow)

@@ -217,6 +217,7 @@ class Alignment(LossHooks, Technique):
     def check_common(self) -> None:
         """Check the arguments that all have in common."""
         name = type(self).__name__
+        self.refuses_early = self.teacher is None  # or its transform reads one
         check_number(name, "weight", self.weight, least=0)
         check_number(name, "stop_at", self.until, least=1, whole=True, null=True)
         if isinstance(self.teacher, str) and not self.teacher:

@@ -127,12 +127,22 @@ def from_fields(fields: dict[str, Any]) -> "ModelMixin":
         return kind(**{name: value for name, value in fields.items() if not name.startswith("_")})
     except Exception as error:  # each model validates in its own way
         reason = " ".join(str(error).split())
-        required = {
-            name for name, field in inspect.signature(kind.__init__).parameters.items() if field.default is not None
-        }
-        empty = [name for name, value in fields.items() if value is None and name in required]
-        hint = f" ({', '.join(empty)}: null)" if empty else ""
+        taken = inspect.signature(kind.__init__).parameters
+        odd = [
+            f"{name}: {'null' if value is None else value}"
+            for name, value in fields.items()
+            if name in taken and not _is_like(value, taken[name].default)
+        ]
+        hint = f" ({', '.join(odd)})" if odd else ""
         raise ConfigurationError(f"{_OWNER}: config_fields do not make a {kind.__name__}: {reason}{hint}") from error
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    """Whether a value is of the kind of a field's default; anything is of that of none."""
+    if default is None or default is inspect.Parameter.empty:
+        return value is not None or default is None
+    kinds = ((int, float), (list, tuple), (str,), (dict,))
+    return any(isinstance(value, kind) and isinstance(default, kind) for kind in kinds)
 
 
 def model_class(name: str) -> Any:

@@ -64,7 +64,7 @@ class DiTConfig:
         size: Height and width of the latents. Others that patch_size divides work as well.
         patch_size: Side of a token, in latent positions; divides size.
         width: Features of a token; a multiple of 4 and of heads.
-        depth: Number of blocks.
+        depth: Number of blocks, 10,000 at most.
         heads: Attention heads.
         mlp_ratio: Hidden features of the MLP, in multiples of width.
         num_classes: Classes of the labels; one more row of the embedding stands for "no label". 0: no labels at all.
@@ -87,7 +87,8 @@ class DiTConfig:
 
     def __post_init__(self) -> None:
         for name in ("channels", "size", "patch_size", "width", "depth", "heads", "mlp_ratio"):
-            check_number("DiTConfig", name, getattr(self, name), least=1, whole=True)
+            most = 10_000 if name == "depth" else None  # even blocks without weights take a while
+            check_number("DiTConfig", name, getattr(self, name), least=1, most=most, whole=True)
         for name in ("num_classes", "context_width"):
             check_number("DiTConfig", name, getattr(self, name), least=0, whole=True)
         if self.size % self.patch_size:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from lit_efficient.internals.hugging_face import set_attention
+from lit_efficient.internals.torch_as_cuda import kind_of
 from lit_efficient.internals.torch_compiler import runs_eagerly
 from lit_efficient.models.row_slices import attend_slices, of_whole_rows, own_places
 
@@ -61,7 +62,7 @@ def attend_documents(
         dropout: rate at which weights of the attention are dropped.
         scale: of the products of queries and keys; None is ``1 / sqrt(head_dim)``.
     """
-    kind, length, places = query.device.type, starts.shape[1], None
+    kind, length, places = kind_of(query.device), starts.shape[1], None
     how: dict[str, Any] = {"scale": scale, "dropout_p": dropout}
     compiling = torch.compiler.is_compiling()
     if query.shape[2] != length:
@@ -72,6 +73,9 @@ def attend_documents(
     if kind == "cpu" and places is None and type(starts) is Tensor and not compiling:
         return _one_by_one(query, key, value, starts, **how)
     takes = kind == "cuda" and length > _BLOCK and not dropout and query.dtype == key.dtype == value.dtype
+    if takes and kind != query.device.type and places is None:  # a plan's tensors: this keeps what FlexAttention keeps
+        grouped = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped, **how)
     if takes and (compiling or _flex_works(query.dtype, query.shape[-1])):
         return _in_blocks(query, key, value, starts, flex_attention if compiling else _flex(), scale, places)
     index = torch.arange(length, device=starts.device)

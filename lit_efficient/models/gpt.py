@@ -48,7 +48,7 @@ class GPTConfig:
     Args:
         vocab_size: number of token ids; None takes it from the data.
         dim: width of the residual stream; divisible by ``num_heads``.
-        depth: number of blocks.
+        depth: number of blocks, 10,000 at most.
         num_heads: number of query heads; ``dim / num_heads`` must be even (rotary positions turn pairs).
         num_kv_heads: number of key and value heads, a divisor of ``num_heads``; None means ``num_heads``. Fewer heads
             make the cache of a generation smaller by ``num_heads / num_kv_heads``.
@@ -76,7 +76,8 @@ class GPTConfig:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "depth", "num_heads", "num_kv_heads", "hidden_dim", "max_length"):
             null = name in ("vocab_size", "num_kv_heads", "hidden_dim")
-            check_number("GPTConfig", name, getattr(self, name), least=1, whole=True, null=null)
+            most = 10_000 if name == "depth" else None  # even blocks without weights take a while
+            check_number("GPTConfig", name, getattr(self, name), least=1, most=most, whole=True, null=null)
         if self.dim % (2 * self.num_heads):
             allowed = f"a multiple of 2 * num_heads = {2 * self.num_heads} (rotary positions turn pairs within a head)"
             raise refusal("GPTConfig", "dim", allowed, self.dim)

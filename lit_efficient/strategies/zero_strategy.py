@@ -78,7 +78,10 @@ def zero_config(
         zero["zero_hpz_partition_size"] = node_size
     if quantized:
         zero |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
-    return {"zero_optimization": zero}
+    config: dict[str, Any] = {"zero_optimization": zero}
+    if states_on != "gpu":  # or DeepSpeed refuses every optimizer but its own, which the module did not make
+        config["zero_force_ds_cpu_optimizer"] = False
+    return config
 
 
 class ZeroStrategy(DeepSpeedStrategy):

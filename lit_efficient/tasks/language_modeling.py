@@ -39,6 +39,7 @@ from lit_efficient.models.row_slices import ROW_POSITIONS, mean_over_rows
 from lit_efficient.models.sampling import Sampling
 from lit_efficient.optimizers.fused_adamw import FusedAdamW
 from lit_efficient.optimizers.schedules import warmup_cosine
+from lit_efficient.protocol import builds_no_layers
 from lit_efficient.tasks.text_generation import BATCH_SIZE, as_chat, continuations
 from lit_efficient.tasks.token_metrics import TokenMetrics
 
@@ -119,6 +120,7 @@ class LanguageModeling(LightningModule):
         self._rows = DocumentRows(type(self).__name__)
         self._learned: tuple[int, int] | None = None  # of the batch that was moved last: labels, and those that count
 
+    @builds_no_layers
     def setup(self, stage: str) -> None:
         """Take the tokenizer from the datamodule, if it has one; that with a chat template first."""
         self._rows = DocumentRows(type(self).__name__)  # techniques may have changed the network since the last run

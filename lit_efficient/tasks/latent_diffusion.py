@@ -41,6 +41,7 @@ from lit_efficient.models.dit import DiTConfig
 from lit_efficient.models.dit_to_diffusers import diffusers_fields
 from lit_efficient.optimizers.fused_adamw import FusedAdamW
 from lit_efficient.optimizers.schedules import warmup_cosine
+from lit_efficient.protocol import builds_no_layers
 from lit_efficient.surgery import moved
 from lit_efficient.tasks import latent_source
 from lit_efficient.tasks.latent_generator import FIXED_SEED, LatentGenerator, Samples, check, described, to_uint8
@@ -115,6 +116,7 @@ class LatentDiffusion(LatentGenerator):
         self._by_noise = LossByNoise()
         self._judged = True
 
+    @builds_no_layers
     def setup(self, stage: str) -> None:
         super().setup(stage)
         if stage == "fit" and isinstance(self.backbone, DiTConfig):

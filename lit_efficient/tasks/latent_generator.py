@@ -37,6 +37,7 @@ from lit_efficient.models.dit import DiTConfig
 from lit_efficient.models.latent_codec import LatentCodec
 from lit_efficient.models.preview_decoder import PreviewDecoder
 from lit_efficient.models.text_encoder import TextEncoder
+from lit_efficient.protocol import builds_no_layers
 from lit_efficient.surgery import moved
 from lit_efficient.tasks import latent_source
 from lit_efficient.tasks.latent_conditions import Conditioning, Prompts
@@ -136,6 +137,7 @@ class LatentGenerator(LightningModule):
             allowed = f"{height}, as the data's latents are"
             check("backbone.size", self.backbone.size, allowed, self.backbone.size == height)
 
+    @builds_no_layers
     def setup(self, stage: str) -> None:
         data = self._source()
         if data is None:

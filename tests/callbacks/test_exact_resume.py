@@ -324,6 +324,17 @@ def test_another_number_of_rows_goes_on_at_the_row(tmp_path, seen, size, accumul
     torch.testing.assert_close(final_state(run)[0], expected[0])
 
 
+def test_a_checkpoint_from_before_rows_were_noted_goes_on_at_its_batch(tmp_path):
+    whole = Tiny()
+    expected = final_state(fit(whole, [ExactResume(), SaveEveryBatch(tmp_path)], max_epochs=1))
+    checkpoint = torch.load(tmp_path / "003.ckpt", weights_only=True)
+    del checkpoint["callbacks"]["ExactResume"]["rows"]
+    torch.save(checkpoint, tmp_path / "old.ckpt")
+    resumed = Tiny()
+    assert equal(final_state(fit(resumed, [ExactResume()], tmp_path / "old.ckpt", seed=7, max_epochs=1)), expected)
+    assert resumed.seen == whole.seen[4:]
+
+
 @pytest.mark.filterwarnings("ignore:.*processes, but the checkpoint", "ignore:.*Numbered changes seen")
 def test_rows_that_are_no_whole_batches_are_seen_again(tmp_path):
     fit(Numbered(4), [ExactResume(), SaveEveryBatch(tmp_path)], max_epochs=1)

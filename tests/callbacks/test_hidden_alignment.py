@@ -23,12 +23,15 @@ from lit_efficient import (
     LatentDiffusion,
     LatentDigits,
     Samples,
+    TokenRouting,
+    draw_tokens,
     restore,
 )
 from lit_efficient.application import compare_techniques
 from lit_efficient.data.digit_images import TensorDictDataset
 from lit_efficient.losses.feature_matching import gradient_cosine
 from lit_efficient.mechanisms.alignment import make_head
+from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 from lit_efficient.models.autoencoder import Autoencoder
 from lit_efficient.models.digit_features import DigitFeatures
 from lit_efficient.models.latent_codec import LatentCodec
@@ -99,6 +102,25 @@ def test_irepa_convolves_the_tokens_and_normalises_the_encoders_over_the_image()
         AlignmentHead(spatial_norm=2)
 
 
+@pytest.mark.parametrize("block", [2, 3])
+def test_of_a_route_those_tokens_alone_that_the_block_ran_on(block):
+    class Kept(HiddenAlignment):
+        def term(self, calls, output, module, batch):
+            (name,) = self.names(module)
+            self.value, self.kept = super().term(calls, output, module, batch), (calls[name][0][2], batch["features"])
+            return self.value
+
+    technique = Kept(block, None, projection="none", head=AlignmentHead(widths=[32, 32]))
+    features = torch.randn(8, 4, 32, generator=torch.Generator().manual_seed(4))
+    fit(technique, batches(features=features), [TokenRouting(0.5, 1, 1, seed=7)], max_steps=1)
+    tokens, wanted = technique.kept
+    drawn = draw_tokens(4, 4, 0.5, torch.Generator().manual_seed(mix_seed(7, 0, 0))) if block == 2 else [range(4)] * 4
+    cosines = [
+        F.cosine_similarity(tokens[row][token], wanted[row][token], dim=0) for row in range(4) for token in drawn[row]
+    ]
+    torch.testing.assert_close(technique.value, -torch.stack(cosines).mean())
+
+
 def test_the_term_ends_when_gradients_conflict_and_a_resumed_run_knows():
     torch.manual_seed(0)
     x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4)
@@ -115,7 +137,7 @@ def test_the_term_ends_when_gradients_conflict_and_a_resumed_run_knows():
     assert technique.retains_graph
     module = fit(technique, batches(images=IMAGES), max_steps=6, max_epochs=-1)
     assert not technique.active(module)
-    assert technique.state_dict() == {"below": 2, "measured": 2, "last": 2}
+    assert technique.state_dict() == {"below": 2, "measured": 4, "last": 4}  # the first has no gradient of the task's
     never = make(-1.0, every=1, patience=1)
     assert never.active(fit(never, batches(images=IMAGES), max_steps=2))
     assert never.state_dict() == {"below": 0, "measured": 1, "last": -1}

@@ -11,7 +11,7 @@ from torch import nn
 from lit_efficient import ConfigurationError, Initialise
 from lit_efficient.application import apply, reports_of
 from lit_efficient.callbacks.initialise import SCHEMES, draw_weight
-from lit_efficient.internals.torch_fx import residual_ends
+from lit_efficient.internals.torch_fx import all_residual_ends, has_parts, residual_ends
 from lit_efficient.models.dit import DiT, DiTConfig
 from lit_efficient.models.gpt import GPT, GPTConfig
 from lit_efficient.models.signs_of_training import sign_of_training
@@ -62,6 +62,15 @@ def test_each_familys_residual_branches_are_known(family: str) -> None:
     more = {} if family == "GPT2" else {"position_embeddings": _rotary(network, x, places)}
     y = part(x, **more)
     assert torch.equal(y[0] if isinstance(y, tuple) else y, x)  # a block begins as the identity
+
+
+@pytest.mark.parametrize("make", [lambda: decoder("Gemma2"), lambda: DiT(DiTConfig(width=16, depth=2, heads=2))])
+def test_parts_are_looked_at_once_and_each_alone_says_the_same(make: Any) -> None:
+    network = make()
+    parts = [part for part in network.modules() if has_parts(part) and not isinstance(part, nn.ModuleList)]
+    alone = [(part, *end) for part in parts for end in residual_ends(part)]
+    assert alone
+    assert list(all_residual_ends(network)) == alone
 
 
 def _rotary(network: Any, x: torch.Tensor, places: torch.Tensor) -> Any:

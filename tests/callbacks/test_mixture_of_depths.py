@@ -279,6 +279,20 @@ def test_the_predictor_learns_the_choice_and_teaches_nothing_else() -> None:
     assert ((guess > 0) == chosen).float().mean() > 0.85
 
 
+def test_a_fresh_predictor_chooses_the_share_and_mostly_what_the_router_does() -> None:
+    wide = GPT(GPTConfig(64, dim=64, depth=2, num_heads=2, max_length=64))
+    MixtureOfDepths(0.25).transform(wide)
+    block: Any = wide.blocks[1]
+    scores, guess = block._scores(torch.randn(16, 64, 64, generator=torch.Generator().manual_seed(0)))
+    assert 0.2 < (guess > 0).float().mean() < 0.3
+    chosen = torch.zeros(16, 64, dtype=torch.bool).scatter(1, choose_tokens(scores, 16), value=True)
+    assert ((guess > 0) == chosen).float().mean() > 0.9
+    network = _gpt().eval()
+    logits = network(IDS)
+    MixtureOfDepths(1.0).transform(network)
+    assert (network.eval()(IDS) - logits).abs().max() < 0.05 * logits.abs().max()  # all run, by gates near 1
+
+
 def test_refuses_by_a_sentence() -> None:
     with pytest.raises(ConfigurationError, match=r"MixtureOfDepths: capacity must be.*got 0"):
         MixtureOfDepths(0.0)

@@ -145,6 +145,12 @@ def test_gemma_and_gpt_2_begin_with_the_same_factors() -> None:
     apply(gemma, [WidthTransfer(32, 1)])
     torch.testing.assert_close([norm(x).detach() for norm in norms], [plain[0] / 4, plain[1]])
 
+    gemma = Gemma2ForCausalLM(config)
+    apply(gemma, [WidthTransfer(16)])  # whose rows are multiplied by the root of the width
+    assert gemma._lit_efficient_rate_factors["model.embed_tokens.weight"] == pytest.approx(2**-0.5)
+    rows = gemma.model.embed_tokens(torch.arange(32)).detach()
+    assert float(rows.std()) == pytest.approx(config.initializer_range * 16**0.5, rel=0.1)
+
     network = GPT2LMHeadModel(GPT2Config(n_embd=32, n_head=4, n_layer=1, n_positions=8, **sizes))
     apply(network, [WidthTransfer(16)])
     rates = network.__dict__["_lit_efficient_rate_factors"]  # of layers with weights [inputs, outputs]

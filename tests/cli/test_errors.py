@@ -20,6 +20,10 @@ WRONG = {
     "wrong type": (["--trainer.max_epochs", "many"], ["trainer.max_epochs", "many", "int, null"]),
     "wrong type in a class": (["--model.hidden", "wide"], ["ToyModel.hidden", "wide", "int"]),
     "wrong type in an optimizer": (["--optimizer", "SGD", "--optimizer.lr", "fast"], ["SGD.lr", "fast", "float"]),
+    "wrong type in a schedule": (
+        ["--optimizer=SGD", "--optimizer.lr=1", "--lr_scheduler=WarmupStableDecay", "--lr_scheduler.decay=fast"],
+        ["WarmupStableDecay.decay", "fast", "float"],
+    ),
     "null on the command line": (["--model.hidden", "null"], ["ToyModel.hidden", "null", "int"]),
     "choice": (["--trainer.precision", "bf16-mixd"], ["trainer.precision", "did you mean 'bf16-mixed'"]),
     "an optimizer's value out of range": (["--optimizer=AdamW", "--optimizer.lr=-1"], ["AdamW", "(lr=-1.0)"]),
@@ -90,6 +94,14 @@ WRONG_YAML = {
     "duplicate key": ("trainer:\n  max_epochs: 1\n  max_epochs: 2\n", ["bad.yaml", "'max_epochs'", "line 2", "line 3"]),
     "no yaml": ("trainer:\n  max_epochs: [1\n", ["bad.yaml", "line 2"]),
     "a number for a section": ("trainer: 3\n", ["trainer", "mapping", "3", "bad.yaml, line 1"]),
+    "a number for a group of options": (
+        "data:\n  class_path: LatentDigits\n  init_args:\n    autoencoder: 3\n",
+        ["LatentDigits.autoencoder", "3", "mapping", "bad.yaml, line 4"],
+    ),
+    "null for a group of options": (
+        "data:\n  class_path: LatentDigits\n  init_args:\n    autoencoder: null\n",
+        ["LatentDigits.autoencoder", "null", "bad.yaml, line 4"],
+    ),
     "a list": ("- 1\n", ["bad.yaml", "mapping"]),
     "empty": ("", ["bad.yaml", "mapping"]),
     "unknown key": ("trainer:\n  max_epoch: 1\n", ["did you mean 'trainer.max_epochs'", "bad.yaml, line 2"]),

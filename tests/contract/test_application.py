@@ -62,6 +62,15 @@ def fit(module: Any, callbacks: list[Any], **arguments: Any) -> Any:
     return run
 
 
+@pytest.mark.parametrize("techniques", [[Early], [Early, Widen], [Widen, Early, EMA]])
+def test_what_techniques_touched_is_printed_once(techniques: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        fit(Toy("init"), [kind() for kind in techniques], max_steps=1)
+    printed = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Techniques:")]
+    assert len(printed) == 1
+    assert all(f"\n  {kind.__name__}" in printed[0] for kind in techniques)
+
+
 # Optimizers and schedulers
 
 

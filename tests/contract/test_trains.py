@@ -240,6 +240,26 @@ def test_a_layer_whose_adapter_is_switched_off_within_a_step_is_not_bypassed() -
     assert module.net.other.lora_B.any()
 
 
+class Spared(LoRA):
+    """Whose layers have a parameter that no forward reads."""
+
+    def transform(self, module: nn.Module) -> Any:
+        report = super().transform(module)
+        for part in list(module.modules()):
+            if hasattr(part, "lora_A"):
+                part.lora_spare = nn.Parameter(torch.zeros(1))
+        return report
+
+    def adapters(self, module: nn.Module) -> Any:
+        yield from super().adapters(module)
+        yield from (p for name, p in module.named_parameters() if name.endswith("lora_spare"))
+
+
+def test_a_layer_a_part_of_whose_adapter_learns_is_not_silent(recwarn: pytest.WarningsRecorder) -> None:
+    trainer([Spared()], max_steps=1).fit(ByGradient(Net), data(), data())
+    assert not [w for w in recwarn if "had no gradient" in str(w.message)]
+
+
 class Spare(Tasks):
     """With a layer that no batch uses."""
 

@@ -9,16 +9,17 @@ from torch.utils.data import DataLoader
 
 from lit_efficient import EMA, ActivationCheckpointing, CausalLMConfig, GPTConfig, LanguageModeling, LoRA, plan
 from lit_efficient.evidence.fits import LiveFit
+from lit_efficient.evidence.planning import deep_networks
 from lit_efficient.evidence.planning import plan as planning
 
 SHAPES: dict[str, Any] = {
-    "gpt": GPTConfig(64, dim=32, depth=11, num_heads=2, max_length=32),
+    "gpt": GPTConfig(64, dim=32, depth=6, num_heads=2, max_length=32),
     "llama": CausalLMConfig(
         config_fields={
             "model_type": "llama",
             "hidden_size": 32,
             "intermediate_size": 64,
-            "num_hidden_layers": 11,
+            "num_hidden_layers": 6,
             "num_attention_heads": 2,
             "num_key_value_heads": 1,
             "vocab_size": 1024,
@@ -55,7 +56,9 @@ def planned(shape: str, *callbacks: Any, **options: Any) -> Any:
     ],
 )
 def test_what_each_block_adds_is_counted_as_often_as_it_is_there(shape, techniques, options, monkeypatch):
-    monkeypatch.setattr(planning, "MANY", 10)
+    for name, blocks in (("FEW", 2), ("MORE", 3), ("MANY", 5)):
+        monkeypatch.setattr(planning, name, blocks)
+        monkeypatch.setattr(deep_networks, name, blocks)
     few = planned(shape, *(kind() for kind in techniques), **options)
     monkeypatch.setattr(planning, "MANY", 10**6)
     whole = planned(shape, *(kind() for kind in techniques), **options)

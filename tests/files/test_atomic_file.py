@@ -14,7 +14,15 @@ import torch
 
 from lit_efficient import SignalCheckpoint
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.files.atomic_file import check_new_folder, remove_whole, replace_link, replacing, write_folder
+from lit_efficient.files.atomic_file import (
+    begin_folder,
+    check_new_folder,
+    end_folder,
+    remove_whole,
+    replace_link,
+    replacing,
+    write_folder,
+)
 from lit_efficient.files.sums import NAME, check_sums
 from lit_efficient.files.tensors import save_tensors
 from lit_efficient.mechanisms.trials.memory import available_cpu_memory
@@ -174,6 +182,15 @@ def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     write_folder(tmp_path / "empty", write_nothing, sums=False)
     assert not any((tmp_path / "empty").iterdir())
+
+
+def test_a_folder_takes_the_place_of_another_and_leaves_nothing_of_it(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    for text in ("one", "two"):
+        filled = begin_folder(target)
+        (filled / text).touch()
+        end_folder(filled, target)
+        assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["out", f"out/{text}"]
 
 
 def write_nothing(folder: Path) -> None:

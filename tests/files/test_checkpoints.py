@@ -357,7 +357,11 @@ def test_a_checkpoint_that_would_grow_in_memory_is_refused(tmp_path):
     loop = []
     loop.append(loop)
     wide = torch.zeros(1).expand(1 << 40)
-    for evil in ({"hyper_parameters": inner}, {"hyper_parameters": loop}, {"state_dict": {"w": wide}}):
+    most = torch.zeros(1).expand(1 << 28)  # a GiB
+    torch.save({"state_dict": {"w": most}}, tmp_path / "a.ckpt")
+    assert load_verified(tmp_path / "a.ckpt")["state_dict"]["w"].shape == most.shape
+    more = torch.zeros(1).expand((1 << 28) + 1)
+    for evil in ({"hyper_parameters": inner}, {"hyper_parameters": loop}, {"state_dict": {"w": wide}}, {"w": more}):
         torch.save({"state_dict": {}, **evil}, tmp_path / "a.ckpt")
         with pytest.raises(CheckpointError, match="would grow without end in memory"):
             load_verified(tmp_path / "a.ckpt")

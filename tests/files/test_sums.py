@@ -44,6 +44,18 @@ def test_what_is_missing_or_changed_is_named(folder: Path) -> None:
     check_sums(folder, below="inner")
 
 
+def test_who_reads_no_weights_waits_for_none(folder: Path) -> None:
+    (folder / "w.safetensors").write_text("weights")
+    write_sums(folder)
+    (folder / "w.safetensors").write_text("others")
+    check_sums(folder, weights=False)
+    with pytest.raises(CheckpointError, match=r"w\.safetensors is missing, or not what was written"):
+        check_sums(folder)
+    (folder / "a.txt").write_text("other")
+    with pytest.raises(CheckpointError, match=r"a\.txt is missing, or not what was written"):
+        check_sums(folder, weights=False)
+
+
 def test_a_folder_without_hashes_and_a_name_on_a_hub_are_left_alone(tmp_path: Path) -> None:
     check_sums(None)
     check_sums(tmp_path)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lit_efficient.errors import CheckpointError
+from lit_efficient.files.atomic_file import write_folder
 from lit_efficient.files.tensors import load_tensors, metadata_of, save_tensors
 
 
@@ -31,3 +32,15 @@ def test_any_changed_byte_is_seen(tmp_path: Path) -> None:
         path.write_bytes(changed)
         with pytest.raises(CheckpointError, match="does not match the hash"):
             load_tensors(path)
+
+
+def test_a_file_of_another_program_is_compared_with_the_sums_beside_it(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    folder = write_folder(tmp_path / "out", lambda inside: save_file({"a": torch.ones(4)}, inside / "x.safetensors"))
+    assert torch.equal(load_tensors(folder / "x.safetensors")["a"], torch.ones(4))
+    changed = bytearray((folder / "x.safetensors").read_bytes())
+    changed[-1] ^= 1
+    (folder / "x.safetensors").write_bytes(changed)
+    with pytest.raises(CheckpointError, match=r"x\.safetensors is missing, or not what was written"):
+        load_tensors(folder / "x.safetensors")

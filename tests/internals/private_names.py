@@ -49,6 +49,12 @@ def inherited() -> dict[str, set[str]]:
     return names | {kind.__name__: {name for name in dir(kind) if is_private(name)} for kind in kinds}
 
 
+@cache
+def everybody() -> set[str]:
+    """All of them."""
+    return set().union(*inherited().values())
+
+
 @dataclass
 class Names:
     """What a package defines itself."""
@@ -82,13 +88,14 @@ class Names:
 
 def foreign(tree: ast.AST, package: Names) -> Iterator[tuple[int, str]]:
     """Line and name of each private name of somebody else's."""
-    everybody_s = set().union(*inherited().values())
-    inside = {}  # node -> the class around it
-    for kind in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
-        inside |= dict.fromkeys(ast.walk(kind), kind.name)
-    texts = set(_texts(tree))
-    for node in ast.walk(tree):
-        theirs = package.inherited_by(inside[node]) if node in inside else set()
+    everybody_s = everybody()
+    nodes = [*ast.walk(tree)]
+    inside = {}  # node -> what the class around it inherits
+    for kind in (node for node in nodes if isinstance(node, ast.ClassDef)):
+        inside |= dict.fromkeys(ast.walk(kind), package.inherited_by(kind.name))
+    texts = set(_texts(nodes))
+    for node in nodes:
+        theirs = inside.get(node, ())
         if isinstance(node, ast.Import):
             found = [part for alias in node.names for part in alias.name.split(".")]
         elif isinstance(node, ast.ImportFrom):
@@ -106,7 +113,7 @@ def foreign(tree: ast.AST, package: Names) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.Call) and _called(node) != "mix_in":
             found = [keyword.arg or "" for keyword in node.keywords if keyword.arg not in package.own]
         elif node in texts and is_private(node.value):
-            known = node.value in package.own | FILE_KEYS or node.value.startswith("_lit_efficient")
+            known = node.value in package.own or node.value in FILE_KEYS or node.value.startswith("_lit_efficient")
             found = [node.value] if node.value in everybody_s or not known else []
         elif node in texts and _DOTTED.fullmatch(node.value):
             found = node.value.split(".")
@@ -115,15 +122,15 @@ def foreign(tree: ast.AST, package: Names) -> Iterator[tuple[int, str]]:
         yield from ((node.lineno, name) for name in found if is_private(name))
 
 
-def _texts(tree: ast.AST) -> Iterator[ast.Constant]:
+def _texts(nodes: list[ast.AST]) -> Iterator[ast.Constant]:
     """Strings that may be names: no documentation, no part of an f-string, no end of a name."""
     left_out = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.JoinedStr):
             left_out |= {*ast.walk(node)}
         elif isinstance(node, ast.Expr) or (isinstance(node, ast.Call) and _called(node) in _ENDS):
             left_out |= {part for part in ast.iter_child_nodes(node) if isinstance(part, ast.Constant)}
-    strings = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    strings = (node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
     yield from (node for node in strings if node not in left_out)
 
 

@@ -10,12 +10,14 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.feature_matching import (
     cosine_loss,
     distance_matrix_loss,
+    gradient_cosine,
     gradient_ratio,
     l2_loss,
     marginal_cosine_loss,
     match_tokens,
     repa_loss,
     resize_tokens,
+    spatial_norm,
     vf_loss,
 )
 
@@ -79,6 +81,10 @@ def test_sequences_are_interpolated_along_themselves():
     ours, theirs = match_tokens(torch.zeros(2, 4, 3), torch.ones(2, 7))  # one vector for all four
     assert torch.equal(theirs, torch.ones(2, 4, 7))
     assert ours.shape == (2, 4, 3)
+    nine = torch.arange(9.0).reshape(1, 9, 1)  # three by three, if it were a map
+    assert torch.equal(match_tokens(torch.zeros(1, 4, 1), nine)[1], resize_tokens(nine, (9,), (4,)))
+    image = torch.zeros(1, 5, 2, 2)
+    assert torch.equal(match_tokens(image, nine, "sequence")[1], resize_tokens(nine, (9,), (4,)))
 
 
 def test_features_that_cannot_be_matched():
@@ -100,3 +106,23 @@ def test_the_adaptive_weight_equals_the_ratio_of_the_gradients():
     (loss + ratio * extra).backward()  # the graph is still there
     loss = w.square().sum()
     assert gradient_ratio(loss, loss * 0, w, limit=7.0).item() == 7.0
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_the_spatial_norm_by_hand(share):
+    tokens = torch.tensor([[[1.0, 10.0], [3.0, 30.0]]])  # means 2 and 20, deviations sqrt(2) and 10 sqrt(2)
+    expected = torch.tensor([[1 - 2 * share, 1 - 2 * share], [3 - 2 * share, 3 - 2 * share]]) / math.sqrt(2)
+    torch.testing.assert_close(spatial_norm(tokens, share)[0], expected)
+
+
+def test_the_cosine_of_gradients_leaves_the_graph():
+    w = torch.tensor([3.0, 4.0], requires_grad=True)
+    loss, extra = w.square().sum(), (w * torch.tensor([1.0, 0.0])).square().sum()  # gradients (6, 8) and (6, 0)
+    cosine = gradient_cosine(loss, extra, [w])
+    assert cosine.item() == pytest.approx(0.6)
+    assert not cosine.requires_grad
+    assert w.grad is None
+    (loss + extra).backward()  # the graph is still there
+    assert torch.equal(w.grad, torch.tensor([12.0, 8.0]))
+    other = torch.ones(2, requires_grad=True).sum()
+    assert gradient_cosine(w.square().sum(), other, [w]).item() == 0.0

@@ -24,7 +24,7 @@ def inputs(batch: int = 3):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"patch_size": 3}, {"heads": 3}, {"width": 6, "heads": 2}, {"depth": 0}, {"size": "8"}]
+    "wrong", [{"patch_size": 3}, {"heads": 3}, {"width": 6, "heads": 2}, {"depth": 0}, {"depth": 10**15}, {"size": "8"}]
 )
 def test_config_names_the_argument_and_the_value(wrong):
     with pytest.raises(ConfigurationError, match=r"DiTConfig: (patch_size|width|depth|size) must .* got"):

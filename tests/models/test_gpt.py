@@ -219,6 +219,7 @@ def test_blocks_are_residual_and_keep_the_shape() -> None:
         ({"dim": 30}, "dim"),
         ({"num_kv_heads": 3}, "num_kv_heads"),
         ({"depth": 0}, "depth"),
+        ({"depth": 10**15}, "depth"),
         ({"dropout": 1.0}, "dropout"),
         ({"vocab_size": 0}, "vocab_size"),
     ],

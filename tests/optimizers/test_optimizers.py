@@ -334,6 +334,10 @@ def test_muon_warns_where_adam_has_trained_and_neither_on_fresh_weights_nor_on_i
     alone.param_groups = [{**alone.param_groups[1], "params": [last]}]
     with pytest.warns(UserWarning, match="trained before"):
         alone.step()
+    frozen = MuonAdamW(muon_groups(module), lr=1e-3)
+    module.requires_grad_(False)
+    frozen.step()  # says nothing of what does not train
+    module.requires_grad_(True)
     state = optimizer.state_dict()
     resumed = MuonAdamW(muon_groups(module), lr=1e-3)
     resumed.load_state_dict(state)
@@ -342,6 +346,12 @@ def test_muon_warns_where_adam_has_trained_and_neither_on_fresh_weights_nor_on_i
         for p in other.parameters():
             p.grad = torch.randn_like(p)
         MuonAdamW(muon_groups(other), lr=1e-3).step()
+
+
+@pytest.mark.parametrize(("shape", "muon"), [((2, 16, 16), True), ((1, 16, 16), False), ((2, 16, 15), False)])
+def test_a_stack_of_matrices_is_none_of_filters_and_has_several(shape: Any, muon: bool) -> None:
+    optimizer = MuonAdamW([nn.Parameter(torch.zeros(shape))])
+    assert [group["muon"] for group in optimizer.param_groups if group["params"]] == [muon]
 
 
 def test_muon_groups_leave_embeddings_ties_and_named_ones_to_adamw() -> None:

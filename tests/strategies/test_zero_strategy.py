@@ -16,10 +16,13 @@ ZERO = sorted((Path(__file__).parents[2] / "configs" / "scale").glob("zero_*.yam
 
 
 def test_the_overlays_are_the_presets() -> None:
-    made = {}
+    made, forced = {}, {}
     for path in ZERO:
         arguments = yaml.safe_load(path.read_text("utf-8"))["trainer"]["strategy"]["init_args"]
-        made[path.stem] = zero_config(**arguments)["zero_optimization"]
+        config = zero_config(**arguments)
+        made[path.stem], forced[path.stem] = config["zero_optimization"], config.get("zero_force_ds_cpu_optimizer")
+    # DeepSpeed's default refuses the module's own optimizer where states are not on the GPU.
+    assert {name for name, value in forced.items() if value is False} == {"zero_2_cpu", "zero_3_cpu", "zero_3_nvme"}
     assert {name: zero["stage"] for name, zero in made.items()} == {
         "zero_1": 1, "zero_2": 2, "zero_2_cpu": 2, "zero_3": 3, "zero_3_cpu": 3, "zero_3_nvme": 3, "zero_plus_plus": 3
     }  # fmt: skip

@@ -20,6 +20,12 @@ from lit_efficient.evidence.planning.traced_step import trace
 from lit_efficient.internals.torch_fake import FakeCopyMode, FakeTensorMode
 from lit_efficient.mechanisms.metering import count_batch, samples_of
 
+AS_CUDA = (
+    "Of CUDA's kernels are known RMSNorm's, which keeps its input alone, attention within documents, the chunks of a "
+    "loss, and what autocast widens to float32; the others are taken to keep what the CPU's keep, without scratch, and "
+    "states are taken to stay there."
+)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -89,17 +95,20 @@ def plan(source: FitSource | Any, change: Change = AS_IT_IS, *, device: str | No
     own = fit.trainer.strategy.root_device.type
     device = device or own
     notes: list[str] = []
-    if device != own:
+    other = device if device != own else None
+    if (device, own) == ("cuda", "cpu"):
+        notes.append(AS_CUDA)
+    elif other:
         notes.append(f"Kernels of {device} are taken to keep what those of {own} keep; states are taken to stay there.")
     batch, batches = batch_of(fit, notes)
     accumulated = fit.trainer.accumulate_grad_batches
     block = 1 if device == "cpu" else BLOCK
-    traced = trace(fit, lambda: make(few), batch, batches, mode, block)
+    traced = trace(fit, lambda: make(few), batch, batches, mode, block, other)
     if few.before:
         fewer = FewBlocks(FEW, only_above=MANY)
         shallow = make(fewer)
         shallow.data = fit.data
-        traced = deepened(trace(shallow, lambda: make(fewer), batch, batches, mode, block), traced, few.before)
+        traced = deepened(trace(shallow, lambda: make(fewer), batch, batches, mode, block, other), traced, few.before)
     amount, unit = count_batch(batch)
     memory = traced.memory
     return Plan(

@@ -26,6 +26,7 @@ from lit_efficient.errors import ConfigurationError, LitEfficientError
 from lit_efficient.evidence.fits import Fit
 from lit_efficient.evidence.memory_kinds import StepMemory, StepMeter
 from lit_efficient.internals.lightning_trainer import set_default_root_dir
+from lit_efficient.internals.torch_as_cuda import as_cuda
 from lit_efficient.internals.torch_dispatch import TorchDispatchMode, no_dispatch_modes
 from lit_efficient.internals.torch_fake import (
     DataDependentOutputException,
@@ -70,21 +71,30 @@ class Traced:
 
 
 def trace(
-    fit: Fit, make: Callable[[], Fit], batch: Any, batches: int | None, mode: FakeTensorMode, block: int = 1
+    fit: Fit,
+    make: Callable[[], Fit],
+    batch: Any,
+    batches: int | None,
+    mode: FakeTensorMode,
+    block: int = 1,
+    stands_for: str | None = None,
 ) -> Traced:
     """Run two steps of a fit without values, of manual optimization a dozen.
 
     The fit's parts are real, on the meta device or fakes of ``mode``, and its data is prepared; ``make`` makes it anew,
     where a callback of it cannot take part. The batch holds tensors of any kind, in any structure; an epoch has
-    ``batches``, if that is known. Sizes are rounded up to ``block`` bytes.
+    ``batches``, if that is known. Sizes are rounded up to ``block``
+    bytes. With ``stands_for`` ``cuda`` the CPU's kernels keep what CUDA's keep.
     """
+    kernels = as_cuda if stands_for == "cuda" else contextlib.nullcontext
     left_out: dict[str, str] = {}
     data = fit.data
     while True:
         fit.data = data
         fit.trainer.callbacks = [one for one in fit.trainer.callbacks if type(one).__name__ not in left_out]
         try:
-            traced = _trace(fit, batch, batches, mode, block)
+            with kernels():
+                traced = _trace(fit, batch, batches, mode, block)
         except Exception as error:
             guilty = _callback_behind(error, fit.trainer.callbacks)
             if isinstance(error, LitEfficientError):

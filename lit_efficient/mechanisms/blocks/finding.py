@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import NoneType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -54,6 +55,10 @@ def find_blocks(
     return _once(root, found)
 
 
+# Of each network what was found of modules by their settings: several techniques look for its blocks, one by one.
+_KNOWN: "WeakKeyDictionary[nn.Module, dict[Any, bool | None]]" = WeakKeyDictionary()
+
+
 class _Search:
     """Which modules of a network are its blocks, and which are stages that hold them."""
 
@@ -61,7 +66,7 @@ class _Search:
         self.root = root
         self.modules: dict[str, nn.Module] = dict(list(root.named_modules())[1:])
         self.adding: set[int] = set()
-        known: dict[Any, bool | None] = {}
+        known = _KNOWN.setdefault(root, {})
         for module in reversed(self.modules.values()):  # what is inside comes first
             if _may_add(module) and has_matrices(module):
                 alike = self._settings(module)
@@ -88,7 +93,7 @@ class _Search:
         """What a module's code may ask for; it does the same in modules that agree in this."""
         plain = (bool, int, float, str, tuple, NoneType)
         own = [(key, repr(value)) for key, value in vars(module).items() if isinstance(value, plain)]
-        parts = [(key, type(part), id(part) in self.adding) for key, part in module.named_modules()]
+        parts = [(key, unmixed(part), id(part) in self.adding) for key, part in module.named_modules()]
         return unmixed(module), tuple(own), tuple(parts), tuple(key for key, _ in module.named_parameters())
 
     def _inside(self, prefix: str, module: nn.Module) -> list[tuple[str, nn.Module]]:

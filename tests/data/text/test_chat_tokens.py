@@ -188,6 +188,14 @@ def test_what_a_template_would_lose_is_a_malformed_row(template: str, messages: 
     assert re.search(reason, str(found)), found
 
 
+def test_a_template_gets_the_tools_and_none_where_there_are_none() -> None:
+    chat = tokenizer("{% if tools is not none %}{{ tools[0].function.name }}{% endif %}" + PLAIN)
+    for tools, first in (((TOOL,), TOOL["function"]["name"]), ((), "<|im_start|>")):
+        (found,) = ChatTokens(chat).encode([Document((ASK, TURNS[2]), tools=tools)])
+        assert isinstance(found, Encoded)
+        assert chat.decode(found.ids).startswith(first)
+
+
 def test_parts_that_a_template_drops_without_a_word_are_counted() -> None:
     template = PLAIN.replace("for m in messages", "for m in messages if m['role'] != 'system'")
     named = {**ASK, "name": "Bob", "id": "7", "weight": 1}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
-from lit_efficient import ConfigurationError, mix_in
+from lit_efficient import ConfigurationError, LoRA, mix_in
+from lit_efficient.application import apply
 from lit_efficient.mechanisms.blocks.finding import find_blocks
 from tests.support import Block, Net
 
@@ -58,3 +59,27 @@ def test_find_blocks_knows_what_libraries_declare() -> None:
     wrapper.encoder = nn.ModuleList([Layer(), Layer()])
     assert [name for name, _ in find_blocks(wrapper, who="T")] == ["encoder.0", "encoder.1"]
     assert [name for name, _ in find_blocks(Diffuser(), who="T")] == ["down", "up"]
+
+
+class Switched(nn.Module):
+    """Adds to its input, or does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.adds = nn.Sequential(nn.Linear(4, 4)), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x) if self.adds else self.layer(x)
+
+
+def test_a_later_search_sees_what_has_changed() -> None:
+    """What was found of a network is kept for the next technique that asks, as long as it is true."""
+    net = nn.Module()
+    net.one, net.other = Switched(), Switched()
+    for _ in range(2):
+        assert [name for name, _ in find_blocks(net, who="T")] == ["one", "other"]
+    apply(net, [LoRA(targets=["0"])])
+    assert [name for name, _ in find_blocks(net, who="T")] == ["one", "other"]
+    net.one.adds = net.other.adds = False
+    with pytest.raises(ConfigurationError, match="found no repeated blocks"):
+        find_blocks(net, who="T")

@@ -21,7 +21,14 @@ from torch.utils.data import (
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.mechanisms.order import resumable_sampler
 from lit_efficient.mechanisms.order.resumable_loader import ResumableLoader, examine, make_resumable
-from lit_efficient.mechanisms.order.resumable_sampler import ResumableSampler, epoch_order, mix_seed, seed_all, shard
+from lit_efficient.mechanisms.order.resumable_sampler import (
+    ResumableSampler,
+    epoch_order,
+    mix_seed,
+    permutes,
+    seed_all,
+    shard,
+)
 from tests.callbacks.resume_kit import Augmented
 
 DATA = Augmented(11)
@@ -132,6 +139,14 @@ def test_each_round_within_an_epoch_has_an_order_and_can_be_resumed():
     resumed._load_state_dicts(states[3])
     assert [batch["short"][0].item() for batch, _, _ in resumed] == seen[4:]
     assert pair["short"].state_dict()["round"] == 1
+
+
+def test_which_samplers_show_each_index_once():
+    assert permutes(RandomSampler(DATA), False)
+    assert not permutes(RandomSampler(DATA, replacement=True), True)  # as many, some of them twice
+    assert not permutes(RandomSampler(DATA, num_samples=len(DATA) - 1), True)
+    assert permutes(DATA, True)
+    assert not permutes(DATA, False)
 
 
 def test_orders_are_pure_functions_and_differ():

@@ -1,0 +1,127 @@
+"""`plan` beside what one GPU has measured: the rungs of `ladder_gpu.py`, of which figures.json has the peaks.
+
+    python -m benchmarks.plan_ladder            all rungs that one GPU has run uncompiled
+    python -m benchmarks.plan_ladder LoRA
+
+Weights are never made. The loop is the ladder's, which clears gradients after the step. What differed in the run that
+was measured is done as it was: torch 2.11, whose autocast left RMSNorm alone (2.12 widens its input to float32),
+AdamW's foreach kernels, and Liger's kernel for the loss. What is compiled, or lives on the host by copies that
+overlap, `plan` cannot see.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import lit_efficient as le
+from benchmarks.ladder_gpu import RUNGS, SHAPES, VOCABULARY, Rung
+from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource
+from lit_efficient.losses import liger_cross_entropy
+from lit_efficient.surgery import mix_in
+
+NAMES = ("base", "packed", "chunked loss", "checkpointing", "optimizer in backward")
+NAMES = (*NAMES, "GaLore", "8-bit AdamW", "LoRA", "QLoRA")
+
+
+class NotWidened(nn.Module):
+    """A norm that autocast leaves alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return super().forward(x)
+
+
+class Climb(L.LightningModule):
+    """The ladder's network and loop."""
+
+    def __init__(self, rung: Rung) -> None:
+        super().__init__()
+        self.rung = rung
+        self.net: Any = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            shape = SHAPES[self.rung.shape]
+            self.net = le.GPT(le.GPTConfig(vocab_size=VOCABULARY, max_length=self.rung.length, **shape))
+            for part in self.net.modules():
+                if isinstance(part, nn.RMSNorm):
+                    mix_in(part, NotWidened)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        packed = {"position_ids": batch["positions"]} if self.rung.packed > 1 else {}
+        with torch.autocast(self.device.type, torch.bfloat16):
+            return self.net(batch["ids"], labels=batch["ids"].roll(-1, 1), **packed).mean()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-5, foreach=True)
+
+
+class RungFit(FitSource):
+    """Makes the fit of a rung; its weights are never made."""
+
+    def __init__(self, rung: Rung) -> None:
+        self.rung = rung
+
+    def make(self, change: Change = AS_IT_IS) -> Fit:
+        ids = torch.zeros(self.rung.length, dtype=torch.long)
+        positions = torch.arange(self.rung.length) % (self.rung.length // self.rung.packed)
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=1,
+            precision="bf16-true",
+            callbacks=[*self.rung.techniques(), *change.callbacks()],
+            max_steps=4,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        rows = [{"ids": ids, "positions": positions}] * (2 * self.rung.batch)
+        with torch.device("meta"):
+            return Fit(trainer, Climb(self.rung), DataLoader(rows, self.rung.batch))
+
+
+def measured() -> dict[str, float]:
+    """Peaks of a GPU's allocator in GiB, by rung."""
+    records = json.loads((Path(__file__).parent / "figures.json").read_text())["records"]
+    rungs = [one for one in records if one.get("table") == "gpu"]
+    return {one["id"].removeprefix("gpu/"): one["figures"]["peak_gib"] for one in rungs}
+
+
+def predicted(rung: Rung, peak: float) -> dict[str, Any]:
+    """What `plan` says of a rung, and how far it is from the figure in percent."""
+    begin = time.process_time()
+    with mock.patch.object(liger_cross_entropy, "installed", return_value=True):
+        found = le.plan(RungFit(rung), device="cuda")
+    gib = found.peak / 2**30
+    kinds = {kind: round(size / 2**30, 2) for kind, size in found.kinds.items() if size >= 2**24}
+    told = {"gib": round(gib, 2), "error": round(100 * (gib / peak - 1), 1), "kinds": kinds}
+    return {**told, "notes": found.notes, "cpu_seconds": round(time.process_time() - begin, 1)}
+
+
+def main() -> int:
+    peaks, results = measured(), {}
+    for name in sys.argv[1:] or NAMES:
+        found = predicted(RUNGS[name], peaks[name])
+        results[name] = {"measured": peaks[name], **found}
+        shown = f"{found['gib']:6.2f} GiB  {found['error']:+.1f} %  {found['kinds']}"
+        print(f"{name:24} {peaks[name]:6.2f} GiB  {shown}", flush=True)
+    print("RESULT " + json.dumps(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
