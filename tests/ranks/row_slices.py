@@ -140,7 +140,7 @@ def numbers_memory_and_refusals() -> None:
     for cut in (False, True):
         whole_or_own: Any = [heads[:, :, places] if cut else heads for heads in (q, k, v, weigh)]
         inputs: Any = [heads.clone().requires_grad_() for heads in whole_or_own[:3]]
-        out = attend_documents(*inputs, starts)
+        out = attend_documents(inputs[0], inputs[1], inputs[2], starts)
         (out * whole_or_own[3]).sum().backward()
         results = [out, *(heads.grad for heads in inputs)]
         found.append(results if cut else [one[:, :, places] for one in results])
