@@ -418,7 +418,8 @@ class Server:
             return "there is no such fault any more"
         tests = self.reaching(fault)
         others = {test: took for test, (took, _) in self.reach(fault.file).items() if test not in tests}
-        source, code = (ROOT / PACKAGE / fault.file).read_bytes(), 0
+        source = (ROOT / PACKAGE / fault.file).read_bytes()
+        code: int | None = 0
         with self.written(fault.file, with_fault(fault, source)):
             for some in (tests, others):  # which may reach it in processes of their own
                 if code == 0 and some:

@@ -43,6 +43,10 @@ FREE = re.compile(r"FeatureMatching\.layers\.|layers\.blocks")
 # Values that are as unusual as right: what the name of a case ends with, and why it is right.
 RIGHT: dict[str, str] = {
     r"\.(learning_rate|lr|max_lr|gamma):huge": "no number is too large by itself: a run that diverges says so",
+    r"\.(check_val_every_n_epoch|num_nodes|held_out):huge": "what is enough is known with the data, or the machines",
+    r"data\.init_args\.fields\.\w+:word": "a column, of which the data knows",
+    r"\.beta:zero": "SelectiveBackprop chooses by chance alone then",
+    r"latent_alignment:.*\.weight:zero": "the distance is measured, and adds nothing",
     r"\.default_root_dir:word": "a folder, which is made",
     r"\.config_fields\.sample_size:\w+": "diffusers has it for pipelines alone; nothing is computed with it",
 }
@@ -639,11 +643,7 @@ def _try_known(case: str, folder: Path) -> str:
     subcommand, _, name = case.partition(":")
     options, wanted = KNOWN[name]
     added = {"MODELCHECKPOINT": "ModelCheckpoint"}
-    words = [
-        word
-        for one in options
-        for word in ([f"--without={added[one]}", f"--trainer.callbacks+={added[one]}"] if one in added else [one])
-    ]
+    words = [word for one in options for word in ([f"--trainer.callbacks+={added[one]}"] if one in added else [one])]
     config = "latent_diffusion" if name.startswith("d: ") else "language_model"
     code, text = said(subcommand, "-c", config, *words, job=_without_data)
     return "accepted" if code == 0 else refusal(code, text, *wanted)

@@ -208,7 +208,9 @@ def _cause(line: str, allowed: str, given: str) -> tuple[float, str, str] | None
         return 8, f"two classes are named {match[1]!r}; write one of them in full: {match[2]}", ""
     if match := re.search(r"Expected a dot import path string: (\S+)", line):
         if any(basic in allowed.split(", ") for basic in ("int", "float", "bool", "str")):
-            return 5, _wrong_type(allowed, match[1]), ""
+            of_class = any(kind[:1].isupper() for kind in allowed.split(", "))
+            near = did_you_mean(match[1], _known_classes()) if of_class else ""
+            return 5, _wrong_type(allowed, match[1]) + near, ""
         return 7, f"there is no class {match[1]!r}{did_you_mean(match[1], _known_classes())}", match[1]
     if match := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", line):
         advice = moved_path(f"{match[1]}.{match[2]}") or did_you_mean(match[2], _names_in(match[1]))

@@ -32,6 +32,7 @@ WRONG = {
         ["--trainer.callbacks+=StochasticDepht"],
         ["trainer.callbacks", "did you mean 'StochasticDepth'"],
     ),
+    "unknown logger": (["--trainer.logger=CSVLgger"], ["trainer.logger", "CSVLgger", "did you mean 'CSVLogger'"]),
     "unknown optimizer": (["--optimizer", "AdamX"], ["optimizer", "'AdamX'", "did you mean 'Adam"]),
     "class of another kind": (
         ["--data", "tests.support_cli.ToyModel"],
