@@ -208,7 +208,8 @@ class HiddenAlignment(Alignment):
             cosine = gradient_cosine(loss, term, self.features(self._calls[name], module, name))
             cosine = module.trainer.strategy.reduce(cosine, reduce_op="mean")  # all ranks end at once
             module.log("train/hidden_alignment_cosine", cosine, batch_size=1)
-            self._below = self._below + 1 if float(cosine) < conflict.below else 0
+            if value := float(cosine):  # 0: one has no gradient, as in the first step of a DiT, and says nothing
+                self._below = self._below + 1 if value < conflict.below else 0
             if self._below >= conflict.patience:
                 self._last = step
                 rank_zero_info(f"HiddenAlignment: ends after step {step}, {self._below} times against the task")

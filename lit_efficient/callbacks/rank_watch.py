@@ -2,6 +2,7 @@
 
     another one raises, is killed or loses its machine -> this one ends within `failed` seconds
     another one ends its training while this one trains -> this one ends within `left` seconds
+    another one validates after fewer batches           -> the same: what they send would meet the wrong thing
 
 Saves: the half hour, or the days, that the others of a run would wait in a collective, and the search for who began it.
 Costs: a connection of each process to the first one, and a thread that sleeps.
@@ -13,6 +14,7 @@ A process that lives and is slow is waited for, as before: the strategy's `timeo
 import os
 import sys
 import threading
+import traceback
 from typing import Any, ClassVar
 
 from lightning.pytorch import Callback
@@ -21,6 +23,7 @@ from torch import distributed
 
 from lit_efficient.errors import check_number
 from lit_efficient.mechanisms.rank_line import DONE, ENDED, FAILED, LEFT, RankLine
+from lit_efficient.mechanisms.ranks import check_batches
 
 _EXIT_CODE = 2
 
@@ -52,12 +55,13 @@ class RankWatch(Callback):
         self._timers: list[threading.Timer] = []
         self._said = threading.Event()
         self._why = ""  # this process will wait for ever
-        self._trains = False
+        self._begun = 0  # batches of training
+        self._places: list[int] = []  # the number of them each time that this process left off training
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if trainer.world_size > 1 and self._line is None and distributed.is_initialized():
             trainer.callbacks = [self, *(one for one in trainer.callbacks if one is not self)]  # the first to leave
-            self._why = ""
+            self._why, self._begun, self._places = "", 0, []
             self._said.clear()
             host = trainer.strategy.cluster_environment.main_address
             try:
@@ -69,12 +73,22 @@ class RankWatch(Callback):
                 )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._trains = True
+        check_batches(trainer)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._begun += 1
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.sanity_checking:
+            self._leave(self._begun, f"it validates after {self._begun} batches")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._trains = False
+        self._leave(-1, f"it ended its training after {trainer.global_step} steps")
+
+    def _leave(self, begun: int, why: str) -> None:
+        self._places.append(begun)
         if self._line is not None:
-            self._line.say(LEFT, f"it ended its training after {trainer.global_step} steps")
+            self._line.say(LEFT, f"{len(self._places)} {begun} {why}")
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if self._line is not None:
@@ -92,7 +106,6 @@ class RankWatch(Callback):
         self._hang_up()
 
     def _hang_up(self) -> None:
-        self._trains = False
         for timer in self._timers:
             timer.cancel()
         if self._line is not None:
@@ -105,17 +118,32 @@ class RankWatch(Callback):
             self._said.set()
         if how == DONE:
             return
-        wait = self.failed if how == FAILED else self.left
-        timer = threading.Timer(
-            wait, self._end, (how, f"process {rank} has {'failed' if how == FAILED else 'left training'} ({why})")
-        )
+        if how == FAILED:
+            timer = threading.Timer(self.failed, self._end, (f"process {rank} has failed ({why})",))
+        else:
+            left, begun, why = why.split(" ", 2)
+            said = f"process {rank} has left training ({why})"
+            timer = threading.Timer(self.left, self._end, (said, int(left), int(begun)))
         timer.daemon = True
         self._timers.append(timer)
         timer.start()
 
-    def _end(self, how: str, why: str) -> None:
-        """In the timer's thread: the main one is in a collective, which nothing else would end."""
-        if self._line is None or (how != FAILED and not self._trains):
+    def _end(self, why: str, left: int | None = None, begun: int = 0) -> None:
+        """In the timer's thread: the main one is in a collective, which nothing else would end.
+
+        Not where this one has left off training at the same batch, or may still do so.
+        """
+        if self._line is None:
             return
+        if left is not None:
+            own = self._places[left - 1] if left <= len(self._places) else None
+            if own == begun or (own is None and self._begun <= begun and not _in_collective()):
+                return
         print(f"error: {ENDED}{why}", file=sys.stderr, flush=True)
         os._exit(_EXIT_CODE)
+
+
+def _in_collective() -> bool:
+    """Whether the main thread waits for other processes, by what it calls."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return any("distributed_c10d" in each.f_code.co_filename for each, _ in traceback.walk_stack(frame))

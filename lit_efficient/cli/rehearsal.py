@@ -2,9 +2,6 @@
 
 import copy
 import logging
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +12,7 @@ from lit_efficient.application import apply
 from lit_efficient.declaration import Phase, in_order, overrides, techniques_of
 from lit_efficient.errors import LitEfficientError
 from lit_efficient.internals.lightning_trainer import set_trainer
+from lit_efficient.mechanisms.trials.steps import quiet
 
 
 def rehearse(trainer: Any, module: Any, data: Any) -> None:
@@ -32,7 +30,7 @@ def rehearse(trainer: Any, module: Any, data: Any) -> None:
         return
     trainer.datamodule = data  # as the fit does in a moment
     memo: dict[int, Any] = {id(trainer): trainer}
-    with torch.random.fork_rng(devices=[]), _in_silence():
+    with torch.random.fork_rng(devices=[]), quiet(logging.WARNING, warns=False):
         try:
             memo |= {id(one): _empty(one) for one in (*module.parameters(), *module.buffers())}
             copied = copy.deepcopy(module, memo)
@@ -49,23 +47,12 @@ def rehearse(trainer: Any, module: Any, data: Any) -> None:
             try:
                 with torch.device("meta"):
                     apply(copied, [copy.deepcopy(technique, memo)])
-            except LitEfficientError:
-                raise
-            except Exception:  # for want of values
-                return
+            except Exception as error:
+                if isinstance(error, LitEfficientError) and "meta device" not in str(error):
+                    raise
+                return  # for want of values
 
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:
     empty = torch.empty_like(tensor, device="meta")
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-
-
-@contextmanager
-def _in_silence() -> Iterator[None]:
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        logging.disable(before)

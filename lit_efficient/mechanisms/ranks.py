@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import distributed
 
+from lit_efficient.errors import ConfigurationError
+
 
 def join_ranks() -> tuple[int, int]:
     """In a command that torchrun started: meet its other processes, which wait for each other for as long as it takes.
@@ -40,6 +42,24 @@ def readers(trainer: Any) -> int:
     strategy, places = trainer.strategy, trainer.distributed_sampler_kwargs or {}
     slices = getattr(getattr(strategy, "parallel", None), "context", 1)
     return int(places.get("num_replicas", trainer.world_size)) * slices
+
+
+def check_batches(trainer: Any) -> None:
+    """Refuse a fit whose processes have unlike numbers of batches, where these are known.
+
+    Raises:
+        ConfigurationError: On all processes, before one waits for the others.
+    """
+    counts = gather_objects((trainer.num_training_batches, trainer.num_val_batches))
+    steps, window = trainer.max_steps, trainer.accumulate_grad_batches
+    for part, which in enumerate(("training", "validation")):
+        found = [one[part] for one in counts]
+        reached = part or steps < 0 or steps * window > min(found)
+        if reached and any(one != found[0] for one in found):
+            raise ConfigurationError(
+                f"the processes have {', '.join(map(str, found))} batches of {which}, and would wait for each other: "
+                "give each as many, by a DistributedSampler or Lightning's own (use_distributed_sampler=True)"
+            )
 
 
 def gather_objects(value: Any) -> list[Any]:

@@ -77,14 +77,14 @@ def own_slices(batch: Any) -> Any:
 
 def of_whole_rows(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values ``[B, heads, T, head_dim]`` of whole rows, of those of this process's slices."""
-    return _Gathered.apply(torch.stack((key, value)))  # type: ignore[no-any-return, no-untyped-call]
+    return _Gathered.apply(torch.stack((key, value)))
 
 
 def attend_slices(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float | None) -> Tensor:
     """On a CPU, `attend_documents` of slices: neither the keys of whole rows nor a mask are kept."""
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (heads.to(torch.get_autocast_dtype("cpu")) for heads in (query, key, value))
-    return _Slices.apply(query, torch.stack((key, value)), starts, scale)  # type: ignore[no-any-return, no-untyped-call]
+    return _Slices.apply(query, torch.stack((key, value)), starts, scale)
 
 
 def _gather(own: Tensor) -> Tensor:
@@ -150,10 +150,11 @@ class _Slices(torch.autograd.Function):
         return of_query, _scatter(of_whole), None, None
 
 
-def _written_out(whole: Tensor, row: int, keys: slice, query: Tensor) -> list[Tensor]:
+def _written_out(whole: Tensor, row: int, keys: slice, query: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values ``[1, heads, T, head_dim]``, a head for each of the queries'."""
     groups = query.shape[1] // whole.shape[2]
-    return [heads[row, None, :, keys].repeat_interleave(groups, 1) for heads in whole]
+    key, value = whole[:, row, None, :, keys].repeat_interleave(groups, 2)
+    return key, value
 
 
 def _calls(starts: Tensor) -> Iterator[tuple[int, slice, list[tuple[slice, bool]]]]:

@@ -43,6 +43,7 @@ from lit_efficient.mechanisms.adapters.base import has_frozen_base
 from lit_efficient.mechanisms.adapters.sharded import asking_for, check_adapters, check_surplus, checkpoint_keys
 from lit_efficient.mechanisms.averages.weights import placed_like
 from lit_efficient.mechanisms.blocks.finding import find_blocks
+from lit_efficient.mechanisms.ranks import check_batches
 from lit_efficient.mechanisms.shards import check_everywhere, kept_aside, states_in, write_shards
 from lit_efficient.mechanisms.tensor_parallel import Parallel, clip_by_norm, parallelize, plan_of, same_draws
 from lit_efficient.models.row_slices import own_slices, share_rows
@@ -298,6 +299,9 @@ class ShardedStrategy(ShardingBase):
     def _offload(self) -> OffloadPolicy:
         return CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda") if self.offload else OffloadPolicy()
 
+    def on_train_start(self) -> None:
+        check_batches(self._module.trainer)
+
     # A step ----------------------------------------------------------------------------------------------------------
 
     def _step(self, kind: str, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -307,10 +311,10 @@ class ShardedStrategy(ShardingBase):
                 return self.run_as_forward(module, name, *args, **kwargs)
             return getattr(module, name)(*args, **kwargs)
 
-    training_step = partialmethod(_step, "train", "training_step")  # type: ignore[assignment]
-    validation_step = partialmethod(_step, "val", "validation_step")  # type: ignore[assignment]
-    test_step = partialmethod(_step, "test", "test_step")  # type: ignore[assignment]
-    predict_step = partialmethod(_step, "predict", "predict_step")  # type: ignore[assignment]
+    training_step = partialmethod(_step, "train", "training_step")
+    validation_step = partialmethod(_step, "val", "validation_step")
+    test_step = partialmethod(_step, "test", "test_step")
+    predict_step = partialmethod(_step, "predict", "predict_step")
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

@@ -32,6 +32,19 @@ def test_a_process_that_is_left_alone_ends_with_a_sentence(how: str, tmp_path: P
             rank.kill()
 
 
+@pytest.mark.turns(3, family="ranks", always=["False"])
+@pytest.mark.parametrize("sized", [True, False])
+def test_processes_with_unlike_numbers_of_batches_end_with_a_sentence(sized: bool, tmp_path: Path) -> None:
+    """In shards, where one waits for what the other sends for its validation: it hung until the timeout."""
+    ranks, logs = start_ranks(watching.uneven, tmp_path, sized)
+    for rank in ranks:
+        rank.join(50)
+        rank.kill()
+    said = "".join(log.read_text() for log in logs)
+    assert all(rank.exitcode == 0 for rank in ranks) is sized, said[-4000:]
+    assert ("process 1 has left training (it validates after 3 batches)" in said) is not sized, said[-4000:]
+
+
 @pytest.mark.turns(6, family="ranks")
 def test_processes_that_end_together_are_left_in_peace(tmp_path: Path) -> None:
     run_ranks(watching.ended_together, tmp_path)

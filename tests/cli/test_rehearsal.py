@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lit_efficient import ConfigurationError, LoRA
+from lit_efficient import ConfigurationError, LoRA, ReplaceHead
 from lit_efficient.cli.rehearsal import rehearse
 from lit_efficient.protocol import builds_no_layers
 from lit_efficient.testing import trainer
@@ -89,3 +89,8 @@ def test_nothing_that_is_not_certain(kind):
 def test_marked_setup():
     with pytest.raises(ConfigurationError, match="no_such"):
         rehearse(trainer([LoRA(targets=["no_such"])]), Marked(), None)
+
+
+@pytest.mark.parametrize("make", [lambda: LoRA(targets=["net"]), lambda: ReplaceHead(num_outputs=3)])
+def test_that_there_are_no_weights_yet_is_no_fault(make):
+    rehearse(trainer([make()]), Marked(), None)

@@ -123,6 +123,25 @@ def test_a_plan_changes_nothing() -> None:
         le.plan(LiveFit(trainer, module, data), device="abacus")
 
 
+def test_a_plan_for_cuda_keeps_what_its_kernels_keep() -> None:
+    """Of one block more: what its products, rotations and gates keep, and of norms inputs and a number a row."""
+    length, dim, heads, hidden, batch = 256, 64, 4, 96, 2
+
+    def planned(depth: int) -> le.Plan:
+        config = le.GPTConfig(4096, dim, depth, heads, num_kv_heads=2, hidden_dim=hidden, max_length=length)
+        tokens = torch.zeros(length, dtype=torch.long)
+        row = {"input_ids": tokens, "labels": tokens, "position_ids": torch.arange(length) % 64}
+        trainer = L.Trainer(max_steps=2, accelerator="cpu", limit_val_batches=0, precision="bf16-true", **QUIET)
+        return le.plan(LiveFit(trainer, le.LanguageModeling(config), DataLoader([row] * 4, batch)), device="cuda")
+
+    rows = batch * length
+    norms = 2 * rows * (2 * 2 * dim + 4)  # input, output, 1/rms
+    attention = rows * (3 * 2 * dim + 2 * 2 * dim // 2 + 4 * heads)  # q, its result and that by token; k, v; sums
+    attention += 2 * 2 * rows * dim // heads  # tables of the rotation, for q and for k; no mask
+    gates = 4 * 2 * rows * hidden
+    assert planned(2).kinds["activations"] - planned(1).kinds["activations"] == norms + attention + gates
+
+
 def test_flops_are_counted() -> None:
     """Of two linear layers: twice the products forward, and for the weights and the inputs backward."""
     module = Network(nn.Sequential(nn.Flatten(), nn.Linear(256, 32, bias=False), nn.Linear(32, 10, bias=False)))

@@ -9,12 +9,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.evidence.memory_kinds import KindMeter
+from lit_efficient.internals.torch_as_cuda import as_cuda
 from lit_efficient.losses.chunked_cross_entropy import (
     TokenLoss,
     chunk_size_of,
     chunked_cross_entropy,
     chunked_head_cross_entropy,
     is_expanded,
+    takes_liger,
 )
 
 N, H, V = 50, 12, 37
@@ -399,3 +402,24 @@ def test_a_gpu_has_fewer_and_larger_chunks():
     assert chunk_size_of(cuda, 32_000, 8192) == 8192
     assert chunk_size_of(cuda, 10**8, 8192) == 256
     assert chunk_size_of(cuda, 50, 0) == 1
+
+
+def test_of_a_chunk_live_its_product_and_its_numbers_alone():
+    """In bfloat16 2 bytes a logit, and 4 in float32; its gradient takes the product's place."""
+    rows, vocabulary = 64, 2048
+    hidden = torch.ones(4 * rows, 2, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.ones(vocabulary, 2, dtype=torch.bfloat16, requires_grad=True)
+    with KindMeter() as meter:
+        chunked_cross_entropy(hidden, weight, torch.zeros(4 * rows, dtype=torch.long), chunk_size=rows)
+    logits = rows * vocabulary
+    assert 6 * logits <= meter.step().peak < 7 * logits
+
+
+def test_a_plan_for_cuda_takes_a_gpu_s_chunks(monkeypatch):
+    cpu = torch.device("cpu")
+    for there in (True, False):
+        monkeypatch.setattr("lit_efficient.losses.liger_cross_entropy.installed", lambda there=there: there)
+        with as_cuda():
+            assert chunk_size_of(cpu, 128_256, 8192) == 2048
+            assert takes_liger("auto", cpu, torch.bfloat16, TokenLoss()) is there
+        assert not takes_liger("auto", cpu, torch.bfloat16, TokenLoss())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
@@ -40,10 +41,10 @@ from tests.support import Net, trainer
 
 LENGTH, VOCABULARY, STEPS = 37, 32, 4  # no multiple of the pieces
 OURS = GPTConfig(VOCABULARY, dim=16, depth=2, num_heads=4, num_kv_heads=2, hidden_dim=32, max_length=256)
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
 LLAMA = CausalLMConfig(config_fields={"model_type": "llama", **SIZES, **HEADS})
-SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 4}
+SLIDING: dict[str, Any] = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 4}
 GEMMA = CausalLMConfig(config_fields={"model_type": "gemma3_text", **SIZES, **HEADS, **SLIDING})
 
 Row = dict[str, Tensor]
@@ -137,9 +138,9 @@ def numbers_memory_and_refusals() -> None:
     places, starts = own_places(24, q.device), document_starts(positions)
     found = []
     for cut in (False, True):
-        whole_or_own = [heads[:, :, places] if cut else heads for heads in (q, k, v, weigh)]
-        inputs = [heads.clone().requires_grad_() for heads in whole_or_own[:3]]
-        out = attend_documents(*inputs, starts)
+        whole_or_own: Any = [heads[:, :, places] if cut else heads for heads in (q, k, v, weigh)]
+        inputs: Any = [heads.clone().requires_grad_() for heads in whole_or_own[:3]]
+        out = attend_documents(inputs[0], inputs[1], inputs[2], starts)
         (out * whole_or_own[3]).sum().backward()
         results = [out, *(heads.grad for heads in inputs)]
         found.append(results if cut else [one[:, :, places] for one in results])
@@ -163,7 +164,7 @@ def numbers_memory_and_refusals() -> None:
     ]
     for made, config, said in cases:
         with pytest.raises(LitEfficientError, match=said):
-            fit((lambda made=made: made, config, plain, {}), rows=2)
+            fit((partial(list, made), config, plain, {}), rows=2)
     with pytest.raises(ConfigurationError, match=r"parallel.context cuts batches with input_ids and labels \[B, T\]"):
         fit((list, OURS, lambda index: {"input_ids": plain(index)["input_ids"]}, {}), rows=2)
     with pytest.raises(LitEfficientError, match="Trained does not say that it trains on slices of rows"):

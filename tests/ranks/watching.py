@@ -6,14 +6,17 @@ import os
 import signal
 import time
 import warnings
+from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import lightning.pytorch as L
-from torch.utils.data import DataLoader
+import pytest
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from lit_efficient import RankWatch
+from lit_efficient import ConfigurationError, RankWatch, ShardedStrategy
 from tests.support import Toy, data, trainer
 
 
@@ -34,7 +37,7 @@ class Leaves(L.Callback):
 
 
 def waited_for(how: str) -> None:
-    run = trainer([Leaves(how), RankWatch(0.5, 0.5)], devices=2, strategy="ddp", max_epochs=1)
+    run = trainer([Leaves(how), RankWatch(0.5, 0.5)], devices=2, strategy="ddp", max_epochs=1, limit_val_batches=0)
     loader: DataLoader = data(32)
     try:
         run.fit(Toy(), loader, data())
@@ -44,6 +47,28 @@ def waited_for(how: str) -> None:
         deadline = time.monotonic() + 60
         while not Path("ended").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
+
+
+class Rows(IterableDataset):
+    """As many rows as nobody can ask for."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        return iter([data(64).dataset[i] for i in range(self.count)])
+
+
+def uneven(sized: bool) -> None:
+    """The first rank has a batch more than the second one, which validates, whose collectives are taken for others."""
+    count = 24 if os.environ["RANK"] == "1" else 32
+    rows: Any = Subset(data(64).dataset, range(count)) if sized else Rows(count)
+    watch: list[Any] = [] if sized else [RankWatch(0.5, 0.5)]
+    sharding = ShardedStrategy(timeout=timedelta(seconds=60))
+    run = trainer(watch, devices=2, strategy=sharding, max_epochs=1, use_distributed_sampler=False)
+    said = "the processes have 4, 3 batches of training, and would wait for each other"
+    with pytest.raises(ConfigurationError, match=said) if sized else nullcontext():
+        run.fit(Toy(), DataLoader(rows, 8), data())
 
 
 def ended_together() -> None:

@@ -1,12 +1,14 @@
 """Steps of a deep network, from those of two shallower ones: bytes and operations grow by as much with each block.
 
-    v(n) = v(b) + (n - b) (v(b) - v(a)) / (b - a),    by kind, at the highest point of each phase of the step
+    v(n) = v(b) + (n - b) (v(b) - v(a)) / (b - a),    by kind, at the highest points of each phase of the step
 
-The peak is the highest of the phases at n blocks, which may be another one than at b.
+The peak is the highest of these points at n blocks, which may be another one than at b. The end of a backward pass,
+below the last half of a block, is a phase of its own: gradients arrive where activations leave.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import groupby
 
 from lit_efficient.evidence.memory_kinds import KINDS, Moment, StepMemory
 from lit_efficient.evidence.planning.traced_step import Traced
@@ -27,8 +29,8 @@ def deepened(few: Traced, more: Traced, blocks: int) -> Traced:
         return {kind: size for kind, size in found.items() if size}
 
     a, b = few.memory, more.memory
-    tops_a, tops_b = (_tops(memory) for memory in (a, b))
-    tops = [Moment(name, kinds(tops_a[name], tops_b[name])) for name in tops_b if name in tops_a]
+    tops_a, tops_b = _tops(a, FEW), _tops(b, MORE)
+    tops = [Moment(part[0], kinds(tops_a[part], tops_b[part])) for part in tops_b if part in tops_a]
     top = max(tops, key=lambda moment: moment.bytes)
     memory = StepMemory(top.bytes, top.kinds, kinds(a.resident, b.resident), line(a.host, b.host), tuple(tops))
     note = (
@@ -45,10 +47,13 @@ def deepened(few: Traced, more: Traced, blocks: int) -> Traced:
     )
 
 
-def _tops(memory: StepMemory) -> dict[str, Mapping[str, int]]:
-    """The highest point of each phase, by kind."""
-    found: dict[str, Moment] = {}
-    for moment in memory.timeline:
-        if moment.name not in found or moment.bytes > found[moment.name].bytes:
-            found[moment.name] = moment
-    return {name: moment.kinds for name, moment in found.items()}
+def _tops(memory: StepMemory, blocks: int) -> dict[tuple[str, bool], Mapping[str, int]]:
+    """The highest point of each phase, and of the last half of a block of backward passes, by kind."""
+    found: dict[tuple[str, bool], Moment] = {}
+    for name, run in groupby(memory.timeline, key=lambda moment: moment.name):
+        moments = [*run]
+        for i, moment in enumerate(moments):
+            part = (name, name == "backward" and 2 * blocks * (len(moments) - i) <= len(moments))
+            if part not in found or moment.bytes > found[part].bytes:
+                found[part] = moment
+    return {part: moment.kinds for part, moment in found.items()}

@@ -21,8 +21,9 @@ from lit_efficient.internals.torch_fake import FakeCopyMode, FakeTensorMode
 from lit_efficient.mechanisms.metering import count_batch, samples_of
 
 AS_CUDA = (
-    "Of CUDA's kernels are known RMSNorm's, which keeps its input alone, attention within documents, the chunks of a loss "
-    "and what autocast widens to float32; the others are taken to keep what the CPU's keep, and states to stay there."
+    "Of CUDA's kernels are known RMSNorm's, which keeps its input alone, attention within documents, the chunks of a "
+    "loss, and what autocast widens to float32; the others are taken to keep what the CPU's keep, without scratch, and "
+    "states are taken to stay there."
 )
 
 
