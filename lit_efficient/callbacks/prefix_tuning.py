@@ -86,6 +86,7 @@ class PrefixTuning(VirtualTokens):
         )
         name, decoder = self.find(module)
         length, tokens = self.start(decoder)
+        decoder.virtual_tokens_of = type(self).__name__
         prefix = add_prefix(decoder, length, tokens, projection=self.projection or 0, seed=self.seed)
         trained = list(prefix.parameters()) + [p for _, part in saved for p in part.parameters()]
         freeze_base(module, trained, save_base=self.save_base)

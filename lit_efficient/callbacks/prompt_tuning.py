@@ -92,6 +92,7 @@ class PromptTuning(VirtualTokens):
     def transform(self, module: nn.Module) -> Report:
         name, decoder = self.find(module)
         length, tokens = self.start(decoder)
+        decoder.virtual_tokens_of = type(self).__name__
         prompt = add_prompt(decoder, length, tokens, seed=self.seed)
         freeze_base(module, [prompt.prompt_embeddings], save_base=self.save_base)
         trained, every = count([prompt.prompt_embeddings]), count(module.parameters())

@@ -9,7 +9,6 @@ autocast has for CUDA alone: it gets kernels for the CPU beside them. Checked wi
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 __all__ = ["as_cuda", "kind_of"]
 
-_STANDS = ContextVar("_STANDS", default=False)  # whether fakes on the CPU are CUDA's
+_STANDS: list[str] = []  # what fakes on the CPU are; a list is what the compiler can read
 _AUTOCAST = torch._C.DispatchKey.AutocastCPU
 # Of autocast's list for CUDA, https://docs.pytorch.org/docs/stable/amp.html: float32 inputs, or a float32 result.
 _WIDENED = (
@@ -30,14 +29,14 @@ _SUMMED = ("softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "cumsum",
 
 def kind_of(device: torch.device) -> str:
     """A device's type, or the one that it stands for."""
-    return "cuda" if _STANDS.get() and device.type == "cpu" else device.type
+    return "cuda" if _STANDS and device.type == "cpu" else device.type
 
 
 @contextmanager
 def as_cuda() -> Iterator[None]:
     """Let fakes on the CPU keep what CUDA's kernels keep: ``_fused_rms_norm``, autocast's list."""
     library = torch.library.Library("aten", "IMPL")
-    token = _STANDS.set(True)
+    _STANDS.append("cuda")
     try:
         if hasattr(torch.ops.aten, "_fused_rms_norm"):
             library.impl("_fused_rms_norm", _fused_rms_norm, "AutogradCPU")
@@ -47,7 +46,7 @@ def as_cuda() -> Iterator[None]:
                     library.impl(name, make(_operator(name)), "AutocastCPU")
         yield
     finally:
-        _STANDS.reset(token)
+        _STANDS.pop()
         library._destroy()
 
 

@@ -27,7 +27,8 @@ def wraps_compiled(module: nn.Module) -> bool:
 
 def at_most_versions(count: int) -> dict[str, int]:
     """Of `torch.compile`: how often one function may be compiled anew; torch 2.11 has no such argument, only eight."""
-    known = "recompile_limit" in inspect.signature(torch.compile).parameters
+    takes = inspect.signature(torch.compile).parameters  # or whatever is there in its place
+    known = "recompile_limit" in takes or any(one.kind is one.VAR_KEYWORD for one in takes.values())
     return {"recompile_limit": count} if known else {}
 
 

@@ -4,8 +4,11 @@ import torch
 import torch.nn.functional as F
 
 from lit_efficient.internals.torch_attention import attention_part, gradients_of_part, joined
+from tests.internals.leaning import leans_on
 
 
+@leans_on("torch", "ops.aten._scaled_dot_product_flash_attention_for_cpu", "torch_attention")
+@leans_on("torch", "ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", "torch_attention")
 def test_parts_of_the_keys_give_what_all_of_them_do() -> None:
     draw = torch.Generator().manual_seed(0)
     q, k, v, weigh = (torch.randn(1, 2, n, 8, generator=draw, dtype=torch.float64) for n in (4, 9, 9, 4))

@@ -252,7 +252,6 @@ def add_prefix(
         ConfigurationError: If the decoder cannot have such a prefix.
     """
     table = embeddings(decoder).weight
-    decoder.virtual_tokens_of = "PrefixTuning"
     keys, values = computed(decoder, tokens or _spread(length, len(table)))
     embedding = table[list(tokens)] if tokens else _drawn((length, table.shape[1]), seed, 2)
     if not tokens:

@@ -25,8 +25,7 @@ CHECKPOINTING = (
 
 def owner_of(decoder: Any) -> str:
     """The technique whose virtual tokens a decoder has or is about to get, for errors."""
-    owner: str = decoder.virtual_tokens_of
-    return owner
+    return str(getattr(decoder, "virtual_tokens_of", "virtual tokens"))
 
 
 class PrefixCache:

@@ -92,7 +92,6 @@ def add_prompt(decoder: Any, length: int, tokens: Sequence[int] = (), *, seed: i
     generator = torch.Generator("cpu").manual_seed(seed)
     start = tokens or torch.randint(len(table), (length,), generator=generator, device="cpu").tolist()
     vectors = PromptVectors(_embedded(decoder, start))
-    decoder.virtual_tokens_of = "PromptTuning"
     computed_from(decoder, vectors.prompt_embeddings.detach())  # refuses what cannot have them
     setattr(decoder, PROMPT, vectors)
     mix_in_prefix(decoder, PromptedGPT, PromptedTransformer, prefix_tokens=tuple(start), prefix_length=length)
