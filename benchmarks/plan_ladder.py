@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +24,7 @@ from torch.utils.data import DataLoader
 
 import lit_efficient as le
 from benchmarks.ladder_gpu import RUNGS, SHAPES, VOCABULARY, Rung
+from benchmarks.plan_published import bare_trainer, predicted
 from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource
 from lit_efficient.losses import liger_cross_entropy
 from lit_efficient.surgery import mix_in
@@ -80,17 +80,7 @@ class RungFit(FitSource):
     def make(self, change: Change = AS_IT_IS) -> Fit:
         ids = torch.zeros(self.rung.length, dtype=torch.long)
         positions = torch.arange(self.rung.length) % (self.rung.length // self.rung.packed)
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=1,
-            precision="bf16-true",
-            callbacks=[*self.rung.techniques(), *change.callbacks()],
-            max_steps=4,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = bare_trainer([*self.rung.techniques(), *change.callbacks()])
         rows = [{"ids": ids, "positions": positions}] * (2 * self.rung.batch)
         with torch.device("meta"):
             return Fit(trainer, Climb(self.rung), DataLoader(rows, self.rung.batch))
@@ -103,21 +93,11 @@ def measured() -> dict[str, float]:
     return {one["id"].removeprefix("gpu/"): one["figures"]["peak_gib"] for one in rungs}
 
 
-def predicted(rung: Rung, peak: float) -> dict[str, Any]:
-    """What `plan` says of a rung, and how far it is from the figure in percent."""
-    begin = time.process_time()
-    with mock.patch.object(liger_cross_entropy, "installed", return_value=True):
-        found = le.plan(RungFit(rung), device="cuda")
-    gib = found.peak / 2**30
-    kinds = {kind: round(size / 2**30, 2) for kind, size in found.kinds.items() if size >= 2**24}
-    told = {"gib": round(gib, 2), "error": round(100 * (gib / peak - 1), 1), "kinds": kinds}
-    return {**told, "notes": found.notes, "cpu_seconds": round(time.process_time() - begin, 1)}
-
-
 def main() -> int:
     peaks, results = measured(), {}
     for name in sys.argv[1:] or NAMES:
-        found = predicted(RUNGS[name], peaks[name])
+        with mock.patch.object(liger_cross_entropy, "installed", return_value=True):
+            found = predicted(RungFit(RUNGS[name]), peaks[name])
         results[name] = {"measured": peaks[name], **found}
         shown = f"{found['gib']:6.2f} GiB  {found['error']:+.1f} %  {found['kinds']}"
         print(f"{name:24} {peaks[name]:6.2f} GiB  {shown}", flush=True)
