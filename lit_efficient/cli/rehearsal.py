@@ -48,9 +48,14 @@ def rehearse(trainer: Any, module: Any, data: Any) -> None:
                 with torch.device("meta"):
                     apply(copied, [copy.deepcopy(technique, memo)])
             except Exception as error:
-                if isinstance(error, LitEfficientError) and "meta device" not in str(error):
+                if is_meant(error):
                     raise
                 return  # for want of values
+
+
+def is_meant(error: Exception) -> bool:
+    """Whether an error of a network without weights says something of the network, and not that weights lack."""
+    return isinstance(error, LitEfficientError) and "meta device" not in str(error)
 
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:

@@ -154,8 +154,9 @@ def _retried(device: str, size: Any) -> Iterator[None]:
     except (_Again, _TooLarge, MemoryError):
         raise
     except Exception as error:
-        meant = isinstance(error, LitEfficientError) and "meta device" not in str(error)
-        if device != "meta" or meant:
+        from lit_efficient.cli.rehearsal import is_meant
+
+        if device != "meta" or is_meant(error):
             raise
         if size() > _MOST_BYTES:
             raise _TooLarge(f"{size() / 2**30:.1f} GiB") from error
