@@ -394,6 +394,7 @@ SETTINGS: dict[str, How] = {
     "SpikeGuard": How(_named("SpikeGuard")),
     "StochasticDepth": How(_named("StochasticDepth", rate=0.0), on=BLOCKS),
     "StochasticRounding": How(_named("StochasticRounding"), trainer={"precision": "bf16-true"}),
+    "TiledMLP": How(_named("TiledMLP", tokens=16), on=("Llama", "GPT", "DiT")),
     "Tiling": How(_named("Tiling"), on=TEXTS),
     "TokenRouting": How(_named("TokenRouting"), on=("DiT", "ViT"), turns=2),
     "TokenWeightedAccumulation": How(

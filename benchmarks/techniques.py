@@ -112,6 +112,7 @@ SETTINGS: dict[tuple[str, str], Setting] = {
     ("StochasticRounding", "DiT"): in_bfloat16("StochasticRounding"),
     ("StochasticDepth", ""): with_callback("StochasticDepth", rate=0.5),
     ("ThroughputMeter", ""): with_callback("ThroughputMeter"),
+    ("TiledMLP", ""): with_callback("TiledMLP", tokens=64),
     ("TokenWeightedAccumulation", ""): Setting(
         lambda: [le.TokenWeightedAccumulation()], trainer={"accumulate_grad_batches": 2}, shown="2 batches a step"
     ),

@@ -102,6 +102,7 @@ PUBLIC: dict[str, str] = {
     "SpikeGuard": "callbacks.spike_guard",
     "StochasticDepth": "callbacks.stochastic_depth",
     "StochasticRounding": "callbacks.stochastic_rounding",
+    "TiledMLP": "callbacks.tiled_mlp",
     "Tiling": "callbacks.tiling",
     "TokenRouting": "callbacks.token_routing",
     "TokenWeightedAccumulation": "callbacks.token_weighted_accumulation",

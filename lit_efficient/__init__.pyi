@@ -89,6 +89,7 @@ from lit_efficient.callbacks.sequence_length_ramp import SequenceLengthRamp as S
 from lit_efficient.callbacks.spike_guard import SpikeGuard as SpikeGuard
 from lit_efficient.callbacks.stochastic_depth import StochasticDepth as StochasticDepth
 from lit_efficient.callbacks.stochastic_rounding import StochasticRounding as StochasticRounding
+from lit_efficient.callbacks.tiled_mlp import TiledMLP as TiledMLP
 from lit_efficient.callbacks.tiling import Tiling as Tiling
 from lit_efficient.callbacks.token_routing import TokenRouting as TokenRouting
 from lit_efficient.callbacks.token_weighted_accumulation import TokenWeightedAccumulation as TokenWeightedAccumulation

@@ -111,6 +111,7 @@ CASES: dict[str, Case] = {
     "MemoryEfficientLayers liger": Case(
         lambda: [le.MemoryEfficientLayers("liger")], "llama", needs=("transformers", "liger_kernel"), cuda_only="Triton"
     ),
+    "TiledMLP": Case(lambda: [le.TiledMLP(tokens=16)]),
     "Tiling": Case(lambda: [le.Tiling(pad_vocabulary=64)]),
     "ActivationOffload": Case(lambda: [le.ActivationOffload(min_bytes=1)], cuda_only="the CPU refuses it"),
     "BlockSwap + LoRA": Case(lambda: [le.BlockSwap(), le.LoRA(rank=4)], cuda_only="the CPU refuses it"),

@@ -5,15 +5,18 @@ Asked of the modules themselves: three tokens go through, one of them is changed
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.torch_fx import has_parts
 from lit_efficient.mechanisms.blocks.finding import find_blocks, trained_blocks
+from lit_efficient.mechanisms.trials.memory import SavedTensors
 from lit_efficient.models.expert_layers import is_linear, width_of
-from lit_efficient.surgery import endings, match_modules
+from lit_efficient.surgery import endings, expert_stacks, match_modules
 
 
 def find_feed_forwards(root: nn.Module, patterns: str | Sequence[str], *, who: str) -> list[tuple[str, nn.Module]]:
@@ -73,22 +76,95 @@ def why_no_feed_forward(module: nn.Module) -> str | None:
     if any(id(p) not in of_linears for p in module.parameters()):
         return "it has weights beside those of its linear layers"
     try:
-        moved = _maps_alone(module)
+        like: Any = linears[0].weight
+        moved = _maps_alone(module, width_of(module), like)
         if moved is None:  # a last layer that starts at zero hides what the others do
             twin = copy.deepcopy(module)
             with torch.no_grad():
                 for p in twin.parameters():
                     p.copy_(_drawn(p.shape).to(p) / p.shape[-1] ** 0.5)
-            moved = _maps_alone(twin)
+            moved = _maps_alone(twin, width_of(module), like)
     except Exception as error:  # code of anybody, given what it may not take
         return f"it takes more than tokens [B, T, D] ({type(error).__name__})"
     return None if moved else "it mixes tokens, or changes their shape"
 
 
-def _maps_alone(module: nn.Module) -> bool | None:
+def find_tokenwise(root: nn.Module, patterns: str | Sequence[str], *, who: str) -> list[tuple[str, nn.Module, int]]:
+    """The modules that map tokens one by one and keep much for the backward pass: name, module, bytes a token.
+
+    Unlike feed-forward modules that experts may replace they can hold any layers, quantised ones and adapters. Of
+    modules in modules the outer ones count; a layer of experts does not, as its losses are of all tokens of a call,
+    but each of its experts may. On the meta device shapes alone are asked.
+
+    Args:
+        root: Any module.
+        patterns: ``auto`` looks in the repeated blocks; or regular expressions for the ends of dotted names.
+        who: Name of the technique that asks, for the error.
+
+    Raises:
+        ConfigurationError: If there is none, or one that is named is none.
+    """
+    if patterns != "auto":
+        wanted = [patterns] if isinstance(patterns, str) else list(patterns)
+        named = [(name, part, _kept_by_token(part)) for name, part in match_modules(root, wanted, who=f"{who}: layers")]
+        for name, _, kept in named:
+            if not kept:
+                raise ConfigurationError(
+                    f"{who}: layers: {name!r} does not map each token by itself, or keeps nothing beside its input"
+                )
+        return named
+    found: list[tuple[str, nn.Module, int]] = []
+    for name, block in find_blocks(root, who=who, example="layers=['mlp']"):
+        for key, part in list(block.named_modules(prefix=name))[1:]:
+            if not any(key.startswith(f"{outer}.") for outer, _, _ in found) and (kept := _kept_by_token(part)):
+                found.append((key, part, kept))
+    if not found:
+        raise ConfigurationError(
+            f"{who}: the blocks of {type(root).__name__} have no module that maps tokens one by one and keeps more "
+            "than its input for the backward pass"
+        )
+    return found
+
+
+def inputs_of(module: nn.Module) -> int | None:
+    """Features that the first linear layer in a module reads; ``None`` if there is none."""
+    for layer in module.modules():
+        if is_linear(layer) or hasattr(layer, "in_features"):
+            weight: Any = layer.weight
+            width: int = weight.shape[0] if not hasattr(layer, "in_features") else layer.in_features  # type: ignore[assignment]
+            return width
+    return None
+
+
+def _kept_by_token(part: nn.Module) -> int:
+    """Bytes of a token that a module keeps beside its input, or 0 where it mixes tokens or keeps no more than that."""
+    width = inputs_of(part)
+    floats = [p for p in part.parameters() if p.is_floating_point()]
+    if width is None or not floats or isinstance(part, nn.ModuleList | nn.ModuleDict) or _has_experts(part):
+        return 0
+    x = _drawn((2, 3, width)).to(floats[0]).requires_grad_()
+    try:
+        plain = nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+        drawn = torch.random.fork_rng(devices=[x.device] if x.is_cuda else [])
+        with SavedTensors([*part.parameters(), *part.buffers(), x]) as saved, drawn, plain, torch.enable_grad():
+            out = part(x)
+        alone = part(x.flatten(0, 1)).shape == (6, width) if x.is_meta else _maps_alone(part, width, floats[0])
+    except Exception:  # code of anybody, given what it may not take
+        return 0
+    if not isinstance(out, Tensor) or out.shape != x.shape or alone is False:
+        return 0
+    return saved.bytes // 6 if saved.bytes >= x.nbytes else 0
+
+
+def _has_experts(module: nn.Module) -> bool:
+    lists = (part for part in module.modules() if isinstance(part, nn.ModuleList))
+    alike = any(len(part) > 1 and len({type(one) for one in part}) == 1 and has_parts(part[0]) for part in lists)
+    return alike or bool(expert_stacks(module))
+
+
+def _maps_alone(module: nn.Module, width: int, like: Tensor) -> bool | None:
     """Whether a token changes its own output alone; ``None`` if not even that."""
-    weight: Any = next(part for part in module.modules() if is_linear(part)).weight
-    x = _drawn((2, 3, width_of(module))).to(weight)
+    x = _drawn((2, 3, width)).to(like)
     other = x.clone()
     other[:, 0] += 1
     modes = [(part, part.training) for part in module.modules()]
