@@ -132,10 +132,22 @@ RUNGS = {
         longest, "longest context; unsloth 343k", shape="8B", batch=1, limit_gib=80, longest=True, needs=BNB
     ),
     "8B QLoRA in tiles, 24 GiB": Rung(
-        tiled, "8B QLoRA, 24 GiB, with rows about 3 times as long (by plan)", "8B", 1, limit_gib=24, longest=True, needs=BNB
+        tiled,
+        "8B QLoRA, 24 GiB, with rows about 3 times as long (by plan)",
+        "8B",
+        1,
+        limit_gib=24,
+        longest=True,
+        needs=BNB,
     ),
     "8B QLoRA in tiles, 80 GiB": Rung(
-        tiled, "8B QLoRA, 80 GiB, with rows about 3 times as long (by plan)", "8B", 1, limit_gib=80, longest=True, needs=BNB
+        tiled,
+        "8B QLoRA, 80 GiB, with rows about 3 times as long (by plan)",
+        "8B",
+        1,
+        limit_gib=80,
+        longest=True,
+        needs=BNB,
     ),
     "Flux LoRA, 512 px, 8 GiB": Rung(
         swapped, "kohya trains it in 8 GB", shape="flux", batch=1, length=1024, limit_gib=8, needs=("diffusers",)

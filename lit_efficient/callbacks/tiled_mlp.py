@@ -7,7 +7,7 @@ Costs: one more forward of these layers
 Source: Bekman et al. (2025), Arctic Long Sequence Training, https://arxiv.org/abs/2506.13996
 
 A tile is as long as the layer is wide by default: what a tile takes is then no more than a few of the layer's matrices.
-Beside recomputed blocks an MLP runs three times forward in all: in the block's first and second pass, and in its tile's.
+Beside recomputed blocks an MLP runs three times forward: in the block's first and second pass, and in its tile's.
 """
 
 from collections.abc import Callable
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import check_number
+from lit_efficient.internals.torch_compiler import is_compiled
 from lit_efficient.mechanisms.blocks.feed_forward import find_tokenwise, inputs_of
 from lit_efficient.mechanisms.blocks.recomputation import recompute
 from lit_efficient.mechanisms.trials.memory import format_bytes
@@ -111,7 +112,8 @@ class TiledMLP(Technique):
             return
         self._looked = True
         parts = [part for part in pl_module.modules() if isinstance(part, _Tiled)]
-        if parts and not any(part._tiled for part in parts) and not torch.compiler.is_compiling():
+        compiled = any(is_compiled(part) for part in pl_module.modules())  # such code sets no attribute
+        if parts and not compiled and not any(part._tiled for part in parts):
             rank_zero_warn(
                 f"TiledMLP: no MLP had more tokens in the first batch than a tile of {max(p._tile for p in parts):,}: "
                 "nothing is spared; a smaller `tokens`, or leave it out"

@@ -93,7 +93,15 @@ def _teacher_of_tokens() -> nn.Module:
 
 
 # Which make the toy's network one of tokens.
-_TOKENS = ("MixtureOfDepths", "MixtureOfExperts", "NEFTune", "PrefixTuning", "TokenRouting", "WidthTransfer")
+_TOKENS = (
+    "MixtureOfDepths",
+    "MixtureOfExperts",
+    "NEFTune",
+    "PrefixTuning",
+    "TiledMLP",
+    "TokenRouting",
+    "WidthTransfer",
+)
 
 CASES: dict[str, Row] = {
     "ActivationCheckpointing": Row(

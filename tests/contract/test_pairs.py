@@ -24,7 +24,7 @@ SHARE = 20
 SIZE = 8  # of a group
 SLOW = "Compile"  # seconds for each of many techniques; COMPILED in table.py is its group
 # Whose networks are their own: one of them in a group, with what a pair test has beside it, too.
-OWN = {"MixtureOfDepths", "MixtureOfExperts", "NEFTune", "TokenRouting"}
+OWN = {"MixtureOfDepths", "MixtureOfExperts", "NEFTune", "TiledMLP", "TokenRouting"}
 ALONE = {"PeftAdapter", "QuantizeBase"}  # which refuse each other in networks of other techniques
 # What nearly all define, to say what they are or to clean up; the order of two of these cannot matter.
 COMMON = {"arguments", "check", "describe", "on_exception", "on_fit_start", "record", "setup", "__init__", "teardown"}

@@ -139,16 +139,17 @@ def inputs_of(module: nn.Module) -> int | None:
 def _kept_by_token(part: nn.Module) -> int:
     """Bytes of a token that a module keeps beside its input, or 0 where it mixes tokens or keeps no more than that."""
     width = inputs_of(part)
-    floats = [p for p in part.parameters() if p.is_floating_point()]
-    if width is None or not floats or isinstance(part, nn.ModuleList | nn.ModuleDict) or _has_experts(part):
+    if width is None or isinstance(part, nn.ModuleList | nn.ModuleDict) or _has_experts(part):
         return 0
-    x = _drawn((2, 3, width)).to(floats[0]).requires_grad_()
+    weights = [*part.parameters(), *part.buffers()]
+    like = next((p for p in weights if p.is_floating_point()), torch.empty(0, device=weights[0].device))
+    x = _drawn((2, 3, width)).to(like).requires_grad_()
     try:
         plain = nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
         drawn = torch.random.fork_rng(devices=[x.device] if x.is_cuda else [])
-        with SavedTensors([*part.parameters(), *part.buffers(), x]) as saved, drawn, plain, torch.enable_grad():
+        with SavedTensors([*weights, x]) as saved, drawn, plain, torch.enable_grad():
             out = part(x)
-        alone = part(x.flatten(0, 1)).shape == (6, width) if x.is_meta else _maps_alone(part, width, floats[0])
+        alone = part(x.flatten(0, 1)).shape == (6, width) if x.is_meta else _maps_alone(part, width, like)
     except Exception:  # code of anybody, given what it may not take
         return 0
     if not isinstance(out, Tensor) or out.shape != x.shape or alone is False:
