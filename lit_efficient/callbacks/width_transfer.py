@@ -151,9 +151,7 @@ class WidthTransfer(Technique):
         ours = {factors_of(p) for group in optimizer.param_groups for p in group["params"]}
         parts = [(1.0, 1.0), *sorted(ours - {(1.0, 1.0)}, reverse=True)]
         rates = [rate for rate, _ in parts]
-        split_groups(
-            optimizer, schedulers_of(module), lambda p: parts.index(factors_of(p)), rates, who="WidthTransfer"
-        )
+        split_groups(optimizer, schedulers_of(module), lambda p: parts.index(factors_of(p)), rates, who="WidthTransfer")
         for group in optimizer.param_groups:
             rate, eps = factors_of(group["params"][0]) if group["params"] else (1.0, 1.0)
             if group.get("weight_decay"):
@@ -165,9 +163,7 @@ class WidthTransfer(Technique):
         kept = f", eps times {said}" if scales else f"; {type(optimizer).__name__} has no eps that is set to gradients"
         return Report(f"{len(optimizer.param_groups)} groups, rates times {listed}{kept if by_id else ''}")
 
-    def _factors(
-        self, network: Any, width: int, depth: int
-    ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
+    def _factors(self, network: Any, width: int, depth: int) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
         """Of the parameters that need them: factors of their rates and eps, and of their present values."""
         base_depth = self.base_depth or depth
         if (width, depth) == (self.base_width, base_depth):
