@@ -308,6 +308,12 @@ class TokenRouting(Technique):
         if mode == "tread":
             self.alters = ()  # type: ignore[misc]
 
+    def arguments(self) -> dict[str, Any]:
+        given = super().arguments()
+        if not self.path_drop:  # so that records stay what they were before it
+            del given["path_drop"]
+        return given
+
     def transform(self, module: nn.Module) -> Report:
         found = find_blocks(module, self.blocks, who="TokenRouting")
         if self.blocks == "auto":  # frozen ones, a teacher's say, are none of them
