@@ -15,6 +15,7 @@ groups of the optimizer here: the network's code, its checkpoints and exports st
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -176,7 +177,8 @@ class WidthTransfer(Technique):
         parts = dict(base.named_modules())
         looked_up = {id(part.weight): _times(parts.get(n, part)) / _times(part) for n, part in tables.items()}
         turned = {id(part.weight) for part in network.modules() if inputs_first(part)}
-        ends, inside = _branch_parameters(network)
+        repeated = _more_or_fewer(network, base)
+        ends, inside = (found & repeated for found in _branch_parameters(network))
         if depth != base_depth and not ends:
             raise ConfigurationError(
                 f"WidthTransfer: {type(network).__name__} shows no residual branches for base_depth"
@@ -293,6 +295,14 @@ def _check_untied(network: nn.Module) -> None:
                 "of their own: untie them (tie_embeddings: false; of transformers tie_word_embeddings: false)"
             )
         owners[id(parameter)] = name
+
+
+def _more_or_fewer(network: nn.Module, base: nn.Module) -> set[int]:
+    """Identities of the parameters that another depth has another number of, by names without their numbers."""
+    named = [(re.sub(r"\d+", "", name), parameter) for name, parameter in network.named_parameters()]
+    change = Counter(name for name, _ in named)
+    change.subtract(re.sub(r"\d+", "", name) for name, _ in base.named_parameters())
+    return {id(parameter) for name, parameter in named if change[name]}
 
 
 def _branch_parameters(network: nn.Module) -> tuple[set[int], set[int]]:

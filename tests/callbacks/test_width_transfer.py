@@ -214,6 +214,43 @@ def test_anybodys_network_that_can_be_built_in_another_width() -> None:
     assert found[id(network.stem.weight)] == (1e-2, 0.1)
 
 
+class Part(nn.Module):
+    """A branch beside its input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Denoiser(nn.Module):
+    """Adds to its input, too, and has one branch whatever its depth is."""
+
+    def __init__(self, width: int = 16, depth: int = 2) -> None:
+        super().__init__()
+        self.width, self.depth = width, depth
+        self.stem, self.middle, self.out = nn.Linear(8, width), Part(width), nn.Linear(width, 8)
+        self.parts = nn.ModuleList(Part(width) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.stem(x)
+        for part in self.parts:
+            hidden = part(hidden)
+        return x + self.out(self.middle(hidden))
+
+    def at_width(self, width: int, depth: int) -> Denoiser:
+        return Denoiser(width, depth)
+
+
+def test_branches_that_are_not_repeated_do_not_fall_with_the_depth() -> None:
+    network = Denoiser(16, 8)
+    apply(network, [WidthTransfer(16, 2)])
+    assert {name.partition(".")[0] for name in network.__dict__["_lit_efficient_rate_factors"]} == {"parts"}
+    assert rates_of(network)["parts.5.down.weight"] == 1 / 4
+
+
 def test_eps_is_scaled_as_gradients_are_and_left_where_it_is_something_else() -> None:
     def sizes(width: int, depth: int) -> tuple[GPT, dict[str, float]]:
         network = gpt(width, depth).double()
