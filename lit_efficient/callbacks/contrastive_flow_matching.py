@@ -44,7 +44,8 @@ class ContrastiveFlowMatching(LossHooks, Technique):
     """Push the predicted flow of each sample away from the flow of another sample (contrastive flow matching).
 
     ``training_step`` returns ``{"loss", "predicted", "target"}``, flows [B, ...] that the loss compares, as
-    ``LatentDiffusion`` does; the term goes into the loss beside weights of samples. The draw is a function of ``seed``,
+    ``LatentDiffusion`` does; the term goes into the loss beside weights of samples. Another sample is any one, also of
+    the same class or without one, as by the authors' own command. The draw is a function of ``seed``,
     the batch's number and the rank. A batch of one sample, as at the end of the data, has no term. The term's value is
     logged as ``train/contrastive_flow`` without the weight.
 

@@ -34,15 +34,18 @@ from lit_efficient.surgery import count, mix_in
 from lit_efficient.technique import Technique
 
 
-def first_guess(router: Tensor, capacity: float) -> Tensor:
+def first_guess(router: Tensor, capacity: float, own: bool = True) -> Tensor:
     """A predictor [D + 1] that would choose as the router [D] does, of tokens whose features are alike likely.
 
     Its logits are those scores r, of deviation |w|, less their quantile, at half of a logit for a deviation: few enough
     to be unlearned in some steps. One of zeros chooses no token, and a network would be validated without its blocks.
+    Without weights of its ``own`` it is [1], what the router's scores have to be above: the quantile of |w| alone.
     """
+    quantile = NormalDist().inv_cdf(1 - capacity) if capacity < 1 else -1 / router.norm()
+    if not own:
+        return -quantile * router.norm()[None]
     if capacity == 1:
         return torch.cat((torch.zeros_like(router), router.new_ones(1)))
-    quantile = NormalDist().inv_cdf(1 - capacity)
     return torch.cat((router / router.norm(), router.new_full((1,), -quantile))) / 2
 
 
@@ -57,7 +60,7 @@ class MixtureOfDepths(LossHooks, Technique):
         capacity: Share of a row's tokens that a block runs on in training, above 0, at most 1.
         every: Which blocks: each ``every``-th, the first ones before it left whole.
         predict: What decides outside of training: ``predictor``, a layer of its own behind a stopped gradient, or
-            ``router``, whose own scores the loss pulls to below and above zero.
+            ``router``, whose own scores the loss pulls to below and above a learned threshold.
         loss_weight: Weight of what teaches it, above 0.
         blocks: ``auto``, or regular expressions for the dotted names of blocks, all of which are then routed.
         seed: Of the routers' first weights.
@@ -132,8 +135,8 @@ class MixtureOfDepths(LossHooks, Technique):
         dtype = torch.promote_types(home.dtype, torch.float32)
         drawn = torch.randn(width, generator=generator, device="cpu", dtype=torch.float32) * 0.02 / width**0.5
         block.register_parameter("depth_router", nn.Parameter(drawn.to(home.device, dtype)))
-        guess = first_guess(drawn, self.capacity).to(home.device, dtype)
-        block.register_parameter("depth_predictor", nn.Parameter(guess) if self.predict == "predictor" else None)
+        guess = first_guess(drawn, self.capacity, self.predict == "predictor").to(home.device, dtype)
+        block.register_parameter("depth_predictor", nn.Parameter(guess))
         names = tuple(inspect.signature(block.forward).parameters)
         state = {"depth_capacity": self.capacity, "depth_name": name, "depth_arguments": names}
         mix_in(block, DepthRouted, **state, depth_dims={}, depth_tuple=None, token_rows={})
@@ -143,8 +146,7 @@ class MixtureOfDepths(LossHooks, Technique):
             parameter.requires_grad_(True)
 
     def trains(self, module: nn.Module) -> list[nn.Parameter]:
-        found = [p for part in parts_of(module, DepthRouted) for p in (part.depth_router, part.depth_predictor)]
-        return [parameter for parameter in found if parameter is not None]
+        return [p for part in parts_of(module, DepthRouted) for p in (part.depth_router, part.depth_predictor)]
 
     def watch_step(self, module: nn.Module, batch: Any) -> AbstractContextManager[None]:
         return self._terms.collecting(module)

@@ -9,6 +9,7 @@ Source: OLMo et al. (2024), https://arxiv.org/abs/2501.00656 (its optimizers tha
     https://arxiv.org/abs/2204.02311, section 5.1 (back to an earlier state, past the bad batches)
 """
 
+import inspect
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -195,15 +196,32 @@ class SpikeGuard(Technique):
         step = trainer.global_step
         self._kept = {"step": step, "next": step + self.every_n_steps}
         self._kept["weights"] = {name: _copy(tensor) for name, tensor in _that_train(module).items()}
-        self._kept["states"] = tree_map_only(Tensor, _copy, optimizer.state_dict()["state"])
+        packed = optimizer.state_dict()
+        self._kept["states"] = tree_map_only(Tensor, _copy, packed["state"])
+        self._kept["counts"] = [_counts(optimizer, group) for group in packed["param_groups"]]
 
     def _go_back(self, module: nn.Module, optimizer: Optimizer) -> None:
         with torch.no_grad():
             for name, tensor in _that_train(module).items():
                 if name in self._kept["weights"]:
                     tensor.copy_(self._kept["weights"][name])
+        packed = optimizer.state_dict()
+        counts = self._kept.get("counts") or [{}] * len(packed["param_groups"])
+        groups = [{**now, **then} for now, then in zip(packed["param_groups"], counts, strict=True)]
         states = tree_map_only(Tensor, _copy, self._kept["states"])
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": states})  # rates stay the schedule's
+        training = getattr(optimizer, "training", False)  # of one that switches weights, as ScheduleFreeAdamW
+        optimizer.load_state_dict({**packed, "state": states, "param_groups": groups})
+        if training:
+            optimizer.train()  # type: ignore[attr-defined]
+
+
+def _counts(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """What steps change in a group: numbers that are no argument of the optimizer's; rates stay the schedule's."""
+    arguments = inspect.signature(type(optimizer).__init__).parameters
+    known = {*arguments, "params", "param_names", "name"}
+    if any(p.kind is p.VAR_KEYWORD for p in arguments.values()):  # they may be any
+        return {}
+    return {key: value for key, value in group.items() if key not in known and isinstance(value, int | float)}
 
 
 def _that_train(module: nn.Module) -> dict[str, Tensor]:

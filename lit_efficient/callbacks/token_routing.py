@@ -2,7 +2,7 @@
 
     TREAD     x_k <- block(x_k) for kept tokens k, the others pass;    all tokens again behind the route
     SPRINT    behind the route x <- W [f; g],    f: tokens before it, g: kept tokens behind it, others a learned vector;
-              without its path-drop guidance
+    path drop  in training g is all learned vectors for some rows; sampling guides by v(y) and v(no condition, no g)
 
 Saves: in training `rate` of the compute of the blocks on the route; the papers report 14 (TREAD, on DiT-XL) and 9.8
     (SPRINT, on SiT-XL) times less training to the same FID on ImageNet
@@ -74,10 +74,18 @@ class TokenFusion(StaysFloat32, Loads, NewLayer):
         begin = torch.cat([torch.zeros(width, width, dtype=wide), torch.eye(width, dtype=wide)], 1)
         self.weight, self.mask = nn.Parameter(begin), nn.Parameter(torch.zeros(width, dtype=wide))
 
-    def forward(self, dense: Tensor, deep: Tensor, kept: Tensor | None) -> Tensor:
-        """Tokens [B, N, D] before the route and those behind it, [B, n, D] at ``kept`` [B, n] (None: all)."""
-        mask = self.mask.to(deep.dtype)
-        whole = deep + 0 * mask if kept is None else scatter_tokens(mask.expand_as(dense), kept, deep)
+    def forward(self, dense: Tensor, deep: Tensor | None, kept: Tensor | None, left_out: Tensor | None) -> Tensor:
+        """Tokens [B, N, D] before the route and those behind it, [B, n, D] at ``kept`` [B, n] (None: all).
+
+        None of these are used of rows ``left_out`` [B], and of any row where ``deep`` is None.
+        """
+        mask = self.mask.to(dense.dtype if deep is None else deep.dtype)
+        if deep is None:
+            whole = mask.expand_as(dense)
+        else:
+            whole = deep + 0 * mask if kept is None else scatter_tokens(mask.expand_as(dense), kept, deep)
+        if left_out is not None:
+            whole = torch.where(left_out[:, None, None], mask, whole)
         return F.linear(torch.cat([dense.to(whole.dtype), whole], -1), self.weight.to(whole.dtype))
 
     def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:
@@ -89,19 +97,20 @@ class TokenFusion(StaysFloat32, Loads, NewLayer):
 class _Route:
     """What the blocks of a route share in a batch: the draw, and with SPRINT the tokens before it."""
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, rate: float, path_drop: float) -> None:
         self.rate = rate
+        self.path_drop = path_drop
         self.seed: int | None = None  # None outside a trainer's loop: the first block draws one
         self.drawn = 0
         self.open = True
         self.tokens = 0
-        self.dense: Tensor | None = None
+        self.before: tuple[Tensor, ...] = ()  # SPRINT's: the tokens, and a text's
         self.passes = 0
         self.axes: dict[Any, TokenAxes] = {}  # by shapes and kinds of blocks
         self.kept: dict[str, Tensor] = {}  # of a batch in training, by block
 
     def __reduce__(self) -> Any:
-        return _Route, (self.rate,)
+        return _Route, (self.rate, self.path_drop)
 
 
 class _Routed(nn.Module):
@@ -114,6 +123,7 @@ class _Routed(nn.Module):
     _route_first: bool
     _route_axes: dict[Any, TokenAxes]
     token_fusion: TokenFusion | None
+    path_left_out: bool | None  # None: it has not learned to be
 
     @property
     def tokens_run(self) -> Tensor | None:
@@ -129,9 +139,11 @@ class _Routed(nn.Module):
         streams, rest, named = axes.streams.take(args, kwargs)
         x = streams[axes.place]
         if self._route_fuses and self._route_first:
-            _set_dense(route, x)
+            _set_before(self, (x, *axes.others(streams)))
         kept = _draw(self, x, axes.shared) if routes else None
-        if kept is None:
+        if self.path_left_out:
+            output = streams
+        elif kept is None:
             output = axes.streams.unpack(block(*args, **kwargs))
         else:
             rest, named = axes.cut((rest, named), x.shape[1], kept)
@@ -139,7 +151,12 @@ class _Routed(nn.Module):
             output = axes.streams.unpack(block(*positional, **keywords))
         y = output[axes.place]
         if self.token_fusion is not None:
-            y = self.token_fusion(_dense_of(route), y, kept)
+            (dense, *others), rows = _before(route), _rows_left_out(self, y)
+            y = self.token_fusion(dense, None if self.path_left_out else y, kept, rows)
+            if rows is not None:
+                out = rows[:, None, None]
+                pairs = zip(others, axes.others(output), strict=True)
+                output = axes.together(y, [torch.where(out, old, new) for old, new in pairs])
         elif kept is not None:
             y = scatter_tokens(x, kept, y)
         return axes.streams.pack(axes.put(output, y))
@@ -177,15 +194,14 @@ def _draw(block: _Routed, x: Tensor, shared: bool) -> Tensor:
     route, tokens = block._route, x.shape[1]
     if block._route_first and not backward_runs():
         route.tokens = tokens
-        if route.seed is None:
-            route.drawn = int(torch.randint(2**62, (), device="cpu"))
+        if route.seed is None and not block._route_fuses:
+            route.drawn = _any_seed()
     if route.tokens != tokens:
         raise ConfigurationError(
             f"TokenRouting: block {block._route_name!r} runs on {tokens} tokens, those before it on {route.tokens}: "
             "name blocks of one sequence"
         )
-    seed = route.drawn if route.seed is None else route.seed
-    generator = torch.Generator(x.device).manual_seed(seed)
+    generator = torch.Generator(x.device).manual_seed(route.drawn if route.seed is None else route.seed)
     kept = draw_tokens(len(x), tokens, route.rate, generator, x.device, shared)
     if kept.shape[1] == tokens:
         raise refusal("TokenRouting", "rate", f"enough to leave out one of {tokens} tokens", route.rate)
@@ -193,21 +209,38 @@ def _draw(block: _Routed, x: Tensor, shared: bool) -> Tensor:
     return kept
 
 
+def _any_seed() -> int:
+    return int(torch.randint(2**62, (), device="cpu"))
+
+
 @torch.compiler.disable
-def _set_dense(route: _Route, x: Tensor) -> None:
+def _rows_left_out(block: _Routed, x: Tensor) -> Tensor | None:
+    """Which rows [B] learn to go without the route; of the seed's next draw."""
+    route = block._route
+    if not block.training or not route.path_drop:
+        return None
+    seed = mix_seed(route.drawn if route.seed is None else route.seed, 1)
+    return torch.rand(len(x), generator=torch.Generator(x.device).manual_seed(seed), device=x.device) < route.path_drop
+
+
+@torch.compiler.disable
+def _set_before(block: _Routed, streams: tuple[Tensor, ...]) -> None:
+    route = block._route
     if not backward_runs():
-        route.dense, route.passes = x, route.passes + torch.is_grad_enabled()
+        route.before, route.passes = streams, route.passes + torch.is_grad_enabled()
+        if block.training and route.seed is None:
+            route.drawn = _any_seed()
 
 
 @torch.compiler.disable
-def _dense_of(route: _Route) -> Tensor:
-    assert route.dense is not None
+def _before(route: _Route) -> tuple[Tensor, ...]:
+    assert route.before
     if backward_runs() and route.passes > 1:
         raise ConfigurationError(
             "TokenRouting: mode='sprint' recomputes the tokens of one forward a step, and training_step runs the "
             "network several times: leave out activation checkpointing, or use mode='tread'"
         )
-    return route.dense
+    return route.before
 
 
 class TokenRouting(Technique):
@@ -227,6 +260,8 @@ class TokenRouting(Technique):
         after: Blocks behind it, at least 0.
         mode: ``tread``; or ``sprint``, which joins the tokens from before the route to those behind it by a layer that
             stays in the network, and that exports to other libraries' layouts cannot hold.
+        path_drop: With ``sprint``, share of the rows that learn to go without the route, at least 0 and below 1, so
+            that ``Sampler(path_drop=True)`` can guide by it; 0.1 in the authors' code.
         stop_at: Optimizer step from which all tokens run, as both papers end; ``None``: never.
         blocks: ``auto`` finds repeated blocks; or regular expressions for the dotted names of all of them.
         seed: Seed of the draws.
@@ -246,6 +281,7 @@ class TokenRouting(Technique):
         before: int = 1,
         after: int = 1,
         mode: str = "tread",
+        path_drop: float = 0.0,
         stop_at: int | None = None,
         blocks: str | list[str] = "auto",
         seed: int = 0,
@@ -255,16 +291,28 @@ class TokenRouting(Technique):
         check_number("TokenRouting", "before", before, least=0, whole=True)
         check_number("TokenRouting", "after", after, least=0, whole=True)
         check_choice("TokenRouting", "mode", mode, ("tread", "sprint"))
+        check_number("TokenRouting", "path_drop", path_drop, least=0, below=1)
+        if path_drop and mode != "sprint":
+            raise refusal(
+                "TokenRouting", "path_drop", "0 with mode='tread', which has no path beside the route", path_drop
+            )
         check_number("TokenRouting", "stop_at", stop_at, least=1, whole=True, null=True)
         self.rate = rate
         self.before = before
         self.after = after
         self.mode = mode
+        self.path_drop = path_drop
         self.stop_at = stop_at
         self.blocks = blocks
         self.seed = seed
         if mode == "tread":
             self.alters = ()  # type: ignore[misc]
+
+    def arguments(self) -> dict[str, Any]:
+        given = super().arguments()
+        if not self.path_drop:  # so that records stay what they were before it
+            del given["path_drop"]
+        return given
 
     def transform(self, module: nn.Module) -> Report:
         found = find_blocks(module, self.blocks, who="TokenRouting")
@@ -274,10 +322,11 @@ class TokenRouting(Technique):
         if not route:
             allowed = f"so few that of {len(found)} blocks one is left on the route"
             raise refusal("TokenRouting", "before and after", allowed, (self.before, self.after))
-        fuses, shared = self.mode == "sprint", _Route(self.rate)
+        fuses, shared = self.mode == "sprint", _Route(self.rate, self.path_drop)
         for name, block in route:
             state = {"_route": shared, "_route_name": name, "_route_first": block is route[0][1], "_route_axes": {}}
-            mix_in(block, _Routed, **state, _route_fuses=fuses, token_fusion=None)
+            left_out = False if self.path_drop else None
+            mix_in(block, _Routed, **state, _route_fuses=fuses, token_fusion=None, path_left_out=left_out)
         last: Any = route[-1][1]
         if fuses:
             width = width_of(module, route[-1][0])
@@ -312,7 +361,7 @@ class TokenRouting(Technique):
 
     def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
         route = _route_of(pl_module)
-        route.seed = route.dense = None
+        route.seed, route.before = None, ()
         route.open, route.kept = True, {}
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:

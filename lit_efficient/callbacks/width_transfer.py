@@ -2,6 +2,7 @@
 
     m = width / base_width, D = depth / base_depth;    hidden W: std / sqrt(m), rate / m;    output W: both / m;
     W at the end of a residual branch: both / D, too;    queries: both * sqrt(base head / head);    decay / factor
+    Adam's eps / m, in residual branches / (m D), where the gradients fall so;    times m of outputs, D of ends
 
 Saves: the search of the learning rate at full size: it is found on a network of the base width and depth
 Costs: nothing in a step
@@ -9,12 +10,12 @@ Source: Yang et al. (2022), https://arxiv.org/abs/2203.03466 (table 3); Dey et a
 
 The papers multiply outputs of layers: logits by 1 / m, residual branches by 1 / D, attention by 1 / d instead of
 1 / sqrt(d). Under an optimizer whose step does not depend on the gradient's scale (Adam), a layer y = c W x learns as
-y = W x does with c times the deviation and c times the rate. So all of it is in weights and rates here: the network's
-code, its checkpoints and exports stay what they are. Adam's ``eps``, which CompleteP divides by m D, stays, too: where
-gradients come near to it, give a smaller one.
+y = W x does with c times the deviation, c times the rate and 1 / c times Adam's eps. So all of it is in weights and in
+groups of the optimizer here: the network's code, its checkpoints and exports stay what they are.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -36,7 +37,7 @@ from lit_efficient.surgery import inputs_first, own_draws
 from lit_efficient.technique import Technique
 
 _QUERIES = re.compile(r"(?:.*\.)?(?:q_norm|query|q_proj|q)")  # of our networks and of transformers' Llama and kin
-_FACTOR = "_lit_efficient_rate_factors"  # of a network: name of a parameter -> what its rate is multiplied by
+_FACTOR = "_lit_efficient_rate_factors"  # of a network: name of a parameter -> factors of its rate and of Adam's eps
 _PATIENCE = 1e-3
 _MORE_SIZES = {  # of configs of transformers, beside the width: whole numbers of what
     **dict.fromkeys(("intermediate_size", "n_inner"), "hidden features"),
@@ -128,38 +129,43 @@ class WidthTransfer(Technique):
                 parameter, layer = network.get_parameter(key), network.get_submodule(key.rpartition(".")[0])
                 parameter.add_(factor - 1) if _adds_one(layer, parameter) else parameter.mul_(factor)
             names.append(name)
-            changed += sum(network.get_parameter(key).numel() for key in factors)
+            changed += sum(network.get_parameter(key).numel() for key, (rate, _) in factors.items() if rate != 1)
             said.append(
                 f"{type(network).__name__} of width {width} from {self.base_width}, "
-                f"{depth} blocks from {self.base_depth or depth}: {len(factors)} of "
+                f"{depth} blocks from {self.base_depth or depth}: {sum(rate != 1 for rate, _ in factors.values())} of "
                 f"{sum(1 for _ in network.parameters())} parameters have other rates"
             )
         return Report("; ".join(said), modules=tuple(names), parameters=changed)
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
-        by_id: dict[int, float] = {}
+        by_id: dict[int, tuple[float, float]] = {}
         for _, network in _networks(module):
-            factors: dict[str, float] = network.__dict__.get(_FACTOR, {})
+            factors: dict[str, tuple[float, float]] = network.__dict__.get(_FACTOR, {})
             named = dict(network.named_parameters())  # quantised ones are none any more
-            by_id |= {id(named[name]): factor for name, factor in factors.items() if name in named}
-        ours = {by_id.get(id(p), 1.0) for group in optimizer.param_groups for p in group["params"]}
-        if ours - {1.0}:
-            _check_scale_free(optimizer)
-        rates = [1.0, *sorted(ours - {1.0}, reverse=True)]
+            by_id |= {id(named[name]): both for name, both in factors.items() if name in named}
+        scales = bool(by_id) and _scales_eps(optimizer)
 
-        def part_of(parameter: Tensor) -> int:
-            return rates.index(by_id.get(id(parameter), 1.0))
+        def factors_of(parameter: Tensor) -> tuple[float, float]:
+            rate, eps = by_id.get(id(parameter), (1.0, 1.0))
+            return rate, eps if scales else 1.0
 
-        split_groups(optimizer, schedulers_of(module), part_of, rates, who="WidthTransfer")
+        ours = {factors_of(p) for group in optimizer.param_groups for p in group["params"]}
+        parts = [(1.0, 1.0), *sorted(ours - {(1.0, 1.0)}, reverse=True)]
+        rates = [rate for rate, _ in parts]
+        split_groups(optimizer, schedulers_of(module), lambda p: parts.index(factors_of(p)), rates, who="WidthTransfer")
         for group in optimizer.param_groups:
-            factor = by_id.get(id(group["params"][0]), 1.0) if group["params"] else 1.0
+            rate, eps = factors_of(group["params"][0]) if group["params"] else (1.0, 1.0)
             if group.get("weight_decay"):
-                group["weight_decay"] /= factor  # so that the product with the rate stays
-        listed = ", ".join(f"{rate:.3g}" for rate in rates)
-        return Report(f"{len(optimizer.param_groups)} groups, rates times {listed}")
+                group["weight_decay"] /= rate  # so that the product with the rate stays
+            if eps != 1:
+                group["eps"] *= eps
+        listed = ", ".join(f"{rate:.3g}" for rate in dict.fromkeys(rates))
+        said = ", ".join(f"{eps:.3g}" for eps in sorted({eps for _, eps in parts}, reverse=True))
+        kept = f", eps times {said}" if scales else f"; {type(optimizer).__name__} has no eps that is set to gradients"
+        return Report(f"{len(optimizer.param_groups)} groups, rates times {listed}{kept if by_id else ''}")
 
-    def _factors(self, network: Any, width: int, depth: int) -> tuple[dict[str, float], dict[str, float]]:
-        """Of the parameters that need them: factors of their rates, and of their present values."""
+    def _factors(self, network: Any, width: int, depth: int) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
+        """Of the parameters that need them: factors of their rates and eps, and of their present values."""
         base_depth = self.base_depth or depth
         if (width, depth) == (self.base_width, base_depth):
             return {}, {}
@@ -171,13 +177,15 @@ class WidthTransfer(Technique):
         parts = dict(base.named_modules())
         looked_up = {id(part.weight): _times(parts.get(n, part)) / _times(part) for n, part in tables.items()}
         turned = {id(part.weight) for part in network.modules() if inputs_first(part)}
-        ends = _end_parameters(network)
+        repeated = _more_or_fewer(network, base)
+        ends, inside = (found & repeated for found in _branch_parameters(network))
         if depth != base_depth and not ends:
             raise ConfigurationError(
                 f"WidthTransfer: {type(network).__name__} shows no residual branches for base_depth"
             )
         queries = self._query_factors(network, width)
         rates, beginnings = {}, {}
+        shallow, narrow = base_depth / depth, self.base_width / width
         for name, parameter in network.named_parameters():
             key = name if name in theirs else re.sub(r"\.\d+\.", ".0.", name, count=1)
             if key not in theirs:  # what was added to the network does not grow with it
@@ -185,10 +193,13 @@ class WidthTransfer(Technique):
             order = -1 if id(parameter) in turned else 1
             shapes = tuple(parameter.shape[::order]), tuple(theirs[key].shape[::order])
             start, rate = width_factors(*shapes, id(parameter) in looked_up)
-            more = base_depth / depth if id(parameter) in ends else 1.0
+            more = shallow if id(parameter) in ends else 1.0
             more *= queries.get(id(parameter), 1.0) * looked_up.get(id(parameter), 1.0)
-            if rate * more != 1:
-                rates[name] = rate * more
+            eps = narrow * (shallow if id(parameter) in inside else 1.0) / more
+            if start == rate:  # an output, or nothing: what the papers multiply it by is in the weight
+                eps /= rate
+            if (rate * more, eps) != (1, 1):
+                rates[name] = rate * more, eps
             if not has_values(parameter):
                 continue
             if parameter.ndim > 1:
@@ -286,12 +297,22 @@ def _check_untied(network: nn.Module) -> None:
         owners[id(parameter)] = name
 
 
-def _end_parameters(network: nn.Module) -> set[int]:
-    """Identities of the parameters of layers, or norms behind them, that end residual branches."""
-    found: set[int] = set()
+def _more_or_fewer(network: nn.Module, base: nn.Module) -> set[int]:
+    """Identities of the parameters that another depth has another number of, by names without their numbers."""
+    named = [(re.sub(r"\d+", "", name), parameter) for name, parameter in network.named_parameters()]
+    change = Counter(name for name, _ in named)
+    change.subtract(re.sub(r"\d+", "", name) for name, _ in base.named_parameters())
+    return {id(parameter) for name, parameter in named if change[name]}
+
+
+def _branch_parameters(network: nn.Module) -> tuple[set[int], set[int]]:
+    """Identities of the parameters of layers, or norms behind them, that end residual branches; and of all in them."""
+    ends: set[int] = set()
+    inside: set[int] = set()
     for part, layer, norm, _ in all_residual_ends(network):
-        found |= {id(p) for p in part.get_submodule(norm or layer).parameters(recurse=False)}
-    return found
+        ends |= {id(p) for p in part.get_submodule(norm or layer).parameters(recurse=False)}
+        inside |= {id(p) for p in part.parameters()}
+    return ends, inside
 
 
 def _times(table: Any) -> float:
@@ -314,20 +335,31 @@ def _adds_one(layer: nn.Module, weight: Tensor) -> bool:
     return bool(layer(torch.arange(len(weight), dtype=weight.dtype, device=weight.device)[None]).any())
 
 
-def _check_scale_free(optimizer: Any) -> None:
-    """Refuse an optimizer whose step depends on the gradient's scale, which is tried on two numbers."""
-    steps = []
-    for scale in (1.0, 64.0):
-        p = nn.Parameter(torch.tensor([[1.0, 2.0]], device="cpu"))
-        try:
-            tried = type(optimizer)([p], lr=0.5)
-            p.grad = torch.tensor([[0.3, -0.2]], device="cpu") * scale
-            tried.step()
-        except Exception:  # somebody's class, which wants more than a rate: it is believed
-            return
-        steps.append(p.detach())
-    if not torch.allclose(steps[0], steps[1], rtol=1e-3):
+def _scales_eps(optimizer: Any) -> bool:
+    """Whether its eps is one that is added to the gradient's scale, as Adam's; tried on two numbers.
+
+    Raises:
+        ConfigurationError: For an optimizer whose step depends on the gradient's scale.
+    """
+    free, scales = _alike(optimizer), all(isinstance(group.get("eps"), float) for group in optimizer.param_groups)
+    if not free:
         raise ConfigurationError(
             f"WidthTransfer: a step of {type(optimizer).__name__} depends on the gradient's scale, and its rates "
             "follow other rules: use Adam, AdamW or Lion"
         )
+    return scales and _alike(optimizer, eps=0.5)
+
+
+def _alike(optimizer: Any, **eps: float) -> bool:
+    """Whether a gradient that is 64 times as large, and an eps so, gives the same step."""
+    steps = []
+    for scale in (1.0, 64.0):
+        p = nn.Parameter(torch.tensor([[1.0, 2.0]], device="cpu"))
+        try:
+            tried = type(optimizer)([p], lr=0.5, **{name: value * scale for name, value in eps.items()})
+            p.grad = torch.tensor([[0.3, -0.2]], device="cpu") * scale
+            tried.step()
+        except Exception:  # somebody's class, which wants more than a rate: it is believed, but for an eps
+            return not eps
+        steps.append(p.detach())
+    return torch.allclose(steps[0], steps[1], rtol=1e-3)

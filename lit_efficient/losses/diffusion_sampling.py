@@ -9,7 +9,8 @@ level, so one formula serves all processes. diffusers' samplers: :mod:`lit_effic
 
 Costs: one network evaluation a step, two with guidance.
 Source: Song et al. (2020), https://arxiv.org/abs/2010.02502; Ho and Salimans (2022), https://arxiv.org/abs/2207.12598;
-rescaling: Lin et al. (2023), https://arxiv.org/abs/2305.08891.
+rescaling: Lin et al. (2023), https://arxiv.org/abs/2305.08891; path drop: Park et al. (2025),
+https://arxiv.org/abs/2510.21986.
 """
 
 from collections.abc import Callable
@@ -43,11 +44,14 @@ class Sampler:
             [0, 1]; 0.7 is the paper's. Strong guidance without it over-saturates.
         shift: Above 0; more than 1 spends more of the steps at high noise, as large latents need. diffusers' samplers
             take it for flow only.
+        path_drop: Guide by the network without its condition and without its deep path, which costs almost half as
+            much as both with it; for networks that were trained with ``TokenRouting(mode="sprint", path_drop=...)``.
     """
 
     name: SamplerName = "builtin"
     guidance_rescale: float = 0.0
     shift: float = 1.0
+    path_drop: bool = False
 
     def __post_init__(self) -> None:
         check_choice("Sampler", "name", self.name, get_args(SamplerName))

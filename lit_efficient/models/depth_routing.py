@@ -71,7 +71,7 @@ class DepthRouted(StaysFloat32):
 
     float32 = ("depth_",)
     depth_router: nn.Parameter  # [D]
-    depth_predictor: nn.Parameter | None  # [D + 1], the last one its bias; None: the router predicts
+    depth_predictor: nn.Parameter  # [D + 1], the last one its bias; [1]: that of the router, which predicts
     depth_capacity: float
     depth_name: str
     depth_arguments: tuple[str, ...]  # names of the block's own
@@ -157,8 +157,8 @@ class DepthRouted(StaysFloat32):
         with torch.autocast(x.device.type, enabled=False):
             normed = F.rms_norm(x.to(self.depth_router.dtype), x.shape[-1:])
             scores = normed @ self.depth_router
-            if self.depth_predictor is None:
-                return scores, scores
+            if len(self.depth_predictor) == 1:
+                return scores, scores + self.depth_predictor
             return scores, normed.detach() @ self.depth_predictor[:-1] + self.depth_predictor[-1]
 
     # The arguments of part of the tokens ---------------------------------------------------------------------------

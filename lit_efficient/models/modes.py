@@ -1,10 +1,13 @@
-"""Evaluate for a moment, then put every submodule back into the mode it was in; how exactly a network computes."""
+"""Evaluate for a moment, or without a network's deep path; how exactly a network computes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
+
+from lit_efficient.errors import ConfigurationError
 
 
 @contextmanager
@@ -27,3 +30,31 @@ def whole_precision(module: nn.Module, device: torch.device) -> bool:
     """Whether ``module`` computes in float32 or more: no weight has fewer bits, and nothing is cast on the way."""
     dtypes = {parameter.dtype for parameter in module.parameters()}
     return not torch.is_autocast_enabled(device.type) and dtypes <= {torch.float32, torch.float64}
+
+
+def deep_path(network: nn.Module) -> list[nn.Module]:
+    """The blocks of a network that it has learned to go without: those whose ``path_left_out`` is no None.
+
+    Raises:
+        ConfigurationError: If there are none.
+    """
+    found = [part for part in network.modules() if getattr(part, "path_left_out", None) is not None]
+    if not found:
+        raise ConfigurationError(
+            "Sampler: path_drop guides by a network without its deep path, and this one has not learned to go without "
+            "one: train it with a technique that has a path_drop above 0, or leave path_drop false"
+        )
+    return found
+
+
+@contextmanager
+def path_dropped(network: nn.Module) -> Iterator[None]:
+    """Run the body without the network's :func:`deep_path`."""
+    blocks: list[Any] = deep_path(network)
+    for block in blocks:
+        block.path_left_out = True
+    try:
+        yield
+    finally:
+        for block in blocks:
+            block.path_left_out = False

@@ -35,6 +35,7 @@ from lit_efficient.models.condition import Condition
 from lit_efficient.models.diffusers_model import DiffusersModelConfig
 from lit_efficient.models.dit import DiTConfig
 from lit_efficient.models.latent_codec import LatentCodec
+from lit_efficient.models.modes import deep_path
 from lit_efficient.models.preview_decoder import PreviewDecoder
 from lit_efficient.models.text_encoder import TextEncoder
 from lit_efficient.protocol import builds_no_layers
@@ -100,6 +101,13 @@ class LatentGenerator(LightningModule):
         diffusion.check_prediction("LatentDiffusion", prediction, self.process)
         check_number("LatentDiffusion", "guidance_scale", guidance_scale, least=0)
         check_number("LatentDiffusion", "sampling_steps", sampling_steps, least=1, whole=True)
+        drops = self.sampler.path_drop
+        check(
+            "sampler.path_drop",
+            drops,
+            "false at guidance_scale 1, which does not guide",
+            guidance_scale != 1 or not drops,
+        )
         try:
             check_sampler(self.process, self.sampler, prediction)
             check_steps(self.process, self.sampler, sampling_steps)
@@ -170,6 +178,10 @@ class LatentGenerator(LightningModule):
                 f"LatentDiffusion: {self.shape.name} has twice as many output channels as input channels. The second "
                 "half, a variance, is neither trained nor used."
             )
+
+    def on_fit_start(self) -> None:
+        if self.sampler.path_drop:
+            deep_path(self)
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition | Tensor | None = None) -> Tensor:
         """Predictions [B, c, h, w], float32, of noisy latents [B, c, h, w] at times [B] in [0, 1].
@@ -337,7 +349,7 @@ class LatentGenerator(LightningModule):
         drawn = []
         for start in range(0, count, _SAMPLED_AT_ONCE):
             part = slice(start, start + _SAMPLED_AT_ONCE)
-            predict = guided(self, condition.rows(part), nothing, scale, self.sampler.guidance_rescale)
+            predict = guided(self, condition.rows(part), nothing, scale, self.sampler)
             drawn.append(sample_latents(predict, noise[part], steps, self.process, self.prediction, self.sampler))
         whole = torch.cat(drawn)
         return apart(whole, features)[0] if features else whole

@@ -3,34 +3,38 @@
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_efficient.losses.diffusers_sampling import sample_with_diffusers
 from lit_efficient.losses.diffusion import Prediction
 from lit_efficient.losses.diffusion_sampling import Sampler, ddim_sample, guide, sampling_times
 from lit_efficient.losses.noise_process import DiffusionProcess
 from lit_efficient.models.condition import Condition
+from lit_efficient.models.modes import path_dropped
 from lit_efficient.surgery import moved
-
-Network = Callable[[Tensor, Tensor, Condition], Tensor]
 
 
 def guided(
-    network: Network, condition: Condition, null: Callable[[], Condition], scale: float, rescale: float
+    network: nn.Module, condition: Condition, null: Callable[[], Condition], scale: float, sampler: Sampler
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """The network under classifier-free guidance: noisy latents [B, ...] and times [B] to a prediction.
 
-    ``null`` gives the condition of nothing, of one sample, and is asked only if there is guidance: at a scale of 1
-    there is one evaluation a step. See `guide`.
+    The network takes latents, times and conditions. ``null`` gives the condition of nothing, of one sample, and is
+    asked only if there is guidance: at a scale of 1 there is one evaluation a step. See `guide`.
     """
     if scale == 1.0:
         return lambda x, t: network(x, t, condition)
     nothing = null()
 
     def predict(x: Tensor, t: Tensor) -> Tensor:
-        both = condition.followed_by(nothing.repeated(len(x)))
-        with_, without = network(x.repeat(2, 1, 1, 1), t.repeat(2), both).chunk(2)
-        return guide(with_, without, scale, rescale)
+        if sampler.path_drop:
+            with_ = network(x, t, condition)
+            with path_dropped(network):
+                without = network(x, t, nothing.repeated(len(x)))
+        else:
+            both = condition.followed_by(nothing.repeated(len(x)))
+            with_, without = network(x.repeat(2, 1, 1, 1), t.repeat(2), both).chunk(2)
+        return guide(with_, without, scale, sampler.guidance_rescale)
 
     return predict
 

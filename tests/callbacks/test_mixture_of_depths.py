@@ -65,8 +65,7 @@ def _routed(network: Any, capacity: float = 0.4, **arguments: Any) -> Any:
     generator = torch.Generator().manual_seed(5)
     for part in parts_of(network, DepthRouted):
         for p in (part.depth_router, part.depth_predictor):
-            if p is not None:
-                p.data = torch.randn(p.shape, generator=generator) * 0.5
+            p.data = torch.randn(p.shape, generator=generator) * 0.5
     return network
 
 
@@ -279,9 +278,10 @@ def test_the_predictor_learns_the_choice_and_teaches_nothing_else() -> None:
     assert ((guess > 0) == chosen).float().mean() > 0.85
 
 
-def test_a_fresh_predictor_chooses_the_share_and_mostly_what_the_router_does() -> None:
+@pytest.mark.parametrize("predict", ["predictor", "router"])
+def test_what_is_fresh_chooses_the_share_and_mostly_what_the_router_does(predict: str) -> None:
     wide = GPT(GPTConfig(64, dim=64, depth=2, num_heads=2, max_length=64))
-    MixtureOfDepths(0.25).transform(wide)
+    MixtureOfDepths(0.25, predict=predict).transform(wide)
     block: Any = wide.blocks[1]
     scores, guess = block._scores(torch.randn(16, 64, 64, generator=torch.Generator().manual_seed(0)))
     assert 0.2 < (guess > 0).float().mean() < 0.3
@@ -289,7 +289,7 @@ def test_a_fresh_predictor_chooses_the_share_and_mostly_what_the_router_does() -
     assert ((guess > 0) == chosen).float().mean() > 0.9
     network = _gpt().eval()
     logits = network(IDS)
-    MixtureOfDepths(1.0).transform(network)
+    MixtureOfDepths(1.0, predict=predict).transform(network)
     assert (network.eval()(IDS) - logits).abs().max() < 0.05 * logits.abs().max()  # all run, by gates near 1
 
 

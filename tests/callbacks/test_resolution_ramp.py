@@ -107,6 +107,28 @@ def test_labels_of_pixels_go_with_their_images_and_are_none_between() -> None:
         assert small["mask"].dtype == mask.dtype
 
 
+def test_targets_of_super_resolution_stay_so_many_times_as_large_at_every_step() -> None:
+    """As a pair made at that size: crops of `low` and of `ratio` times as much."""
+    ramp = lit_efficient.ResolutionRamp(0.5, steps=10)
+    ramp._steps = 10
+    for low, ratio in ((48, 2), (24, 3), (20, 4), (17, 4)):
+        batch = {"lr": torch.rand(1, 3, low, 2 * low), "hr": torch.rand(1, 3, ratio * low, 2 * ratio * low)}
+        seen = set()
+        for step in range(11):
+            changed = ramp.change(batch, step)
+            small, large = changed["lr"].shape[-2:], changed["hr"].shape[-2:]
+            assert large == (ratio * small[0], ratio * small[1])
+            assert step == 10 or small[0] % 8 == 0 or small[0] == low
+            seen.add(small)
+        assert len(seen) > 1
+    crops = ramp.change([torch.rand(1, 3, 224, 224), torch.rand(1, 3, 96, 96)], 0)  # of no common ratio
+    assert [crop.shape[-1] for crop in crops] == [112, 48]
+    with pytest.raises(
+        ConfigurationError, match=r"so small that images of 8 x 8, 32 x 32 are smaller at start=0\.5, got 8"
+    ):
+        ramp.change([torch.rand(1, 3, 8, 8), torch.rand(1, 3, 32, 32)], 0)
+
+
 def test_a_mean_colour_stays_what_it_is() -> None:
     torch.manual_seed(0)
     images = torch.rand(2, 1, 32, 32)

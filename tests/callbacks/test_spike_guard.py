@@ -12,7 +12,16 @@ import torch
 from torch.utils.data import DataLoader
 
 import lit_efficient
-from lit_efficient import EMA, ConfigurationError, ConflictError, DivergedError, ExactResume, SpikeGuard
+from lit_efficient import (
+    EMA,
+    ConfigurationError,
+    ConflictError,
+    DivergedError,
+    ExactResume,
+    ScheduleFree,
+    ScheduleFreeAdamW,
+    SpikeGuard,
+)
 from lit_efficient.callbacks.spike_guard import is_spike
 from lit_efficient.testing import Run
 from tests.contract.row import Row
@@ -141,6 +150,28 @@ def test_going_back_restores_weights_buffers_and_states_and_leaves_the_schedule_
     assert not torch.equal(module.history[7]["layer.0.weight"], module.history[8]["layer.0.weight"])
     assert module.rates == plain.rates
     assert guard.spikes == 1
+
+
+class Unscheduled(Line):
+    """With weights that switch, and counts in the optimizer's groups."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        super().on_train_batch_end()
+        (group,) = self.trainer.optimizers[0].param_groups
+        self.history[-1]["counts"] = torch.tensor([group["steps"], group["weight_sum"]])
+
+    def configure_optimizers(self) -> Any:
+        return ScheduleFreeAdamW(self.parameters(), 1e-2)
+
+
+@pytest.mark.filterwarnings("ignore:SpikeGuard")
+def test_going_back_leaves_switched_weights_in_training_and_takes_counts_along() -> None:
+    module = Unscheduled(bad=(8,))
+    fit(module, SpikeGuard("rewind", window=4, every_n_steps=3), ScheduleFree())
+    buffers = {name for name, _ in module.named_buffers()}
+    for name, value in module.history[8].items():
+        assert name in buffers or torch.equal(value, module.history[5][name]), name
+    assert not torch.equal(module.history[9]["layer.0.weight"], module.history[8]["layer.0.weight"])
 
 
 def test_what_lasts_is_no_spike() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,9 +14,25 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from lit_efficient import GPT, ConfigurationError, DiT, DiTConfig, DiTVariant, GPTConfig, TokenRouting, draw_tokens
+from lit_efficient import (
+    GPT,
+    ConfigurationError,
+    DiT,
+    DiTConfig,
+    DiTVariant,
+    GPTConfig,
+    LatentDiffusion,
+    Sampler,
+    TokenRouting,
+    apply,
+    draw_tokens,
+)
 from lit_efficient.callbacks.token_routing import TokenFusion
 from lit_efficient.internals.torch_trees import tree_map
+from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
+from lit_efficient.models.condition import Condition
+from lit_efficient.models.modes import path_dropped
+from lit_efficient.tasks.latent_sampling import guided
 from lit_efficient.testing import Case, Run, check_resumes
 from tests.contract.effects import training
 from tests.contract.row import Row
@@ -77,7 +94,7 @@ def tokens_are_left_out(run: Run) -> None:
 
 
 ROW = Row(
-    lambda: TokenRouting(0.5, 1, 1, mode="sprint", blocks=[BLOCKS]),
+    lambda: TokenRouting(0.5, 1, 1, mode="sprint", path_drop=0.1, blocks=[BLOCKS]),
     tokens_are_left_out,
     lambda: TokenRouting(0.0, 1, 1, blocks=[BLOCKS]),
     network=Tokens,
@@ -250,6 +267,85 @@ def test_it_computes_what_a_loop_over_samples_computes(name: str, mode: str) -> 
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
 
 
+def without_route(family: Family, net: nn.Module, fusion: TokenFusion, rows: slice) -> Tensor:
+    """The slow reference of a dropped path: what the route's blocks compute is thrown away."""
+    _, call, names, _ = family
+    blocks = [net.get_submodule(name) for name in names]
+    held: dict[str, Tensor] = {}
+
+    def put(block: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        x = kwargs.get("hidden_states", args[0] if args else None)
+        held.setdefault("x", x)
+        if block is blocks[-1]:
+            x = torch.cat([held["x"], fusion.mask.expand_as(held["x"])], -1) @ fusion.weight.T
+        return (kwargs["encoder_hidden_states"], x) if isinstance(output, tuple) else x
+
+    hooks = [block.register_forward_hook(put, with_kwargs=True) for block in blocks]
+    output = call(net, rows)
+    for hook in hooks:
+        hook.remove()
+    return output
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_dropped_path_is_a_network_without_its_route(name: str) -> None:
+    family = FAMILIES[name]
+    make, call, names, places = family
+    plain = randomised(make())
+    routed = copy.deepcopy(plain)
+    TokenRouting(RATE, 1, 1, mode="sprint", path_drop=0.5).transform(routed)
+    fusion = next(part for part in routed.modules() if isinstance(part, TokenFusion))
+    nn.init.normal_(fusion.weight)
+    nn.init.normal_(fusion.mask)
+    routed.eval()
+    whole = call(routed, slice(None))
+    with path_dropped(routed):
+        torch.testing.assert_close(call(routed, slice(None)), without_route(family, plain.eval(), fusion, slice(None)))
+    torch.testing.assert_close(call(routed, slice(None)), whole)
+    routed.train()
+    plain.train()
+    route: Any = routed.get_submodule(names[0])._route
+    route.seed = 3  # of three rows' draws some fall on each side
+    kept = draw_tokens(3, 4, RATE, torch.Generator().manual_seed(3), shared=places is not None)
+    left_out = torch.rand(3, generator=torch.Generator().manual_seed(mix_seed(3, 1))) < 0.5
+    assert len({*left_out.tolist()}) == 2
+    with_, without = by_sample(family, plain, kept, fusion), without_route(family, plain, fusion, slice(None))
+    wanted = torch.stack([(without if out else with_)[row] for row, out in enumerate(left_out)])
+    torch.testing.assert_close(call(routed, slice(None)), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_sampling_guides_by_the_dropped_path_for_less_work() -> None:
+    def module(**sampler: Any) -> LatentDiffusion:
+        config = DiTConfig(size=4, width=16, depth=6, heads=2)
+        made = LatentDiffusion(config, guidance_scale=3.0, sampling_steps=2, sampler=Sampler(**sampler))
+        made.configure_model()
+        randomised(made.network)  # type: ignore[arg-type]
+        apply(made, [TokenRouting(0.5, 1, 1, mode="sprint", path_drop=0.1)])
+        return made.eval()
+
+    ours, plain = module(path_drop=True), module()
+    labels = torch.arange(3)
+    x, t = torch.randn(3, 4, 4, 4), torch.full((3,), 0.5)
+    with torch.no_grad():
+        with_ = ours(x, t, labels)
+        with path_dropped(ours):
+            without = ours(x, t, torch.full((3,), 10))
+        null = partial(ours.conditioning.null, ours.device)
+        predict = guided(ours, Condition(labels=labels), null, 3.0, ours.sampler)
+        torch.testing.assert_close(predict(x, t), without + 3 * (with_ - without))
+    work = []
+    for one in (ours, plain):
+        one.sample(labels, torch.Generator().manual_seed(0))  # asks the blocks
+        with FlopCounterMode(display=False) as counter:
+            one.sample(labels, torch.Generator().manual_seed(0))
+        work.append(counter.get_total_flops())
+    assert work[0] < 0.75 * work[1]  # 6 blocks and 2 of 12
+    with pytest.raises(ConfigurationError, match="this one has not learned to go without"):
+        LatentDiffusion(DiTConfig(), sampler=Sampler(path_drop=True)).on_fit_start()
+    with pytest.raises(ConfigurationError, match="path_drop must be false at guidance_scale 1"):
+        LatentDiffusion(DiTConfig(), guidance_scale=1.0, sampler=Sampler(path_drop=True))
+
+
 def test_the_work_of_tokens_left_out_is_not_done() -> None:
     def operations(net: nn.Module) -> int:
         with FlopCounterMode(display=False) as counter:
@@ -271,7 +367,7 @@ def test_the_work_of_tokens_left_out_is_not_done() -> None:
 
 def test_recomputed_blocks_give_the_same_gradients() -> None:
     net = randomised(dit())
-    TokenRouting(RATE, 1, 1, mode="sprint").transform(net)
+    TokenRouting(RATE, 1, 1, mode="sprint", path_drop=0.5).transform(net)
     again = copy.deepcopy(net)
     for block in again.blocks:
         forward = block.forward
@@ -311,6 +407,7 @@ def test_outside_of_a_trainer_all_blocks_share_a_draw() -> None:
     [
         ({"rate": 1.0}, r"TokenRouting: rate must be .*got 1.0"),
         ({"before": -1}, "before must be"),
+        ({"path_drop": 0.1}, "path_drop must be 0 with mode='tread'"),
         ({"mode": "mae"}, "mode must be one of tread, sprint"),
         ({"stop_at": 0}, "stop_at must be"),
     ],

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lit_efficient import ConfigurationError, WidthTransfer
+from lit_efficient import ConfigurationError, Lion, WidthTransfer
 from lit_efficient.application import apply
 from lit_efficient.models.dit import DiT, DiTConfig, DiTVariant
 from lit_efficient.models.gpt import GPT, GPTConfig
@@ -46,6 +46,12 @@ def groups(network: nn.Module, rate: float, **options: Any) -> torch.optim.AdamW
     return optimizer
 
 
+def rates_of(network: nn.Module) -> dict[str, float]:
+    """What the rates of its parameters are multiplied by, without those that stay."""
+    factors: dict[str, tuple[float, float]] = network.__dict__["_lit_efficient_rate_factors"]
+    return {name: rate for name, (rate, _) in factors.items() if rate != 1}
+
+
 def steps(network: Any, optimizer: Any, count: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     batches = torch.randint(0, 32, (count + 1, 4, 17), generator=generator)
@@ -70,15 +76,27 @@ def test_it_trains_as_with_the_multipliers_of_the_papers() -> None:
     slow.head.register_forward_hook(lambda *args: args[2] / m)
     for part in ends:
         part.register_forward_hook(lambda *args: args[2] / deep)
-    hidden = [p for name, p in slow.named_parameters() if "blocks" in name and p.ndim > 1]
-    others = [p for p in slow.parameters() if not any(p is one for one in hidden)]
+    eps = 1e-3  # as large as gradients are, so that it tells
+    inside = {p: name for name, p in slow.named_parameters() if "blocks" in name}
+    hidden, vectors = ([p for p in inside if (p.ndim > 1) is matrix] for matrix in (True, False))
+    others = [p for p in slow.parameters() if p not in inside]
     reference = torch.optim.AdamW(
-        [{"params": hidden, "lr": 1e-2 / m, "weight_decay": 0.1 * m}, {"params": others, "weight_decay": 0.1}],
-        1e-2, eps=1e-30,
-    )  # fmt: skip
+        [
+            {"params": hidden, "lr": 1e-2 / m, "weight_decay": 0.1 * m, "eps": eps / m / deep},
+            {"params": vectors, "weight_decay": 0.1, "eps": eps / m / deep},
+            {"params": others, "weight_decay": 0.1, "eps": eps / m},
+        ],
+        1e-2,
+    )
     tokens = torch.arange(16)[None]
     torch.testing.assert_close(network(tokens), slow(tokens))
-    torch.testing.assert_close(steps(network, groups(network, 1e-2, eps=1e-30), 4), steps(slow, reference, 4))
+    start = copy.deepcopy(network)
+    wanted = steps(slow, reference, 4)
+    torch.testing.assert_close(steps(network, groups(network, 1e-2, eps=eps), 4), wanted)
+    unscaled = groups(start, 1e-2, eps=eps)
+    for group in unscaled.param_groups:
+        group["eps"] = eps
+    assert float((steps(start, unscaled, 4) - wanted).abs().max()) > 1e-2
 
 
 def test_deviations_are_those_of_the_base_times_the_papers_factors() -> None:
@@ -115,7 +133,7 @@ def test_llama_and_dit_have_the_same_rates_for_the_same_parts() -> None:
     sizes = {"num_hidden_layers": 4, "vocab_size": 32, "intermediate_size": 64, "num_key_value_heads": 2}
     llama = LlamaForCausalLM(LlamaConfig(hidden_size=32, num_attention_heads=4, **sizes))
     apply(llama, [WidthTransfer(16, 2)])
-    rates = llama._lit_efficient_rate_factors
+    rates = rates_of(llama)
     block = "model.layers.3"
     assert rates[f"{block}.self_attn.q_proj.weight"] == rates[f"{block}.mlp.up_proj.weight"] == 1 / 2
     assert rates["lm_head.weight"] == 1 / 2
@@ -124,7 +142,7 @@ def test_llama_and_dit_have_the_same_rates_for_the_same_parts() -> None:
     dit = DiT(DiTConfig(width=32, depth=4, heads=2, variant=DiTVariant(qk_norm=True)))
     zeros = {name for name, p in dit.named_parameters() if not p.any()}
     apply(dit, [WidthTransfer(16, 2)])
-    rates = dit.__dict__["_lit_efficient_rate_factors"]
+    rates = rates_of(dit)
     assert rates["blocks.3.attention.qkv.weight"] == rates["patch_out.weight"] == rates["time.2.weight"] == 1 / 2
     assert rates["blocks.3.attention.out.weight"] == rates["blocks.3.mlp.2.weight"] == 1 / 4
     assert rates["blocks.3.mlp.2.bias"] == 1 / 2
@@ -147,13 +165,13 @@ def test_gemma_and_gpt_2_begin_with_the_same_factors() -> None:
 
     gemma = Gemma2ForCausalLM(config)
     apply(gemma, [WidthTransfer(16)])  # whose rows are multiplied by the root of the width
-    assert gemma._lit_efficient_rate_factors["model.embed_tokens.weight"] == pytest.approx(2**-0.5)
+    assert rates_of(gemma)["model.embed_tokens.weight"] == pytest.approx(2**-0.5)
     rows = gemma.model.embed_tokens(torch.arange(32)).detach()
     assert float(rows.std()) == pytest.approx(config.initializer_range * 16**0.5, rel=0.1)
 
     network = GPT2LMHeadModel(GPT2Config(n_embd=32, n_head=4, n_layer=1, n_positions=8, **sizes))
     apply(network, [WidthTransfer(16)])
-    rates = network.__dict__["_lit_efficient_rate_factors"]  # of layers with weights [inputs, outputs]
+    rates = rates_of(network)  # of layers with weights [inputs, outputs]
     hidden = [f"transformer.h.0.{part}.weight" for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
     assert rates == dict.fromkeys([*hidden, "lm_head.weight"], 0.5)
     unknown = OPTForCausalLM(OPTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, **sizes))
@@ -189,11 +207,80 @@ class Wide(nn.Module):
 def test_anybodys_network_that_can_be_built_in_another_width() -> None:
     network = Wide(32)
     apply(network, [WidthTransfer(16)])
-    assert network.__dict__["_lit_efficient_rate_factors"] == {"mid.weight": 0.5, "head.weight": 0.5}
+    assert rates_of(network) == {"mid.weight": 0.5, "head.weight": 0.5}
     optimizer = groups(network, 1e-2)
     found = {id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
     assert found[id(network.mid.weight)] == (5e-3, 0.2)
     assert found[id(network.stem.weight)] == (1e-2, 0.1)
+
+
+class Part(nn.Module):
+    """A branch beside its input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Denoiser(nn.Module):
+    """Adds to its input, too, and has one branch whatever its depth is."""
+
+    def __init__(self, width: int = 16, depth: int = 2) -> None:
+        super().__init__()
+        self.width, self.depth = width, depth
+        self.stem, self.middle, self.out = nn.Linear(8, width), Part(width), nn.Linear(width, 8)
+        self.parts = nn.ModuleList(Part(width) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.stem(x)
+        for part in self.parts:
+            hidden = part(hidden)
+        return x + self.out(self.middle(hidden))
+
+    def at_width(self, width: int, depth: int) -> Denoiser:
+        return Denoiser(width, depth)
+
+
+def test_branches_that_are_not_repeated_do_not_fall_with_the_depth() -> None:
+    network = Denoiser(16, 8)
+    apply(network, [WidthTransfer(16, 2)])
+    assert {name.partition(".")[0] for name in network.__dict__["_lit_efficient_rate_factors"]} == {"parts"}
+    assert rates_of(network)["parts.5.down.weight"] == 1 / 4
+
+
+def test_eps_is_scaled_as_gradients_are_and_left_where_it_is_something_else() -> None:
+    def sizes(width: int, depth: int) -> tuple[GPT, dict[str, float]]:
+        network = gpt(width, depth).double()
+        apply(network, [WidthTransfer(64, 2)])
+        tokens = torch.randint(0, 32, (4, 17), generator=torch.Generator().manual_seed(1))
+        F.cross_entropy(network(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        named = network.named_parameters()
+        return network, {name: float(p.grad.square().mean().sqrt()) for name, p in named if p.grad is not None}
+
+    (_, base), (network, wide) = sizes(64, 2), sizes(256, 8)
+    factors: dict[str, tuple[float, float]] = network.__dict__["_lit_efficient_rate_factors"]
+    for name in ("blocks.0.attention.value.weight", "blocks.0.mlp.up.weight", "blocks.0.mlp.down.weight",
+                 "embedding.weight", "head.weight"):  # fmt: skip
+        assert 0.6 < wide[name] / base[name] / factors[name][1] < 1.7, name
+    assert factors["head.weight"][1] == 1
+    assert factors["blocks.0.mlp.up.weight"][1] == 1 / 16
+    assert factors["blocks.0.mlp.down.weight"][1] == factors["embedding.weight"][1] == 1 / 4
+    for make, said in (
+        (torch.optim.NAdam, "eps times 1, 0.25, 0.0625"),
+        (torch.optim.Adafactor, "Adafactor has no eps that is set to gradients"),
+        (Lion, "Lion has no eps that is set to gradients"),
+    ):
+        optimizer = make(network.parameters(), 1e-3)
+        kept = {group["eps"] for group in optimizer.param_groups if "eps" in group}
+        report = WidthTransfer(64, 2).rewrite_optimizer(optimizer, network)
+        assert said in report.summary
+        if make is torch.optim.NAdam:
+            assert {group["eps"] for group in optimizer.param_groups} == {1e-8, 1e-8 / 4, 1e-8 / 16}
+        else:
+            assert kept == {group["eps"] for group in optimizer.param_groups if "eps" in group}
 
 
 def test_what_it_cannot_scale_is_refused() -> None:

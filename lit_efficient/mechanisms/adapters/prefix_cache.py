@@ -145,6 +145,7 @@ def prefixed_call(
         cache = _filled(decoder, given, keys, values)
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     if mask is not None:
+        _refuse_padding_before_a_window(decoder, mask, length)
         mask = extend_mask(mask, length, owner_of(decoder))
     elif positions is not None and given is None:
         mask = _packed_mask(decoder, positions, cache, length)
@@ -157,6 +158,19 @@ def prefixed_call(
     if given is None and not wanted and not isinstance(output, tuple):
         output.past_key_values = None  # generation without a cache would take it up
     return output
+
+
+def _refuse_padding_before_a_window(decoder: Any, mask: Any, length: int) -> None:
+    """A window counts padding that stands between the prefix and the tokens, which a row alone does not have."""
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return
+    window, places = _window_of(decoder), length + mask.shape[1]
+    if window is not None and places > window and not mask[:, 0].all():  # a GPU is asked past a window alone
+        raise ConfigurationError(
+            f"{owner_of(decoder)}: rows that are padded on the left have at most {window} positions, the sliding "
+            f"window of {type(decoder).__name__}, got {places} with the virtual tokens, which would be out of "
+            "sight sooner than without padding: pad on the right, or generate rows of one length together"
+        )
 
 
 def _filled(decoder: Any, cache: Any, keys: Tensor, values: Tensor) -> Any:

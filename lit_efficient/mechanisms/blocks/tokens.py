@@ -94,7 +94,15 @@ class TokenAxes:
 
     def put(self, values: Sequence[Tensor], tokens: Tensor) -> tuple[Tensor, ...]:
         """Streams with others tokens."""
-        return (*values[: self.place], tokens, *values[self.place + 1 :])
+        return self.together(tokens, self.others(values))
+
+    def others(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The streams beside the tokens."""
+        return (*values[: self.place], *values[self.place + 1 :])
+
+    def together(self, tokens: Tensor, others: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Both as streams."""
+        return (*others[: self.place], tokens, *others[self.place :])
 
     def cut(self, arguments: Any, tokens: int, kept: Tensor) -> Any:
         """Arguments and keyword arguments without their streams, of the tokens ``kept``."""

@@ -11,7 +11,7 @@ import torch
 from lit_efficient import GPT, ConfigurationError, GPTConfig, PrefixTuning
 from lit_efficient.mechanisms.adapters.prefix import add_prefix, find_decoder
 from lit_efficient.mechanisms.adapters.prefix_cache import extend_mask
-from tests.mechanisms.adapters.decoders import FAMILIES, IDS, WINDOWED, decoder, logits
+from tests.mechanisms.adapters.decoders import FAMILIES, IDS, WINDOW, WINDOWED, decoder, logits
 
 TOKENS = [5, 9, 9, 30]
 N = len(TOKENS)
@@ -67,11 +67,31 @@ def test_generates_with_and_without_a_cache_what_the_tokens_would(family: str) -
 def test_padding_is_left_out_and_the_prefix_never_is(family: str) -> None:
     mask = torch.ones_like(IDS)
     mask[1, -3:] = 0
-    mask[2, :2] = 0
+    if family != "Gemma2":  # whose window counts padding between the prefix and the tokens
+        mask[2, :2] = 0
     whole = torch.cat((torch.ones(len(IDS), N, dtype=mask.dtype), mask), dim=1)
     want = decoder(family)(WHOLE, attention_mask=whole).logits[:, N:]
     got = prefixed(family)(IDS, attention_mask=mask).logits
     torch.testing.assert_close(got[mask == 1], want[mask == 1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Gemma3"])
+@torch.no_grad()
+def test_rows_padded_on_the_left_past_a_window_are_refused_and_others_are_as_alone(family: str) -> None:
+    model = prefixed(family)
+    longest = WINDOW - N
+    rows = torch.tensor([[0] * (longest - 1) + [7], [9] * longest])[:, -longest:]
+    mask = (rows != 0).long()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    got = model(rows, attention_mask=mask, position_ids=positions).logits
+    torch.testing.assert_close(got[0, -1], model(rows[:1, -1:]).logits[0, -1], rtol=1e-5, atol=1e-5)
+    short = IDS[:1, :5]
+    right = torch.cat([short, short.new_zeros(1, 3)], 1)
+    got = model(right, attention_mask=(right != 0).long()).logits[:, :5]
+    torch.testing.assert_close(got, model(short).logits, rtol=1e-5, atol=1e-5)
+    for ask in (model, lambda ids, **more: model.generate(ids, **more, **GREEDY)):
+        with pytest.raises(ConfigurationError, match=f"at most {WINDOW} positions, the sliding window of {family}"):
+            ask(right.flip(1), attention_mask=(right.flip(1) != 0).long())
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
