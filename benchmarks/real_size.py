@@ -1,4 +1,6 @@
-"""Host memory at the shapes of real models, ideal beside measured: ``python -m benchmarks.real_size [--layers N]``.
+"""Host memory at the shapes of real models, ideal beside measured.
+
+    python -m benchmarks.real_size [--layers N] [--cases qlora,merge,slices,shards]
 
 The shapes of Llama 3.2 1B are drawn from a seed in bfloat16 and written to a folder once; each case then runs in a
 process of its own, whose peak of anonymous memory is read (pages of files that are mapped can be dropped at any time).
@@ -7,13 +9,17 @@ process of its own, whose peak of anonymous memory is read (pages of files that 
     save     its checkpoint
     merge    export --format merged of that checkpoint, without the check
     slices   give an empty network the weights of the folder
+    shards   two processes under ShardedStrategy, to where training begins: each reads its slices of the base, below
+             adapters in bfloat16 or in NF4 (each layer is quantised whole); the larger peak, beside what it holds
 
-Needs about 5 GiB of memory and 6 GB of disk with all 16 layers; fewer are the same shapes.
+Needs about 5 GiB of memory and 6 GB of disk with all 16 layers; fewer are the same shapes, 23 are 3 GiB.
 """
 
 import argparse
 import json
 import multiprocessing
+import os
+import socket
 import tempfile
 import threading
 import time
@@ -116,6 +122,45 @@ def slices(folder: Path, layers: int) -> dict[str, list[float]]:
     return {"slices": [2 * (size["rest"] + size["linear"]), peak_of(load)]}
 
 
+def _rank(folder: Path, quantized: bool, rank: int, port: int, results: Any) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
+    import torch
+    from lightning.pytorch import Trainer
+    from torch.utils.data import DataLoader
+
+    from lit_efficient import CausalLMConfig, LanguageModeling, LoRA, QuantizeBase, ShardedStrategy
+    from lit_efficient.surgery import local
+
+    task = LanguageModeling(CausalLMConfig(str(folder / "base"), dtype="bfloat16"))
+    loader = DataLoader([{"input_ids": torch.arange(4), "labels": torch.arange(4)}], batch_size=1)
+    quiet: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    techniques: list[Any] = [*([QuantizeBase()] if quantized else []), LoRA(rank=RANK)]
+    trainer = Trainer(max_steps=0, accelerator="cpu", devices=2, strategy=ShardedStrategy(), callbacks=techniques,
+                      enable_checkpointing=False, **quiet)  # fmt: skip
+    measured = peak_of(lambda: trainer.fit(task, loader))
+    held = sum(local(p).nbytes for p in task.parameters())
+    states = [part.quant_state for part in task.modules() if getattr(part, "quant_state", None) is not None]
+    held += sum(state.absmax.nbytes + state.state2.absmax.nbytes for state in states)
+    results.put([held / 2**20, measured])
+
+
+def shards(folder: Path, layers: int) -> dict[str, list[float]]:
+    context, found = multiprocessing.get_context("spawn"), {}
+    for name, quantized in (("shards", False), ("shards of codes", True)):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        results = context.Queue()
+        ranks = [context.Process(target=_rank, args=(folder, quantized, rank, port, results)) for rank in (0, 1)]
+        for each in ranks:
+            each.start()
+        found[name] = max((results.get(timeout=3000) for _ in ranks), key=lambda one: one[1])
+        for each in ranks:
+            each.join()
+    return found
+
+
 def _case(work: Callable[[Path, int], Any], folder: Path, layers: int, results: Any) -> None:
     results.put(work(folder, layers))
 
@@ -123,7 +168,9 @@ def _case(work: Callable[[Path, int], Any], folder: Path, layers: int, results: 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--layers", type=int, default=16)
-    layers = parser.parse_args().layers
+    parser.add_argument("--cases", default="qlora,merge,slices,shards")
+    asked = parser.parse_args()
+    layers = asked.layers
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -131,15 +178,15 @@ def main() -> None:
         writer.start()
         writer.join()
         found: dict[str, list[float]] = {}
-        for work in (qlora, merge, slices):
+        for work in [work for work in (qlora, merge, slices, shards) if work.__name__ in asked.cases.split(",")]:
             results = context.Queue()
             process = context.Process(target=_case, args=(work, folder, layers, results))
             process.start()
             process.join()
             found |= results.get(timeout=1) if process.exitcode == 0 else {work.__name__: [0.0, 0.0]}
-        print("case      ideal MiB  measured MiB")
+        print(f"{'case':<15}  ideal MiB  measured MiB")
         for case, (ideal, measured) in found.items():
-            print(f"{case:<9} {ideal:>9.0f}  {measured:>12.0f}")
+            print(f"{case:<15} {ideal:>10.0f}  {measured:>12.0f}")
         print(json.dumps({"layers": layers, **found}))
 
 

@@ -96,6 +96,7 @@ class Declaration:
     after_sharding: ClassVar[bool] = False  # may transform a network whose parameters are DTensors already
     worst_case: bool = False  # set while memory is measured: draw nothing by chance that would spare some
     refuses_early: bool = False  # its transform refuses by names, kinds and shapes alone: an empty copy will do
+    needs_numbers: bool = True  # its transform reads the weights: false, and they may be read when all is sharded
     training_only: ClassVar[bool] = False  # checkpoints' weights are as without it: rebuilding a network leaves it out
     spares: ClassVar[bool] = False  # each step takes less than is measured
     draws_work: ClassVar[bool] = False  # what a step computes is drawn: figures of one step say little of another

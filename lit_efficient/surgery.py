@@ -91,6 +91,11 @@ def moved(tensor: Tensor, device: torch.device | str | None, dtype: torch.dtype 
     return tensor.to(device, dtype, non_blocking=device is not None and torch.device(device).type != "cpu")
 
 
+def home_of(weight: Tensor) -> torch.device:
+    """Where to put what stands beside a weight: where it is, or will be if it waits for its numbers."""
+    return torch.get_default_device() if weight.is_meta else weight.device
+
+
 def memory_of(tensor: object) -> object:
     """What two tensors of a ``state_dict`` or a file have in common that are one, as a tied weight's are."""
     if is_sharded(tensor):

@@ -42,6 +42,7 @@ from lit_efficient.mechanisms.adapters.targets import (
     other_targets,
 )
 from lit_efficient.mechanisms.ranks import readers
+from lit_efficient.models.weight_slices import weights_wait
 from lit_efficient.surgery import call_layers, count, expert_stacks, local, match_modules
 from lit_efficient.technique import Technique
 
@@ -126,6 +127,7 @@ class LoRA(Technique):
         self.seed = seed
         self.start_from = start_from
         self.beside = beside
+        self.needs_numbers = bool(start_from or beside)  # which may have other weights than adapters
         folders = {name: read_adapter(one)[0] if isinstance(one, str) else one for name, one in (beside or {}).items()}
         self._weighed = False
         self._beside = {name: check_fields(name, fields) for name, fields in folders.items()}
@@ -159,7 +161,7 @@ class LoRA(Technique):
         targets = [item for item in find_targets(module, self.targets, who="LoRA") if id(item[1]) not in whole]
         experts = find_experts(module, self.targets, who="LoRA")
         others = other_targets(module) if self.targets in (ALL_LINEAR, WITH_EXPERTS) else []
-        self._check_targets(targets, experts, others)
+        self._check_targets(targets, experts, others, weights_wait(module))
         for part in module.modules():
             if is_bitsandbytes(part):  # of transformers' making, perhaps
                 from lit_efficient.mechanisms.adapters.bitsandbytes_layers import adopt
@@ -251,6 +253,7 @@ class LoRA(Technique):
         targets: Sequence[tuple[str, nn.Module]],
         experts: Sequence[tuple[str, nn.Module, list[str]]],
         others: Sequence[str],
+        waits: bool,
     ) -> None:
         for name, part, _ in experts:
             if isinstance(part, LowRankExperts):
@@ -269,7 +272,7 @@ class LoRA(Technique):
             weight: Any = layer.weight
             if isinstance(layer, LowRank):
                 raise ConfigurationError(f"LoRA: {name!r} has an adapter already; merge_adapters(module) folds it in")
-            if weight.device.type == "meta":
+            if weight.device.type == "meta" and not waits:
                 raise ConfigurationError(f"LoRA: {name!r} is on the meta device: give the base its weights first")
             if kind_of(layer) == "embedding" and self.variant in ("dora", "pissa"):
                 raise ConfigurationError(

@@ -60,6 +60,7 @@ class MixtureOfExperts(LossHooks, Technique):
 
     phase = Phase.ARCHITECTURE
     alters = ("weights",)
+    needs_numbers = False
     of_batch = "the balance of its experts is that of a batch, and its losses are means over all tokens, learned or not"
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "quality": (0, "more parameters at the same compute: another network")

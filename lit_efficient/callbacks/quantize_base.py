@@ -31,6 +31,7 @@ from lit_efficient.mechanisms.adapters.quantized import (
 )
 from lit_efficient.models.expert_layers import ExpertLinear
 from lit_efficient.models.read_weights import cast_to, read_layers
+from lit_efficient.models.weight_slices import weights_wait
 from lit_efficient.surgery import call_layers, expert_stacks, name_pattern
 from lit_efficient.technique import Technique
 
@@ -60,6 +61,7 @@ class QuantizeBase(Technique):
 
     phase = Phase.QUANTIZE
     alters = ("weights",)
+    needs_numbers = False
     conflicts: ClassVar[dict[str, str]] = {
         "WeightAveraging": "it averages the codes of quantised weights as if they were numbers; use EMA"
     }
@@ -178,7 +180,7 @@ class QuantizeBase(Technique):
             raise ConfigurationError(
                 f"QuantizeBase: {type(module).__name__} has no torch.nn.Linear left to quantise (skip={self.skip})"
             )
-        if any(layer.weight.device.type == "meta" for _, layer in found):
+        if any(layer.weight.device.type == "meta" for _, layer in found) and not weights_wait(module):
             raise ConfigurationError("QuantizeBase: weights are on the meta device: give the base its weights first")
         inputs = _inputs(found)
         if odd := self._odd(inputs):

@@ -231,6 +231,7 @@ class StochasticDepth(Technique):
 
     phase = Phase.ARCHITECTURE
     refuses_early = True
+    needs_numbers = False
     after_sharding = True  # the class of a block changes, no parameter does
     draws_work = True
     conflicts: ClassVar[dict[str, str]] = {

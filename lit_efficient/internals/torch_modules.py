@@ -4,7 +4,7 @@ torch's public hooks would be attributes of each instance, which copies and pick
 Checked with torch 2.13.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -28,9 +28,39 @@ def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], ...]:
     return module._parameters, module._buffers
 
 
+def saved_names(module: nn.Module) -> list[str]:
+    """The names of a module's own tensors that it saves: those of ``_non_persistent_buffers_set`` are left out."""
+    parameters, buffers = tensor_tables(module)
+    passing = module._non_persistent_buffers_set
+    kept = {**parameters, **{name: buffer for name, buffer in buffers.items() if name not in passing}}
+    return [name for name, tensor in kept.items() if tensor is not None]
+
+
 def give_memory(module: nn.Module, device: Any) -> None:
     """Put what is on meta in ``module`` onto a device, with any values, and leave the rest where it is: ``_apply``."""
     module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+
+
+def whole_twin(module: nn.Module, empty: Container[str]) -> Any:
+    """A module with the attributes of this one, and tensors of its own, unshared and unset: ``_parameters``.
+
+    Of those that ``empty`` names there is but one number each, for whoever gives it others to ask for shape and format.
+    """
+    twin: Any = object.__new__(type(module))
+    twin.__dict__.update(vars(module))
+    for kind, table in zip(("_parameters", "_buffers"), tensor_tables(module)):
+        own = {}
+        for name, t in table.items():
+            shape = t.shape if t is not None and name not in empty else ()
+            own[name] = None if t is None else torch.empty(shape, dtype=t.dtype, device=t.device).expand(t.shape)
+        twin.__dict__[kind] = own
+    return twin
+
+
+def take_attributes(module: nn.Module, twin: nn.Module) -> None:
+    """Give ``module`` what has been set on its :func:`whole_twin`, but for the tensors."""
+    own = vars(twin).items()
+    module.__dict__.update({name: value for name, value in own if name not in ("_parameters", "_buffers")})
 
 
 def held_beside(module: object) -> list[Any]:
@@ -48,6 +78,19 @@ class Loads:
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         self.before_load(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *arguments)  # type: ignore[misc]
+
+
+class FollowsWeight:
+    """Put in front of a layer: some of its tensors are made of its weight, and are made again of another one."""
+
+    @property
+    def made_of_weight(self) -> tuple[str, ...]:
+        """Their names."""
+        raise NotImplementedError
+
+    def follow_weight(self) -> None:
+        """Make them of the weight that the layer has now."""
+        raise NotImplementedError
 
 
 class Saves:

@@ -26,7 +26,7 @@ from lit_efficient.internals.hugging_face_loading import Replacing, empty_from_c
 from lit_efficient.models.bounds import check_bounds
 from lit_efficient.models.deferred_draws import DeferredDraws
 from lit_efficient.models.read_weights import read_layers
-from lit_efficient.models.weight_slices import WAITS, stored_places
+from lit_efficient.models.weight_slices import WAITS, Waiting, stored_places
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -254,7 +254,8 @@ def build_empty(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None
     needed = {name for name in model.state_dict() if name not in model.all_tied_weights_keys}
     if needed != stored or any(buffer.device.type == "meta" for buffer in model.buffers()):
         return None
-    model.__dict__[WAITS] = str(folder)
+    dtypes = {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
+    model.__dict__[WAITS] = Waiting(str(folder), dtypes)
     keep_unpacked(model)
     return model.train()
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lit_efficient.internals.torch_modules import Loads, StaysFloat32
 from lit_efficient.models.token_rows import row_of
-from lit_efficient.surgery import mix_in
+from lit_efficient.surgery import home_of, mix_in
 
 _GROUPED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -162,9 +162,9 @@ class GroupedLayer(Loads):
             one = list(given.shape) == matrix
             outputs_first = given.unflatten(0, (experts, -1)) if not one else given
             rows = outputs_first.mT if self.is_transposed and not one else outputs_first
-            state_dict[f"{prefix}weight"] = _repeated(rows, experts) if one else rows.contiguous()
+            state_dict[f"{prefix}weight"] = rows.expand(experts, *matrix) if one else rows.contiguous()
         if bias is not None and bias.ndim == 1:
-            state_dict[f"{prefix}bias"] = _repeated(bias, experts)
+            state_dict[f"{prefix}bias"] = bias.expand(experts, *bias.shape)
 
     def extra_repr(self) -> str:
         """The sizes."""
@@ -281,8 +281,8 @@ def add_mixture(
     width = width_of(module)
     dtype = torch.promote_types(first.dtype, torch.float32)
     drawn = torch.randn(experts, width, generator=generator, device="cpu", dtype=torch.float32) * (0.1 / width) ** 0.5
-    module.register_parameter("router_weight", nn.Parameter(drawn.to(first.device, dtype)))
-    bias = torch.zeros(experts, dtype=dtype, device=first.device) if balanced else None
+    module.register_parameter("router_weight", nn.Parameter(drawn.to(home_of(first), dtype)))
+    bias = torch.zeros(experts, dtype=dtype, device=home_of(first)) if balanced else None
     module.register_buffer("router_bias", bias)
     mix_in(module, ExpertMixture, router_top_k=top_k, router_shared=shared, router_load=None, token_rows={})
 

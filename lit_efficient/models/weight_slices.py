@@ -1,15 +1,17 @@
 """Weights for a network larger than a host: each process reads from safetensors what it holds, and nothing else.
 
-    build on the meta device -> shard -> to_empty -> load_slices(network, folder)
+    build on the meta device -> change -> shard -> to_empty -> load_slices(network, folder)
 
 Files are mapped, in one piece or in the several that an index of Hugging Face lists; of a shard only its own bytes are
-read. Costs in memory: what the process holds, and one tensor's part of it in the format of the file.
+read. A layer that makes something else of a weight, codes or experts, is given it whole, and keeps its slices of that.
+Costs in memory: what the process holds, and one tensor's part of it in the format of the file, or one layer.
 Source: https://huggingface.co/docs/safetensors/index.
 """
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +21,31 @@ from torch import nn
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.files.sums import check_sums
 from lit_efficient.files.tensors import map_tensors
-from lit_efficient.internals.torch_modules import give_memory
+from lit_efficient.internals.torch_modules import (
+    FollowsWeight,
+    Loads,
+    give_memory,
+    saved_names,
+    take_attributes,
+    tensor_tables,
+    whole_twin,
+)
 from lit_efficient.internals.torch_shards import own_slices
 from lit_efficient.surgery import is_sharded, local
 
 _INDEX = ".safetensors.index.json"
-WAITS = "_lit_efficient_weights"  # of a network that has been built empty: the folder of its weights
+WAITS = "_lit_efficient_weights"  # of a network that has been built empty: the note of its weights
+Noted = Callable[[str, torch.Tensor, torch.dtype], object]  # a tensor's name, its numbers, and its format in the module
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class Waiting:
+    """Where the weights of an empty network lie, and the formats that it has been built in."""
+
+    folder: str
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+
+
 def load_slices(
     module: nn.Module, path: str | os.PathLike[str], names: Mapping[str, str] | None = None, strict: bool = True
 ) -> list[str]:
@@ -48,37 +66,25 @@ def load_slices(
         ConfigurationError: If a tensor is on the meta device, holds codes in the place of numbers, or is sharded such
             that no process has a slice of it.
     """
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        check_sums(path)
-    places = stored_places(Path(path))
-    opened: dict[Path, Any] = {}
-    loaded, lacking = set[object](), dict[str, object]()
-    for name, tensor in {**dict(module.named_parameters(remove_duplicate=False)), **_persistent(module)}.items():
-        key = (names or {}).get(name, name)
-        if id(tensor) in loaded:
-            continue
-        if key not in places:
-            lacking[name] = id(tensor)
-            continue
-        file = opened.get(places[key]) or map_tensors(places[key])
-        opened[places[key]] = file
-        part = _own_part(file.get_slice(key), tensor, name, places[key])
-        if not part:
-            tensor.copy_(file.get_tensor(key))
-        elif all(each.start < each.stop for each in part):
-            local(tensor).copy_(file.get_slice(key)[part])
-        loaded.add(id(tensor))
-    missing = [name for name, memory in lacking.items() if memory not in loaded]
+    found = _Reading(module, path, names or {}, {})
+    missing = found.missing()
     if missing and strict:
         raise CheckpointError(
             f"{os.fspath(path)} lacks {len(missing)} tensors of {type(module).__name__}, first {missing[0]!r}; it has "
-            f"{len(places)}, first {min(places, default='')!r}"
+            f"{len(found.places)}, first {min(found.places, default='')!r}"
         )
     return missing
 
 
-def fill_waiting(root: nn.Module, device: torch.device) -> int:
+def weights_wait(root: nn.Module) -> bool:
+    """Whether there is a network in ``root`` without its weights, which :func:`fill_waiting` gives it."""
+    return any(WAITS in part.__dict__ for part in root.modules())
+
+
+def fill_waiting(root: nn.Module, device: torch.device, noted: Noted | None = None) -> int:
     """Give memory and their weights to the networks in ``root`` that were built empty, when all of it is sharded.
+
+    ``noted`` is told each tensor that is read, whole.
 
     Returns:
         How many there were.
@@ -86,17 +92,113 @@ def fill_waiting(root: nn.Module, device: torch.device) -> int:
     Raises:
         CheckpointError, ConfigurationError: As of :func:`load_slices`.
     """
-    waiting = [network for network in root.modules() if WAITS in network.__dict__]
+    waiting = [(name, network) for name, network in root.named_modules() if WAITS in network.__dict__]
+    empty = [_on_meta(network) for _, network in waiting]
     if waiting:  # of the whole: whoever has sharded it must see its new parameters
         give_memory(root, device)
-    for network in waiting:
-        load_slices(network, network.__dict__.pop(WAITS))
+    for (prefix, network), names in zip(waiting, empty):
+        note: Waiting = network.__dict__.pop(WAITS)
+        found = _Reading(network, note.folder, {}, note.dtypes, names, noted, f"{prefix}." if prefix else "")
+        if missing := found.missing():
+            raise CheckpointError(f"{note.folder} lacks {len(missing)} tensors, first {missing[0]!r}")
     return len(waiting)
 
 
-def _persistent(module: nn.Module) -> dict[str, torch.Tensor]:
-    kept = module.state_dict(keep_vars=True).keys()
-    return {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if name in kept}
+def _on_meta(network: nn.Module) -> set[str]:
+    parts = network.named_modules(remove_duplicate=False)
+    return {f"{n}.{k}".lstrip(".") for n, part in parts for k in saved_names(part) if getattr(part, k).is_meta}
+
+
+class _Reading:
+    """One pass over a network, which reads what is ``wanted`` of it (``None``: all)."""
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        network: nn.Module,
+        path: str | os.PathLike[str],
+        names: Mapping[str, str],
+        dtypes: Mapping[str, torch.dtype],
+        wanted: Collection[str] | None = None,
+        noted: Noted | None = None,
+        prefix: str = "",
+    ) -> None:
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+            check_sums(path)
+        self.places = stored_places(Path(path))
+        self.names, self.dtypes, self.noted, self.prefix = names, dtypes, noted, prefix
+        self.opened: dict[Path, Any] = {}
+        self.loaded, self.lacking = set[int](), dict[str, int]()
+        for layer, part in network.named_modules(remove_duplicate=False):
+            own = {name: f"{layer}.{name}" if layer else name for name in saved_names(part)}
+            own = {name: full for name, full in own.items() if wanted is None or full in wanted}
+            if own and (isinstance(part, Loads) or (isinstance(part, FollowsWeight) and part.made_of_weight)):
+                self._through(part, layer, own)
+            else:
+                for name, full in own.items():
+                    self._slice(getattr(part, name), full)
+
+    def missing(self) -> list[str]:
+        """What the files lack, and is not tied to what they have."""
+        return [name for name, tensor in self.lacking.items() if tensor not in self.loaded]
+
+    def _file(self, name: str) -> Any:
+        """The file of a tensor, and its name there; ``None`` where it is in none."""
+        key = self.names.get(name, name)
+        if key not in self.places:
+            return None
+        place = self.places[key]
+        self.opened[place] = self.opened.get(place) or map_tensors(place)
+        return self.opened[place], key
+
+    def _slice(self, tensor: Any, name: str) -> None:
+        if id(tensor) in self.loaded:
+            return
+        found = self._file(name)
+        if found is None:
+            self.lacking[name] = id(tensor)
+            return
+        file, key = found
+        part = _own_part(file.get_slice(key), tensor, name, self.places[key])
+        if not part:
+            tensor.copy_(file.get_tensor(key))
+        elif all(each.start < each.stop for each in part):
+            local(tensor).copy_(file.get_slice(key)[part])
+        self.loaded.add(id(tensor))
+        if self.noted is not None:
+            self.noted(self.prefix + name, file.get_tensor(key), tensor.dtype)
+
+    def _through(self, part: Any, layer: str, own: Mapping[str, str]) -> None:
+        """What a layer makes of its weights, of which each process keeps its slices."""
+        before = f"{layer}." if layer else ""
+        state: dict[str, Any] = {}
+        for full in own.values():
+            if (found := self._file(full)) is not None:
+                file, key = found
+                whole = file.get_tensor(key)
+                state[full] = whole.to(self.dtypes.get(full, whole.dtype))
+        twin = whole_twin(part, own)
+        if isinstance(part, Loads):
+            twin.before_load(state, before)
+        for table in tensor_tables(twin):
+            table.update({n: state[before + n] for n in table if before + n in state})
+        made = part.made_of_weight if isinstance(part, FollowsWeight) else ()
+        if made:
+            twin.follow_weight()
+        take_attributes(part, twin)
+        for name in (*own, *made):
+            tensor, value = getattr(part, name), getattr(twin, name)
+            if name not in made and own[name] not in state:
+                self.lacking[own[name]] = id(tensor)
+                continue
+            if tuple(value.shape) != tuple(tensor.shape):
+                raise CheckpointError(
+                    f"{before + name!r} is {tuple(tensor.shape)} here, and the files make {tuple(value.shape)} of it"
+                )
+            local(tensor).copy_(value[_slices_of(tensor, before + name)])
+            self.loaded.add(id(tensor))
+            if self.noted is not None and name in own:
+                self.noted(self.prefix + own[name], value, tensor.dtype)
 
 
 def stored_places(path: Path) -> dict[str, Path]:
@@ -125,6 +227,10 @@ def _own_part(stored: Any, tensor: Any, name: str, file: Path) -> tuple[slice, .
         raise ConfigurationError(f"load_slices: {name!r} is {tensor.dtype} here and {stored.get_dtype()} in {file}")
     if tuple(stored.get_shape()) != tuple(tensor.shape):
         raise CheckpointError(f"{name!r} is {tuple(tensor.shape)} here and {tuple(stored.get_shape())} in {file}")
+    return _slices_of(tensor, name)
+
+
+def _slices_of(tensor: Any, name: str) -> tuple[slice, ...]:
     own = own_slices(tensor) if is_sharded(tensor) else tuple(slice(0, size) for size in tensor.shape)
     if own is None:
         raise ConfigurationError(f"load_slices: {name!r} is sharded in strides, which are no slices of a file")

@@ -356,11 +356,12 @@ class LanguageModeling(LightningModule):
         return on_read(self, "network.", checkpoint) if own else None
 
     def _weights_wait(self) -> bool:
-        """Whether the strategy reads each process's slices, and nobody asks for weights before it."""
+        """Whether the strategy reads each process's slices, and nobody asks for numbers before it."""
         trainer = trainer_of(self)
         if trainer is None or not getattr(trainer.strategy, "reads_slices", False):
             return False
-        asking = {Phase.ARCHITECTURE, Phase.QUANTIZE, Phase.ADAPT} & {one.phase for one in techniques_of(trainer)}
+        surgery = (Phase.ARCHITECTURE, Phase.QUANTIZE, Phase.ADAPT)
+        asking = any(one.phase in surgery and one.needs_numbers for one in techniques_of(trainer))
         return not asking and type(self).configure_model is LanguageModeling.configure_model
 
     def _built(self) -> nn.Module:

@@ -51,6 +51,10 @@ def test_a_fit_on_two_processes_reads_a_named_model_in_slices(tmp_path: Path) ->
         plain = slices.losses(folder)
         for rank in (0, 1):
             torch.testing.assert_close(torch.load(f"{folder}_{rank}.pt"), plain, rtol=1e-5, atol=1e-5)
+    for name, make in slices.FITTED.items():  # of codes and experts, too, each keeps its slices as they are made
+        plain = slices.losses(folders[1], make())
+        for rank in (0, 1):
+            torch.testing.assert_close(torch.load(f"{folders[1]}_{name}_{rank}.pt"), plain, rtol=1e-5, atol=1e-5)
 
 
 def llama(tied: bool = True) -> Any:

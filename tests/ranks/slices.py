@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,23 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
-from lit_efficient import CausalLMConfig, LanguageModeling, ShardedStrategy
+from lit_efficient import (
+    CausalLMConfig,
+    LanguageModeling,
+    LoRA,
+    MixtureOfExperts,
+    QuantizeBase,
+    ShardedStrategy,
+    StochasticDepth,
+)
+from lit_efficient.application import apply
+from lit_efficient.mechanisms.adapters.base import note_digest
+from lit_efficient.mechanisms.adapters.quantized import is_bitsandbytes, stored_bytes
 from lit_efficient.mechanisms.trials.memory import AllocationMeter
-from lit_efficient.models import weight_slices
+from lit_efficient.models import causal_lm, weight_slices
 from lit_efficient.models.deferred_draws import DeferredDraws
 from lit_efficient.models.weight_slices import load_slices
+from lit_efficient.surgery import local
 from tests.support import assert_equal, trainer
 
 WIDTH, DEPTH = 64, 8
@@ -45,6 +59,10 @@ class Counted:
 
     def get_slice(self, name: str) -> Any:
         return CountedSlice(self.file.get_slice(name))
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        found: torch.Tensor = self.file.get_tensor(name)  # its pages are the file's
+        return found
 
 
 class CountedSlice:
@@ -96,7 +114,38 @@ def each_its_own(folder: str) -> None:
     draws.fill(network)
     torch.manual_seed(1)
     assert_equal(whole(network), dict(made().state_dict()))
+    for make in (*ADAPTED.values(), stepped_over):
+        codes_of_one_layer(folder, make)
     dist.destroy_process_group()
+
+
+def stepped_over() -> list[Any]:
+    return [QuantizeBase("int4", skip=("0",)), LoRA(rank=2, modules_to_save=["1"])]
+
+
+def codes_of_one_layer(folder: str, make: Callable[[], list[Any]]) -> None:
+    """Adapters and codes for an empty network are those of a whole one, and are made a layer at a time."""
+    plain = made()
+    load_slices(plain, folder)
+    apply(plain, make())
+    with torch.device("meta"):
+        network = made()
+    network.__dict__[weight_slices.WAITS] = weight_slices.Waiting(folder)
+    apply(network, make())
+    assert all(p.is_meta is ("lora" not in name) for name, p in network.named_parameters())
+    sharded(network)
+    with AllocationMeter() as meter:
+        weight_slices.fill_waiting(network, torch.device("cpu"), partial(note_digest, network))
+    found, wanted = whole(network), dict(plain.state_dict())  # FSDP2 writes no constants of bitsandbytes
+    assert_equal(found, {name: t for name, t in wanted.items() if name in found or ".weight." not in name})
+    assert digests_of(network) == digests_of(plain)
+    held = sum(local(p).nbytes for name, p in network.named_parameters() if "lora" not in name)
+    constants = sum(stored_bytes(part) - part.weight.nbytes for part in plain.modules() if is_bitsandbytes(part))
+    assert meter.peak <= held + constants + 5 * WIDTH * WIDTH * 4
+
+
+def digests_of(network: nn.Module) -> Any:
+    return network.__dict__["_lit_efficient_base"]["digests"]
 
 
 class Rows(LanguageModeling):
@@ -106,7 +155,17 @@ class Rows(LanguageModeling):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def losses(folder: str, **arguments: Any) -> list[float]:
+ADAPTED: dict[str, Callable[[], list[Any]]] = {
+    "pissa on codes": lambda: [QuantizeBase(), LoRA(rank=2, variant="pissa")],
+    "dora": lambda: [LoRA(rank=2, variant="dora")],
+}
+FITTED: dict[str, Callable[[], list[Any]]] = ADAPTED | {
+    "experts": lambda: [MixtureOfExperts(experts=4), StochasticDepth(0.5)],
+    "experts of codes": lambda: [MixtureOfExperts(experts=3), QuantizeBase(), LoRA(2, targets="all-linear+experts")],
+}
+
+
+def losses(folder: str, techniques: Sequence[Any] = (), **arguments: Any) -> list[float]:
     """Of four steps of a fit on the model of a folder."""
     seen: list[float] = []
 
@@ -116,7 +175,7 @@ def losses(folder: str, **arguments: Any) -> list[float]:
 
     tokens = torch.randint(97, (8, 12), generator=torch.Generator().manual_seed(0))
     rows: Any = [{"input_ids": row, "labels": row} for row in tokens]
-    run = trainer([Seen()], max_epochs=4, limit_val_batches=0, use_distributed_sampler=False, **arguments)
+    run = trainer([Seen(), *techniques], max_epochs=4, limit_val_batches=0, use_distributed_sampler=False, **arguments)
     loader = DataLoader(rows, batch_size=8)
     run.fit(Rows(CausalLMConfig(folder)), loader, loader)
     return seen
@@ -131,3 +190,10 @@ def in_a_fit(folders: list[str]) -> None:
         total = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
         assert 0.4 * total < sum(given) < 0.6 * total, (folder, sum(given), total)
         torch.save(found, f"{folder}_{dist.get_rank()}.pt")
+    folder, empty = folders[1], causal_lm.build_empty
+    for name, make in FITTED.items():
+        made = list[Any]()
+        causal_lm.build_empty = lambda *given, into=made: into.append(empty(*given)) or into[0]  # type: ignore
+        found = losses(folder, make(), devices=2, strategy=ShardedStrategy())
+        assert None not in made, name
+        torch.save(found, f"{folder}_{name}_{dist.get_rank()}.pt")

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from lit_efficient.declaration import held
 from lit_efficient.errors import CheckpointError
 from lit_efficient.internals.torch_layers import BatchNorm
-from lit_efficient.mechanisms.adapters.low_rank import LowRank, refresh_squared, reset_low_rank
+from lit_efficient.internals.torch_modules import FollowsWeight
+from lit_efficient.mechanisms.adapters.low_rank import LowRank, refresh_squared
 from lit_efficient.mechanisms.adapters.peft_layers import peft_names
 from lit_efficient.mechanisms.adapters.quantized import is_quantized
 from lit_efficient.surgery import is_sharded, parents
@@ -101,7 +102,15 @@ def digests(module: nn.Module) -> dict[str, str]:
     Values are rounded to bfloat16 first: a base is the same in any precision.
     """
     frozen = ((name, p) for name, p in module.named_parameters() if not p.requires_grad and name not in held(module))
-    return {name: _digest(p) for name, p in frozen if not is_sharded(p)}
+    return {name: _digest(p) for name, p in frozen if not (is_sharded(p) or p.is_meta)}
+
+
+def note_digest(module: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    """Take the digest of a frozen parameter from its whole tensor, now that it is read, for :func:`freeze_base`."""
+    if has_frozen_base(module) and name not in held(module):
+        parameter = dict(module.named_parameters()).get(name)
+        if parameter is not None and not parameter.requires_grad:
+            module.__dict__[_MARK]["digests"][name] = _digest(tensor, dtype)
 
 
 def _all_digests(module: nn.Module) -> dict[str, str]:
@@ -111,8 +120,8 @@ def _all_digests(module: nn.Module) -> dict[str, str]:
     return {name: d for name, d in earlier.items() if name in named and is_sharded(named[name])} | now
 
 
-def _digest(tensor: Tensor) -> str:
-    values = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _SAMPLES)]
+def _digest(tensor: Tensor, dtype: torch.dtype | None = None) -> str:
+    values = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _SAMPLES)].to(dtype or tensor.dtype)
     if values.is_floating_point():
         values = values.to(torch.bfloat16).view(torch.int16)
     content = repr(tuple(tensor.shape)).encode() + values.cpu().contiguous().numpy().tobytes()
@@ -201,9 +210,7 @@ def _settle(module: nn.Module, incompatible: Any) -> None:
             part.__dict__[FOLLOWS](part)
         if isinstance(part, FollowsBase) and fresh:
             part.follow_base()
-        if not isinstance(part, LowRank):
-            continue
-        if fresh and part.lora_variant in ("dora", "pissa"):
-            reset_low_rank(part)
-        elif part.lora_variant == "dora":
+        if fresh and isinstance(part, FollowsWeight) and part.made_of_weight:
+            part.follow_weight()
+        elif isinstance(part, LowRank) and part.lora_variant == "dora":
             refresh_squared(part)

@@ -54,8 +54,14 @@ def _quantized_weight(weight: Tensor, format: str, double_quant: bool) -> Any:
     if format == "int8":  # its own ``to`` quantises what comes from the CPU alone
         codes, scales, _ = bnb.functional.int8_vectorwise_quant(weight.contiguous().to(torch.float16))
         return bnb.nn.Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales)
-    parameter: Any = bnb.nn.Params4bit(weight, requires_grad=False, compress_statistics=double_quant, quant_type=format)
-    return parameter.to(weight.device)
+    how: Any = {"compress_statistics": double_quant, "quant_type": format}
+    parameter: Any = bnb.nn.Params4bit(weight, requires_grad=False, **how)
+    if not weight.is_meta:
+        return parameter.to(weight.device)
+    with torch.device("cpu"):  # it keeps the table that the first call makes
+        bnb.functional.quantize_4bit(torch.zeros(64, dtype=torch.float32), **how)
+    codes, state = bnb.functional.quantize_4bit(weight, **how)  # of the shapes alone
+    return bnb.nn.Params4bit(codes, requires_grad=False, quant_state=state, bnb_quantized=True, **how)
 
 
 class _Loads(Loads, Moves):
@@ -102,7 +108,7 @@ class _Loads4bit(_Loads):
         """The weight has moved its constants, or is one of FSDP2's, which has none."""
         if getattr(self.weight, "quant_state", None) is not None:
             self.quant_state = self.weight.quant_state
-        else:
+        elif not self.quant_state.absmax.is_meta:  # else they come with the weight
             self.quant_state.to(self.weight.device)
 
     def _take(self, data: Tensor, fresh: Any) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lit_efficient.mechanisms.adapters.disabled import Switchable
 from lit_efficient.mechanisms.adapters.quantized import is_quantized
 from lit_efficient.models.expert_layers import GroupedLayer
-from lit_efficient.surgery import mix_in, mix_out
+from lit_efficient.surgery import home_of, mix_in, mix_out
 
 
 class ReadsAdapted(Switchable):
@@ -87,8 +87,8 @@ def add_experts(module: Any, name: str, parameters: Sequence[str], *, rank: int,
         dtype = torch.promote_types(weight.dtype, torch.float32)
         drawn = torch.rand(experts, rank, inputs, generator=generator, device="cpu", dtype=torch.float32)
         a = (drawn * 2 - 1) / inputs**0.5
-        b = torch.zeros(experts, outputs, rank, dtype=dtype, device=weight.device)
-        module.register_parameter(f"lora_A_{key}", nn.Parameter(a.to(weight.device, dtype)))
+        b = torch.zeros(experts, outputs, rank, dtype=dtype, device=home_of(weight))
+        module.register_parameter(f"lora_A_{key}", nn.Parameter(a.to(home_of(weight), dtype)))
         module.register_parameter(f"lora_B_{key}", nn.Parameter(b))
     mix_in(module, LowRankExperts, lora_names=tuple(parameters), lora_scale=scale, lora_transposed=transposed)
 

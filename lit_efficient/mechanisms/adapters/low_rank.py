@@ -24,11 +24,12 @@ from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_layers import padded
+from lit_efficient.internals.torch_modules import FollowsWeight
 from lit_efficient.mechanisms.adapters.experts import ReadsAdapted, seed_of
 from lit_efficient.mechanisms.adapters.int4 import codes_on_grid, dequantize_groups
 from lit_efficient.mechanisms.adapters.quantized import dequantize, is_conv1d, is_quantized
 from lit_efficient.models.expert_layers import GroupedLayer
-from lit_efficient.surgery import mix_in
+from lit_efficient.surgery import home_of, mix_in
 
 VARIANTS = ("lora", "rslora", "dora", "pissa", "qalora", "rounded")
 OWN = "default"  # the name of the adapter that trains, where others stand beside it
@@ -63,7 +64,7 @@ def dora_norm(weight: Tensor, a: Tensor, b: Tensor, scale: float, squared: Tenso
     return (squared + 2 * scale * cross + scale**2 * own).clamp_min(0).sqrt()
 
 
-class LowRank(ReadsAdapted):
+class LowRank(FollowsWeight, ReadsAdapted):
     """What the adapted layers of all kinds share; mixed in front of the layer's own class."""
 
     float32 = ("lora_",)
@@ -83,6 +84,16 @@ class LowRank(ReadsAdapted):
     lora_others: Mapping[str, float] = {}  # scales of adapters that rest beside it
     lora_mix: Mapping[str, Any] | None = None  # how much of each takes part, a number or one a row; None: OWN alone
     lora_inside: bool = False  # the layer makes more than a product of its weight, as routers do that return choices
+
+    @property
+    def made_of_weight(self) -> tuple[str, ...]:
+        """What DoRA and PiSSA start from the weight."""
+        own = {"dora": ("lora_magnitude", "lora_squared"), "pissa": ("lora_A0", "lora_B0")}.get(self.lora_variant)
+        return ("lora_A", "lora_B", *own) if own else ()
+
+    def follow_weight(self) -> None:
+        """Start again from the weight that the layer has now."""
+        reset_low_rank(self)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The layer's own output plus the adapter's part of it."""
@@ -338,13 +349,14 @@ def add_low_rank(
         shape_a, shape_b = (rank, inputs), (module.out_features, rank)  # type: ignore[assignment]
     else:  # the weight is [in, out]
         shape_a, shape_b = (rank, weight.shape[0]), (weight.shape[1], rank)  # type: ignore[assignment]
-    module.lora_A = nn.Parameter(torch.empty(shape_a, dtype=dtype, device=weight.device))
-    module.lora_B = nn.Parameter(torch.empty(shape_b, dtype=dtype, device=weight.device))
+    device = home_of(weight)
+    module.lora_A = nn.Parameter(torch.empty(shape_a, dtype=dtype, device=device))
+    module.lora_B = nn.Parameter(torch.empty(shape_b, dtype=dtype, device=device))
     if variant == "pissa":
         module.register_buffer("lora_A0", torch.empty_like(module.lora_A.data))
         module.register_buffer("lora_B0", torch.empty_like(module.lora_B.data))
     if variant == "dora":
-        rows = torch.empty(shape_b[0], dtype=dtype, device=weight.device)
+        rows = torch.empty(shape_b[0], dtype=dtype, device=device)
         module.lora_magnitude = nn.Parameter(rows)
         module.register_buffer("lora_squared", rows.clone(), persistent=False)
     mix_in(
@@ -355,7 +367,8 @@ def add_low_rank(
         lora_dropout=dropout,
         lora_draw=f"{seed}/{name}",
     )
-    reset_low_rank(module)
+    if not (weight.is_meta and module.made_of_weight):  # else when the weight is read
+        reset_low_rank(module)
 
 
 @torch.no_grad()

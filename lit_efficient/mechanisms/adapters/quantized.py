@@ -55,7 +55,7 @@ def quantize_linear(
         return _quantized_experts(layer, format, double_quant=double_quant, group_size=group_size, device=device)
     transposed = is_conv1d(layer)
     home = layer.weight.device
-    weight = layer.weight.detach().to(home if device is None else device)
+    weight = layer.weight.detach().to(home if device is None or home.type == "meta" else device)
     weight = (weight.T if transposed else weight).contiguous()
     twin: Any
     if format == "int4":
@@ -132,7 +132,9 @@ def stored_bytes(layer: Any) -> int:
     state = getattr(layer.weight, "quant_state", None)
     if state is None:
         return size + layer.weight.SCB.nbytes
-    return size + sum(t.nbytes for t in state.as_dict(packed=True).values())
+    held = [state, *([state.state2] if state.nested else [])]
+    offset = state.offset.nbytes if state.nested else 0
+    return size + offset + sum(one.absmax.nbytes + one.code.nbytes for one in held)
 
 
 def dequantize(module: Any) -> Tensor:
@@ -140,8 +142,9 @@ def dequantize(module: Any) -> Tensor:
     if isinstance(module, Int4Linear):
         return module.dequantized()
     weight = module.weight
-    if getattr(weight, "quant_state", None) is not None:
-        return _dequantize_4bit(weight.data, weight.quant_state)
+    state = getattr(weight, "quant_state", None) or getattr(module, "quant_state", None)  # FSDP2's weights have none
+    if state is not None:
+        return _dequantize_4bit(weight.data, state)
     return _dequantize_8bit(weight.data, weight.SCB if weight.SCB is not None else module.state.SCB)
 
 

@@ -16,6 +16,7 @@ from lit_efficient.internals.torch_fx import has_parts
 from lit_efficient.mechanisms.blocks.finding import find_blocks, trained_blocks
 from lit_efficient.mechanisms.trials.memory import SavedTensors
 from lit_efficient.models.expert_layers import is_linear, width_of
+from lit_efficient.models.weight_slices import weights_wait
 from lit_efficient.surgery import endings, expert_stacks, match_modules
 
 
@@ -23,7 +24,7 @@ def find_feed_forwards(root: nn.Module, patterns: str | Sequence[str], *, who: s
     """The feed-forward modules of a network, in the order of its blocks.
 
     Args:
-        root: Any module, with weights.
+        root: Any module, with weights, or with those that wait to be read.
         patterns: ``auto`` takes, in each block, the innermost modules of two linear layers or more that are such; or
             regular expressions for the ends of dotted names.
         who: Name of the technique that asks, for the error.
@@ -31,7 +32,7 @@ def find_feed_forwards(root: nn.Module, patterns: str | Sequence[str], *, who: s
     Raises:
         ConfigurationError: If there is none, or one that is named is none; the message says why.
     """
-    if any(p.device.type == "meta" for p in root.parameters()):
+    if any(p.device.type == "meta" for p in root.parameters()) and not weights_wait(root):
         raise ConfigurationError(f"{who}: weights are on the meta device: give the network its weights first")
     if patterns != "auto":
         wanted = [patterns] if isinstance(patterns, str) else list(patterns)
@@ -76,14 +77,16 @@ def why_no_feed_forward(module: nn.Module) -> str | None:
     if any(id(p) not in of_linears for p in module.parameters()):
         return "it has weights beside those of its linear layers"
     try:
-        like: Any = linears[0].weight
-        moved = _maps_alone(module, width_of(module), like)
+        width, like = width_of(module), next(module.parameters())
+        empty = any(p.is_meta for p in module.parameters())
+        moved = None if empty else _maps_alone(module, width, like)
         if moved is None:  # a last layer that starts at zero hides what the others do
             twin = copy.deepcopy(module)
+            twin = twin.to_empty(device="cpu") if empty else twin
             with torch.no_grad():
                 for p in twin.parameters():
                     p.copy_(_drawn(p.shape).to(p) / p.shape[-1] ** 0.5)
-            moved = _maps_alone(twin, width_of(module), like)
+            moved = _maps_alone(twin, width, next(twin.parameters()))
     except Exception as error:  # code of anybody, given what it may not take
         return f"it takes more than tokens [B, T, D] ({type(error).__name__})"
     return None if moved else "it mixes tokens, or changes their shape"

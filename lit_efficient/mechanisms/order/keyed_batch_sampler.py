@@ -2,18 +2,21 @@
 
     order of epoch e   = permutation of the index, hash(seed, e)
     batches of all ranks = the order, filled into one open batch for each bucket; then themselves in random order
+    of many items      = a permutation of each bucket, cut into batches; then all of them in random order: see below
     rank r's part      = every num_replicas-th key of it, from the r-th on
     variant of image i = hash(seed, e, i) mod variants
 
 So the ranks of a step have the same shape and the same number of images, and R ranks with batches of B see, step by
 step, what one process with batches of R * B sees. What is cached by key and what is computed again by key are read in
-the same order.
+the same order. Above ``INDEXED_FROM`` items a batch is computed where it is read: its bucket, and its places among that
+bucket's items, which :class:`~.bucket_places.BucketPlaces` finds in the index with a byte an item.
 """
 
 import copy
 import math
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ from torch import distributed
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from lit_efficient.errors import ConfigurationError, check_number, refusal
+from lit_efficient.mechanisms.order.bucket_places import BucketPlaces
 from lit_efficient.mechanisms.order.indexed_permutation import IndexedPermutation
 from lit_efficient.mechanisms.order.resumable_sampler import INDEXED_FROM, epoch_order, mix_seed, shard
 
@@ -33,16 +37,19 @@ def variant_of(seed: int, epoch: int, index: int, variants: int) -> int:
     return mix_seed(seed, epoch, index) % variants if variants > 1 else 0
 
 
-def fill_batches(order: Sequence[int], buckets: Sequence[Hashable], size: int, drop_last: bool) -> list[list[int]]:
-    """Deal positions into batches of one bucket each, in the order of their last positions, incomplete ones last."""
-    full: list[list[int]] = []
+def fill_batches(order: Iterable[int], buckets: Any, size: int, drop_last: bool) -> Iterator[list[int]]:
+    """Deal positions into batches of one bucket each, in the order of their last positions, incomplete ones last.
+
+    ``buckets[position]`` is the bucket of a position.
+    """
     opened: dict[Hashable, list[int]] = {}
     for position in order:
         batch = opened.setdefault(buckets[position], [])
         batch.append(position)
         if len(batch) == size:
-            full.append(opened.pop(buckets[position]))
-    return full if drop_last else [*full, *opened.values()]
+            yield opened.pop(buckets[position])
+    if not drop_last:
+        yield from opened.values()
 
 
 class KeyedBatchSampler(DistributedSampler[list[Key]]):
@@ -99,14 +106,14 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
         self.round = 0  # a loader that is begun again within an epoch gets another order
         self.first = 0  # batches that the next pass leaves out
         self.indexed = True  # false to go on in the order of a run that drew all of it
-        buckets = [bucket_of(i) for i in self.index] if bucket_of else []
-        self._buckets: list[Hashable] | None = buckets if len({*buckets}) > 1 else None
+        buckets = BucketPlaces(map(bucket_of, self.index), len(self.index)) if bucket_of else None
+        self._buckets = buckets if buckets is not None and len(buckets.counts) > 1 else None
         self._count()
 
     @property
     def computes_order(self) -> bool:
         """Whether the order is computed where it is read."""
-        return self.shuffle and self.indexed and self._buckets is None and len(self.index) > INDEXED_FROM
+        return self.shuffle and self.indexed and len(self.index) > INDEXED_FROM
 
     def _count(self) -> None:
         counts, whole, drop_last = self._counts(), self.batch_size * self.num_replicas, self.drop_last
@@ -116,10 +123,12 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
                 f"KeyedBatchSampler: drop_last would leave out all images of buckets with fewer than the {whole} of a "
                 f"step ({listed}). Use drop_last=False or a smaller batch_size."
             )
-        self._length = sum(count // whole if drop_last else math.ceil(count / whole) for count in counts.values())
+        each = (count // whole if drop_last else math.ceil(count / whole) for count in counts.values())
+        self._ends = list(accumulate(each))  # of the batches of each bucket, among those of all
+        self._length = self._ends[-1]
 
     def _counts(self) -> Mapping[Hashable, int]:
-        return {None: len(self.index)} if self._buckets is None else Counter(self._buckets)
+        return {None: len(self.index)} if self._buckets is None else self._buckets.counts
 
     def __iter__(self) -> Iterator[list[Key]]:
         epoch, first, self.first = self.epoch, self.first, 0  # a later set_epoch is for later passes
@@ -131,18 +140,27 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
         """Places in the index of each batch of all ranks, from the first wanted one on."""
         # Incomplete batches, and those of rare shapes, would otherwise gather at the end of every epoch.
         mixed, epoch, size = mix_seed(*key), key[1], self.batch_size * self.num_replicas
-        if self.computes_order or (self._buckets is None and not self.shuffle):
-            order = epoch_order(self.index, self.shuffle, *key, indexed=True)
-            numbers = epoch_order(range(self._length), self.shuffle, mixed, epoch, indexed=True)
-            wanted = range(first, self._length)
-            for number in numbers.walk(wanted) if isinstance(numbers, IndexedPermutation) else wanted:
-                places = range(number * size, min((number + 1) * size, len(self.index)))
-                yield order[places].tolist() if isinstance(order, IndexedPermutation) else places
+        if self.computes_order:
+            counts = list(self._counts().values())
+            seeds = [mix_seed(*key, *([bucket] if len(counts) > 1 else [])) for bucket in range(len(counts))]
+            orders = [IndexedPermutation(count, seed) for count, seed in zip(counts, seeds)]
+            for number in IndexedPermutation(self._length, mix_seed(mixed, epoch, 0)).walk(range(first, self._length)):
+                bucket = bisect_right(self._ends, number)
+                begin = (number - (self._ends[bucket - 1] if bucket else 0)) * size
+                places = orders[bucket][range(begin, min(begin + size, counts[bucket]))]
+                yield (places if self._buckets is None else self._buckets.find(bucket, places)).tolist()
             return
-        buckets = self._buckets or [None] * len(self.index)
-        drawn: Any = epoch_order(self.index, self.shuffle, *key)
-        batches = fill_batches(drawn, buckets, size, self.drop_last)
-        for number in list(epoch_order(batches, self.shuffle, mixed, epoch))[first:]:  # type: ignore[arg-type]
+        if self._buckets is None and not self.shuffle:
+            for number in range(first, self._length):
+                yield range(number * size, min((number + 1) * size, len(self.index)))
+            return
+        of = [0] * len(self.index) if self._buckets is None else self._buckets.of
+        filled = fill_batches(epoch_order(self.index, self.shuffle, *key), of, size, self.drop_last)  # type: ignore[arg-type]
+        if not self.shuffle:
+            yield from islice(filled, first, None)
+            return
+        batches = list(filled)
+        for number in list(epoch_order(batches, True, mixed, epoch))[first:]:  # type: ignore[arg-type]
             yield batches[number]
 
     def __len__(self) -> int:
@@ -164,7 +182,8 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
         """Those of some keys that may be in one batch with the first."""
         if self._buckets is None:
             return list(keys)
-        bucket_of = dict(zip(self.index, self._buckets))
+        wanted = {index for index, _ in keys}
+        bucket_of = {index: self._buckets.of[place] for place, index in enumerate(self.index) if index in wanted}
         return [key for key in keys if bucket_of[key[0]] == bucket_of[keys[0][0]]]
 
 

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lit_efficient.mechanisms.order import keyed_batch_sampler, resumable_sampler
+from lit_efficient.mechanisms.order.bucket_places import BucketPlaces
 from lit_efficient.mechanisms.order.indexed_permutation import IndexedPermutation
 from lit_efficient.mechanisms.order.keyed_batch_sampler import KeyedBatchSampler, keyed_loader
 from lit_efficient.mechanisms.order.resumable_loader import make_resumable
@@ -28,8 +29,9 @@ class Numbers(Dataset):
 
 
 def loader_of(count, kind="shuffled", batch=3):
-    if kind == "keyed":
-        made = keyed_loader(Numbers(count), KeyedBatchSampler(range(count), batch, variants=2), torch.tensor)
+    if kind in ("keyed", "buckets"):
+        of = {"bucket_of": lambda i: i * i % 5} if kind == "buckets" else {}
+        made = keyed_loader(Numbers(count), KeyedBatchSampler(range(count), batch, variants=2, **of), torch.tensor)
     else:
         made = DataLoader(Numbers(count), batch, shuffle=kind == "shuffled")
     return make_resumable(made, seed=3, rank=0, epoch=lambda: 2)
@@ -60,7 +62,7 @@ def test_places_and_what_stands_there_are_not_related():
     assert abs(np.corrcoef(long[1:], long[:-1])[0, 1]) < 0.02
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "in order", "keyed"])
+@pytest.mark.parametrize("kind", ["shuffled", "in order", "keyed", "buckets"])
 def test_a_resumed_loader_goes_on_exactly(kind, small):
     loader, states, whole = loader_of(20, kind), [], []
     for batch in loader:
@@ -75,7 +77,7 @@ def test_a_resumed_loader_goes_on_exactly(kind, small):
         assert [batch.tolist() for batch in resumed] == whole[cut + 1 :]
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "keyed"])
+@pytest.mark.parametrize("kind", ["shuffled", "keyed", "buckets"])
 def test_a_checkpoint_from_before_keeps_its_order(kind, small, monkeypatch):
     resumed = loader_of(20, kind)
     resumed.load_state_dict({"epoch": 2, "round": 0, "batches": 2})
@@ -110,3 +112,36 @@ def test_a_hundred_million_items_take_no_more_than_a_thousand(kind, monkeypatch)
     finally:
         tracemalloc.stop()
     assert sum(computed) <= 4 * 4096
+
+
+def test_buckets_take_a_byte_an_item_and_their_orders_nothing(small):
+    """Each batch of one bucket, all items once, incomplete batches one a bucket; from the last batch on as fast."""
+    of = np.random.default_rng(0).choice(7, 100_000, p=[0.4, 0.3, 0.2, 0.09, 0.009, 0.0009, 0.0001]) * 3
+    shapes = of.tolist()
+    tracemalloc.start()
+    try:
+        keys = KeyedBatchSampler(range(len(of)), 16, shapes.__getitem__)
+        batches = list(keys._batches((0, 0, 0), len(keys) - 40))
+        assert tracemalloc.get_traced_memory()[0] < 2**18  # of the order alone a list takes 3 MB
+    finally:
+        tracemalloc.stop()
+    whole = list(keys._batches((0, 0, 0), 0))
+    assert whole[-40:] == batches
+    assert len(whole) == len(keys)
+    assert all(len(set(of[batch])) == 1 for batch in whole)
+    assert sorted(place for batch in whole for place in batch) == list(range(len(of)))
+    assert sum(len(batch) < 16 for batch in whole) == sum(count % 16 > 0 for count in np.bincount(of))
+    numbers = np.array([of[batch[0]] for batch in whole])
+    assert abs(np.corrcoef(np.arange(len(whole)), numbers)[0, 1]) < 0.06  # no shape has a time of its own
+
+
+@pytest.mark.parametrize(("count", "kinds"), [(1, 1), (5000, 3), (20_000, 300)])
+def test_items_of_a_bucket_are_found_where_they_stand(count, kinds):
+    of = np.random.default_rng(1).integers(kinds, size=count)
+    places = BucketPlaces(of.tolist(), count)
+    assert places.of.itemsize == (1 if kinds < 256 else 2)
+    for number, (bucket, held) in enumerate(places.counts.items()):
+        wanted = np.flatnonzero(of == bucket)
+        assert held == len(wanted)
+        asked = np.random.default_rng(2).permutation(held)[:50]
+        assert places.find(number, asked).tolist() == wanted[asked].tolist()

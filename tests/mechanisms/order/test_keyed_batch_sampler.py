@@ -84,9 +84,9 @@ def test_variants_are_of_the_epoch_and_the_image_and_equally_frequent():
 
 
 def test_without_shuffling_images_stay_in_order_and_incomplete_batches_come_last():
-    assert fill_batches(range(7), "aabbaab", 2, drop_last=False) == [[0, 1], [2, 3], [4, 5], [6]]
-    assert fill_batches(range(7), "abbaaba", 3, drop_last=False) == [[0, 3, 4], [1, 2, 5], [6]]
-    assert fill_batches(range(7), "abbaaba", 3, drop_last=True) == [[0, 3, 4], [1, 2, 5]]
+    assert list(fill_batches(range(7), "aabbaab", 2, drop_last=False)) == [[0, 1], [2, 3], [4, 5], [6]]
+    assert list(fill_batches(range(7), "abbaaba", 3, drop_last=False)) == [[0, 3, 4], [1, 2, 5], [6]]
+    assert list(fill_batches(range(7), "abbaaba", 3, drop_last=True)) == [[0, 3, 4], [1, 2, 5]]
     plain = sampler(shuffle=False, bucket_of=None, variants=1)
     assert [index for batch in plain for index, _ in batch] == INDEX
     assert epoch(plain, 3) == epoch(plain, 0)
