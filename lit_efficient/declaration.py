@@ -95,6 +95,7 @@ class Declaration:
     computes: ClassVar[str] = "other"
     after_sharding: ClassVar[bool] = False  # may transform a network whose parameters are DTensors already
     worst_case: bool = False  # set while memory is measured: draw nothing by chance that would spare some
+    batch_weight: float | None = None  # how much the batch under way weighs in its step, by tokens perhaps
     refuses_early: bool = False  # its transform refuses by names, kinds and shapes alone: an empty copy will do
     needs_numbers: bool = True  # its transform reads the weights: false, and they may be read when all is sharded
     training_only: ClassVar[bool] = False  # checkpoints' weights are as without it: rebuilding a network leaves it out

@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lit_efficient.declaration import Phase, Report
+from lit_efficient.declaration import Phase, Report, techniques_of
 from lit_efficient.errors import (
     ConfigurationError,
     ConflictError,
@@ -191,7 +191,7 @@ class LRFinder(Technique):
 
 
 def _run(finder: LRFinder, trainer: Any, trials: Trials, reference: float) -> tuple[list[float], list[float]]:
-    """Train at rising rates; the loss of a step is the mean of its micro-batches', over all processes."""
+    """Train at rising rates; the loss of a step is that which its gradient is of, over all processes."""
     rates = rates_to_try(finder.min_lr, finder.max_lr, finder.num_steps, finder.mode)
     tried: list[float] = []
     losses: list[float] = []
@@ -226,8 +226,7 @@ def _run(finder: LRFinder, trainer: Any, trials: Trials, reference: float) -> tu
 
 def _step(trainer: Any, trials: Trials, batches: Iterator[Any], accumulate: int) -> float | None:
     """One optimizer step; its loss, NaN where a guard refuses it, ``None`` if ``training_step`` gave none."""
-    losses: list[Tensor] = []
-    trainer.callbacks = [*trainer.callbacks, watcher := _Losses(losses)]
+    trainer.callbacks = [*trainer.callbacks, watcher := _Losses()]
     try:
         for _ in range(accumulate):
             trials.train(partial(next, batches))
@@ -235,22 +234,28 @@ def _step(trainer: Any, trials: Trials, batches: Iterator[Any], accumulate: int)
         return math.nan  # what the test is after
     finally:
         trainer.callbacks = [callback for callback in trainer.callbacks if callback is not watcher]
-    if trials.agree(float(bool(losses))) == 0:
+    if trials.agree(float(bool(watcher.losses))) == 0:
         return None
-    mean = torch.stack(losses).mean() * accumulate  # Lightning has divided each by the number of micro-batches
-    return float(trainer.strategy.reduce(mean.to(trainer.strategy.root_device), reduce_op="mean"))
+    weights = torch.tensor(watcher.weights, device=trainer.strategy.root_device)
+    losses = torch.stack(watcher.losses).to(weights) * accumulate  # Lightning has divided each by the micro-batches
+    sums = torch.stack(((losses * weights)[weights > 0].sum(), weights.sum()))
+    total, weight = trainer.strategy.reduce(sums, reduce_op="sum")
+    return float(total / weight) if weight else None
 
 
 class _Losses(Callback):
-    """Keeps the loss of every micro-batch."""
+    """Keeps the loss of every micro-batch, and how much it weighs in a step."""
 
-    def __init__(self, losses: list[Tensor]) -> None:
-        self.losses = losses
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.weights: list[float] = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
             self.losses.append(loss.detach().float())
+            weights = (one.batch_weight for one in techniques_of(trainer) if one.batch_weight is not None)
+            self.weights.append(float(next(weights, 1.0)))
 
 
 def _full_rate(group: dict[str, Any]) -> float:

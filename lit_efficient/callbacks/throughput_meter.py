@@ -29,6 +29,7 @@ from lit_efficient.mechanisms.host_waits import unwatch, watch
 from lit_efficient.mechanisms.metering import Amount, held_bytes, measure, peak_memory, short_number
 from lit_efficient.mechanisms.ranks import readers
 from lit_efficient.mechanisms.run_figures import RunFigures
+from lit_efficient.models.row_slices import ROW_POSITIONS
 
 _TRIES, _DRAWS = 3, 16
 
@@ -84,7 +85,8 @@ class ThroughputMeter(RunFigures):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if self.count_flops and self._left and self._tries < _TRIES:
-            self._meter = FlopMeter(batch["input_ids"].shape[1] if measure(batch)[0].squares else 0)
+            rows = batch.get(ROW_POSITIONS, batch["input_ids"]) if measure(batch)[0].squares else None
+            self._meter = FlopMeter() if rows is None else FlopMeter(rows.shape[1], rows is not batch["input_ids"])
             watch(trainer, self._counting)
         self._before, self._activations = _allocated(trainer), 0
 

@@ -163,6 +163,10 @@ class TokenWeightedAccumulation(Technique):
         unwrap_method(trainer.strategy, "batch_to_device", _batch_to_device)
         super().teardown(trainer, pl_module, stage)
 
+    @property
+    def batch_weight(self) -> float:  # type: ignore[override]
+        return self._batch[1]
+
     def state_dict(self) -> dict[str, Any]:
         """The tokens of a window that is still open; on one process, where `ExactResume` keeps its gradients.
 

@@ -15,6 +15,7 @@ __all__ = [
     "after_backward",
     "backward_runs",
     "changes_arguments",
+    "fakes_are_made",
     "is_traceable_wrapper_subclass",
     "no_dispatch_modes",
     "operator_of",
@@ -28,6 +29,11 @@ __all__ = [
 def storage_id(storage: torch.UntypedStorage) -> int:
     """One number for all Python objects of one storage, while it lives: ``UntypedStorage._cdata``."""
     return storage._cdata
+
+
+def fakes_are_made() -> bool:
+    """Whether all tensors are made without values now: ``torch._C._get_dispatch_mode``."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def saving_hooks() -> tuple[Any, Any] | None:

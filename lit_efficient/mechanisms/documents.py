@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.torch_dispatch import no_dispatch_modes
 from lit_efficient.internals.torch_fake import has_values
 from lit_efficient.internals.torch_modules import held_beside, hook_owners
 from lit_efficient.mechanisms.rewind import Rewind
@@ -335,7 +336,8 @@ def _undisturbed(network: nn.Module, device: torch.device) -> Iterator[None]:
         kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
     )
     try:
-        with evaluating(network), torch.no_grad(), autocast, torch.compiler.set_stance("force_eager"):
+        eagerly = torch.compiler.set_stance("force_eager")
+        with evaluating(network), torch.no_grad(), autocast, eagerly, no_dispatch_modes():  # who counts does not see it
             yield
     finally:
         record.restore()

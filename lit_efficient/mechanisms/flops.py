@@ -4,7 +4,8 @@
     hardware = model + what is computed again for the backward pass, over padding and, of attention, between documents
 
 Counted by torch's own formulas, a multiplication and an addition as two. A frozen weight has no product in the backward
-pass, so that adapters are counted as they are computed. Causal attention counts as if it were not, as is usual.
+pass, so that adapters are counted as they are computed. Causal attention counts as if it were not, as is usual; of
+slices of rows a CPU leaves out whole pieces, which are not counted. Of shared layers each process counts its own part.
 """
 
 import re
@@ -18,6 +19,7 @@ from torch.utils.flop_counter import flop_registry, mm_flop, sdpa_flop_count
 
 from lit_efficient.internals.torch_dispatch import (
     TorchDispatchMode,
+    fakes_are_made,
     operator_of,
     recomputes,
     saving_hooks,
@@ -80,6 +82,7 @@ class FlopMeter(TorchDispatchMode):
 
     Args:
         length: Tokens of the batch's rows; 0 for a batch of samples, whose attention counts with the rest.
+        sliced: Whether queries are those of a slice of each row.
 
     Example:
         >>> w = torch.ones(4, 8, requires_grad=True)
@@ -91,17 +94,19 @@ class FlopMeter(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, length: int = 0) -> None:
+    def __init__(self, length: int = 0, sliced: bool = False) -> None:
         super().__init__()
         self.length = length
+        self.sliced = sliced
         self.sums: Counter[str] = Counter()
         self.by_type: Counter[torch.dtype] = Counter()
         self.unknown: set[str] = set()  # operators without a formula that may multiply matrices
         self.active = False
         self._outer: Any = None
+        self._fakes = False  # whether what it counts has no values
 
     def __enter__(self) -> "FlopMeter":
-        self.active, self._outer = True, saving_hooks()
+        self.active, self._outer, self._fakes = True, saving_hooks(), fakes_are_made()
         super().__enter__()
         return self
 
@@ -120,9 +125,12 @@ class FlopMeter(TorchDispatchMode):
         return Flops(**{name: sums[name] / max(float(size), 1.0) for name, size in divisors.items()})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, names = kwargs or {}, {kind.__name__ for kind in types}
+        if "DTensor" in names:
+            return NotImplemented  # what it is made of comes next: this process's part
         result = func(*args, **kwargs)
-        self._count(*operator_of(func), result, args, kwargs)
+        if self._fakes or "FakeTensor" not in names:  # by which shards try what they will do
+            self._count(*operator_of(func), result, args, kwargs)
         return result
 
     def _count(self, key: Any, name: str, result: Any, args: Any, kwargs: Any) -> None:
@@ -153,6 +161,8 @@ class FlopMeter(TorchDispatchMode):
             query, key = tensors[name.endswith("_backward") :][:2]
             if query.ndim < 4:
                 return "document", again
+            if self.sliced:
+                return "row" if key.shape[-2] == self.length else "document", again
             kind = "row" if query.shape[-2] == self.length else "document"
             return (kind if query.shape[-2] == key.shape[-2] else "position"), again
         matrices = [x for x in tensors if x.ndim == 3][-2:]
@@ -164,6 +174,7 @@ class FlopMeter(TorchDispatchMode):
 
 def _flops(key: Any, name: str, result: Any, args: Any, kwargs: Any) -> int | None:
     """Operations of one call, ``None`` where no formula is known."""
+    key = getattr(torch.ops.aten, name.removesuffix("_"), key)  # in place: the same
     if key in flop_registry:
         return int(flop_registry[key](*args, **kwargs, out_val=result))
     if name.startswith("_scaled_dot_product") and "math" not in name:  # the CPU's have no formula in torch

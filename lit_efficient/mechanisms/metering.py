@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lit_efficient.internals.torch_dispatch import is_traceable_wrapper_subclass, storage_id
 from lit_efficient.internals.torch_foreach import foreach_norm
 from lit_efficient.losses.next_token import IGNORE
+from lit_efficient.models.row_slices import ROW_AMOUNT
 from lit_efficient.surgery import is_sharded
 
 
@@ -19,14 +20,17 @@ from lit_efficient.surgery import is_sharded
 class Amount:
     """What batches hold; of values that lie on a device sums are made there, and nobody waits for them."""
 
-    positions: int = 0  # tokens or samples, padding included
-    real: int | Tensor = 0  # those that are no padding
-    squares: int = 0  # sum of the squared lengths of the rows, padding included; 0 of samples
-    pairs: int | Tensor = 0  # sum of the squared lengths of the documents, padding left out
-    within: int | Tensor = 0  # the same, with documents that are padding
+    positions: float = 0  # tokens or samples, padding included
+    real: float | Tensor = 0  # those that are no padding
+    squares: float = 0  # sum of the squared lengths of the rows, padding included; 0 of samples
+    pairs: float | Tensor = 0  # sum of the squared lengths of the documents, padding left out
+    within: float | Tensor = 0  # the same, with documents that are padding
 
     def __add__(self, other: "Amount") -> "Amount":
         return Amount(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
+
+    def __truediv__(self, processes: int) -> "Amount":
+        return Amount(*(getattr(self, part.name) / processes for part in fields(self)))
 
 
 def count_batch(batch: Any) -> tuple[int, str]:
@@ -40,8 +44,10 @@ def measure(batch: Any) -> tuple[Amount, str]:
     """As :func:`count_batch`, with and without padding, and with the lengths of documents; nothing is waited for.
 
     Padding is what an ``attention_mask`` names, or in packed rows a last document none of whose ``labels`` count. A
-    document begins where ``position_ids`` are 0.
+    document begins where ``position_ids`` are 0. Slices of rows say what is this process's share of the whole.
     """
+    if isinstance(batch, Mapping) and isinstance(known := batch.get(ROW_AMOUNT), Amount):
+        return known, "tokens"
     count, unit = count_batch(batch)
     if unit != "tokens" or batch["input_ids"].ndim != 2:
         return Amount(count, count), unit

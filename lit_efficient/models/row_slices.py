@@ -24,6 +24,7 @@ from lit_efficient.internals.torch_attention import attention_part, gradients_of
 from lit_efficient.losses.next_token import IGNORE, targets_of
 
 ROW_POSITIONS = "row_positions"  # of a batch of slices: the positions of whole rows, [B, T]
+ROW_AMOUNT = "row_amount"  # what this process's share of the whole rows is measured by
 _sharing: list[Any] = []  # the group of processes that have the slices of a row, while there is one
 
 

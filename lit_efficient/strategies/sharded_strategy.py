@@ -43,10 +43,11 @@ from lit_efficient.mechanisms.adapters.base import has_frozen_base, note_digest
 from lit_efficient.mechanisms.adapters.sharded import asking_for, check_adapters, check_surplus, checkpoint_keys
 from lit_efficient.mechanisms.averages.weights import placed_like
 from lit_efficient.mechanisms.blocks.finding import find_blocks
+from lit_efficient.mechanisms.metering import measure
 from lit_efficient.mechanisms.ranks import check_batches
 from lit_efficient.mechanisms.shards import check_everywhere, kept_aside, states_in, write_shards
 from lit_efficient.mechanisms.tensor_parallel import Parallel, clip_by_norm, parallelize, plan_of, same_draws
-from lit_efficient.models.row_slices import own_slices, share_rows
+from lit_efficient.models.row_slices import ROW_AMOUNT, own_slices, share_rows
 from lit_efficient.models.weight_slices import fill_waiting
 from lit_efficient.surgery import count, is_sharded, reshard
 
@@ -524,7 +525,9 @@ def _outside(root: nn.Module) -> Iterator[nn.Module]:
 def _cut(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """A batch's slices of this process, on the host, after hooks have had it whole and before anything counts it."""
     batch = inner_method(self, BEFORE_TRANSFER, _cut)(batch, *args, **kwargs)
-    return batch if self.trainer.predicting else own_slices(batch)
+    if self.trainer.predicting:
+        return batch
+    return own_slices(batch) | {ROW_AMOUNT: measure(batch)[0] / self.trainer.strategy.parallel.context}
 
 
 def check_slices(module: Any, trainer: Any) -> None:

@@ -15,7 +15,14 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from PIL import Image
 
-from lit_efficient import ConfigurationError, GradualUnfreezing, LRFinder, NonFiniteGuard, suggest_lr
+from lit_efficient import (
+    ConfigurationError,
+    GradualUnfreezing,
+    LRFinder,
+    NonFiniteGuard,
+    TokenWeightedAccumulation,
+    suggest_lr,
+)
 from lit_efficient.mechanisms.trials.rate_range import grows, rates_to_try, smoothed
 from tests.callbacks.test_max_batch_size import Noisy, _everything
 from tests.processes import run_ranks
@@ -154,6 +161,13 @@ def test_a_step_without_a_loss_is_left_out() -> None:
     search = finder(num_steps=50)
     with pytest.raises(ConfigurationError, match=r"2 finite losses .*: training_step returned no loss in the other"):
         trainer([search]).fit(never, data(), data())
+
+
+def test_a_step_s_loss_is_that_of_its_tokens_however_its_micro_batches_lie() -> None:
+    whole, parts = finder(num_steps=5), finder(num_steps=5)
+    trainer([whole]).fit(Toy(), data(12, 12), data())
+    trainer([parts, TokenWeightedAccumulation()], accumulate_grad_batches=2).fit(Toy(), data(12, 8), data())
+    assert parts.losses == pytest.approx(whole.losses, rel=1e-5)
 
 
 def test_nothing_is_said_of_what_is_undone(caplog: pytest.LogCaptureFixture) -> None:

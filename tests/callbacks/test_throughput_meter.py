@@ -15,7 +15,15 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
-from lit_efficient import ActivationCheckpointing, Compile, ConfigurationError, LoRA, StochasticDepth, ThroughputMeter
+from lit_efficient import (
+    ActivationCheckpointing,
+    Compile,
+    ConfigurationError,
+    LanguageModeling,
+    LoRA,
+    StochasticDepth,
+    ThroughputMeter,
+)
 from lit_efficient.cli.run import add_default_parts
 from lit_efficient.internals.torch_compiler import counts
 from lit_efficient.losses.next_token import IGNORE
@@ -76,6 +84,14 @@ def test_a_transformer_costs_six_operations_a_weight_and_twelve_a_pair_and_width
     assert (meter.flops.position, meter.flops.row, meter.flops.document) == (6 * matrices(module), ATTENTION, 0)
     assert meter.flops.position_again == 0
     assert meter.flops.row_again == ATTENTION / 6  # the fused backward pass forms the scores again
+
+
+def test_what_a_network_is_asked_before_its_first_step_is_not_counted() -> None:
+    module: Any = LanguageModeling(CONFIG, warmup_steps=0)
+    loader = rows(4, labels=torch.arange(LENGTH) % 48)
+    trainer([meter := ThroughputMeter()], max_steps=1, log_every_n_steps=1).fit(module, loader, loader)
+    assert meter.flops is not None
+    assert meter.flops.position == 6 * matrices(module)
 
 
 def test_blocks_that_are_dropped_by_chance_are_counted_in_many_steps(caplog: pytest.LogCaptureFixture) -> None:
@@ -250,6 +266,9 @@ def test_odd_ones_are_counted_or_named() -> None:
     with FlopMeter() as meter:
         nn.LSTM(8, 8)(torch.randn(3, 2, 8))[0].sum().backward()
     assert any("rnn" in name for name in meter.unknown)
+    with FlopMeter() as meter:
+        torch.zeros(8, 8).addmm_(x.detach().t(), x.detach())
+    assert meter.sums == {"position": 2 * 4 * 8 * 8}
 
     class Own(torch.autograd.Function):
         @staticmethod

@@ -28,8 +28,11 @@ from lit_efficient import (
     NEFTune,
     Parallel,
     SelectiveBackprop,
+    ThroughputMeter,
 )
 from lit_efficient.errors import LitEfficientError
+from lit_efficient.mechanisms.metering import measure
+from lit_efficient.mechanisms.ranks import readers
 from lit_efficient.mechanisms.trials.memory import AllocationMeter
 from lit_efficient.models.document_attention import attend_documents, document_starts
 from lit_efficient.models.gpt import GPT
@@ -72,12 +75,17 @@ def padded(index: int) -> Row:
 
 
 class Logged(L.Callback):
-    """What was logged, and the norms of gradients."""
+    """What was logged, the tokens of a batch, and the operations of its linear layers in this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, meter: ThroughputMeter) -> None:
+        self.meter = meter
         self.seen: list[Tensor] = []
+        self.counted: list[float] = []
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not self.counted and self.meter.flops is not None:
+            amount = measure(batch)[0]
+            self.counted = [float(amount.real) * readers(trainer), self.meter.flops.position * amount.positions]
         self.seen.append(trainer.callback_metrics["train/loss"].clone().float())
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
@@ -106,12 +114,12 @@ def fit(
     make, config, draw, arguments = CASES[name] if isinstance(name, str) else name
     world = int(os.environ.get("WORLD_SIZE", "1"))
     items: Any = [draw(index) for index in range(4 * STEPS)]
-    logged = Logged()
+    logged = Logged(meter := ThroughputMeter())
     chosen = strategy(parallel=Parallel(context=rows)) if world > 1 else "auto"
     arguments = {"max_epochs": 2, "devices": world, "strategy": chosen, **arguments, **more}
     torch.manual_seed(0)
     module = LanguageModeling(config, learning_rate=1e-3, warmup_steps=0)
-    run = trainer([*make(), ExactResume(), logged], **arguments)
+    run = trainer([*make(), ExactResume(), meter, logged], **arguments)
     loaders = [DataLoader(items, 4 * rows // world, shuffle=shuffle) for shuffle in (True, False)]
     run.fit(module, *loaders, ckpt_path=ckpt_path)
     weights = {key: value.detach().clone() for key, value in whole(module.state_dict()).items()}
@@ -120,12 +128,19 @@ def fit(
 
 def as_one(names: tuple[str, ...]) -> None:
     for name in names:
-        _, logged, weights = fit(name, rows=2)
+        run, logged, weights = fit(name, rows=2)
         _, _, again = fit(name, rows=2, ckpt_path="half.ckpt")
         assert all(torch.equal(weights[key], again[key]) for key in weights), name
         assert torch.equal(*everyones(logged)), name
         if dist.get_rank() == 0:
             torch.save({"logged": logged, "weights": weights}, f"{name}.pt")
+        counted = everyones(counted_in(run))
+        if dist.get_rank() == 0:
+            torch.save(counted, f"{name}_counted.pt")
+
+
+def counted_in(run: Any) -> list[float]:
+    return next(part.counted for part in run.callbacks if isinstance(part, Logged))
 
 
 def numbers_memory_and_refusals() -> None:

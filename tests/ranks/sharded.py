@@ -35,8 +35,10 @@ from lit_efficient import (
     ShardedStrategy,
     SignalCheckpoint,
     StochasticRounding,
+    ThroughputMeter,
 )
 from lit_efficient.errors import CheckpointError, LitEfficientError
+from lit_efficient.mechanisms.ranks import readers
 from lit_efficient.models.dit import DiT, DiTConfig
 from lit_efficient.models.gpt import GPT, GPTConfig
 from tests.contract.row import Row
@@ -218,10 +220,15 @@ def sharing() -> None:
     """Two processes share the layers of a plan: the losses, what each holds, and two halves of one run."""
     shared = {"parallel": Parallel(tensor=2)}
     for network in SHARING:
-        run, losses, weights = fit(lambda: [NonFiniteGuard()], network, sharding=shared, gradient_clip_val=0.05)
+        meter = ThroughputMeter()
+        make = partial(list, [NonFiniteGuard(), meter])
+        run, losses, weights = fit(make, network, sharding=shared, gradient_clip_val=0.05)
+        assert meter.flops is not None
+        operations = everyones(meter.flops.position)
         held = sum(p.to_local().numel() for p in run.lightning_module.parameters())
         if dist.get_rank() == 0:
-            torch.save({"losses": losses, "held": held}, f"{network.__name__}.pt")
+            found = {"losses": losses, "held": held, "operations": operations, "readers": readers(run)}
+            torch.save(found, f"{network.__name__}.pt")
     half, _, _ = fit(list, Tied, 1, sharding=shared, gradient_clip_val=0.05)
     half.save_checkpoint("shared.ckpt", weights_only=False)
     _, _, weights = fit(list, Tied, sharding=shared, gradient_clip_val=0.05)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lit_efficient import ConfigurationError, Parallel, SafeCheckpointIO, ShardedStrategy, restore
+from lit_efficient import ConfigurationError, Parallel, SafeCheckpointIO, ShardedStrategy, ThroughputMeter, restore
 from lit_efficient.__main__ import main
 from lit_efficient.catalog import PACKAGE
 from lit_efficient.commands.average import average_files
@@ -129,8 +129,13 @@ def test_two_processes_share_the_layers_of_a_plan_as_one_trains(tmp_path: Path) 
     run_ranks(sharded.sharing, tmp_path)
     for network in sharded.SHARING:
         found = torch.load(tmp_path / f"{network.__name__}.pt", weights_only=True)
-        _, losses, weights = sharded.fit(list, network, gradient_clip_val=0.05)
+        meter = ThroughputMeter()
+        _, losses, weights = sharded.fit(lambda one=meter: [one], network, gradient_clip_val=0.05)
         torch.testing.assert_close(found["losses"], losses, rtol=1e-4, atol=1e-5)
+        assert meter.flops is not None
+        part, other = (operations / meter.flops.position for operations in found["operations"])
+        assert 0.5 <= part == other < 0.5 + 0.1 * (network is sharded.Image), network  # which has layers of no plan
+        assert found["readers"] == 1  # of each batch: its samples count once
         assert found["held"] < 0.7 * sum(tensor.numel() for tensor in weights.values())
     _, straight, _ = sharded.fit(list, sharded.Tied, gradient_clip_val=0.05)
     _, losses, _ = sharded.fit(list, sharded.Tied, 2, str(tmp_path / "shared.ckpt"), gradient_clip_val=0.05,
@@ -156,7 +161,11 @@ def test_two_processes_share_rows_as_one_trains_and_resume_to_the_bit(
 ) -> None:
     """Whole, packed and padded rows, of a length that is no multiple of the pieces; what is logged, and the weights."""
     run_ranks(row_slices.as_one, tmp_path, (name,))
-    as_whole_rows(name, tmp_path, monkeypatch)
+    tokens, operations = as_whole_rows(name, tmp_path, monkeypatch)
+    counted = torch.tensor(torch.load(f"{name}_counted.pt", weights_only=True))
+    assert counted[:, 0].tolist() == [tokens] * 2  # without padding, whoever has it
+    longer = -(-row_slices.LENGTH // 4) * 4 / row_slices.LENGTH  # what pieces of one length are filled up with
+    assert float(counted[:, 1].sum()) == pytest.approx(operations * longer, rel=0.01)  # whole chunks
 
 
 @pytest.mark.turns(4, family="ranks")
@@ -165,13 +174,15 @@ def test_of_four_processes_two_share_each_row(tmp_path: Path, monkeypatch: pytes
     as_whole_rows("packed", tmp_path, monkeypatch, False)  # the first process logs its own rows' loss, as under DDP
 
 
-def as_whole_rows(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, logs: bool = True) -> None:
+def as_whole_rows(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, logs: bool = True) -> list[float]:
+    """Compare, and return the tokens and operations that one process counts."""
     monkeypatch.chdir(folder)
     found = torch.load(f"{name}.pt", weights_only=True)
-    _, logged, weights = row_slices.fit(name)
+    run, logged, weights = row_slices.fit(name)
     if logs:
         torch.testing.assert_close(found["logged"], logged, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(found["weights"], dict(weights), rtol=1e-5, atol=1e-5)
+    return row_slices.counted_in(run)
 
 
 @pytest.mark.turns(4, family="ranks")
