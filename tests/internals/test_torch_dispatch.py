@@ -7,10 +7,12 @@ from torch.utils.checkpoint import checkpoint
 from lit_efficient.internals.torch_dispatch import (
     HigherOrderOperator,
     changes_arguments,
+    fakes_are_made,
     operator_of,
     recomputes,
     truncated_draws,
 )
+from lit_efficient.internals.torch_fake import FakeTensorMode
 from tests.internals.leaning import leans_on
 
 
@@ -146,3 +148,10 @@ def test_truncated_draws_are_done_otherwise():
     assert [args[1] for args in asked] == [0.5]
     torch.nn.init.trunc_normal_(torch.empty(2, 2))
     assert len(asked) == 1
+
+
+@leans_on("torch", "torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey", "torch_dispatch")
+def test_fakes_are_known_while_they_are_made():
+    assert not fakes_are_made()
+    with FakeTensorMode():
+        assert fakes_are_made()

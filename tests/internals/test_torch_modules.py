@@ -1,7 +1,15 @@
 import torch
 from torch import nn
 
-from lit_efficient.internals.torch_modules import Loads, Stays, StaysFloat32, forward_hooks, held_beside, hook_owners
+from lit_efficient.internals.torch_modules import (
+    Loads,
+    Stays,
+    StaysFloat32,
+    forward_hooks,
+    held_beside,
+    hook_owners,
+    saved_names,
+)
 from tests.internals.leaning import leans_on
 
 
@@ -106,3 +114,11 @@ def test_what_is_put_into_the_tables_is_what_a_module_has():
             table[name] = nn.Parameter(tensor + 1) if isinstance(tensor, nn.Parameter) else tensor + 1
     assert layer.weight.tolist() == [2, 2]
     assert layer.running_mean.tolist() == [1, 1]
+
+
+@leans_on("torch", "nn.Module._non_persistent_buffers_set", "torch_modules")
+def test_a_module_names_what_it_saves():
+    module = nn.BatchNorm1d(2)
+    module.register_buffer("passing", torch.zeros(1), persistent=False)
+    module.register_buffer("missing", None)
+    assert saved_names(module) == [*module.state_dict()]
