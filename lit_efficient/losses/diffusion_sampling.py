@@ -44,8 +44,8 @@ class Sampler:
             [0, 1]; 0.7 is the paper's. Strong guidance without it over-saturates.
         shift: Above 0; more than 1 spends more of the steps at high noise, as large latents need. diffusers' samplers
             take it for flow only.
-        path_drop: Guide by the network without its condition and without its deep path, which costs almost half as
-            much as both with it; for networks that were trained with ``TokenRouting(mode="sprint", path_drop=...)``.
+        path_drop: Guide by the network without its condition and without its deep path, which costs little more than
+            no guidance; for networks that were trained with ``TokenRouting(mode="sprint", path_drop=...)``.
     """
 
     name: SamplerName = "builtin"
