@@ -129,7 +129,8 @@ class ResolutionRamp(BatchChanges):
     def scaled(self, batch: Any, scale: float) -> Any:
         """A batch with its images resized; override it where they are kept in another way."""
         images = [tensor for tensor in tensors_in(batch) if _is_image(tensor)]
-        if not images or (isinstance(batch, Mapping) and "latents" in batch):
+        named = batch if isinstance(batch, Mapping) else {}
+        if not images or "latents" in named or any(named.get("mean") is image for image in images):
             shapes = [list(tensor.shape) for tensor in tensors_in(batch)][:4]
             raise ConfigurationError(
                 f"ResolutionRamp: a batch with tensors {shapes} has no images [B, C, H, W] of one or three channels"

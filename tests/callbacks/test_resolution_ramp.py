@@ -141,6 +141,7 @@ def test_batches_without_images_are_refused() -> None:
     for batch in (
         {"latents": torch.zeros(2, 4, 8, 8)},
         {"latents": torch.zeros(2, 3, 8, 8)},  # of a codec of three channels
+        {"mean": torch.zeros(2, 3, 8, 8), "logvar": torch.zeros(2, 3, 8, 8)},  # as caches hold a posterior
         [torch.zeros(2, 3, 8)],
         {"ids": torch.zeros(2, 3, 8, 8).long()},
     ):
