@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("numprocesses", None):  # whoever runs tests itself, before these import more
         import torch  # noqa: F401
 
-        processes.keep_kernels_as_written()
+        processes.ready_torch()
 
 
 def pytest_unconfigure() -> None:

@@ -118,7 +118,7 @@ def _serve(requests, modules):
                 warnings.simplefilter("ignore")
                 for module in modules:
                     importlib.import_module(module)
-                    keep_kernels_as_written()
+                    ready_torch()
             modules = ()
             gc.collect()
             gc.freeze()
@@ -178,12 +178,32 @@ def keep_kernels_as_written():
     torch.compile = compile_others
 
 
+def queue_no_seeds():
+    """Keep no seeds for devices that are not there: torch keeps each one that it is given, with the stack's text."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or ("-m", "gpu") in pairwise(sys.argv):
+        return
+    for device, module in ((torch.cuda, torch.cuda.random), (torch.xpu, torch.xpu.random), (torch.mtia, torch.mtia)):
+        if not device.is_available():
+            module._lazy_call = _forget
+
+
+def _forget(call, **options):
+    """Call nothing."""
+
+
+def ready_torch():
+    """What tests change of torch, once it is imported."""
+    keep_kernels_as_written()
+    queue_no_seeds()
+
+
 def prepare(heavy):
     """Fork the first server while this process is young; ``heavy``: and has imported what most tests need."""
     if heavy:
         for module in HEAVY:
             importlib.import_module(module)
-        keep_kernels_as_written()
+        ready_torch()
     _servers["young"] = Server(HEAVY)
 
 

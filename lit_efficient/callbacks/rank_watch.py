@@ -3,12 +3,14 @@
     another one raises, is killed or loses its machine -> this one ends within `failed` seconds
     another one ends its training while this one trains -> this one ends within `left` seconds
     another one validates after fewer batches           -> the same: what they send would meet the wrong thing
+    this one is sent SIGTERM, which nobody else answers -> it exits with 143, and the others end within `failed` seconds
 
 Saves: the half hour, or the days, that the others of a run would wait in a collective, and the search for who began it.
 Costs: a connection of each process to the first one, and a thread that sleeps.
 Source: no paper; the timeouts of torch.distributed end a wait, too: after 10 or 30 minutes, without saying for whom.
 
-A process that lives and is slow is waited for, as before: the strategy's `timeout` says how long.
+A process that lives and is slow is waited for, as before: the strategy's `timeout` says how long. Lightning answers
+SIGTERM by a broadcast that the other processes do not expect.
 """
 
 import os
@@ -22,6 +24,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import distributed
 
 from lit_efficient.errors import check_number
+from lit_efficient.internals.lightning_trainer import answer_sigterm, leave_sigterm
 from lit_efficient.mechanisms.rank_line import DONE, ENDED, FAILED, LEFT, RankLine
 from lit_efficient.mechanisms.ranks import check_batches
 
@@ -55,15 +58,17 @@ class RankWatch(Callback):
         self._timers: list[threading.Timer] = []
         self._said = threading.Event()
         self._why = ""  # this process will wait for ever
+        self._signal = ""  # it has been sent one
         self._begun = 0  # batches of training
         self._places: list[int] = []  # the number of them each time that this process left off training
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if trainer.world_size > 1 and self._line is None and distributed.is_initialized():
             trainer.callbacks = [self, *(one for one in trainer.callbacks if one is not self)]  # the first to leave
-            self._why, self._begun, self._places = "", 0, []
+            self._why, self._signal, self._begun, self._places = "", "", 0, []
             self._said.clear()
             host = trainer.strategy.cluster_environment.main_address
+            answer_sigterm(trainer, _end_by_sigterm)
             try:
                 self._line = RankLine(self._heard, host)
             except ConnectionError as error:
@@ -93,16 +98,18 @@ class RankWatch(Callback):
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if self._line is not None:
             self._line.say(DONE)
+        leave_sigterm(trainer, _end_by_sigterm)
         self._hang_up()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        leave_sigterm(trainer, _end_by_sigterm)
         if self._line is None:
             return
         if isinstance(exception, RuntimeError):  # which a collective raises at once where the other end is closed
             self._said.wait(2)
-        if self._why:
+        if self._why and not isinstance(exception, SystemExit):  # by which all may end together, after a signal
             exception.add_note(ENDED + self._why)
-        self._line.say(FAILED, f"{type(exception).__name__}: {exception}")
+        self._line.say(FAILED, self._signal or f"{type(exception).__name__}: {exception}")
         self._hang_up()
 
     def _hang_up(self) -> None:
@@ -141,6 +148,16 @@ class RankWatch(Callback):
                 return
         print(f"error: {ENDED}{why}", file=sys.stderr, flush=True)
         os._exit(_EXIT_CODE)
+
+
+def _end_by_sigterm(self: Any, number: int, frame: Any) -> None:
+    """In the place of Lightning's notifier, of which ``self`` is the owner."""
+    if self.trainer.strategy.launcher is not None:
+        self.trainer.strategy.launcher.kill(number)  # of processes that Lightning has started
+    for one in self.trainer.callbacks:
+        if isinstance(one, RankWatch):
+            one._signal = "it was sent SIGTERM"
+    raise SystemExit(128 + number)
 
 
 def _in_collective() -> bool:

@@ -1,6 +1,9 @@
 """A trainer's parts, and the module's tie to it. Checked with lightning 2.6.6, in both of its namespaces."""
 
+from collections.abc import Callable
 from typing import Any
+
+from lit_efficient.internals.wraps import unwrap_method, wrap_method
 
 
 def trainer_of(module: Any) -> Any:
@@ -16,6 +19,20 @@ def set_trainer(module: Any, trainer: Any) -> None:
 def signal_connector(trainer: Any) -> Any:
     """What Lightning's own signal handlers belong to: ``_signal_connector``."""
     return trainer._signal_connector
+
+
+def answer_sigterm(trainer: Any, function: Callable[..., Any]) -> None:
+    """Call ``function(connector, number, frame)`` where Lightning would broadcast in its handler, until it is left; not
+    under SLURM's automatic requeueing: ``_signal_connector._sigterm_notifier_fn``.
+    """
+    environment = trainer.strategy.cluster_environment
+    if not getattr(environment, "auto_requeue", False):
+        wrap_method(trainer._signal_connector, "_sigterm_notifier_fn", function)
+
+
+def leave_sigterm(trainer: Any, function: Callable[..., Any]) -> None:
+    """Let Lightning answer again, from its next run on."""
+    unwrap_method(trainer._signal_connector, "_sigterm_notifier_fn", function)
 
 
 def logger_connector(trainer: Any) -> Any:

@@ -70,7 +70,7 @@ def measure(batch: Any) -> tuple[Amount, str]:
     return Amount(count, real.sum(), squares, (pairs * real).sum(), pairs.sum()), unit
 
 
-def count_real(batch: Any) -> tuple[int | Tensor, str]:
+def count_real(batch: Any) -> tuple[float | Tensor, str]:
     """How much a batch holds without padding: then a tensor, not waited for; see :func:`measure`."""
     amount, unit = measure(batch)
     return amount.real, unit

@@ -84,7 +84,7 @@ def weights_wait(root: nn.Module) -> bool:
 def fill_waiting(root: nn.Module, device: torch.device, noted: Noted | None = None) -> int:
     """Give memory and their weights to the networks in ``root`` that were built empty, when all of it is sharded.
 
-    ``noted`` is told each tensor that is read, whole.
+    ``noted`` gets each tensor that is read, whole.
 
     Returns:
         How many there were.

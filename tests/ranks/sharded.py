@@ -221,8 +221,8 @@ def sharing() -> None:
     shared = {"parallel": Parallel(tensor=2)}
     for network in SHARING:
         meter = ThroughputMeter()
-        make = partial(list, [NonFiniteGuard(), meter])
-        run, losses, weights = fit(make, network, sharding=shared, gradient_clip_val=0.05)
+        watching: Callable[[], list[Any]] = partial(list, [NonFiniteGuard(), meter])
+        run, losses, weights = fit(watching, network, sharding=shared, gradient_clip_val=0.05)
         assert meter.flops is not None
         operations = everyones(meter.flops.position)
         held = sum(p.to_local().numel() for p in run.lightning_module.parameters())

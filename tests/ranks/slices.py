@@ -140,7 +140,8 @@ def codes_of_one_layer(folder: str, make: Callable[[], list[Any]]) -> None:
     assert_equal(found, {name: t for name, t in wanted.items() if name in found or ".weight." not in name})
     assert digests_of(network) == digests_of(plain)
     held = sum(local(p).nbytes for name, p in network.named_parameters() if "lora" not in name)
-    constants = sum(stored_bytes(part) - part.weight.nbytes for part in plain.modules() if is_bitsandbytes(part))
+    coded: list[Any] = [part for part in plain.modules() if is_bitsandbytes(part)]
+    constants = sum(stored_bytes(part) - part.weight.nbytes for part in coded)
     assert meter.peak <= held + constants + 5 * WIDTH * WIDTH * 4
 
 
@@ -193,7 +194,7 @@ def in_a_fit(folders: list[str]) -> None:
     folder, empty = folders[1], causal_lm.build_empty
     for name, make in FITTED.items():
         made = list[Any]()
-        causal_lm.build_empty = lambda *given, into=made: into.append(empty(*given)) or into[0]  # type: ignore
+        causal_lm.build_empty = lambda *given, into=made: into.append(empty(*given)) or into[0]
         found = losses(folder, make(), devices=2, strategy=ShardedStrategy())
         assert None not in made, name
         torch.save(found, f"{folder}_{name}_{dist.get_rank()}.pt")

@@ -19,9 +19,11 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from lit_efficient import ConfigurationError, RankWatch, ShardedStrategy
 from tests.support import Toy, data, trainer
 
+SIGNALS = {"killed": signal.SIGKILL, "terminated": signal.SIGTERM}
+
 
 class Leaves(L.Callback):
-    """The second rank, before its third step: raises and lives on, is killed, or ends its training after it."""
+    """The second rank, before its third step: raises and lives on, is sent a signal, or ends its training after it."""
 
     def __init__(self, how: str) -> None:
         self.how = how
@@ -29,8 +31,8 @@ class Leaves(L.Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_rank != 1 or batch_idx != 2:
             return
-        if self.how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how in SIGNALS:
+            os.kill(os.getpid(), SIGNALS[self.how])
         if self.how == "raised":
             raise KeyError("a row that is not there")
         trainer.should_stop = True
