@@ -1,4 +1,5 @@
 import importlib
+import signal
 
 import pytest
 import torch
@@ -29,6 +30,26 @@ def test_lightning_s_handlers_belong_to_its_connector(namespace):
     connector = lightning_trainer.signal_connector(trainer(namespace))
     assert connector.register_signal_handlers.__self__ is connector
     assert connector._sigterm_notifier_fn.__self__ is connector
+
+
+@both
+@leans_on("lightning", "trainer._signal_connector._sigterm_notifier_fn", "lightning_trainer")
+def test_what_answers_sigterm_stands_in_for_the_broadcast_until_it_is_left(namespace, monkeypatch):
+    made, seen, handlers = trainer(namespace, strategy="ddp", devices=2), [], {}
+
+    def answer(connector, number, frame):
+        seen.append(number)
+
+    lightning_trainer.answer_sigterm(made, answer)
+    connector = lightning_trainer.signal_connector(made)
+    monkeypatch.setattr(
+        type(connector), "_register_signal", lambda _, number, handler: handlers.update({number: handler})
+    )
+    connector.register_signal_handlers()
+    handlers[signal.SIGTERM](signal.SIGTERM, None)
+    assert seen == [signal.SIGTERM]
+    lightning_trainer.leave_sigterm(made, answer)
+    assert connector._sigterm_notifier_fn.__func__ is type(connector)._sigterm_notifier_fn
 
 
 @both
