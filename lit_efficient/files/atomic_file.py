@@ -8,22 +8,15 @@ machine and process, so that the next writer can remove what killed processes le
 
 import contextlib
 import os
-import re
-import secrets
 import shutil
-import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
 from lit_efficient.errors import refusal
+from lit_efficient.files.hidden_names import SUFFIX, in_use, is_stale, temporary_beside
 from lit_efficient.files.sums import write_sums
-
-_SUFFIX = ".partial"  # a file being written, or a folder being removed
-_FOREIGN_IS_STALE_AFTER = 24 * 3600  # seconds; another machine's process cannot be asked whether it lives
-_in_use: set[Path] = set()  # temporaries of this process
 
 
 @contextlib.contextmanager
@@ -34,8 +27,8 @@ def replacing(target: Path) -> Iterator[IO[bytes]]:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(target.parent)
-    temporary = _temporary_beside(target)
-    _in_use.add(temporary)
+    temporary = temporary_beside(target)
+    in_use.add(temporary)
     try:
         with open(temporary, "xb") as file:
             yield file
@@ -48,7 +41,7 @@ def replacing(target: Path) -> Iterator[IO[bytes]]:
         raise
     finally:
         temporary.unlink(missing_ok=True)
-        _in_use.discard(temporary)
+        in_use.discard(temporary)
 
 
 def not_through_links(path: str | os.PathLike[str], flags: int) -> int:
@@ -73,8 +66,8 @@ def write_folder(target: Path, write: Callable[[Path], object], sums: bool = Tru
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(target.parent)
-    temporary = _temporary_beside(target)
-    _in_use.add(temporary)
+    temporary = temporary_beside(target)
+    in_use.add(temporary)
     try:
         temporary.mkdir()
         write(temporary)
@@ -85,7 +78,7 @@ def write_folder(target: Path, write: Callable[[Path], object], sums: bool = Tru
         os.replace(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        _in_use.discard(temporary)
+        in_use.discard(temporary)
     return target
 
 
@@ -93,16 +86,16 @@ def begin_folder(target: Path) -> Path:
     """A new hidden folder beside ``target``, for several processes to fill."""
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(target.parent)
-    temporary = _temporary_beside(target)
+    temporary = temporary_beside(target)
     temporary.mkdir()
-    _in_use.add(temporary)
+    in_use.add(temporary)
     return temporary
 
 
 def end_folder(temporary: Path, target: Path) -> None:
     """Let a filled folder take the place of ``target``, be it a folder, a file or nothing."""
-    doomed = _temporary_beside(target)
-    _in_use.add(doomed)
+    doomed = temporary_beside(target)
+    in_use.add(doomed)
     try:
         if target.exists():
             os.rename(target, doomed)
@@ -111,15 +104,15 @@ def end_folder(temporary: Path, target: Path) -> None:
         if doomed.exists():
             remove_whole(doomed)
     finally:
-        _in_use.difference_update((temporary, doomed))
+        in_use.difference_update((temporary, doomed))
 
 
 def link_again(source: Path, target: Path) -> bool:
     """Give a file a second name, in the place of what has it; False where the file system knows one name a file."""
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(target.parent)
-    temporary = _temporary_beside(target)
-    _in_use.add(temporary)
+    temporary = temporary_beside(target)
+    in_use.add(temporary)
     try:
         os.link(source, temporary)
         os.replace(temporary, target)
@@ -127,7 +120,7 @@ def link_again(source: Path, target: Path) -> bool:
         return False
     finally:
         temporary.unlink(missing_ok=True)
-        _in_use.discard(temporary)
+        in_use.discard(temporary)
     _sync_folder(target.parent)
     return True
 
@@ -139,14 +132,14 @@ def replace_link(link: Path, name: str) -> None:
         OSError: Where there are no links, or none may be made.
     """
     _remove_stale(link.parent)
-    temporary = _temporary_beside(link)
-    _in_use.add(temporary)
+    temporary = temporary_beside(link)
+    in_use.add(temporary)
     try:
         os.symlink(name, temporary, target_is_directory=True)
         os.replace(temporary, link)
     finally:
         temporary.unlink(missing_ok=True)
-        _in_use.discard(temporary)
+        in_use.discard(temporary)
 
 
 def remove_whole(target: Path) -> None:
@@ -155,48 +148,20 @@ def remove_whole(target: Path) -> None:
     if not target.is_dir() or target.is_symlink():
         target.unlink(missing_ok=True)
         return
-    doomed = _temporary_beside(target)
-    _in_use.add(doomed)
+    doomed = temporary_beside(target)
+    in_use.add(doomed)
     try:
         os.rename(target, doomed)
         shutil.rmtree(doomed)
     finally:
-        _in_use.discard(doomed)
-
-
-def _temporary_beside(target: Path) -> Path:
-    """A hidden name in the same folder, thus on the same file system, that tells who is writing."""
-    writer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    return target.with_name(f".{target.name[:100]}.{writer}{_SUFFIX}")
+        in_use.discard(doomed)
 
 
 def _remove_stale(folder: Path) -> None:
-    for entry in folder.glob(f".*{_SUFFIX}"):
-        if entry not in _in_use and _is_stale(entry):
+    for entry in folder.glob(f".*{SUFFIX}"):
+        if is_stale(entry):
             with contextlib.suppress(OSError):  # somebody else may be removing it, too
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-
-
-def _is_stale(entry: Path) -> bool:
-    """Whether the process that made a temporary is gone."""
-    parts = re.fullmatch(rf".*\.(?P<host>[^/]+)-(?P<pid>\d+)-[0-9a-f]{{8}}{re.escape(_SUFFIX)}", entry.name)
-    if parts is None:
-        return False
-    ours = entry.name.split(f"-{parts['pid']}-")[0].endswith(f".{socket.gethostname()}")
-    if not ours or sys.platform == "win32":  # where asking a process by a signal would end it
-        with contextlib.suppress(FileNotFoundError):
-            return time.time() - entry.stat().st_mtime > _FOREIGN_IS_STALE_AFTER
-        return False
-    pid = int(parts["pid"])
-    if pid == os.getpid():
-        return True  # not in use, so an earlier process's with the same number, as in containers
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    return False
 
 
 def _sync_folder(folder: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lit_efficient.errors import CheckpointError
+from lit_efficient.files.hidden_names import in_use, temporary_beside
 
 NAME = "SHA256SUMS"
 
@@ -19,9 +20,14 @@ def write_sums(folder: Path, known: Mapping[str, str] | None = None) -> None:
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / NAME)
     names = {path.relative_to(folder).as_posix(): path for path in files}
     lines = [f"{(known or {}).get(name) or sha256_of(path)}  {name}\n" for name, path in names.items()]
-    written = folder.with_name(f".{folder.name}.{NAME}.{os.getpid()}")
-    written.write_text("".join(lines), "utf-8")
-    os.replace(written, folder / NAME)  # others may do the same
+    written = temporary_beside(folder.with_name(f"{folder.name[:80]}.{NAME}"))
+    in_use.add(written)
+    try:
+        written.write_text("".join(lines), "utf-8")
+        os.replace(written, folder / NAME)  # others may do the same
+    finally:
+        written.unlink(missing_ok=True)
+        in_use.discard(written)
 
 
 def _check_indexes(folder: Path) -> None:

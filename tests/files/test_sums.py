@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from lit_efficient.errors import CheckpointError
+from lit_efficient.files.atomic_file import write_folder
 from lit_efficient.files.sums import NAME, check_sums, write_sums
 
 
@@ -72,3 +74,17 @@ def test_a_list_of_weights_names_files_of_its_folder_alone(name: str, below: str
     index.write_text(json.dumps({"weight_map": {"w": "model-1.safetensors", "v": name}}))
     with pytest.raises(CheckpointError, match="which is not in its folder"):
         check_sums(tmp_path)
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    def fill(folder: Path) -> None:
+        (folder / "weights").write_text("1")
+
+    child = os.fork()
+    if not child:  # ends where the hashes take their place
+        os.replace = lambda *_: os._exit(9)  # type: ignore[assignment]
+        write_folder(tmp_path / "out", fill)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert len([*tmp_path.iterdir()]) == 2  # the folder, and its hashes beside it
+    write_folder(tmp_path / "out", fill)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
