@@ -3,7 +3,7 @@
     y = [f(x_1), ..., f(x_n)],  tiles x_i of m tokens;    f(x_i) is computed again when its gradient is
 
 Saves: what MLPs keep between their matrices, in blocks that are recomputed as wholes, too: there it is most of the peak
-Costs: one more forward of these layers
+Costs: one more forward of these layers; short tiles leave a processor idle
 Source: Bekman et al. (2025), Arctic Long Sequence Training, https://arxiv.org/abs/2506.13996
 
 A tile is as long as the layer is wide by default: what a tile takes is then no more than a few of the layer's matrices.
