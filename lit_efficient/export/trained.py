@@ -160,14 +160,10 @@ def fold(run: Trained, *, keep_int4: bool) -> str:
         What of the adapters would survive the base's own rounding, as a clause for people; empty without such a base.
     """
     said = describe_survival(surviving(run.module))
-    quantized = [name for name, part in run.network.named_modules() if is_quantized(part)]
     dtype = next(p.dtype for p in run.network.parameters() if p.is_floating_point())
-    merge_adapters(run.module)
+    merge_adapters(run.module, dtype=dtype)
     if not keep_int4:
-        dequantize_layers(run.module)
-    for part in map(run.network.get_submodule, quantized):
-        if not is_quantized(part):
-            part.to(dtype)
+        dequantize_layers(run.module, dtype)
     return said
 
 

@@ -35,7 +35,7 @@ from lit_efficient.surgery import mix_in, mix_out
 
 
 @torch.no_grad()
-def merge_adapters(module: nn.Module, *, dequantize_rest: bool = True) -> nn.Module:
+def merge_adapters(module: nn.Module, *, dequantize_rest: bool = True, dtype: torch.dtype | None = None) -> nn.Module:
     """Merge every adapter in ``module``, in place, and return it.
 
     A quantised layer becomes a float one with the dequantised weight; but the layers of QA-LoRA and ``rounded``, and
@@ -46,10 +46,12 @@ def merge_adapters(module: nn.Module, *, dequantize_rest: bool = True) -> nn.Mod
     Args:
         module: What adapters were put on; it may hold none.
         dequantize_rest: Whether bitsandbytes' layers without an adapter become plain ones, too.
+        dtype: Number format of the layers that were quantised, each as soon as it is merged; ``None``: the adapter's.
     """
     for network in networks(module):
         merge_peft(network)
     for name, part in _parts(module):
+        coded = is_quantized(part)
         if isinstance(part, LowRank):
             _merge_low_rank(module, name, part)
         elif isinstance(part, LowRankExperts) and is_quantized(part):
@@ -62,16 +64,18 @@ def merge_adapters(module: nn.Module, *, dequantize_rest: bool = True) -> nn.Mod
             fold_ia3(module.get_submodule(name))
         elif dequantize_rest and is_bitsandbytes(part):
             _replace(module, name, plain_layer(part, dequantize(part)))
+        if coded and dtype is not None and not is_quantized(merged := module.get_submodule(name)):
+            merged.to(dtype)
     _forget(module)
     return module
 
 
 @torch.no_grad()
-def dequantize_layers(module: nn.Module) -> nn.Module:
+def dequantize_layers(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """Put a float layer in the place of each quantised one that has no adapter, in place, and return the module."""
     for name, part in _parts(module):
         if is_quantized(part) and not isinstance(part, LowRank | IA3Scaled):
-            _replace(module, name, plain_layer(part, dequantize(part)))
+            _replace(module, name, plain_layer(part, dequantize(part)).to(dtype))
     _forget(module)
     return module
 
