@@ -30,9 +30,17 @@ class BucketPlaces:
 
     def __init__(self, buckets: Iterable[Hashable], count: int) -> None:
         numbers: dict[Hashable, int] = {}
-        of = np.fromiter((numbers.setdefault(bucket, len(numbers)) for bucket in buckets), np.uint32, count)
-        self.of: npt.NDArray[Any] = of.astype(np.min_scalar_type(max(len(numbers) - 1, 0)))
-        self.counts = dict(zip(numbers, np.bincount(self.of, minlength=len(numbers)).tolist(), strict=True))
+        found = (numbers.setdefault(bucket, len(numbers)) for bucket in buckets)
+        self.of: npt.NDArray[Any] = np.empty(count, np.uint8)
+        counts = np.zeros(0, np.int64)
+        for first in range(0, count, _COUNTED_AT_ONCE):
+            part = np.fromiter(found, np.int64, min(_COUNTED_AT_ONCE, count - first))
+            self.of = self.of.astype(np.min_scalar_type(len(numbers) - 1), copy=False)
+            self.of[first : first + len(part)] = part
+            more = np.bincount(part, minlength=len(numbers))
+            more[: len(counts)] += counts
+            counts = more
+        self.counts = dict(zip(numbers, counts.tolist(), strict=True))
         self._block = max(_BLOCK, 64 * len(numbers))  # so that counts take little beside the numbers themselves
 
     @cached_property
