@@ -53,12 +53,13 @@ def rows_seen(module: nn.Module) -> Iterator[list[int]]:
 def computes_tiles(run: Run) -> None:
     eager = torch.compiler.set_stance("force_eager")  # compiled code calls no hooks
     with effects.training(run) as x, rows_seen(run.module) as seen, eager:
-        run.module._sample_loss((x,)).mean().backward()
+        for _ in range(4):  # StochasticDepth may leave out all blocks of a batch
+            run.module._sample_loss((x,)).mean().backward()
     assert 0 < max(seen) <= 5
     assert len(run.reports["TiledMLP"].modules) == sum(isinstance(part, _Tiled) for part in run.module.modules())
 
 
-ROW = Row(lambda: TiledMLP(tokens=5), computes_tiles, changes=False, network=AttentionNet)
+ROW = Row(lambda: TiledMLP(tokens=5), computes_tiles, network=AttentionNet)  # sums in another order
 
 
 def gradients(network: nn.Module) -> tuple[int, list[Tensor]]:
