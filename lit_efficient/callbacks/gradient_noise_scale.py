@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
 from lit_efficient.declaration import Report
@@ -102,6 +102,7 @@ class GradientNoiseScale(Technique):
         self._hooks: list[Any] = []
         self._listens = self._begins = False
         self._batch = 0  # samples of the micro-batch under way
+        self._window: dict[str, Any] | None = None  # squares and inverses of a step that a checkpoint interrupted
 
     def check(self, trainer: Any, module: Any) -> None:
         if not module.automatic_optimization:
@@ -133,9 +134,13 @@ class GradientNoiseScale(Technique):
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         """Listen to the micro-batch, if it begins a window to look at or goes on with one."""
-        if not self._hooks and self._begins and trainer.global_step % self.every_n_steps == 0:
-            stepped = [p for o in trainer.optimizers for group in o.param_groups for p in group["params"]]
+        window, self._window = self._window, None
+        stepped = [p for o in trainer.optimizers for group in o.param_groups for p in group["params"]]
+        goes_on = window is not None and not self._begins and any(p.grad is not None for p in stepped)
+        if not self._hooks and (self._begins or goes_on) and trainer.global_step % self.every_n_steps == 0:
             self._hooks = [p.register_hook(self._note) for p in stepped if p.requires_grad]
+            if window is not None and goes_on:
+                self._squares, self._inverse = list(window["squares"].to(loss.device)), list(window["inverse"])
         self._listens = bool(self._hooks)
         if self._listens:
             self._inverse.append(1 / max(1, self._batch))
@@ -205,10 +210,14 @@ class GradientNoiseScale(Technique):
 
     def state_dict(self) -> dict[str, Any]:
         sums = None if self._sums is None else self._sums.detach().cpu().clone()
-        return {"sums": sums, "samples": self._samples}
+        state = {"sums": sums, "samples": self._samples}
+        if self._squares and not distributed.is_initialized():  # of other processes' micro-batches nobody knows here
+            state["window"] = {"squares": torch.stack(self._squares).cpu(), "inverse": list(self._inverse)}
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._sums, self._samples = state_dict["sums"], state_dict["samples"]
+        self._window = state_dict.get("window")
 
     def _note(self, gradient: Tensor) -> None:
         """Before a parameter's gradient is added to that of earlier micro-batches, or averaged over processes."""

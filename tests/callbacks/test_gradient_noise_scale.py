@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lit_efficient import ConfigurationError, ConflictError, GradientNoiseScale, scaled_rate
+from lit_efficient import ConfigurationError, ConflictError, ExactResume, GradientNoiseScale, scaled_rate
 from lit_efficient.testing import Run
 from tests.contract.row import Row
 from tests.support import Toy, data, trainer
@@ -130,6 +132,27 @@ def test_resumed_it_goes_on_with_its_averages() -> None:
     noise.load_state_dict({"sums": torch.tensor([12.0, -3.0, 1.0]), "samples": 2})
     assert noise.noise_scale() == math.inf
     assert "says nothing of a batch yet" in noise.advice([0.1])
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using")
+def test_resumed_within_a_window_it_knows_the_micro_batches_before(tmp_path: Path) -> None:
+    """With the gradients that ExactResume keeps; without them the window has begun anew, and says nothing."""
+    straight, half, again, alone = (make() for _ in range(4))
+    file = tmp_path / "half.ckpt"
+
+    def save(run: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 6:  # the third micro-batch of the second window
+            run.save_checkpoint(file)
+
+    arguments: dict[str, Any] = {"accumulate_grad_batches": 4, "max_epochs": 1}
+    trainer([straight, ExactResume(0)], **arguments).fit(Quadratic(32))
+    saves = LambdaCallback(on_train_batch_end=save)
+    trainer([half, ExactResume(0), saves], **arguments).fit(Quadratic(32))
+    trainer([again, ExactResume(0)], **arguments).fit(Quadratic(32), ckpt_path=str(file))
+    trainer([alone], **arguments).fit(Quadratic(32), ckpt_path=str(file))
+    assert torch.equal(again.state_dict()["sums"], straight.state_dict()["sums"])
+    assert not torch.equal(alone.state_dict()["sums"], straight.state_dict()["sums"])
+    assert "window" not in again.state_dict()
 
 
 def test_one_micro_batch_and_manual_optimization_are_refused() -> None:
