@@ -178,6 +178,7 @@ def _techniques(names: tuple[str, ...], window: int) -> Fit:
 
     chosen = case(*names)
     made = make_all(*dict.fromkeys((*names, "ExactResume")))
+    window = max(window, chosen.trainer.get("accumulate_grad_batches", 1))
     arguments = {"max_epochs": 2, "val_check_interval": 3, **chosen.trainer, "accumulate_grad_batches": window}
     return Fit(chosen.toy(), (data(4 * BATCHES, shuffle=True), data()), made, arguments)
 
