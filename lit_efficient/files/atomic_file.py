@@ -44,6 +44,29 @@ def replacing(target: Path) -> Iterator[IO[bytes]]:
         in_use.discard(temporary)
 
 
+@contextlib.contextmanager
+def replacing_by_name(target: Path) -> Iterator[Path]:
+    """As :func:`replacing`, for a library that opens the file itself, and may write others beside it on the way."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_stale(target.parent)
+    temporary = temporary_beside(target)
+    in_use.add(temporary)
+    try:
+        temporary.mkdir()
+        yield temporary / target.name
+        os.chmod(temporary / target.name, temporary.stat().st_mode & 0o666)  # some let nobody else read theirs
+        with open(temporary / target.name, "rb") as written:
+            os.fsync(written.fileno())
+        os.replace(temporary / target.name, target)
+        _sync_folder(target.parent)
+    except OSError as error:
+        error.filename = error.filename or str(target)
+        raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        in_use.discard(temporary)
+
+
 def not_through_links(path: str | os.PathLike[str], flags: int) -> int:
     """Open a file as ``os.open`` does, but none elsewhere: a run's folder may come from somebody else."""
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)

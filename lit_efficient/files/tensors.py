@@ -14,7 +14,7 @@ from typing import IO, Any
 from torch import Tensor
 
 from lit_efficient.errors import CheckpointError
-from lit_efficient.files.atomic_file import replacing
+from lit_efficient.files.atomic_file import replacing_by_name
 from lit_efficient.files.sums import check_sums
 
 _UNKNOWN = b"0" * 64
@@ -34,9 +34,9 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], **
         memory = tensor.untyped_storage().data_ptr()
         own[name] = tensor.clone().contiguous() if memory in seen else tensor.contiguous()
         seen.add(memory)
-    with replacing(Path(path)) as file:
-        save_file(own, file.name, metadata={**metadata, "sha256": _UNKNOWN.decode()})  # it opens the file by itself
-        with open(file.name, "r+b") as written:
+    with replacing_by_name(Path(path)) as file:
+        save_file(own, file, metadata={**metadata, "sha256": _UNKNOWN.decode()})
+        with open(file, "r+b") as written:
             _sort_metadata(written)
             place, _, digest = _hashes(written)
             written.seek(place)

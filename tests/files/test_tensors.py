@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from lit_efficient.errors import CheckpointError
@@ -44,3 +46,18 @@ def test_a_file_of_another_program_is_compared_with_the_sums_beside_it(tmp_path:
     (folder / "x.safetensors").write_bytes(changed)
     with pytest.raises(CheckpointError, match=r"x\.safetensors is missing, or not what was written"):
         load_tensors(folder / "x.safetensors")
+
+
+def test_a_killed_writer_leaves_nothing_for_long_and_others_may_read(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    child = os.fork()
+    if not child:  # the library writes a file of its own first
+        safetensors.torch.save_file = lambda _, path, **__: (Path(path).with_name(".tmp").touch(), os._exit(9))
+        save_tensors(file, {"a": torch.ones(2)})
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert [*tmp_path.iterdir()]
+    save_tensors(file, {"a": torch.ones(2)})
+    assert [*tmp_path.iterdir()] == [file]
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert file.stat().st_mode == plain.stat().st_mode
