@@ -215,7 +215,15 @@ class LitEfficientCLI(OpenCLI):
             program, words = self._typed
             self.events = RunEvents(self.folder, self.log, f"{program} {shlex.join(redacted(words))}")
             trainer["callbacks"].append(self.events)
-        made = super().instantiate_trainer(**kwargs)
+        try:
+            made = super().instantiate_trainer(**kwargs)
+        except KeyError as error:
+            if not str(error.args[0]).startswith("SLURM_"):
+                raise
+            raise ConfigurationError(
+                f"trainer: SLURMEnvironment reads {error.args[0]}, which srun sets for the processes that it starts: "
+                "outside of a job leave the overlay scale/slurm out, to check the rest as well"
+            ) from error
         prefetch(made, self.subcommand)
         setattr(made.strategy, "save_checkpoint", partial(masking, made.strategy.save_checkpoint))  # noqa: B010
         for logger in made.loggers:

@@ -283,6 +283,10 @@ MANY = ["--devices", "4", "--nodes", "2"]
         ),
         (["--trainer.strategy=ShardedStrategy"], "ShardedStrategy: found no repeated blocks"),
         (["--devices", "0"], "--devices must be a whole number of at least 1, got 0"),
+        (
+            ["-c", "scale/slurm"],
+            "SLURMEnvironment reads SLURM_NODEID, which srun sets for the processes that it starts",
+        ),
     ],
 )
 def test_what_many_devices_would_refuse_is_refused_without_them(arguments, said, capsys):
