@@ -81,6 +81,8 @@ def attempt(piece: Piece, case: str, folder: Path | None = None) -> str:
         os.chdir(own)
         try:
             return piece.trial(case, Path(own))
+        except Exception as error:  # of the run that nobody disturbs, perhaps: that is a finding, too
+            return f"it does not run at all: {type(error).__name__}: {error}"[:300]
         finally:
             os.chdir(before)
 

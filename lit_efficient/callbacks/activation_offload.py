@@ -60,7 +60,7 @@ class ActivationOffload(Technique):
     }
     computes: ClassVar[str] = "same"
     helps: ClassVar[dict[str, tuple[int, str]]] = {
-        "memory": (7, "activations of the blocks, for transfers beside the computation")
+        "memory": (8, "activations of the blocks, for transfers beside the computation")
     }
 
     def __init__(self, min_bytes: int = 2**20, blocks: str | list[str] = "auto") -> None:

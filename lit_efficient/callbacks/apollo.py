@@ -60,7 +60,7 @@ class APOLLO(Technique):
         "ScheduleFreeAdamW": "it has no low-rank form: use AdamW or FusedAdamW, or leave APOLLO out",
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {
-        "memory": (12, "nearly all of the optimizer's states, at another rate")
+        "memory": (13, "nearly all of the optimizer's states, at another rate")
     }
 
     def __init__(

@@ -102,7 +102,7 @@ class BlockSwap(Technique):
     }
     computes: ClassVar[str] = "same"
     helps: ClassVar[dict[str, tuple[int, str]]] = {
-        "memory": (9, "weights of the blocks that are frozen, or of all, for transfers in each step")
+        "memory": (10, "weights of the blocks that are frozen, or of all, for transfers in each step")
     }
 
     def __init__(self, keep: int = 0, blocks: str | list[str] = "auto", trained: bool = False) -> None:

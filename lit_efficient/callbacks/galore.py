@@ -59,7 +59,7 @@ class GaLore(Technique):
         "ScheduleFree": "both turn AdamW into another optimizer: leave one of them out",
         "ScheduleFreeAdamW": "it has no low-rank form: use AdamW or FusedAdamW, or leave GaLore out",
     }
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"memory": (11, "most of the optimizer's states, at another rate")}
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"memory": (12, "most of the optimizer's states, at another rate")}
 
     def __init__(
         self,

@@ -88,7 +88,7 @@ class LoRA(Technique):
         "WeightAveraging": "it copies and averages the frozen base, too, and configures the model twice; use EMA"
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {
-        "memory": (10, "gradients and states of all but adapters: another training")
+        "memory": (11, "gradients and states of all but adapters: another training")
     }
 
     def __init__(

@@ -54,7 +54,7 @@ class OffloadOptimizer(Technique):
     }
     computes: ClassVar[str] = "same"
     helps: ClassVar[dict[str, tuple[int, str]]] = {
-        "memory": (8, "all of the optimizer's states, for transfers in each step")
+        "memory": (9, "all of the optimizer's states, for transfers in each step")
     }
 
     def __init__(self, piece_mb: int = 256, gradients: bool = False) -> None:

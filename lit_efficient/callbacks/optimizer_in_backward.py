@@ -57,7 +57,7 @@ class OptimizerInBackward(Technique):
     }
     computes: ClassVar[str] = "same"
     helps: ClassVar[dict[str, tuple[int, str]]] = {
-        "memory": (6, "all gradients but one layer's; without accumulation and clipping by norm")
+        "memory": (7, "all gradients but one layer's; without accumulation and clipping by norm")
     }
 
     def check(self, trainer: Any, module: Any) -> None:

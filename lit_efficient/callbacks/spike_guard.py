@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
 from lit_efficient.declaration import Report
@@ -97,6 +97,7 @@ class SpikeGuard(Technique):
         self._consecutive = 0
         self._history: dict[str, deque[float]] = {}  # of "loss" and "gradient norm", by the optimizer's index
         self._losses: list[Tensor] = []  # of the micro-batches since the last step
+        self._read: list[Tensor] = []  # of those before a checkpoint
         self._kept: dict[str, Any] = {}  # the last good state, and the step that it was kept at
 
     def check(self, trainer: Any, module: Any) -> None:
@@ -111,7 +112,7 @@ class SpikeGuard(Technique):
         return Report(f"{does} at more than {self.sigmas:g} deviations above the last {self.window}")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._losses = []
+        self._losses, self._read = self._read, []
         if self.action == "rewind" and len(trainer.optimizers) != 1:
             raise ConflictError(
                 f"SpikeGuard: action='rewind' takes back the step of one optimizer, but {type(pl_module).__name__} has "
@@ -158,12 +159,16 @@ class SpikeGuard(Technique):
 
     def state_dict(self) -> dict[str, Any]:
         history = {key: list(values) for key, values in self._history.items()}
-        return {"history": history, "spikes": self.spikes, "consecutive": self._consecutive, "kept": self._kept}
+        state = {"history": history, "spikes": self.spikes, "consecutive": self._consecutive, "kept": self._kept}
+        if self._losses and not distributed.is_initialized():  # those of other processes nobody knows here
+            state["losses"] = torch.stack([loss.float() for loss in self._losses]).cpu()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._history = {key: deque(values, self.window) for key, values in state_dict["history"].items()}
         self.spikes, self._consecutive = state_dict["spikes"], state_dict["consecutive"]
         self._kept = state_dict["kept"] if self.action == "rewind" else {}
+        self._read = list(state_dict.get("losses", ()))
 
     def _values(self, trainer: Any, module: Any, optimizer: Optimizer) -> dict[str, float]:
         """Loss and gradient norm of the step, whichever are known; the same on all processes."""
@@ -172,7 +177,9 @@ class SpikeGuard(Technique):
         found: dict[str, Tensor] = {}
         if self._losses:
             share = trainer.accumulate_grad_batches if module.automatic_optimization else 1
-            found["loss"] = torch.stack([loss.float() for loss in self._losses]).mean() * (share / scale)
+            found["loss"] = torch.stack(
+                [loss.to(trainer.strategy.root_device, torch.float32) for loss in self._losses]
+            ).mean() * (share / scale)
             self._losses = []
         norm = gradient_norm(gradients_of(optimizer).values())
         if norm is not None:

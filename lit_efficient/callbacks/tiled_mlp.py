@@ -85,7 +85,7 @@ class TiledMLP(Technique):
         "leave TiledMLP out, ActivationCheckpointing recomputes experts, too",
     }
     computes: ClassVar[str] = "same"
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"memory": (5, "what MLPs keep of long rows, for a forward of them")}
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"memory": (6, "what MLPs keep of long rows, for a forward of them")}
 
     def __init__(self, tokens: int | None = None, layers: str | list[str] = "auto") -> None:
         super().__init__()

@@ -62,7 +62,7 @@ class ReplicatedStrategy(DDPStrategy):
 
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "speed": (13, "several devices: half the bytes between them, gradients rounded to bfloat16"),
-        "memory": (13, "several devices that hold all of the model: one copy of the gradients less than plain DDP"),
+        "memory": (14, "several devices that hold all of the model: one copy of the gradients less than plain DDP"),
     }
 
     gradients_are_views = True  # of the buckets

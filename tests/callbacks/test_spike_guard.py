@@ -200,6 +200,24 @@ def test_resumes_bit_exactly_before_and_after_a_spike(action: Any, tmp_path: Pat
     assert whole["callbacks"]["SpikeGuard"]["spikes"] >= 2
 
 
+def test_resumed_within_a_window_it_knows_the_losses_before(tmp_path: Path) -> None:
+    def history(ckpt_path: Path | None) -> Any:
+        guard, file = SpikeGuard(window=4), tmp_path / "within.ckpt"
+
+        def save(run: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2 and ckpt_path is None:  # the third micro-batch of the first window
+                run.save_checkpoint(file)
+
+        saves = pl.callbacks.LambdaCallback(on_train_batch_end=save)
+        fit(Line(), guard, ExactResume(0), saves, ckpt_path=ckpt_path, accumulate_grad_batches=4)
+        assert "losses" not in guard.state_dict()
+        return guard.state_dict()["history"]
+
+    whole = history(None)
+    assert len(whole) == 2
+    assert history(tmp_path / "within.ckpt") == whole
+
+
 class Saves(pl.Callback):
     """After each step."""
 
