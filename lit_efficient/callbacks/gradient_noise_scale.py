@@ -210,7 +210,7 @@ class GradientNoiseScale(Technique):
 
     def state_dict(self) -> dict[str, Any]:
         sums = None if self._sums is None else self._sums.detach().cpu().clone()
-        state = {"sums": sums, "samples": self._samples}
+        state: dict[str, Any] = {"sums": sums, "samples": self._samples}
         if self._squares and not distributed.is_initialized():  # of other processes' micro-batches nobody knows here
             state["window"] = {"squares": torch.stack(self._squares).cpu(), "inverse": list(self._inverse)}
         return state

@@ -159,7 +159,12 @@ class SpikeGuard(Technique):
 
     def state_dict(self) -> dict[str, Any]:
         history = {key: list(values) for key, values in self._history.items()}
-        state = {"history": history, "spikes": self.spikes, "consecutive": self._consecutive, "kept": self._kept}
+        state: dict[str, Any] = {
+            "history": history,
+            "spikes": self.spikes,
+            "consecutive": self._consecutive,
+            "kept": self._kept,
+        }
         if self._losses and not distributed.is_initialized():  # those of other processes nobody knows here
             state["losses"] = torch.stack([loss.float() for loss in self._losses]).cpu()
         return state
