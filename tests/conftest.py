@@ -99,6 +99,8 @@ def _no_run_left_open() -> Iterator[None]:
     yield
     wandb = sys.modules.get("wandb")
     if wandb is not None:
+        if wandb.run is not None:  # which later loggers of this process would go on with
+            wandb.finish()
         wandb.teardown()  # a run that a test has finished leaves the service, in that test's folder
 
 
