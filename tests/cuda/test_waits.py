@@ -175,7 +175,10 @@ def told(found: tuple[Counter[str], Counter[str]]) -> str:
 @pytest.mark.filterwarnings("ignore:Total length of")  # what is read is answered by ones
 @pytest.mark.parametrize("path", TASKS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_a_config_waits_once_a_step(path: Path) -> None:
-    check(waits(smaller(path)))
+    config = smaller(path)
+    parts = config["trainer"].get("callbacks", [])  # nothing is validated here, by which one could stop
+    config["trainer"]["callbacks"] = [part for part in parts if part["class_path"] != "EarlyStopping"]
+    check(waits(config))
 
 
 @pytest.mark.turns(4)

@@ -134,7 +134,7 @@ def test_two_processes_share_the_layers_of_a_plan_as_one_trains(tmp_path: Path) 
         torch.testing.assert_close(found["losses"], losses, rtol=1e-4, atol=1e-5)
         assert meter.flops is not None
         part, other = (operations / meter.flops.position for operations in found["operations"])
-        assert 0.5 <= part == other < 0.5 + 0.1 * (network is sharded.Image), network  # which has layers of no plan
+        assert 0.5 <= part == other <= 0.5 + 0.1 * (network is sharded.Image), network  # which has layers of no plan
         assert found["readers"] == 1  # of each batch: its samples count once
         assert found["held"] < 0.7 * sum(tensor.numel() for tensor in weights.values())
     _, straight, _ = sharded.fit(list, sharded.Tied, gradient_clip_val=0.05)
