@@ -135,12 +135,13 @@ class GradientNoiseScale(Technique):
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         """Listen to the micro-batch, if it begins a window to look at or goes on with one."""
         window, self._window = self._window, None
-        stepped = [p for o in trainer.optimizers for group in o.param_groups for p in group["params"]]
-        goes_on = window is not None and not self._begins and any(p.grad is not None for p in stepped)
-        if not self._hooks and (self._begins or goes_on) and trainer.global_step % self.every_n_steps == 0:
-            self._hooks = [p.register_hook(self._note) for p in stepped if p.requires_grad]
-            if window is not None and goes_on:
+        may_listen = not self._hooks and (self._begins or window) and trainer.global_step % self.every_n_steps == 0
+        if may_listen:
+            stepped = [p for o in trainer.optimizers for group in o.param_groups for p in group["params"]]
+            if window and not self._begins and any(p.grad is not None for p in stepped):
                 self._squares, self._inverse = list(window["squares"].to(loss.device)), list(window["inverse"])
+            if self._begins or self._squares:
+                self._hooks = [p.register_hook(self._note) for p in stepped if p.requires_grad]
         self._listens = bool(self._hooks)
         if self._listens:
             self._inverse.append(1 / max(1, self._batch))

@@ -112,7 +112,7 @@ class SpikeGuard(Technique):
         return Report(f"{does} at more than {self.sigmas:g} deviations above the last {self.window}")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._losses, self._read = self._read, []
+        self._losses, self._read = [loss.to(trainer.strategy.root_device) for loss in self._read], []
         if self.action == "rewind" and len(trainer.optimizers) != 1:
             raise ConflictError(
                 f"SpikeGuard: action='rewind' takes back the step of one optimizer, but {type(pl_module).__name__} has "
@@ -182,9 +182,7 @@ class SpikeGuard(Technique):
         found: dict[str, Tensor] = {}
         if self._losses:
             share = trainer.accumulate_grad_batches if module.automatic_optimization else 1
-            found["loss"] = torch.stack(
-                [loss.to(trainer.strategy.root_device, torch.float32) for loss in self._losses]
-            ).mean() * (share / scale)
+            found["loss"] = torch.stack([loss.float() for loss in self._losses]).mean() * (share / scale)
             self._losses = []
         norm = gradient_norm(gradients_of(optimizer).values())
         if norm is not None:

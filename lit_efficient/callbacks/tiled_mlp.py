@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import check_number
 from lit_efficient.internals.torch_compiler import is_compiled
-from lit_efficient.mechanisms.blocks.feed_forward import find_tokenwise, inputs_of
+from lit_efficient.mechanisms.blocks.feed_forward import find_tokenwise
 from lit_efficient.mechanisms.blocks.recomputation import recompute
 from lit_efficient.mechanisms.trials.memory import format_bytes
+from lit_efficient.models.expert_layers import width_of
 from lit_efficient.surgery import mix_in
 from lit_efficient.technique import Technique
 
@@ -98,7 +99,7 @@ class TiledMLP(Technique):
         found = find_tokenwise(module, self.layers, who="TiledMLP")
         sizes = []
         for _, part, _ in found:
-            sizes.append(self.tokens or inputs_of(part) or 1)
+            sizes.append(self.tokens or width_of(part))
             mix_in(part, _Tiled, _tile=sizes[-1], _tiled=False)
         kept = sum(bytes_ for _, _, bytes_ in found)
         return Report(

@@ -112,6 +112,11 @@ class _Route:
     def __reduce__(self) -> Any:
         return _Route, (self.rate, self.path_drop)
 
+    @property
+    def number(self) -> int:
+        """What the draws of this batch are seeded with."""
+        return self.drawn if self.seed is None else self.seed
+
 
 class _Routed(nn.Module):
     """Mix-in of a block on the route. Each block cuts and returns whole tokens, so that any of them may be recomputed,
@@ -201,7 +206,7 @@ def _draw(block: _Routed, x: Tensor, shared: bool) -> Tensor:
             f"TokenRouting: block {block._route_name!r} runs on {tokens} tokens, those before it on {route.tokens}: "
             "name blocks of one sequence"
         )
-    generator = torch.Generator(x.device).manual_seed(route.drawn if route.seed is None else route.seed)
+    generator = torch.Generator(x.device).manual_seed(route.number)
     kept = draw_tokens(len(x), tokens, route.rate, generator, x.device, shared)
     if kept.shape[1] == tokens:
         raise refusal("TokenRouting", "rate", f"enough to leave out one of {tokens} tokens", route.rate)
@@ -219,7 +224,7 @@ def _rows_left_out(block: _Routed, x: Tensor) -> Tensor | None:
     route = block._route
     if not block.training or not route.path_drop:
         return None
-    seed = mix_seed(route.drawn if route.seed is None else route.seed, 1)
+    seed = mix_seed(route.number, 1)
     return torch.rand(len(x), generator=torch.Generator(x.device).manual_seed(seed), device=x.device) < route.path_drop
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from lit_efficient.errors import refusal
-from lit_efficient.files.hidden_names import SUFFIX, in_use, is_stale, temporary_beside
+from lit_efficient.files.hidden_names import SUFFIX, hidden_beside, in_use, is_stale, temporary_beside
 from lit_efficient.files.sums import write_sums
 
 
@@ -25,46 +25,27 @@ def replacing(target: Path) -> Iterator[IO[bytes]]:
 
     Missing folders are made. If it cannot be written, the target is as it was, and nothing is left behind.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale(target.parent)
-    temporary = temporary_beside(target)
-    in_use.add(temporary)
-    try:
+    with _new_beside(target) as temporary, _naming(target):
         with open(temporary, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
         _sync_folder(target.parent)
-    except OSError as error:
-        error.filename = error.filename or str(target)  # which a write does not name
-        raise
-    finally:
-        temporary.unlink(missing_ok=True)
-        in_use.discard(temporary)
 
 
 @contextlib.contextmanager
 def replacing_by_name(target: Path) -> Iterator[Path]:
     """As :func:`replacing`, for a library that opens the file itself, and may write others beside it on the way."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale(target.parent)
-    temporary = temporary_beside(target)
-    in_use.add(temporary)
-    try:
-        temporary.mkdir()
-        yield temporary / target.name
-        os.chmod(temporary / target.name, temporary.stat().st_mode & 0o666)  # some let nobody else read theirs
-        with open(temporary / target.name, "rb") as written:
+    with _new_beside(target) as folder, _naming(target):
+        folder.mkdir()
+        file = folder / target.name
+        yield file
+        os.chmod(file, folder.stat().st_mode & 0o666)  # some let nobody else read theirs
+        with open(file, "rb") as written:
             os.fsync(written.fileno())
-        os.replace(temporary / target.name, target)
+        os.replace(file, target)
         _sync_folder(target.parent)
-    except OSError as error:
-        error.filename = error.filename or str(target)
-        raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        in_use.discard(temporary)
 
 
 def not_through_links(path: str | os.PathLike[str], flags: int) -> int:
@@ -87,11 +68,7 @@ def write_folder(target: Path, write: Callable[[Path], object], sums: bool = Tru
 
     ``sums`` writes SHA256SUMS beside that, for :func:`~lit_efficient.files.sums.check_sums`.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale(target.parent)
-    temporary = temporary_beside(target)
-    in_use.add(temporary)
-    try:
+    with _new_beside(target) as temporary:
         temporary.mkdir()
         write(temporary)
         if sums:
@@ -99,9 +76,6 @@ def write_folder(target: Path, write: Callable[[Path], object], sums: bool = Tru
         if target.exists():
             target.rmdir()
         os.replace(temporary, target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        in_use.discard(temporary)
     return target
 
 
@@ -132,18 +106,12 @@ def end_folder(temporary: Path, target: Path) -> None:
 
 def link_again(source: Path, target: Path) -> bool:
     """Give a file a second name, in the place of what has it; False where the file system knows one name a file."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale(target.parent)
-    temporary = temporary_beside(target)
-    in_use.add(temporary)
-    try:
-        os.link(source, temporary)
-        os.replace(temporary, target)
-    except OSError:
-        return False
-    finally:
-        temporary.unlink(missing_ok=True)
-        in_use.discard(temporary)
+    with _new_beside(target) as temporary:
+        try:
+            os.link(source, temporary)
+            os.replace(temporary, target)
+        except OSError:
+            return False
     _sync_folder(target.parent)
     return True
 
@@ -155,14 +123,9 @@ def replace_link(link: Path, name: str) -> None:
         OSError: Where there are no links, or none may be made.
     """
     _remove_stale(link.parent)
-    temporary = temporary_beside(link)
-    in_use.add(temporary)
-    try:
+    with hidden_beside(link) as temporary:
         os.symlink(name, temporary, target_is_directory=True)
         os.replace(temporary, link)
-    finally:
-        temporary.unlink(missing_ok=True)
-        in_use.discard(temporary)
 
 
 def remove_whole(target: Path) -> None:
@@ -178,6 +141,25 @@ def remove_whole(target: Path) -> None:
         shutil.rmtree(doomed)
     finally:
         in_use.discard(doomed)
+
+
+@contextlib.contextmanager
+def _new_beside(target: Path) -> Iterator[Path]:
+    """A hidden name beside a target, in a folder that is there and has nothing of killed processes in it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_stale(target.parent)
+    with hidden_beside(target) as hidden:
+        yield hidden
+
+
+@contextlib.contextmanager
+def _naming(target: Path) -> Iterator[None]:
+    """Errors of the system that name no file, as those of a write, name the target."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(target)
+        raise
 
 
 def _remove_stale(folder: Path) -> None:

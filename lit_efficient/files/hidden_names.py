@@ -4,9 +4,11 @@ import contextlib
 import os
 import re
 import secrets
+import shutil
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 SUFFIX = ".partial"  # a file being written, or a folder being removed
@@ -18,6 +20,21 @@ def temporary_beside(target: Path) -> Path:
     """A hidden name in the same folder, thus on the same file system, that tells who is writing."""
     writer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     return target.with_name(f".{target.name[:100]}.{writer}{SUFFIX}")
+
+
+@contextlib.contextmanager
+def hidden_beside(target: Path) -> Iterator[Path]:
+    """Such a name while the block runs; what is left under it then goes, be it a file, a link or a folder."""
+    hidden = temporary_beside(target)
+    in_use.add(hidden)
+    try:
+        yield hidden
+    finally:
+        if hidden.is_dir() and not hidden.is_symlink():
+            shutil.rmtree(hidden, ignore_errors=True)
+        else:
+            hidden.unlink(missing_ok=True)
+        in_use.discard(hidden)
 
 
 def is_stale(entry: Path) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lit_efficient.errors import CheckpointError
-from lit_efficient.files.hidden_names import in_use, temporary_beside
+from lit_efficient.files.hidden_names import hidden_beside
 
 NAME = "SHA256SUMS"
 
@@ -20,14 +20,9 @@ def write_sums(folder: Path, known: Mapping[str, str] | None = None) -> None:
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / NAME)
     names = {path.relative_to(folder).as_posix(): path for path in files}
     lines = [f"{(known or {}).get(name) or sha256_of(path)}  {name}\n" for name, path in names.items()]
-    written = temporary_beside(folder.with_name(f"{folder.name[:80]}.{NAME}"))
-    in_use.add(written)
-    try:
+    with hidden_beside(folder.with_name(f"{folder.name[:80]}.{NAME}")) as written:
         written.write_text("".join(lines), "utf-8")
         os.replace(written, folder / NAME)  # others may do the same
-    finally:
-        written.unlink(missing_ok=True)
-        in_use.discard(written)
 
 
 def _check_indexes(folder: Path) -> None:

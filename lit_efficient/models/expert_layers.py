@@ -288,10 +288,13 @@ def add_mixture(
 
 
 def width_of(module: nn.Module) -> int:
-    """Inputs of a module's first linear layer, or of all experts' ones."""
-    first: Any = next(part for part in module.modules() if is_linear(part) or isinstance(part, GroupedLayer))
-    width: int = first.weight.shape[0] if is_linear(first) and not isinstance(first, nn.Linear) else first.in_features
-    return width
+    """Inputs of a module's first linear layer, of any kind, or of all experts' ones; 0 without one."""
+    for part in module.modules():
+        if hasattr(part, "in_features"):
+            return int(part.in_features)  # type: ignore[arg-type]
+        if is_linear(part):
+            return len(part.weight)  # type: ignore[arg-type]
+    return 0
 
 
 def is_linear(part: nn.Module) -> bool:

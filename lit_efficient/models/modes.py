@@ -1,7 +1,7 @@
 """Evaluate for a moment, or without a network's deep path; how exactly a network computes."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +24,14 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for child, training in modes:
             child.training = training
+
+
+@contextmanager
+def trying_out(device: torch.device) -> Iterator[None]:
+    """Run the body, a layer that is only tried, with gradients and without autocast; what it draws is given back."""
+    plain = nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad(), plain:
+        yield
 
 
 def whole_precision(module: nn.Module, device: torch.device) -> bool:

@@ -5,7 +5,6 @@ Asked of the modules themselves: three tokens go through, one of them is changed
 
 import copy
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from lit_efficient.internals.torch_fx import has_parts
 from lit_efficient.mechanisms.blocks.finding import find_blocks, trained_blocks
 from lit_efficient.mechanisms.trials.memory import SavedTensors
 from lit_efficient.models.expert_layers import is_linear, width_of
+from lit_efficient.models.modes import evaluating, trying_out
 from lit_efficient.models.weight_slices import weights_wait
 from lit_efficient.surgery import endings, expert_stacks, match_modules
 
@@ -129,28 +129,16 @@ def find_tokenwise(root: nn.Module, patterns: str | Sequence[str], *, who: str) 
     return found
 
 
-def inputs_of(module: nn.Module) -> int | None:
-    """Features that the first linear layer in a module reads; ``None`` if there is none."""
-    for layer in module.modules():
-        if is_linear(layer) or hasattr(layer, "in_features"):
-            weight: Any = layer.weight
-            width: int = weight.shape[0] if not hasattr(layer, "in_features") else layer.in_features  # type: ignore[assignment]
-            return width
-    return None
-
-
 def _kept_by_token(part: nn.Module) -> int:
     """Bytes of a token that a module keeps beside its input, or 0 where it mixes tokens or keeps no more than that."""
-    width = inputs_of(part)
-    if width is None or isinstance(part, nn.ModuleList | nn.ModuleDict) or _has_experts(part):
+    width = width_of(part)
+    if not width or isinstance(part, nn.ModuleList | nn.ModuleDict) or _has_experts(part):
         return 0
     weights = [*part.parameters(), *part.buffers()]
     like = next((p for p in weights if p.is_floating_point()), torch.empty(0, device=weights[0].device))
     x = _drawn((2, 3, width)).to(like).requires_grad_()
     try:
-        plain = nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
-        drawn = torch.random.fork_rng(devices=[x.device] if x.is_cuda else [])
-        with SavedTensors([*weights, x]) as saved, drawn, plain, torch.enable_grad():
+        with SavedTensors([*weights, x]) as saved, trying_out(x.device):
             out = part(x)
         alone = part(x.flatten(0, 1)).shape == (6, width) if x.is_meta else _maps_alone(part, width, like)
     except Exception:  # code of anybody, given what it may not take
@@ -171,22 +159,16 @@ def _maps_alone(module: nn.Module, width: int, like: Tensor) -> bool | None:
     x = _drawn((2, 3, width)).to(like)
     other = x.clone()
     other[:, 0] += 1
-    modes = [(part, part.training) for part in module.modules()]
-    try:
-        module.eval()
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            before, after = module(x), module(other)
-            if not isinstance(before, Tensor) or before.shape != x.shape:
-                return False
-            change = (after - before).abs().amax((0, 2)).float()
-            if not change.any():
-                return None
-            if (change[1:] > 1e-3 * change[0]).any():
-                return False
-            flat, wanted = module(x.flatten(0, 1)).float(), before.flatten(0, 1).float()
-    finally:
-        for part, training in modes:
-            part.training = training
+    with evaluating(module), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        before, after = module(x), module(other)
+        if not isinstance(before, Tensor) or before.shape != x.shape:
+            return False
+        change = (after - before).abs().amax((0, 2)).float()
+        if not change.any():
+            return None
+        if (change[1:] > 1e-3 * change[0]).any():
+            return False
+        flat, wanted = module(x.flatten(0, 1)).float(), before.flatten(0, 1).float()
     return torch.allclose(flat, wanted, rtol=1e-2, atol=1e-3 * float(wanted.abs().max()))
 
 
