@@ -75,8 +75,11 @@ def test_the_row_of_a_step_can_be_logged_before_its_last_hook_returns(namespace)
 
 @both
 @leans_on("lightning", "logger._kwargs", "lightning_trainer")
-def test_what_tensorboard_has_of_later_steps_is_passed_over(namespace, tmp_path):
+def test_what_tensorboard_has_of_later_steps_is_passed_over(namespace, tmp_path, monkeypatch):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    writers = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
+    # Files are read in their names' order: the second of writing, then a number of the process, where 10 is before 9.
+    monkeypatch.setattr(writers, "_global_uid", writers.AtomicCounter(0))
     for begins, value in ((0, 1.0), (2, 5.0)):
         logger = importlib.import_module(f"{namespace}.loggers").TensorBoardLogger(tmp_path, "", "")
         lightning_trainer.purge_from(logger, begins)
