@@ -35,7 +35,8 @@ def configure_in_order(self: Any) -> None:
     """Around ``strategy.configure_ddp``."""
     inner_method(self, "configure_ddp", configure_in_order)()
     if isinstance(self.model, DistributedDataParallel):
-        self.model.reducer = _InFirstOrder(self.model.reducer)
+        kept: Any = _InFirstOrder(self.model.reducer)
+        self.model.reducer = kept
 
 
 class _InFirstOrder:
