@@ -32,7 +32,7 @@ SIZES: dict[str, dict[str, Any]] = {
         },
     },
 }
-# What these overlays name cannot be had here (a teacher from the hub, float8, NCCL), or has no place in these tasks: they
+# What these overlays name cannot be had here (a hub's teacher, float8, NCCL), or has no place in these tasks: they
 # have ExactResume already, on a GPU FastMatmul, too; nothing is large enough for 8 bits, nothing frozen for BlockSwap,
 # no layer's bias goes into a batch norm, and no GPU is there whose memory DataLoaderTuner could pin.
 ELSEWHERE = {"feature_matching", "hidden_alignment", "latent_alignment", "replace_head", "compile", "exact_resume"}
