@@ -301,7 +301,7 @@ def together_trial(case: str, folder: Path) -> str:
     wanted = sum(code == 0 for code, _ in ends)
     if len(over) < wanted:
         return f"{wanted} runs have ended well, in {len(over)} folders"
-    # One that goes on from the other's newest checkpoint has the rows from there on; a validation's come last of a step.
+    # One that goes on from the other's newest checkpoint has the rows from there on; a validation's end a step.
     places = {row: (int(row[1]), row[0] == "val/loss") for row in lines}
     tails = [[row for row in lines if places[row] >= begin] for begin in {*places.values()}]
     for path in over:
