@@ -21,6 +21,7 @@ from torch import nn
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.files.sums import check_sums
 from lit_efficient.files.tensors import map_tensors
+from lit_efficient.internals.heap import give_back
 from lit_efficient.internals.torch_modules import (
     FollowsWeight,
     Loads,
@@ -134,6 +135,7 @@ class _Reading:
             own = {name: full for name, full in own.items() if wanted is None or full in wanted}
             if own and (isinstance(part, Loads) or (isinstance(part, FollowsWeight) and part.made_of_weight)):
                 self._through(part, layer, own)
+                give_back()  # of codes and their making 20 MiB a block of a 1B network were kept
             else:
                 for name, full in own.items():
                     self._slice(getattr(part, name), full)
