@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from lit_efficient import (
     IA3,
     CausalLMConfig,
+    GPTConfig,
     LanguageModeling,
     LoRA,
     MixtureOfDepths,
@@ -35,6 +36,7 @@ from lit_efficient.models import causal_lm, weight_slices
 from lit_efficient.models.deferred_draws import DeferredDraws
 from lit_efficient.models.weight_slices import load_slices
 from lit_efficient.surgery import local
+from lit_efficient.tasks import language_modeling
 from tests.support import assert_equal, trainer
 
 WIDTH, DEPTH = 64, 8
@@ -189,8 +191,9 @@ def adapter_beside(folder: str) -> str:
     return str(place)
 
 
-def losses(folder: str, techniques: Sequence[Any] = (), **arguments: Any) -> list[float]:
-    """Of four steps of a fit on the model of a folder."""
+def losses(model: Any, techniques: Sequence[Any] = (), **arguments: Any) -> list[float]:
+    """Of four steps of a fit on a model, of a folder perhaps."""
+    torch.manual_seed(0)
     seen: list[float] = []
 
     class Seen(L.Callback):
@@ -201,8 +204,30 @@ def losses(folder: str, techniques: Sequence[Any] = (), **arguments: Any) -> lis
     rows: Any = [{"input_ids": row, "labels": row} for row in tokens]
     run = trainer([Seen(), *techniques], max_epochs=4, limit_val_batches=0, use_distributed_sampler=False, **arguments)
     loader = DataLoader(rows, batch_size=8)
-    run.fit(Rows(CausalLMConfig(folder)), loader, loader)
+    run.fit(Rows(CausalLMConfig(model) if isinstance(model, str) else model), loader, loader)
     return seen
+
+
+DRAWN: dict[str, Callable[[], Any]] = {
+    "gpt": lambda: GPTConfig(97, dim=64, depth=2, num_heads=2, max_length=64),
+    "llama": lambda: CausalLMConfig(
+        config_fields={
+            "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "vocab_size": 97,
+        }
+    ),
+}  # fmt: skip
+
+
+def drawn_in_a_fit(folder: str) -> None:
+    """Each process draws what it holds of random weights, and is given nothing whole."""
+    for name, model in DRAWN.items():
+        built = list[nn.Module]()
+        plain = weight_slices.built_empty
+        language_modeling.built_empty = lambda make, plain=plain, into=built: into.append(plain(make)) or into[0]
+        found = losses(model(), [MixtureOfExperts(experts=2)], devices=2, strategy=ShardedStrategy())
+        assert len(built) == 1
+        torch.save(found, f"{folder}/{name}_{dist.get_rank()}.pt")
 
 
 def in_a_fit(folders: list[str]) -> None:
