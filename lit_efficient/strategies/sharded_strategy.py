@@ -159,8 +159,8 @@ class ShardedStrategy(ShardingBase):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        given = super().distributed_sampler_kwargs  # processes that share a row read the same ones
-        return {key: value // self.parallel.context for key, value in given.items()}
+        shared = self.parallel.tensor * self.parallel.context  # processes that share a row read the same ones
+        return {"num_replicas": self.world_size // shared, "rank": self.global_rank // shared}
 
     def setup(self, trainer: Any) -> None:
         module: Any = self.lightning_module
