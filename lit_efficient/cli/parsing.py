@@ -7,10 +7,12 @@ import contextlib
 import json
 import os
 import re
+import select
+import stat
 import types
 import typing
 from argparse import ArgumentError
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -165,6 +167,7 @@ def _check_text(option: str, text: str) -> None:
 _UNKNOWN_OPTION = re.compile(
     r"(?:does not accept option|unrecognized arguments:|Option) '?(?:--)?(?P<name>[\w.+-]+)[^']*'?( is not accepted)?"
 )
+_PATIENCE = 3  # seconds
 _UNLISTED = {"help", "config", "print_config", "print_shtab", "==SUPPRESS==", "subcommand"}
 
 set_loader(PARSER_MODE, load_yaml, (yaml.YAMLError,))
@@ -194,11 +197,13 @@ class Parser(ChecksValues, LightningArgumentParser):
         return added
 
     def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Parse a config file; its name goes in front of what is wrong with it."""
+        """Parse a config file; its name goes in front of what is wrong with it, unless another's stands there."""
         try:
-            return super().parse_path(path, *args, **kwargs)
+            with _written(path):
+                return super().parse_path(path, *args, **kwargs)
         except ArgumentError as error:
-            raise ArgumentError(None, f"In file {path}:\n{error.message}") from error
+            named = error.message.startswith("In file ")
+            raise error if named else ArgumentError(None, f"In file {path}:\n{error.message}") from error
         except UnicodeDecodeError as error:
             raise ArgumentError(None, f"In file {path}:\nit is no UTF-8 text: {error.reason}") from error
 
@@ -227,10 +232,18 @@ class Parser(ChecksValues, LightningArgumentParser):
             elif isinstance(value, dict):
                 self._check_keys(value, f"{key}.")
             elif os.path.isfile(value):  # read again by the parsing, which would name the file around it
-                try:
-                    Path(value).read_text("utf-8")
-                except UnicodeDecodeError as error:
-                    self.error(f'Parser key "{key}":\n  {value} is no UTF-8 text: {error.reason}')
+                self._check_section(key, value)
+            elif Path(value).is_fifo():  # which the parsing would wait for
+                self.error(f'Parser key "{key}":\n  {value} is a pipe: write it into a file')
+
+    def _check_section(self, key: str, file: str) -> None:
+        try:
+            with contextlib.suppress(yaml.YAMLError):  # as above
+                self._check_keys(load_yaml(Path(file).read_text("utf-8")), f"{key}.")
+        except UnicodeDecodeError as error:
+            self.error(f'Parser key "{key}":\n  {file} is no UTF-8 text: {error.reason}')
+        except ArgumentError as error:
+            raise ArgumentError(None, f"In file {file}:\n{error.message}") from error
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise what is wrong; for an unknown option, add where it is now, or what was probably meant."""
@@ -257,6 +270,21 @@ class Parser(ChecksValues, LightningArgumentParser):
         if is_section(action) and isinstance(value, int | float | list | None):  # a text is a file
             shown = "null" if value is None else value
             raise TypeError(f'Parser key "{key}":\n  Expected a mapping of keys to values. Got value: {shown}')
+
+
+@contextlib.contextmanager
+def _written(path: Any) -> Iterator[None]:
+    """Refuse a pipe that nobody writes into: to read it would never end. It stays open, or its writer would end."""
+    if not os.path.exists(path) or not stat.S_ISFIFO(os.stat(path).st_mode):
+        yield
+        return
+    pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        if not select.select([pipe], [], [], _PATIENCE)[0]:
+            raise ArgumentError(None, f"In file {path}:\nit is a pipe, and nothing came through it in {_PATIENCE} s")
+        yield
+    finally:
+        os.close(pipe)
 
 
 def _accepts_null(action: Any) -> bool:

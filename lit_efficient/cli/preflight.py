@@ -12,6 +12,8 @@ from typing import Any
 from urllib.parse import urlparse
 
 import torch
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_efficient.cli.parsing import ALLOWED_IMPORTS
 from lit_efficient.cli.run import DEFAULTS
@@ -66,6 +68,11 @@ def check_numbers(config: Any) -> None:
     check_number("trainer", "accumulate_grad_batches", steps, least=1, whole=True, null=True)
     if isinstance(interval, int | float):
         check_number("trainer", "val_check_interval", interval, above=0)
+    if isinstance(most := config.get("trainer.max_time"), str):
+        try:
+            Timer(most)
+        except MisconfigurationException:
+            raise refusal("trainer", "max_time", "DD:HH:MM:SS, or days, hours, ... by name", most) from None
     if isinstance(clip := config.get("trainer.gradient_clip_val"), int | float):  # below 0 Lightning clips nothing
         check_number("trainer", "gradient_clip_val", clip, least=0)
 

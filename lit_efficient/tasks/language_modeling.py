@@ -86,6 +86,7 @@ class LanguageModeling(LightningModule):
         "val/bits_per_byte",
     )
     loads_as: ClassVar[str] = "LanguageModeling"  # the public class that a checkpoint alone is loaded as
+    trains_on: ClassVar[tuple[str, ...]] = ("tokens",)
     takes_slices: ClassVar[bool] = True  # of rows that processes share, each a part of their length
     commands_after_fit: ClassVar[tuple[str, ...]] = ("generate --ckpt {ckpt} --prompt 'Once upon a time'",)
 
