@@ -1,4 +1,4 @@
-"""Files are written whole or not at all, and whoever reads one finds what was written or is told."""
+"""Files are written whole or not at all, and whoever reads one finds what was written or an error."""
 
 import os
 import random
