@@ -4,6 +4,7 @@ Each of two processes is pretended, and reads its first batch with the same rand
 read the same.
 """
 
+import contextlib
 from typing import Any
 
 import torch
@@ -72,10 +73,10 @@ def _of_loader(trainer: Any, one: tuple[Any, list[Any]], other: tuple[Any, list[
     name = f"the training data ({type(dataset).__name__})"
     if not mine or not its:
         raise ConfigurationError(f"{name} has no batch for each of {world} processes: use fewer, or smaller batches")
-    try:
+    rows: int | None = None
+    steps: int | None = None
+    with contextlib.suppress(TypeError):
         rows, steps = len(dataset), len(loader)  # type: ignore[arg-type]
-    except TypeError:
-        rows = steps = None
     if rows is not None and rows < world:
         raise ConfigurationError(f"{name} has {rows} rows for {world} processes")
     if len(mine) == len(its) and all(map(_equal, mine, its)):
