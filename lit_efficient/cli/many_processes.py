@@ -4,6 +4,7 @@ Each of two processes is pretended, and reads its first batch with the same rand
 read the same.
 """
 
+import contextlib
 from typing import Any
 
 import torch
@@ -72,6 +73,12 @@ def _of_loader(trainer: Any, one: tuple[Any, list[Any]], other: tuple[Any, list[
     name = f"the training data ({type(dataset).__name__})"
     if not mine or not its:
         raise ConfigurationError(f"{name} has no batch for each of {world} processes: use fewer, or smaller batches")
+    rows: int | None = None
+    steps: int | None = None
+    with contextlib.suppress(TypeError):
+        rows, steps = len(dataset), len(loader)  # type: ignore[arg-type]
+    if rows is not None and rows < world:
+        raise ConfigurationError(f"{name} has {rows} rows for {world} processes")
     if len(mine) == len(its) and all(map(_equal, mine, its)):
         way_out = (
             "split it in its __iter__ by rank and worker"
@@ -81,12 +88,8 @@ def _of_loader(trainer: Any, one: tuple[Any, list[Any]], other: tuple[Any, list[
         raise ConfigurationError(
             f"{name} is not split: processes 0 and 1 of {world} read the same first batch; {way_out}"
         )
-    try:
-        rows, steps = len(dataset), len(loader)  # type: ignore[arg-type]
-    except TypeError:
+    if rows is None or steps is None:
         return []
-    if rows < world:
-        raise ConfigurationError(f"{name} has {rows} rows for {world} processes")
     window = trainer.accumulate_grad_batches
     notes = [f"{rows:,} rows, {steps:,} batches an epoch for each of {world} processes"]
     if steps % window:
