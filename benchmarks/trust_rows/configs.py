@@ -42,6 +42,17 @@ FREE = re.compile(r"FeatureMatching\.layers\.|layers\.blocks")
 
 # Values that are as unusual as right: what the name of a case ends with, and why it is right.
 RIGHT: dict[str, str] = {
+    r"seed_everything:zero": "a seed",
+    r"\.max_steps:(zero|huge)": "no step, or all that another end allows",
+    r"\.(log_every_n_steps|gradient_clip_val|warmup_steps|weight_decay):(zero|huge)": "never, none, or later",
+    r"\.\w*(every_n_\w+|stop_at|val_check_interval):huge": "not within this run",
+    r"\.(rate|held_out|num_workers|dropout|seed|guidance_scale|samples\.count|count):zero": "none of it",
+    r"\.(num_workers|batch_size|count|crops|variants|max_new_tokens):huge": "known with machine and data",
+    r"\.(alpha|guidance_scale|scale|weight|beta|temperature):huge": "a factor: a run that diverges says so",
+    r"\.temperature:zero": "the likeliest token",
+    r"\.numbers\.zero:\w+": "where the numbers of a file have their zero",
+    r"\.(monitor|filename|project|name|save_dir|dirpath|teacher|prefix):word": "of what is made or found later",
+    r"\.layers_per_block:zero": "a block without layers is one for diffusers",
     r"\.(learning_rate|lr|max_lr|gamma):huge": "no number is too large by itself: a run that diverges says so",
     r"\.(check_val_every_n_epoch|num_nodes|held_out):huge": "what is enough is known with the data, or the machines",
     r"data\.init_args\.fields\.\w+:word": "a column, of which the data knows",
@@ -49,6 +60,14 @@ RIGHT: dict[str, str] = {
     r"latent_alignment:.*\.weight:zero": "the distance is measured, and adds nothing",
     r"\.default_root_dir:word": "a folder, which is made",
     r"\.config_fields\.sample_size:\w+": "diffusers has it for pipelines alone; nothing is computed with it",
+}
+
+
+# What follows of a value that is right by itself, and is said in the place of it.
+FOLLOWS: dict[str, str] = {
+    r"\.(num_classes|cross_attention_dim):(zero|null)": "a backbone that takes no conditions",
+    r"\.(in|out|latent)_channels:(zero|huge|nan)|_block_types:empty": "the decoder must undo the encoder",
+    r"autoencoder\.latent_channels:huge": "their channels must agree",
 }
 
 
@@ -289,9 +308,16 @@ def _try_key(case: str, folder: Path) -> str:
         if not near and not FREE.search(case):
             return refusal(code, text, misspelt, f"did you mean {key!r}")
         wanted = [misspelt]
+    if kind == "null" and key == "init_args" and ("required and missing" in text or " must be " in text):
+        return refusal(code, text)  # what lacks then is named
+    if any(re.search(f"{pattern}$", case) and word in text for pattern, word in FOLLOWS.items()):
+        return refusal(code, text)
     if kind == "class":
         value = _at(_tree(name), path)
         short = value.rpartition(".")[2]
+        package, near = value.partition(".")[0], _misspelt(value).partition(".")[0]
+        if package != near and "." in value:  # its first half has the mistake
+            return refusal(code, text, near, f"did you mean {package!r}")
         return refusal(code, text, _misspelt(value).rpartition(".")[2], f"did you mean {short!r}")
     return refusal(code, text, *wanted)
 
