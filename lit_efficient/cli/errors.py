@@ -175,6 +175,7 @@ def _causes(message: str) -> Iterator[tuple[float, int, str, str, str]]:
                 if accepted := re.search(r"\(accepted: (.+)\)", cause):  # of several classes, the one that fits best
                     fits = sum(f"'{name}':" in message for name in accepted[1].split(", "))
                     priority = priority + 0.01 * fits if fits else 5.9  # another one's complaint of a type comes first
+                    priority += 0.05 * ("did you mean" in cause)
                 place = _place(keys, classes)
                 yield priority, len(here), place, cause, leaf or (keys[-1] if keys else "")
 

@@ -165,6 +165,10 @@ WRONG_YAML = {
         "model:\n  class_path: LatentDiffusion\n  init_args:\n    backbone: {channels: 4, patch_size: wide}\n",
         ["DiTConfig.backbone.patch_size", "wide", "bad.yaml, line 4"],
     ),
+    "misspelt in one of two classes": (
+        "model:\n  class_path: LanguageModeling\n  init_args:\n    model:\n      configfields: {model_type: llama}\n",
+        ["did you mean 'config_fields'"],
+    ),
     "no class_path beside its arguments": (
         "model:\n  class_path: LatentDiffusion\n  init_args:\n    backbone:\n      clas_path: DiTConfig\n"
         "      init_args: {channels: 4}\n",
