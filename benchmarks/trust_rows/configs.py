@@ -49,20 +49,15 @@ RIGHT: dict[str, str] = {
     r"seed_everything:zero": "a seed",
     r"\.max_steps:(zero|huge)": "no step, or all that another end allows",
     r"\.(log_every_n_steps|gradient_clip_val|warmup_steps|weight_decay):(zero|huge)": "never, none, or later",
-    r"\.\w*(every_n_\w+|stop_at|val_check_interval):huge": "not within this run",
-    r"\.(rate|held_out|num_workers|dropout|seed|guidance_scale|samples\.count|count):zero": "none of it",
-    r"\.(num_workers|batch_size|count|crops|variants|max_new_tokens):huge": "known with machine and data",
-    r"\.(alpha|guidance_scale|scale|weight|beta|temperature):huge": "a factor: a run that diverges says so",
+    r"\.(rate|lr|weight|held_out|num_workers|dropout|seed|guidance_scale|samples\.count|count):zero": "none of it",
+    r":huge": "no number is too large by itself: memory, machines, the data and a run that diverges say so",
     r"\.temperature:zero": "the likeliest token",
     r"\.numbers\.zero:\w+": "where the numbers of a file have their zero",
-    r"\.(monitor|filename|project|name|save_dir|dirpath|teacher|prefix):word": "of what is made or found later",
+    r"\.(monitor|filename|plot|project|name|save_dir|dirpath|teacher|prefix):word": "of what is made or found later",
     r"\.(layers_per_block|num_hidden_layers):zero": "a network without layers is one",
-    r"\.config_fields\.\w+:huge": "a check counts no memory: `plan` does",
     r"\.max_position_embeddings:zero": "of rotary positions a table alone",
     r"\.(folder|train|val|tokenizer|name_or_path|autoencoder):word": "a hub's name, or looked for with the data",
-    r"\.data\.init_args\.num_classes:(zero|huge)": "of labels that the data has",
-    r"\.(learning_rate|lr|max_lr|gamma):huge": "no number is too large by itself: a run that diverges says so",
-    r"\.(check_val_every_n_epoch|num_nodes|held_out):huge": "what is enough is known with the data, or the machines",
+    r"data\.init_args\.num_classes:zero": "of labels that the data has",
     r"data\.init_args\.fields\.\w+:word": "a column, of which the data knows",
     r"\.beta:zero": "SelectiveBackprop chooses by chance alone then",
     r"latent_alignment:.*\.weight:zero": "the distance is measured, and adds nothing",
@@ -247,7 +242,17 @@ def _words(name: str) -> list[str]:
     """The command that checks the config of a trial."""
     stem = name.rpartition("/")[2]
     if configs.known()[name].parent.name not in ("techniques", "loggers"):
-        return ["check", "-c", "case.yaml"]
+        model = _tree(name).get("model", {})
+        if "class_path" in model:
+            return ["check", "-c", "case.yaml"]
+        return [
+            "check",
+            "-c",
+            "llm/llama_3_1_8b_qlora" if model else "language_model",
+            "-c",
+            "case.yaml",
+            "--devices=2",
+        ]
     base = "latent_diffusion" if stem in BASES["diffusion"] else "language_model"
     without = ["--without", "".join(part.capitalize() for part in stem.split("_"))] if stem in BASES["bare"] else []
     few = ["--data.autoencoder_steps=2", "--data.judge_steps=2"] if base == "latent_diffusion" else []
@@ -349,10 +354,9 @@ def _tried_key(case: str, folder: Path, ask: Any) -> str:
     if kind == "class":
         value = _at(_tree(name), path)
         short = value.rpartition(".")[2]
-        package, near = value.partition(".")[0], _misspelt(value).partition(".")[0]
-        if package != near and "." in value:  # its first half has the mistake
-            return refusal(code, text, near, f"did you mean {package!r}")
-        return refusal(code, text, _misspelt(value).rpartition(".")[2], f"did you mean {short!r}")
+        parts = zip(value.split("."), _misspelt(value).split("."), strict=False)
+        part, near = next(((one, two) for one, two in parts if one != two), (short, _misspelt(short)))
+        return refusal(code, text, near, f"did you mean {part!r}")
     return refusal(code, text, *wanted)
 
 

@@ -1,6 +1,7 @@
 """What can be known to fail before anything is built: folders, devices, secrets left out, W&B without a key."""
 
 import difflib
+import math
 import netrc
 import os
 import re
@@ -35,6 +36,8 @@ def check_config(config: Mapping[str, Any], devices_are_here: bool = True) -> No
     """
     for key, value in leaves(config):
         name = key.split(".")[-1]
+        if isinstance(value, float) and math.isnan(value):
+            raise ConfigurationError(f"{key}: nan is no number")
         if isinstance(value, str) and (f"://{HIDDEN}@" in value or (value == HIDDEN and names_a_secret(key))):
             raise ConfigurationError(
                 f"{key}: {HIDDEN} stands where a run that saved this config left a secret out; give it once more"

@@ -209,8 +209,9 @@ def build(
                 quantization_config=_quantization(spec, dtype, config) if replaced is None else replaced,
                 **options,
             )
-    except (OSError, ValueError, ImportError) as error:
-        raise ConfigurationError(f"CausalLMConfig: the model cannot be built: {str(error).splitlines()[0]}") from error
+    except (OSError, ValueError, ImportError, ArithmeticError) as error:
+        said = f"{str(error).splitlines()[0]}{unusual(spec.config_fields or {})}"
+        raise ConfigurationError(f"CausalLMConfig: the model cannot be built: {said}") from error
     check_whole("CausalLMConfig", model, spec.config_fields or {})
     if grows:
         grow_vocabulary(model, int(vocab_size or 0))

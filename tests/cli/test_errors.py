@@ -174,6 +174,7 @@ WRONG_YAML = {
         "      init_args: {channels: 4}\n",
         ["'clas_path' in line 5", "did you mean 'class_path'"],
     ),
+    "no number": ("trainer:\n  limit_val_batches: .nan\n", ["trainer.limit_val_batches: nan is no number"]),
     "an epoch that is none": ("trainer:\n  check_val_every_n_epoch: 0\n", ["check_val_every_n_epoch must be", "got 0"]),
     "null in the trainer": ("trainer:\n  deterministic: 3.5\n", ["trainer.deterministic", "3.5", "bad.yaml, line 2"]),
 }
