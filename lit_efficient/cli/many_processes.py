@@ -37,8 +37,12 @@ def check_split(trainer: Any, data: Any) -> list[str]:
     Raises:
         ConfigurationError: For a loader that gives processes the same rows, or none.
     """
-    world = trainer.world_size
-    first, second = (_loaders(trainer, data, rank) for rank in range(2))
+    world = getattr(trainer.strategy, "distributed_sampler_kwargs", {}).get("num_replicas", trainer.world_size)
+    sharing = trainer.world_size // world  # so many processes share each row
+    if world == 1:
+        _loaders(trainer, data, 0)
+        return []
+    first, second = (_loaders(trainer, data, rank) for rank in (0, sharing))
     return [note for pair in zip(first, second, strict=True) for note in _of_loader(trainer, *pair, world)]
 
 
