@@ -289,7 +289,7 @@ def _make_models(folder: str) -> None:
 def _prepare(name: str, tree: Any) -> None:
     Path("case.yaml").write_text(_text(tree))
     stem = name.rpartition("/")[2]
-    if name.startswith("llm/"):
+    if name.startswith(("llm/", "scale/")):
         for made in Path(_home().name).iterdir():
             if not Path(made.name).is_symlink():
                 Path(made.name).symlink_to(made)
