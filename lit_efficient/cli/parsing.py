@@ -8,11 +8,10 @@ import json
 import os
 import re
 import select
-import stat
 import types
 import typing
 from argparse import ArgumentError
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -199,8 +198,9 @@ class Parser(ChecksValues, LightningArgumentParser):
     def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Any:
         """Parse a config file; its name goes in front of what is wrong with it, unless another's stands there."""
         try:
-            with _written(path):
-                return super().parse_path(path, *args, **kwargs)
+            if os.path.exists(path) and Path(path).is_fifo():
+                return self.parse_string(_through(path), str(path), *args, **kwargs)
+            return super().parse_path(path, *args, **kwargs)
         except ArgumentError as error:
             named = error.message.startswith("In file ")
             raise error if named else ArgumentError(None, f"In file {path}:\n{error.message}") from error
@@ -272,19 +272,17 @@ class Parser(ChecksValues, LightningArgumentParser):
             raise TypeError(f'Parser key "{key}":\n  Expected a mapping of keys to values. Got value: {shown}')
 
 
-@contextlib.contextmanager
-def _written(path: Any) -> Iterator[None]:
-    """Refuse a pipe that nobody writes into: to read it would never end. It stays open, or its writer would end."""
-    if not os.path.exists(path) or not stat.S_ISFIFO(os.stat(path).st_mode):
-        yield
-        return
-    pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+def _through(path: Any) -> str:
+    """What comes through a pipe until its writer closes it; one that nobody writes into would never end."""
+    pipe, parts = os.open(path, os.O_RDONLY | os.O_NONBLOCK), list[bytes]()
     try:
-        if not select.select([pipe], [], [], _PATIENCE)[0]:
-            raise ArgumentError(None, f"In file {path}:\nit is a pipe, and nothing came through it in {_PATIENCE} s")
-        yield
+        while select.select([pipe], [], [], _PATIENCE)[0]:
+            if not (part := os.read(pipe, 1 << 16)):
+                return b"".join(parts).decode("utf-8")
+            parts.append(part)
     finally:
         os.close(pipe)
+    raise ArgumentError(None, f"In file {path}:\nit is a pipe, and nothing came through it in {_PATIENCE} s")
 
 
 def _accepts_null(action: Any) -> bool:

@@ -165,6 +165,17 @@ WRONG_YAML = {
         "model:\n  class_path: LatentDiffusion\n  init_args:\n    backbone: {channels: 4, patch_size: wide}\n",
         ["DiTConfig.backbone.patch_size", "wide", "bad.yaml, line 4"],
     ),
+    "misspelt in one of two classes": (
+        "model:\n  class_path: LanguageModeling\n  init_args:\n    model:\n      configfields: {model_type: llama}\n",
+        ["did you mean 'config_fields'"],
+    ),
+    "no class_path beside its arguments": (
+        "model:\n  class_path: LatentDiffusion\n  init_args:\n    backbone:\n      clas_path: DiTConfig\n"
+        "      init_args: {channels: 4}\n",
+        ["'clas_path' in line 5", "did you mean 'class_path'"],
+    ),
+    "no number": ("trainer:\n  limit_val_batches: .nan\n", ["trainer.limit_val_batches: nan is no number"]),
+    "an epoch that is none": ("trainer:\n  check_val_every_n_epoch: 0\n", ["check_val_every_n_epoch must be", "got 0"]),
     "null in the trainer": ("trainer:\n  deterministic: 3.5\n", ["trainer.deterministic", "3.5", "bad.yaml, line 2"]),
 }
 
@@ -247,12 +258,11 @@ def test_a_pipe_is_read_where_somebody_writes_into_it(capsys, tmp_path, monkeypa
     (tmp_path / "outer.yaml").write_text("trainer: pipe.yaml\n")
     assert "pipe.yaml: it is a pipe, and nothing came" in refused(capsys, "-c", "pipe.yaml")
     assert "pipe.yaml is a pipe" in refused(capsys, "-c", "outer.yaml")
-    writer = os.open(pipe, os.O_RDWR)
-    os.write(writer, b"trainer:\n  max_step: 3\n")
-    reader = threading.Timer(0.3, os.close, [writer])  # the end of what is read
-    reader.start()
+    writer = threading.Thread(target=pipe.write_text, args=["trainer:\n  max_step: 3\n"])  # waits for a reader
+    writer.start()
+    monkeypatch.setattr(parsing, "_PATIENCE", 60)
     assert "did you mean 'trainer.max_steps'" in refused(capsys, "-c", "pipe.yaml")
-    reader.join()
+    writer.join()
 
 
 def test_no_arguments_are_those_of_the_class(tmp_path):
@@ -290,6 +300,6 @@ def test_devices_are_counted(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     for devices in ("auto", 1, 2, "2", "0,1", -1, [0, 1]):
         check_devices("cpu", devices)
-    for devices in (3, "3", "0,2", [2]):
-        with pytest.raises(ConfigurationError, match=r"trainer\.devices"):
+    for devices in (3, "3", "0,2", [2], 0, -7):
+        with pytest.raises(ConfigurationError, match=r"trainer(\.|: )devices"):
             check_devices("cpu", devices)
