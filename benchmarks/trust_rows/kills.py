@@ -542,7 +542,7 @@ PIECES = (
         "A fit that saves each step is killed (SIGKILL) after its first save: `--ckpt_path last` goes on, ends "
         "bit-identical to a run that nobody killed, and leaves no other files",
         FITS,
-        {"before": 16, "within": 12, "time": 8},
+        {"before": 26, "within": 20, "time": 14},
         in_ci=2,
     ),
     piece(

@@ -287,6 +287,7 @@ class LastCheckpoint(Checkpoint):
             if last.is_dir():
                 remove_whole(last)
             written.replace(last)
+            written.unlink(missing_ok=True)  # renaming one of two names of the same file does nothing
         trainer.strategy.barrier()
         self.last_model_path = str(last)
 

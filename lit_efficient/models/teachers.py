@@ -208,9 +208,10 @@ def _of_transformers(spec: str, who: str) -> nn.Module:
     from transformers import AutoConfig, AutoModel
 
     try:
+        if not spec.endswith(".json"):
+            check_sums(spec)  # before the configuration, whose values may raise anything
         config = AutoConfig.from_pretrained(spec, trust_remote_code=False)
         if not spec.endswith(".json"):
-            check_sums(spec)
             check_bounds(who, spec, config, AutoModel)
             return AutoModel.from_pretrained(spec, trust_remote_code=False)
         with own_draws(0):

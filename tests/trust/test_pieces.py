@@ -60,6 +60,7 @@ def test_what_went_wrong_is_said_and_tried_again_when_asked(
         return "it fell" if case in fails else ""
 
     monkeypatch.setattr(trust, "FOLDER", tmp_path)
+    monkeypatch.setattr(trust, "TALLIES", tmp_path / "trust.json")
     piece = Piece(1, "falls", "Is dropped.", lambda: ("a", "b", "c"), trial)
     assert trust.run([piece], 1.0, float("inf"), again=False) == 1
     assert trust.run([piece], 1.0, float("inf"), again=False) == 0  # all have been tried
@@ -73,3 +74,34 @@ def test_what_went_wrong_is_said_and_tried_again_when_asked(
     assert tried[3:] == ["b"]
     assert trust.tallies([piece])[0]["held"] == 3
     assert "falls: b: it fell" in capsys.readouterr().out
+
+
+def test_what_ran_is_kept_with_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+    names = ["LoRA 1", "LoRA 2", "EMA 1: a", "EMA 1: b"]
+
+    def trial(case: str, _: Path) -> str:
+        tried.append(case)
+        return "it fell" if case == "EMA 1: b" else ""
+
+    def run(more: bool = True) -> list[str]:
+        """Which cases are tried by one who has the repository alone."""
+        piece = Piece(1, "falls", "Is dropped.", lambda: names, trial)
+        monkeypatch.setattr(trust, "FOLDER", tmp_path / f"runs-{len([*tmp_path.iterdir()])}")
+        trust.FOLDER.mkdir()
+        tried.clear()
+        trust.run([piece], 1.0 if more else 0.5, float("inf"), again=False)
+        trust.TALLIES.write_text(json.dumps(trust.tallies([piece])))
+        return tried.copy()
+
+    monkeypatch.setattr(trust, "TALLIES", tmp_path / "trust.json")
+    first = run(more=False)
+    assert len(first) == 2
+    assert sorted(first + run()) == sorted(names)
+    assert run() == []
+    (row,) = json.loads(trust.TALLIES.read_text())
+    assert (row["tried"], row["held"], row["wrong"]) == (4, 3, ["EMA 1: b: it fell"])
+    assert [text.split()[1] for text in row["results"].values()] == ["2+", "1+1-"]
+    names.insert(0, "DoRA 1")  # of another technique
+    names.append("LoRA 3")
+    assert run() == ["DoRA 1", "LoRA 1", "LoRA 2", "LoRA 3"]  # a number among three names no more
