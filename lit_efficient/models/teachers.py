@@ -207,10 +207,10 @@ def name_of(spec: str | nn.Module) -> str:
 def _of_transformers(spec: str, who: str) -> nn.Module:
     from transformers import AutoConfig, AutoModel
 
+    check_sums(spec)
     try:
         config = AutoConfig.from_pretrained(spec, trust_remote_code=False)
         if not spec.endswith(".json"):
-            check_sums(spec)
             check_bounds(who, spec, config, AutoModel)
             return AutoModel.from_pretrained(spec, trust_remote_code=False)
         with own_draws(0):

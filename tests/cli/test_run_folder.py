@@ -294,6 +294,16 @@ def test_a_run_that_is_killed_between_two_files_ends_with_those_of_one_that_was_
         assert_equal(last()[key], whole[key])
 
 
+def test_the_name_until_the_end_goes_where_a_saver_links_to_it():
+    each = {"every_n_train_steps": 1, "filename": "{step}", "save_last": True}
+    arguments = [SAVE, f"--trainer.callbacks+={{class_path: ModelCheckpoint, init_args: {json.dumps(each)}}}"]
+    assert fit(*arguments) == 0
+    names = digests(runs()[0]).keys()
+    (runs()[0] / "last.ckpt").unlink()  # as if it had been killed before it
+    assert fit(*arguments, "--ckpt_path=last") == 0
+    assert digests(runs()[0]).keys() - {"environment_1.json"} == names
+
+
 class Killed(Callback):
     """The end of a process, in the fourth step."""
 
