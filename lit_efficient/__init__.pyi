@@ -1,4 +1,4 @@
-# The names of __init__.py for type checkers; written by: python -m tests.stub
+# The names of __init__.py for type checkers; written by: python -m tests.generated
 from lit_efficient.declaration import LossHooks as LossHooks
 from lit_efficient.declaration import Phase as Phase
 from lit_efficient.declaration import Report as Report

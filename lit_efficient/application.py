@@ -40,7 +40,7 @@ from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.models.mixed_copies import MixedCopies
 from lit_efficient.models.silent_layers import SilentLayers, unwatch
-from lit_efficient.protocol import add_loss, check_loss, product, weigh
+from lit_efficient.protocol import add_loss, check_batches, check_loss, product, weigh
 from lit_efficient.surgery import is_sharded, reshard
 
 _ON_LOSS = ("sample_weights", "extra_loss")
@@ -225,8 +225,8 @@ def install(trainer: Any, module: Any) -> None:
     if session is not None and session.trainer == id(trainer):
         return
     uninstall(module)  # a run that died before its teardown, or a copy that was made in the middle of one
+    check_run(trainer, module)
     techniques = techniques_of(trainer)
-    _check_run(trainer, module, techniques)
     wraps: dict[str, Callable[..., Any]] = {"configure_model": _configure_model}
     wraps["on_load_checkpoint"] = _on_load_checkpoint
     rewriters = ("prepare_parameters", "rewrite_optimizer", "trains", "after_step")
@@ -262,8 +262,15 @@ def uninstall(module: Any) -> None:
             rank_zero_warn(layers.described())
 
 
-def _check_run(trainer: Any, module: Any, techniques: list[Declaration]) -> None:
+def check_run(trainer: Any, module: Any) -> None:
+    """Ask each technique of a trainer what it refuses of the others, of the trainer and of the module.
+
+    Raises:
+        ConflictError, ConfigurationError: What one of them says.
+    """
+    techniques = techniques_of(trainer)
     check_conflicts([*parts_of(trainer), getattr(trainer, "datamodule", None)])
+    check_batches(module, getattr(trainer, "datamodule", None))
     surgeons = [type(technique).__name__ for technique in techniques if overrides(technique, "transform")]
     traits = traits_of(trainer.strategy)
     if surgeons and traits.spawns:
@@ -325,22 +332,34 @@ def check_sharded(trainer: Any, module: nn.Module) -> None:
 def _configure_optimizers(self: Any) -> Any:
     session: Session = self.__dict__["_lit_efficient_session"]
     techniques = in_order(techniques_of(self.trainer))
-    for technique in techniques:
-        technique.prepare_parameters(self)
-    configured = inner_method(self, "configure_optimizers", _configure_optimizers)()
+    configured = configured_by(self, techniques, inner_method(self, "configure_optimizers", _configure_optimizers))
     optimizers = find_optimizers(configured)
-    check_conflicts([*parts_of(self.trainer), *optimizers])
-    session.schedulers = find_schedulers(configured)
-    try:
-        _rewrite_optimizers(self, session, techniques, optimizers)
-    finally:
-        session.schedulers = []  # they hold the optimizer, which no copy of the module should drag along
-    _check_trained(self, techniques, optimizers)
     for optimizer in optimizers if any(overrides(t, "trains") for t in techniques) else ():
         optimizer.register_step_post_hook(partial(_check_learning, self, session))
     if any(overrides(technique, "after_step") for technique in techniques):
         for optimizer in optimizers:  # after what rewrites have registered
             optimizer.register_step_post_hook(partial(_after_step, self, session))
+    return configured
+
+
+def configured_by(module: Any, techniques: list[Declaration], configure: Callable[[], Any]) -> Any:
+    """What ``configure`` returns of optimizers, rewritten by techniques, in their order, in a run on the module.
+
+    Raises:
+        ConfigurationError, ConflictError: What a technique refuses of them; if they lack what one trains.
+    """
+    session = module.__dict__.setdefault("_lit_efficient_session", Session(id(module.trainer)))
+    for technique in techniques:
+        technique.prepare_parameters(module)
+    configured = configure()
+    optimizers = find_optimizers(configured)
+    check_conflicts([*parts_of(module.trainer), *optimizers])
+    session.schedulers = find_schedulers(configured)
+    try:
+        _rewrite_optimizers(module, session, techniques, optimizers)
+    finally:
+        session.schedulers = []  # they hold the optimizer, which no copy of the module should drag along
+    _check_trained(module, techniques, optimizers)
     return configured
 
 

@@ -14,11 +14,16 @@ from lightning.pytorch.plugins.precision import Precision
 from lit_efficient import application
 from lit_efficient.declaration import Declaration, in_order, techniques_of
 from lit_efficient.internals.lightning_standalone import StandaloneCallback, StandalonePrecision
-from lit_efficient.internals.lightning_trainer import trainer_of
+from lit_efficient.internals.lightning_trainer import AskedEarly, trainer_of
 
 
-class AppliesTechniques(Callback, StandaloneCallback):
+class AppliesTechniques(AskedEarly, Callback, StandaloneCallback):
     """Has the declarations of a trainer applied, whether they are callbacks or its precision."""
+
+    def refuse(self, trainer: Any, module: Any) -> None:
+        """Check all techniques of the trainer at once, on the first technique's turn."""
+        if _is_first(self, trainer):
+            application.check_run(trainer, module)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Check all techniques of the trainer at once and wrap the module, on the first technique's turn."""
@@ -34,7 +39,7 @@ class AppliesTechniques(Callback, StandaloneCallback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Log what all techniques touched, on the first technique's turn."""
-        if next(c for c in trainer.callbacks if isinstance(c, AppliesTechniques)) is self:
+        if _is_first(self, trainer):
             application.warn_of_rounding(trainer, pl_module)
             application.log_reports(trainer, application.reports_of(pl_module, techniques_of(trainer)))
 
@@ -43,6 +48,10 @@ class AppliesTechniques(Callback, StandaloneCallback):
         checkpoint.setdefault("lit_efficient", {})["techniques"] = [
             technique.record() for technique in in_order(techniques_of(trainer))
         ]
+
+
+def _is_first(callback: AppliesTechniques, trainer: Any) -> bool:
+    return next(c for c in trainer.callbacks if isinstance(c, AppliesTechniques)) is callback
 
 
 class Technique(Declaration, AppliesTechniques):

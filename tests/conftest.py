@@ -94,6 +94,13 @@ def _isolated_cache(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.fixture(autouse=True)
+def _no_seed_left_set() -> Iterator[None]:
+    """What a command has seeded is in the environment, where ExactResume of the next test would find it."""
+    yield
+    os.environ.pop("PL_GLOBAL_SEED", None)
+
+
+@pytest.fixture(autouse=True)
 def _no_run_left_open() -> Iterator[None]:
     """W&B's service goes on with the run, and in the folder, of the test that has started it: end both."""
     yield

@@ -47,6 +47,13 @@ def commands(text: str) -> Iterator[tuple[str, ...]]:
                 yield tuple(shlex.split(found[1], comments=True))
 
 
+def of_header(text: str) -> Iterator[tuple[str, ...]]:
+    """The same of the comments of a config."""
+    for line in re.findall(r"^# (.*)$", text.replace("\\\n#", " "), re.MULTILINE):
+        if found := re.search(_BEGINS + r"([^`]*)", line):
+            yield tuple(shlex.split(found[1], comments=True))
+
+
 def of_script(text: str) -> Iterator[tuple[str, ...]]:
     """The same of a script whose function ``run`` is the command, with the folder of its configs."""
     for line in re.findall(r"^  run (.*)$", text, re.MULTILINE):

@@ -6,7 +6,7 @@ from pathlib import Path
 import lit_efficient
 
 MOST = 10
-# Data modules: their sources, sizes and loaders stay at the top of a config, where each of them has stood since the
+# Data modules: their sources, sizes and loaders stay at the top of a config, where each of them is since the
 # first release; only the rest is in groups. LoRA: ten say what an adapter is, flat as in peft's own configuration, and
 # in each config and checkpoint that there is; `start_from` and `beside` name two different kinds of adapters that are
 # there already, so that a block for them would take one name away and rename two for every user. MuonAdamW: each is a

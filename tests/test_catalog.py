@@ -13,7 +13,7 @@ from lit_efficient.__main__ import main
 from lit_efficient.catalog import PACKAGE, PURPOSES, SLOTS, Card, arguments_of, pairs, purpose_of, read_cards
 from lit_efficient.commands.card import card_text
 from lit_efficient.commands.catalog_text import listed, markdown, matrix, table
-from tests import stub
+from tests import generated
 
 SOURCE = '''"""Drop blocks: train a shorter network.
 
@@ -223,5 +223,6 @@ def test_the_command_prints_cards_and_refuses_unknown_names(capsys, monkeypatch,
     assert main(["techniques"]) == 0
 
 
-def test_type_checkers_read_the_names_that_there_are() -> None:
-    assert stub.STUB.read_text("utf-8") == stub.text(), "run: python -m tests.stub"
+def test_what_is_written_from_the_sources_is_what_they_say_now() -> None:
+    stale = [path.name for path, text in generated.written().items() if path.read_text("utf-8") != text]
+    assert not stale, "run: python -m tests.generated"

@@ -18,9 +18,8 @@ import lit_efficient
 from lit_efficient.__main__ import COMMANDS, SUBCOMMANDS, main
 from lit_efficient.catalog import arguments_of, read_cards
 from lit_efficient.cli import LitEfficientCLI
-from lit_efficient.commands.catalog_text import markdown
 from lit_efficient.files import configs
-from tests.documents import DOCUMENTS, GIVEN, PAGES, ROOT, SCRIPT, all_commands, built, commands
+from tests.documents import DOCUMENTS, GIVEN, PAGES, ROOT, SCRIPT, all_commands, built, commands, of_header
 
 BUILD = built()
 SITE = dict(BUILD["assembled"]())
@@ -96,13 +95,16 @@ def test_an_option_that_does_not_exist_is_found() -> None:
 
 
 def test_configs_and_trainer_options_of_all_commands_exist() -> None:
-    """What the commands that rest at this commit would say first."""
+    """What the commands that rest at this commit would say first, and those of the configs' own headers."""
     trainer = set(inspect.signature(Trainer).parameters)
-    for words in ALL:
+    headers = [words for path in configs.known().values() for words in of_header(path.read_text("utf-8"))]
+    assert len(headers) > 100
+    for words in [*ALL, *headers]:
         assert not words or words[0].startswith("-") or words[0] in SUBCOMMANDS or words[0] in GIVEN
         for before, word in pairwise(words):
             if before == "-c":
-                assert GIVEN.get(word, word) in configs.known() or Path(word).is_file(), words
+                known = GIVEN.get(word, word) in configs.known() or Path(word).is_file()
+                assert known or word == "RUN/config.yaml", words
         for name in re.findall(r"--trainer\.([a-z_]+)", " ".join(words)):
             assert name in trainer, words
 
@@ -111,13 +113,6 @@ def test_every_command_is_in_the_documents() -> None:
     assert {words[0] for words in ALL if words} >= {"fit", "validate", "test", "predict", *COMMANDS}
     text = (ROOT / "docs" / "commands.md").read_text("utf-8")
     assert [name for name in COMMANDS if f"lit_efficient {name}" not in text] == []
-
-
-def test_the_table_of_techniques_is_the_one_that_the_code_generates() -> None:
-    text = (ROOT / "docs" / "techniques.md").read_text("utf-8")
-    table = text.split("techniques --markdown -->\n")[1].split("<!-- /techniques -->")[0]
-    made = markdown(read_cards()).replace("](lit_efficient/", "](../lit_efficient/")
-    assert table.strip() == made.strip(), "run: python -m lit_efficient techniques --markdown"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

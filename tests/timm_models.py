@@ -1,6 +1,6 @@
 """timm's models without torchvision, which timm imports and its models never call.
 
-The index holds no build of torchvision for the CPU build of torch, so that package is stood in for while timm is
+The index holds no build of torchvision for the CPU build of torch, so that package has a stand-in while timm is
 imported, and only then: every model is timm's own.
 """
 

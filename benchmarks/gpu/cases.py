@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import yaml
+
 import lit_efficient as le
+from lit_efficient.catalog import Card, overlay_of, read_cards
+from lit_efficient.files.configs import known
 
 
 def teacher() -> Any:
@@ -146,3 +153,29 @@ CASES: dict[str, Case] = {
     "LRFinder": Case(lambda: [le.LRFinder(num_steps=8)], precision=("32-true",)),
 }
 QUICK = ("plain GPT", "LoRA", "EMA")
+# These take a layer for teachers of images, a signal, workers, or batches on the host: plain Python around a step.
+LEFT_OUT = {"HiddenAlignment", "LatentAlignment", "SignalCheckpoint", "DataLoaderTuner"}
+LEFT_OUT |= {"BatchRamp", "SequenceLengthRamp", "ResolutionRamp", "RankWatch"}
+# These compute what torch does on any device, of weights, gradients or losses.
+LEFT_OUT |= {"WeightClipping", "OptimizerSchedule", "Initialise", "NoBiasBeforeNorm"}
+LEFT_OUT |= {"WidthTransfer", "SelectiveBackprop", "LossCurriculum", "ContrastiveFlowMatching"}
+
+
+NAMED = {*re.findall(r"\ble\.(\w+)\(", Path(__file__).read_text("utf-8"))}
+
+
+def as_configured(card: Card) -> Any:
+    """A technique with the arguments of its overlay."""
+    overlay = yaml.safe_load(known()[overlay_of(card)].read_text("utf-8"))
+    (entry,) = (one for one in overlay["trainer"]["callbacks+"] if one["class_path"] == card.name)
+    return getattr(le, card.name)(**entry.get("init_args", {}))
+
+
+def of_overlays(left_out: set[str]) -> dict[str, Case]:
+    """What is named neither in a case nor there is tried as its overlay has it."""
+    cards = [card for card in read_cards() if card.is_technique and card.slot == "trainer.callbacks"]
+    rest = [card for card in cards if card.name not in left_out and overlay_of(card)]
+    return {card.name: Case(partial(lambda card: [as_configured(card)], card), precision=MIXED) for card in rest}
+
+
+CASES |= of_overlays(NAMED | LEFT_OUT)

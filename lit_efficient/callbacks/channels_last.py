@@ -55,6 +55,7 @@ class ChannelsLast(Technique):
 
     phase = Phase.LAYOUT
     training_only = True
+    refuses_early = True
     conflicts: ClassVar[dict[str, str]] = {}
     computes: ClassVar[str] = "same"
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (3, "no transpositions around convolutions")}

@@ -2,6 +2,7 @@
 
     before batch k of epoch e:  torch, Python and NumPy are seeded by hash(seed, e, k, rank)
     order of epoch e:           a pure function of (seed, e); the loader's state is the number of batches it yielded
+    in all steps, under DDP:    gradients of all ranks are added in one order: buckets are never sorted anew
     after a resume:             what was still to do for the last batch: validate, step schedulers, end the epoch
 
 Saves: the work since the last epoch's end, in code that knows nothing of it; stock Lightning shuffles and draws again.
@@ -41,6 +42,7 @@ from lit_efficient.mechanisms.order.carried import attributes_of, differs
 from lit_efficient.mechanisms.order.resumable_loader import ResumableLoader, examine, make_resumable
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed, seed_all
 from lit_efficient.mechanisms.ranks import data_rank
+from lit_efficient.mechanisms.reducing import keep_order
 from lit_efficient.mechanisms.trials.probes import loaders_in
 from lit_efficient.technique import Technique
 
@@ -111,6 +113,7 @@ class ExactResume(Technique):
         restore_loader_states(trainer)
         self._keep_place(trainer)
         self._go_on(trainer)
+        keep_order(trainer.strategy)
         gradients, self._gradients = self._gradients, None
         if gradients:
             for name, parameter in pl_module.named_parameters():

@@ -48,6 +48,7 @@ class IA3(Technique):
     refuses_early = True
     alters = ("weights",)
     keeps = "ia3"
+    needs_numbers = False
     conflicts: ClassVar[dict[str, str]] = {
         "LoRA": "each freezes all but its own parameters; keep one of them",
         "WeightAveraging": "it averages the frozen base, too, and configures the model twice; use EMA",

@@ -24,7 +24,7 @@ from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.internals.torch_foreach import foreach_add_, foreach_copy_, foreach_mul_
 from lit_efficient.internals.torch_optimizers import HOOKS
-from lit_efficient.mechanisms.adapters.base import adapter_parameters, check, freeze_base, left_to_train, trim
+from lit_efficient.mechanisms.adapters.base import adapter_parameters, check, freeze_base, is_added, left_to_train, trim
 from lit_efficient.mechanisms.adapters.capacity import capacity_line, learned_tokens
 from lit_efficient.mechanisms.adapters.experts import LowRankExperts, add_experts
 from lit_efficient.mechanisms.adapters.int4 import Int4Linear
@@ -84,6 +84,7 @@ class LoRA(Technique):
     refuses_early = True
     alters = ("weights",)
     keeps = "adapters"
+    needs_numbers = False
     conflicts: ClassVar[dict[str, str]] = {
         "WeightAveraging": "it copies and averages the frozen base, too, and configures the model twice; use EMA"
     }
@@ -127,7 +128,6 @@ class LoRA(Technique):
         self.seed = seed
         self.start_from = start_from
         self.beside = beside
-        self.needs_numbers = bool(start_from or beside)  # which may have other weights than adapters
         folders = {name: read_adapter(one)[0] if isinstance(one, str) else one for name, one in (beside or {}).items()}
         self._weighed = False
         self._beside = {name: check_fields(name, fields) for name, fields in folders.items()}
@@ -139,12 +139,15 @@ class LoRA(Technique):
     def _take(self, folder: str) -> None:
         """Take the arguments of the adapter in a folder."""
         defaults = {parameter.name: parameter.default for parameter in signature(LoRA).parameters.values()}
-        for name, value in read_adapter(folder)[0].items():
+        fields, tensors = read_adapter(folder)
+        for name, value in fields.items():
             given = getattr(self, name)
             if given == defaults[name]:
                 setattr(self, name, value)
             elif name not in ("targets", "modules_to_save") and given != value:  # those are compared by what they match
                 raise refusal("LoRA", name, f"{value!r}, as in start_from, or left out", given)
+        # What the base would be compared with, or would start again as it is read.
+        self.needs_numbers = self.variant in ("dora", "pissa") or not all(map(is_added, tensors))
 
     def arguments(self) -> dict[str, Any]:
         """Without ``start_from``, and ``beside`` without folders: a checkpoint holds what they gave."""

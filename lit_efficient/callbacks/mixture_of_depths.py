@@ -30,7 +30,7 @@ from lit_efficient.mechanisms.side_terms import SideTerms, parts_of
 from lit_efficient.models.depth_routing import DepthRouted
 from lit_efficient.models.teachers import width_of
 from lit_efficient.models.token_rows import rows_in
-from lit_efficient.surgery import count, mix_in
+from lit_efficient.surgery import count, home_of, mix_in
 from lit_efficient.technique import Technique
 
 
@@ -72,6 +72,7 @@ class MixtureOfDepths(LossHooks, Technique):
 
     phase = Phase.ARCHITECTURE
     alters = ("weights",)
+    needs_numbers = False
     of_batch = "what teaches its predictor is a mean over all tokens, learned or not"
     sees_ahead = "the largest scores of a row are those of the whole row"
     conflicts: ClassVar[dict[str, str]] = {
@@ -134,8 +135,8 @@ class MixtureOfDepths(LossHooks, Technique):
         home = min(block.parameters(), key=lambda p: p.ndim)  # a norm's or a bias, which nothing quantises
         dtype = torch.promote_types(home.dtype, torch.float32)
         drawn = torch.randn(width, generator=generator, device="cpu", dtype=torch.float32) * 0.02 / width**0.5
-        block.register_parameter("depth_router", nn.Parameter(drawn.to(home.device, dtype)))
-        guess = first_guess(drawn, self.capacity, self.predict == "predictor").to(home.device, dtype)
+        block.register_parameter("depth_router", nn.Parameter(drawn.to(home_of(home), dtype)))
+        guess = first_guess(drawn, self.capacity, self.predict == "predictor").to(home_of(home), dtype)
         block.register_parameter("depth_predictor", nn.Parameter(guess))
         names = tuple(inspect.signature(block.forward).parameters)
         state = {"depth_capacity": self.capacity, "depth_name": name, "depth_arguments": names}

@@ -17,10 +17,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.files.pictures import draw_grid, write_picture
 from lit_efficient.files.runs import samples_file
+from lit_efficient.internals.lightning_trainer import AskedEarly
 from lit_efficient.models.modes import evaluating
 
 
-class SampleImages(Callback):
+class SampleImages(AskedEarly, Callback):
     """Writes ``samples/step_XXXXXXX.png`` in the run's folder at each validation, and logs it.
 
     Args:
@@ -54,7 +55,8 @@ class SampleImages(Callback):
         self.folder = folder
         self._validations = 0
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def refuse(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse a module that makes no images."""
         if not callable(getattr(pl_module, "sample_images", None)):
             raise ConfigurationError(
                 f"SampleImages: {type(pl_module).__name__} must have a method sample_images(num, seed) -> [N, C, H, W]."

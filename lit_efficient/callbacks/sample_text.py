@@ -15,11 +15,12 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.files.atomic_file import replacing
 from lit_efficient.files.runs import samples_file
+from lit_efficient.internals.lightning_trainer import AskedEarly
 from lit_efficient.models.modes import evaluating
 from lit_efficient.models.sampling import Sampling
 
 
-class SampleText(Callback):
+class SampleText(AskedEarly, Callback):
     """Print and log generated text whenever a validation ends, and print what ``predict`` generates.
 
     Texts go to every TensorBoard and W&B logger of the trainer, and to ``samples/step_XXXXXXX.txt`` in the run's
@@ -61,7 +62,8 @@ class SampleText(Callback):
         self.chat = chat
         self.folder = folder
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def refuse(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse a module that writes no text."""
         if not callable(getattr(pl_module, "generate_text", None)):
             raise ConfigurationError(
                 f"SampleText: {type(pl_module).__name__} has no generate_text(prompts, *, max_new_tokens, temperature, "

@@ -149,7 +149,8 @@ def _check_nodes(node: yaml.Node | None, seen: dict[int, int], within: tuple[int
 
 def _check_spec(lines: dict[str, int], values: dict[str, yaml.Node], slot: str) -> None:
     """Raise what is wrong with a class and its arguments, if a mapping is that, or nearly so."""
-    misspelt = [name for name in lines if slot and did_you_mean(name, ["class_path"]) and name != "class_path"]
+    of_class = slot or "init_args" in lines
+    misspelt = [name for name in lines if of_class and did_you_mean(name, ["class_path"]) and name != "class_path"]
     how = "write class_path: {}, and its arguments below init_args"
     named = next((name for name in lines if slot and "class_path" not in lines and _is_class(name)), None)
     if named is not None:

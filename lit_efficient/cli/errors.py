@@ -94,14 +94,15 @@ def exit_code(error: BaseException) -> int:
 
 @contextmanager
 def explained(argv: Sequence[str]) -> Iterator[None]:
-    """Raise what `explain` can say about an error inside as a ConfigurationError."""
+    """Raise what `explain` can say about an error inside as a ConfigurationError, or as want of memory."""
     try:
         yield
     except Exception as error:
         message = None if isinstance(error, ConfigurationError) else explain(error, argv)
         if message is None:
             raise
-        raise ConfigurationError(message) from error
+        kind = OutOfMemoryError if is_out_of_memory(error) else ConfigurationError
+        raise kind(message) from error
 
 
 def constructor_error(error: ValueError | TypeError) -> Exception:
@@ -174,6 +175,7 @@ def _causes(message: str) -> Iterator[tuple[float, int, str, str, str]]:
                 if accepted := re.search(r"\(accepted: (.+)\)", cause):  # of several classes, the one that fits best
                     fits = sum(f"'{name}':" in message for name in accepted[1].split(", "))
                     priority = priority + 0.01 * fits if fits else 5.9  # another one's complaint of a type comes first
+                    priority += 0.05 * ("did you mean" in cause)
                 place = _place(keys, classes)
                 yield priority, len(here), place, cause, leaf or (keys[-1] if keys else "")
 
@@ -225,6 +227,8 @@ def _cause(line: str, allowed: str, given: str) -> tuple[float, str, str] | None
         return 6, _wrong_type(_readable_types(match[1]), match[2]), ""
     if re.match(r"Expected an? ", line):
         return (5, _wrong_type(allowed, given), "") if allowed else None
+    if "Subclasses are disabled for" in line:  # one of several classes, of which another may stand there
+        return 3, line, ""
     if line.startswith("Not a valid subclass of"):
         return 3, f"not a class that fits here. Got: {line.partition('Got value: ')[2] or given}", ""
     if line.startswith("Unexpected config"):

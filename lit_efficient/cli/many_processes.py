@@ -4,6 +4,7 @@ Each of two processes is pretended, and reads its first batch with the same rand
 read the same.
 """
 
+import contextlib
 from typing import Any
 
 import torch
@@ -37,8 +38,12 @@ def check_split(trainer: Any, data: Any) -> list[str]:
     Raises:
         ConfigurationError: For a loader that gives processes the same rows, or none.
     """
-    world = trainer.world_size
-    first, second = (_loaders(trainer, data, rank) for rank in range(2))
+    world = getattr(trainer.strategy, "distributed_sampler_kwargs", {}).get("num_replicas", trainer.world_size)
+    sharing = trainer.world_size // world  # so many processes share each row
+    if world == 1:
+        _loaders(trainer, data, 0)
+        return []
+    first, second = (_loaders(trainer, data, rank) for rank in (0, sharing))
     return [note for pair in zip(first, second, strict=True) for note in _of_loader(trainer, *pair, world)]
 
 
@@ -68,6 +73,12 @@ def _of_loader(trainer: Any, one: tuple[Any, list[Any]], other: tuple[Any, list[
     name = f"the training data ({type(dataset).__name__})"
     if not mine or not its:
         raise ConfigurationError(f"{name} has no batch for each of {world} processes: use fewer, or smaller batches")
+    rows: int | None = None
+    steps: int | None = None
+    with contextlib.suppress(TypeError):
+        rows, steps = len(dataset), len(loader)  # type: ignore[arg-type]
+    if rows is not None and rows < world:
+        raise ConfigurationError(f"{name} has {rows} rows for {world} processes")
     if len(mine) == len(its) and all(map(_equal, mine, its)):
         way_out = (
             "split it in its __iter__ by rank and worker"
@@ -77,12 +88,8 @@ def _of_loader(trainer: Any, one: tuple[Any, list[Any]], other: tuple[Any, list[
         raise ConfigurationError(
             f"{name} is not split: processes 0 and 1 of {world} read the same first batch; {way_out}"
         )
-    try:
-        rows, steps = len(dataset), len(loader)  # type: ignore[arg-type]
-    except TypeError:
+    if rows is None or steps is None:
         return []
-    if rows < world:
-        raise ConfigurationError(f"{name} has {rows} rows for {world} processes")
     window = trainer.accumulate_grad_batches
     notes = [f"{rows:,} rows, {steps:,} batches an epoch for each of {world} processes"]
     if steps % window:

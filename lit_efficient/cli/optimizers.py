@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lit_efficient.cli.parsing import HORIZONS
 from lit_efficient.errors import ConfigurationError, refusal
 
+MANY = 10**9  # steps of a run whose length is not known yet: no warm-up is longer
 Spec = dict[str, Any]  # {"class_path": ..., "init_args": {...}}
 
 
@@ -42,7 +43,7 @@ class OptimizerPlan:
         """
         optimizer: Optimizer = _build("optimizer", self.optimizer, [nn.Parameter(torch.zeros(2, 2))])
         if self.scheduler:
-            _monitored(_build("lr_scheduler", _with_horizon(self.scheduler, 1000), optimizer))
+            _monitored(_build("lr_scheduler", _with_horizon(self.scheduler, MANY), optimizer))
         return optimizer
 
     def build(self, module: LightningModule) -> Any:

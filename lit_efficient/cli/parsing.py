@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import select
 import types
 import typing
 from argparse import ArgumentError
@@ -165,6 +166,7 @@ def _check_text(option: str, text: str) -> None:
 _UNKNOWN_OPTION = re.compile(
     r"(?:does not accept option|unrecognized arguments:|Option) '?(?:--)?(?P<name>[\w.+-]+)[^']*'?( is not accepted)?"
 )
+_PATIENCE = 3  # seconds
 _UNLISTED = {"help", "config", "print_config", "print_shtab", "==SUPPRESS==", "subcommand"}
 
 set_loader(PARSER_MODE, load_yaml, (yaml.YAMLError,))
@@ -194,11 +196,14 @@ class Parser(ChecksValues, LightningArgumentParser):
         return added
 
     def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Parse a config file; its name goes in front of what is wrong with it."""
+        """Parse a config file; its name goes in front of what is wrong with it, unless another's stands there."""
         try:
+            if os.path.exists(path) and Path(path).is_fifo():
+                return self.parse_string(_through(path), str(path), *args, **kwargs)
             return super().parse_path(path, *args, **kwargs)
         except ArgumentError as error:
-            raise ArgumentError(None, f"In file {path}:\n{error.message}") from error
+            named = error.message.startswith("In file ")
+            raise error if named else ArgumentError(None, f"In file {path}:\n{error.message}") from error
         except UnicodeDecodeError as error:
             raise ArgumentError(None, f"In file {path}:\nit is no UTF-8 text: {error.reason}") from error
 
@@ -227,10 +232,18 @@ class Parser(ChecksValues, LightningArgumentParser):
             elif isinstance(value, dict):
                 self._check_keys(value, f"{key}.")
             elif os.path.isfile(value):  # read again by the parsing, which would name the file around it
-                try:
-                    Path(value).read_text("utf-8")
-                except UnicodeDecodeError as error:
-                    self.error(f'Parser key "{key}":\n  {value} is no UTF-8 text: {error.reason}')
+                self._check_section(key, value)
+            elif Path(value).is_fifo():  # which the parsing would wait for
+                self.error(f'Parser key "{key}":\n  {value} is a pipe: write it into a file')
+
+    def _check_section(self, key: str, file: str) -> None:
+        try:
+            with contextlib.suppress(yaml.YAMLError):  # as above
+                self._check_keys(load_yaml(Path(file).read_text("utf-8")), f"{key}.")
+        except UnicodeDecodeError as error:
+            self.error(f'Parser key "{key}":\n  {file} is no UTF-8 text: {error.reason}')
+        except ArgumentError as error:
+            raise ArgumentError(None, f"In file {file}:\n{error.message}") from error
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise what is wrong; for an unknown option, add where it is now, or what was probably meant."""
@@ -257,6 +270,19 @@ class Parser(ChecksValues, LightningArgumentParser):
         if is_section(action) and isinstance(value, int | float | list | None):  # a text is a file
             shown = "null" if value is None else value
             raise TypeError(f'Parser key "{key}":\n  Expected a mapping of keys to values. Got value: {shown}')
+
+
+def _through(path: Any) -> str:
+    """What comes through a pipe until its writer closes it; one that nobody writes into would never end."""
+    pipe, parts = os.open(path, os.O_RDONLY | os.O_NONBLOCK), list[bytes]()
+    try:
+        while select.select([pipe], [], [], _PATIENCE)[0]:
+            if not (part := os.read(pipe, 1 << 16)):
+                return b"".join(parts).decode("utf-8")
+            parts.append(part)
+    finally:
+        os.close(pipe)
+    raise ArgumentError(None, f"In file {path}:\nit is a pipe, and nothing came through it in {_PATIENCE} s")
 
 
 def _accepts_null(action: Any) -> bool:

@@ -1,6 +1,7 @@
 """What can be known to fail before anything is built: folders, devices, secrets left out, W&B without a key."""
 
 import difflib
+import math
 import netrc
 import os
 import re
@@ -12,6 +13,8 @@ from typing import Any
 from urllib.parse import urlparse
 
 import torch
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_efficient.cli.parsing import ALLOWED_IMPORTS
 from lit_efficient.cli.run import DEFAULTS
@@ -33,6 +36,8 @@ def check_config(config: Mapping[str, Any], devices_are_here: bool = True) -> No
     """
     for key, value in leaves(config):
         name = key.split(".")[-1]
+        if isinstance(value, float) and math.isnan(value):
+            raise ConfigurationError(f"{key}: nan is no number")
         if isinstance(value, str) and (f"://{HIDDEN}@" in value or (value == HIDDEN and names_a_secret(key))):
             raise ConfigurationError(
                 f"{key}: {HIDDEN} stands where a run that saved this config left a secret out; give it once more"
@@ -64,8 +69,15 @@ def check_numbers(config: Any) -> None:
         check_number("config", "seed_everything", seed, least=0, most=2**32 - 1, whole=True, null=True)
     steps, interval = (config.get(f"trainer.{name}") for name in ("accumulate_grad_batches", "val_check_interval"))
     check_number("trainer", "accumulate_grad_batches", steps, least=1, whole=True, null=True)
+    for name, least in (("check_val_every_n_epoch", 1), ("log_every_n_steps", 0), ("num_nodes", 1)):
+        check_number("trainer", name, config.get(f"trainer.{name}"), least=least, whole=True, null=True)
     if isinstance(interval, int | float):
         check_number("trainer", "val_check_interval", interval, above=0)
+    if isinstance(most := config.get("trainer.max_time"), str):
+        try:
+            Timer(most)
+        except MisconfigurationException:
+            raise refusal("trainer", "max_time", "DD:HH:MM:SS, or days, hours, ... by name", most) from None
     if isinstance(clip := config.get("trainer.gradient_clip_val"), int | float):  # below 0 Lightning clips nothing
         check_number("trainer", "gradient_clip_val", clip, least=0)
 
@@ -145,6 +157,8 @@ def check_devices(accelerator: str, devices: int | str | list[int]) -> None:
         and not (accelerator == "gpu" and torch.backends.mps.is_available())
     ):
         raise ConfigurationError(f"trainer.accelerator: {accelerator}, but torch finds no GPU here; allowed: auto, cpu")
+    if isinstance(devices, int) and (devices == 0 or devices < -1):
+        raise refusal("trainer", "devices", "auto, -1 (all), or a number above 0", devices)
     if accelerator == "cpu" or (accelerator == "auto" and not torch.accelerator.is_available()):
         count, kind = os.cpu_count() or 1, "CPU cores"
     elif accelerator in ("gpu", "cuda", "auto") and gpus:

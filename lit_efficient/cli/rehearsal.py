@@ -1,61 +1,118 @@
-"""What techniques refuse of the network, such as patterns that match nothing, said before a fit prepares its data."""
+"""What can be known of a fit before its data is prepared: what its parts refuse of each other.
 
+Only what is certain counts. Where a ``setup`` that wants data may build the network, or something lacks the weights,
+the data or the processes that a fit has, the fit itself says what is wrong.
+"""
+
+import contextlib
 import copy
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from lit_efficient.application import apply
+from lit_efficient.application import apply, check_run, configured_by, reports_of
+from lit_efficient.cli.optimizers import MANY
 from lit_efficient.declaration import Phase, in_order, overrides, techniques_of
 from lit_efficient.errors import LitEfficientError
-from lit_efficient.internals.lightning_trainer import set_trainer
+from lit_efficient.internals.lightning_trainer import AskedEarly, begin_fit, set_trainer
 from lit_efficient.mechanisms.trials.steps import quiet
 
 
 def rehearse(trainer: Any, module: Any, data: Any) -> None:
-    """Have a copy of the module without weights changed by copies of the techniques; nothing of the fit is touched.
+    """Ask each part of a fit what it refuses of the others; nothing of the fit is touched.
 
-    Only what is certain counts. Where a ``setup`` that wants data may build the network, the network cannot be built
-    without weights, or a technique reads them, the fit itself says what is wrong.
+    The network and its optimizers are those of a copy of the module without weights, changed by copies of the
+    techniques.
 
     Raises:
-        LitEfficientError: What a technique says of the network.
+        LitEfficientError: What a part says.
     """
-    techniques = in_order(one for one in techniques_of(trainer) if overrides(one, "transform"))
-    builds = is_overridden("setup", module) and not getattr(type(module).setup, "builds_no_layers", False)
-    if builds or not any(technique.refuses_early for technique in techniques):
-        return
-    trainer.datamodule = data  # as the fit does in a moment
-    memo: dict[int, Any] = {id(trainer): trainer}
-    with torch.random.fork_rng(devices=[]), quiet(logging.WARNING, warns=False):
-        try:
-            memo |= {id(one): _empty(one) for one in (*module.parameters(), *module.buffers())}
-            copied = copy.deepcopy(module, memo)
-            set_trainer(copied, trainer)
+    callbacks = trainer.callbacks
+    try:
+        with torch.random.fork_rng(devices=[]), quiet(logging.WARNING, warns=False), _uncertain():
+            begin_fit(trainer, module, data)
+            check_parts(trainer, module, data)
             with torch.device("meta"):
-                type(copied).configure_model(copied)
-        except Exception:  # cannot be copied, or built without data or values
+                _rehearse_network(trainer, module)
+    finally:
+        trainer.callbacks = callbacks  # those that the module adds are made anew
+
+
+def check_parts(trainer: Any, module: Any, data: Any) -> None:
+    """Ask techniques and data of a fit that has begun what they refuse of it, whatever the network is.
+
+    Raises:
+        LitEfficientError: What one of them says.
+    """
+    check_run(trainer, module)
+    for callback in trainer.callbacks:
+        if isinstance(callback, AskedEarly):
+            callback.refuse(trainer, module)
+    if hasattr(data, "check_model"):
+        data.check_model()
+
+
+def _rehearse_network(trainer: Any, module: Any) -> None:
+    if is_overridden("setup", module) and not getattr(type(module).setup, "builds_no_layers", False):
+        return
+    stand_in = copy.copy(trainer)
+    memo: dict[int, Any] = {id(trainer): stand_in, id(trainer.datamodule): trainer.datamodule}
+    memo |= {id(one): _empty(one) for one in (*module.parameters(), *module.buffers())}
+    copied = copy.deepcopy(module, memo)
+    techniques = [copy.deepcopy(one, memo) for one in in_order(techniques_of(trainer))]
+    stand_in.callbacks = [memo.get(id(one), one) for one in trainer.callbacks]
+    set_trainer(copied, stand_in)
+    type(copied).configure_model(copied)
+    whole = True
+    for technique in techniques:
+        if not overrides(technique, "transform"):
+            continue
+        if technique.refuses_early:
+            apply(copied, [technique])
+        elif technique.phase is Phase.ARCHITECTURE:  # what comes later meets other layers
             return
-        for technique in techniques:
-            if not technique.refuses_early:
-                if technique.phase is Phase.ARCHITECTURE:  # what comes later meets other layers
-                    return
-                continue
-            try:
-                with torch.device("meta"):
-                    apply(copied, [copy.deepcopy(technique, memo)])
-            except Exception as error:
-                if is_meant(error):
-                    raise
-                return  # for want of values
+        whole = whole and technique.refuses_early
+    if whole:
+        with steps_guessed(stand_in):
+            configured_by(copied, techniques, copied.configure_optimizers)
+        reports_of(copied, techniques)
+
+
+@contextlib.contextmanager
+def _uncertain() -> Iterator[None]:
+    """Leave to the fit what fails for want of what is not there."""
+    try:
+        yield
+    except Exception as error:
+        if is_meant(error):
+            raise
 
 
 def is_meant(error: Exception) -> bool:
     """Whether an error of a network without weights says something of the network, and not that weights lack."""
     return isinstance(error, LitEfficientError) and "meta device" not in str(error)
+
+
+@contextlib.contextmanager
+def steps_guessed(trainer: Any) -> Iterator[None]:
+    """Let schedules ask for the steps of a run whose data is not there: so many that none is too long for it."""
+    kind = type(trainer)
+
+    class Counted(kind):  # type: ignore[valid-type, misc]
+        @property
+        def estimated_stepping_batches(self) -> float:
+            endless = self.max_epochs == -1
+            return super().estimated_stepping_batches if endless else self.max_steps if self.max_steps > 0 else MANY
+
+    trainer.__class__ = Counted
+    try:
+        yield
+    finally:
+        trainer.__class__ = kind
 
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:

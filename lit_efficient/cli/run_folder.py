@@ -287,7 +287,7 @@ class LastCheckpoint(Checkpoint):
             if last.is_dir():
                 remove_whole(last)
             written.replace(last)
-            written.unlink(missing_ok=True)  # a saver's last.ckpt may be a link to it: replacing is then nothing
+            written.unlink(missing_ok=True)  # renaming one of two names of the same file does nothing
         trainer.strategy.barrier()
         self.last_model_path = str(last)
 

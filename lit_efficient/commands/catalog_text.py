@@ -204,8 +204,9 @@ def strategies(cards: Sequence[Card], width: int) -> str:
             lines += wrapped(f"  {kind}: {text}", width, "    ") if text not in ("works", "") else []
     said = (
         "works: on two processes the losses are those of one process to 1e-5 (what rounds by the rows it sees: close), "
-        "and a resumed run ends with the same bits. not tried: no test has run it there (DeepSpeed needs GPUs; what it "
-        "cannot do is refused when a run starts, and by `check --devices`). One device: each has tests."
+        "and a resumed run ends with the same bits. not tried: no test has run it there (DeepSpeed and EmptyCache need "
+        "GPUs; what DeepSpeed cannot do is refused when a run starts, and by `check --devices`). One device: each has "
+        "tests."
     )
     return "\n".join([*lines, "", *wrapped(said, width)])
 

@@ -97,6 +97,7 @@ def _fit_without_steps(cli: Any, device: str, prepared: bool) -> list[str]:
     import torch
 
     from lit_efficient.cli.many_processes import check_loggers, check_split
+    from lit_efficient.cli.rehearsal import check_parts, steps_guessed
     from lit_efficient.declaration import Phase, techniques_of
     from lit_efficient.internals.lightning_trainer import begin_fit
 
@@ -113,8 +114,7 @@ def _fit_without_steps(cli: Any, device: str, prepared: bool) -> list[str]:
             else:
                 next(iter(data.train_dataloader()))
     check_loggers(trainer)
-    if hasattr(data, "check_model"):
-        data.check_model()
+    check_parts(trainer, module, data)
     may_lack_data = data is not None and not prepared
     with _retried_with_data(may_lack_data), _retried(device, lambda: _bytes(module)), _signals_as_they_are():
         for callback in trainer.callbacks:
@@ -139,7 +139,8 @@ def _fit_without_steps(cli: Any, device: str, prepared: bool) -> list[str]:
         trainer.precision_plugin.convert_module(module)
     if hasattr(trainer.strategy, "check_network"):
         trainer.strategy.check_network(module, trainer.world_size)
-    with _retried(device, lambda: _bytes(module)), _steps_known(trainer, may_lack_data):
+    guessed = steps_guessed(trainer) if may_lack_data else contextlib.nullcontext()
+    with _retried(device, lambda: _bytes(module)), guessed:
         configured = module.configure_optimizers()
     if configured is None and not module.automatic_optimization:
         left.append("manual optimization")
@@ -184,23 +185,6 @@ def _signals_as_they_are() -> Iterator[None]:
     for number, handler in before.items():
         if signal.getsignal(number) is not handler:
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _steps_known(trainer: Any, may_lack_data: bool) -> Iterator[None]:
-    """Let schedules ask for the steps of a run whose data is not there."""
-    kind = type(trainer)
-
-    class Counted(kind):  # type: ignore[valid-type, misc]
-        @property
-        def estimated_stepping_batches(self) -> float:
-            endless = self.max_epochs == -1
-            return super().estimated_stepping_batches if endless else self.max_steps if self.max_steps > 0 else 1000
-
-    if may_lack_data:
-        trainer.__class__ = Counted
-    yield
-    trainer.__class__ = kind
 
 
 def _bytes(module: Any) -> int:

@@ -6,7 +6,7 @@ Source: the test part of the UCI optical digits (Kaynak 1995), 8x8 pixels with 1
 """
 
 import hashlib
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -139,6 +139,8 @@ class DigitImages(DigitsDataModule):
         seed: Seed of the split into training, validation and test.
         pin_memory: Whether batches for a CUDA device lie in pinned memory, from which they are copied beside its work.
     """
+
+    batches: ClassVar[str] = "images"
 
     variants = 1
 

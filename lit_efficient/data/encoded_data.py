@@ -16,7 +16,7 @@ Saves: downloading the images, and encoding them
 """
 
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -62,6 +62,8 @@ class EncodedData(KeyedModule):
     Raises:
         ConfigurationError: For a folder, field or number that cannot be.
     """
+
+    batches: ClassVar[str] = "latents"
 
     variants = 1
     bucket_of = None  # all have one shape

@@ -12,6 +12,7 @@ Costs: reading every image once; later starts list the files, compare their size
 
 import hashlib
 import json
+from typing import ClassVar
 
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_info
@@ -57,6 +58,8 @@ class ImageData(ImageModule):
         preload: Whether all items are read once, before the first epoch, and kept in memory: it is refused, with both
             numbers, where they do not fit.
     """
+
+    batches: ClassVar[str] = "images"
 
     def __init__(
         self,

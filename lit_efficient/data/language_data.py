@@ -11,7 +11,7 @@ Costs: hashing the sources at every start (those above 64 MB once); tokenising 1
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -78,6 +78,8 @@ class LanguageData(ChatDataModule):
         chat: how they become tokens.
         stream: whether ``train`` is read while training on it.
     """
+
+    batches: ClassVar[str] = "tokens"
 
     kind = "language"
     rows: LanguageRows

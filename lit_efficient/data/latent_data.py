@@ -16,7 +16,7 @@ import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -70,6 +70,8 @@ class LatentData(KeyedModule):
     Raises:
         ConfigurationError: For an argument that cannot work, and for a cache that is missing, damaged or another's.
     """
+
+    batches: ClassVar[str] = "latents"
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ import json
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -47,6 +47,8 @@ class LatentDigits(DigitsDataModule):
         cache_dir: Where stage one's result is kept. Default: LIT_EFFICIENT_CACHE, else ~/.cache/lit_efficient.
         pin_memory: Whether batches for a CUDA device lie in pinned memory, from which they are copied beside its work.
     """
+
+    batches: ClassVar[str] = "latents"
 
     def __init__(
         self,

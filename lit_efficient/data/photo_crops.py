@@ -17,7 +17,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -139,6 +139,8 @@ class PhotoCrops(ImageModule):
         cache_dir: Where the judge is kept. Default: LIT_EFFICIENT_CACHE, else ~/.cache/lit_efficient.
         pin_memory: Whether batches for a CUDA device lie in pinned memory, from which they are copied beside its work.
     """
+
+    batches: ClassVar[str] = "images"
 
     def __init__(
         self,

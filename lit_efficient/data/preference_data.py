@@ -10,7 +10,7 @@ Costs: reading and hashing the sources at every start; padding: pairs are not pa
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor
@@ -79,6 +79,8 @@ class PreferenceData(ChatDataModule):
         rows: which rows are read.
         chat: how they become tokens.
     """
+
+    batches: ClassVar[str] = "pairs"
 
     kind = "preference"
     parts = (".chosen", ".rejected")

@@ -8,7 +8,7 @@ About 400 files, 8 MB and 2.3 million tokens of the standard library take 13 CPU
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -49,6 +49,8 @@ class PythonCorpus(LightningDataModule):
         cache_dir: where the tokens are kept; None is ``$LIT_EFFICIENT_CACHE``, else ``~/.cache/lit_efficient``.
         seed: another seed gives another split.
     """
+
+    batches: ClassVar[str] = "tokens"
 
     def __init__(
         self,

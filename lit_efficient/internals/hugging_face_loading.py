@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from lit_efficient.internals.heap import give_back
+
 _METHOD = "lit_efficient"
 
 
@@ -78,6 +80,8 @@ def _kind() -> Any:
                 for parameter in twin.parameters():
                     parameter._is_hf_initialized = True
                 setattr(model.get_submodule(owner), last, twin)
+                del layer
+                give_back()
                 given["missing_keys"].discard(name)
             return left
 

@@ -6,6 +6,28 @@ from typing import Any
 from lit_efficient.internals.wraps import unwrap_method, wrap_method
 
 
+class AskedEarly:
+    """A callback that is asked before data is prepared: its trainer hands it the module's ``log`` then, in each run
+    (``_attach_model_logging_functions``); its ``setup`` comes after that of the data.
+    """
+
+    @property
+    def log(self) -> Any:
+        """The module's, in a run."""
+        return self.__dict__["log"]
+
+    @log.setter
+    def log(self, function: Any) -> None:
+        self.__dict__["log"] = function
+        module = getattr(function, "__self__", None)
+        if trainer_of(module) is not None:
+            self.refuse(trainer_of(module), module)
+
+    def refuse(self, trainer: Any, module: Any) -> None:
+        """Raise what is wrong with this trainer and module."""
+        raise NotImplementedError
+
+
 def trainer_of(module: Any) -> Any:
     """The module's trainer, ``None`` where it has none, for which ``module.trainer`` raises: ``_trainer``."""
     return getattr(module, "_trainer", None)

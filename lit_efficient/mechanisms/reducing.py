@@ -1,4 +1,4 @@
-"""The reducer of DistributedDataParallel, made anew where what trains has changed."""
+"""The reducer of DistributedDataParallel: made anew where what trains has changed, or kept in its first order."""
 
 from typing import Any
 
@@ -14,6 +14,33 @@ def renew_reducer(strategy: Any) -> None:
     old = strategy.model
     if not isinstance(old, DistributedDataParallel):
         return
+    kept = isinstance(old.reducer, _InFirstOrder)
     del old.reducer, old.logger  # their hooks on the parameters go with them
     strategy.model = old.module
     strategy.configure_ddp()
+    if kept:
+        keep_order(strategy)
+
+
+def keep_order(strategy: Any) -> None:
+    """Let gradients travel in the buckets of the first step in all steps.
+
+    The reducer would sort them anew after each start, by the order in which they came. Where they lie in a bucket
+    decides in which order three ranks or more add them, so that a resumed run's first step would be rounded otherwise.
+    """
+    model = strategy.model
+    if isinstance(model, DistributedDataParallel) and not isinstance(model.reducer, _InFirstOrder):
+        model.reducer = _InFirstOrder(model.reducer)
+
+
+class _InFirstOrder:
+    """A reducer without ``_rebuild_buckets``, which is called before each forward pass."""
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False

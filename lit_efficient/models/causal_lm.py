@@ -7,7 +7,6 @@ Source: https://huggingface.co/docs/transformers/main/en/main_classes/model.
 """
 
 import copy
-import difflib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from lit_efficient.internals.bitsandbytes_cpu import keep_unpacked
 from lit_efficient.internals.hugging_face import causal_model_of, from_config
 from lit_efficient.internals.hugging_face_loading import Replacing, empty_from_config, replacing_config
 from lit_efficient.models.bounds import check_bounds
+from lit_efficient.models.config_fields import check_names, check_values, check_whole, meant, unusual
 from lit_efficient.models.deferred_draws import DeferredDraws
 from lit_efficient.models.read_weights import read_layers
 from lit_efficient.models.weight_slices import WAITS, Waiting, stored_places
@@ -64,7 +64,8 @@ class CausalLMConfig:
     def __post_init__(self) -> None:
         owner = "CausalLMConfig"
         if self.name_or_path is None and "model_type" not in (self.config_fields or {}):
-            allowed = f"a hub's name or a folder, as config_fields={self.config_fields!r} has no model_type"
+            lacks = f"has no model_type{meant('model_type', self.config_fields)}"
+            allowed = f"a hub's name or a folder, as config_fields={self.config_fields!r} {lacks}"
             raise refusal(owner, "name_or_path", allowed, None)
         check_choice(owner, "dtype", self.dtype, ("float32", "bfloat16", "float16", "auto"))
         check_choice(owner, "quantize", self.quantize, ("nf4", "int8"), null=True)
@@ -105,8 +106,9 @@ def resolve(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) ->
     if kind not in CONFIG_MAPPING:
         raise refusal("CausalLMConfig", "model_type", "a type that transformers knows", kind)
     known = CONFIG_MAPPING[kind]
-    declared = {*dir(known), *getattr(known, "__dataclass_fields__", ()), *known.attribute_map}
-    declared |= set(inspect.signature(known.__init__).parameters)
+    declared = declared_fields(known)
+    given = getattr(known, "__dataclass_fields__", {})
+    check_values("CausalLMConfig", changed, {name: getattr(one, "default", None) for name, one in given.items()})
     if spec.draws_weights:  # not every family has all special tokens
         changed = {**{name: value for name, value in (from_data or {}).items() if name in declared}, **changed}
     if "num_hidden_layers" in changed:  # derived from it again
@@ -115,16 +117,18 @@ def resolve(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) ->
         config = known(**{k: v for k, v in {**stored, **changed}.items() if k != "model_type"})
     except Exception as error:  # each model validates in its own way
         reason = " ".join(str(error).split())
-        raise ConfigurationError(f"CausalLMConfig: config_fields do not make a {kind}: {reason}") from error
+        message = f"CausalLMConfig: config_fields do not make a {kind}: {reason}{unusual(changed)}"
+        raise ConfigurationError(message) from error
     undeclared = [name for name in changed if name not in declared]
-    unknown = sorted(set(undeclared) - _read_names(config)) if undeclared else []
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], declared, n=3)
-        raise ConfigurationError(
-            f"CausalLMConfig: config_fields has {unknown[0]!r}, which is no field of the model type {kind}"
-            f"{'; near ones: ' + ', '.join(near) if near else ''}."
-        )
+    read = _read_names(config) if undeclared else set()
+    check_names("CausalLMConfig", sorted(set(changed) - read), declared, f"the model type {kind}")
     return config
+
+
+def declared_fields(kind: Any) -> set[str]:
+    """The fields that a class of configurations of transformers names."""
+    parameters = inspect.signature(kind.__init__).parameters
+    return {*dir(kind), *getattr(kind, "__dataclass_fields__", ()), *kind.attribute_map, *parameters}
 
 
 def _read_names(config: "PretrainedConfig") -> set[str]:
@@ -205,8 +209,10 @@ def build(
                 quantization_config=_quantization(spec, dtype, config) if replaced is None else replaced,
                 **options,
             )
-    except (OSError, ValueError, ImportError) as error:
-        raise ConfigurationError(f"CausalLMConfig: the model cannot be built: {str(error).splitlines()[0]}") from error
+    except (OSError, ValueError, ImportError, ArithmeticError) as error:
+        said = f"{str(error).splitlines()[0]}{unusual(spec.config_fields or {})}"
+        raise ConfigurationError(f"CausalLMConfig: the model cannot be built: {said}") from error
+    check_whole("CausalLMConfig", model, spec.config_fields or {})
     if grows:
         grow_vocabulary(model, int(vocab_size or 0))
     keep_unpacked(model)

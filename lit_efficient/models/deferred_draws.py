@@ -149,14 +149,22 @@ class DeferredDraws(TorchDispatchMode):
             if name not in self._named or tensor.device.type == "meta":
                 lacks = "was not there when it was noted" if name not in self._named else "is on the meta device"
                 raise ConfigurationError(f"DeferredDraws: {name!r} {lacks}: note after building, fill after to_empty")
-            whole = self._drawn(self._named[name])
+            whole = self.drawn(name)
             part = own_slices(tensor) if is_sharded(tensor) else ()
             if part is None:
                 raise ConfigurationError(f"DeferredDraws: {name!r} is sharded in strides, not in slices")
             local(tensor).copy_(whole[part])
 
-    def _drawn(self, wanted: Any) -> Tensor:
-        """What would stand in a tensor."""
+    def noted(self) -> list[str]:
+        """The names of what stands for numbers."""
+        return list(self._named)
+
+    def __deepcopy__(self, memo: Any) -> "DeferredDraws":
+        return self  # what was noted does not change
+
+    def drawn(self, name: str) -> Tensor:
+        """What would stand in a parameter or buffer that was noted, whole."""
+        wanted = self._named[name]
         if not isinstance(wanted, _Place):
             return wanted
         needed, chosen = {wanted.key}, []

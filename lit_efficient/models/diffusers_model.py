@@ -9,7 +9,7 @@ import inspect
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch import nn
 from lit_efficient.errors import ConfigurationError, check_choice, check_installed, check_number, refusal
 from lit_efficient.files.sums import check_sums
 from lit_efficient.models.causal_lm import Primitive
+from lit_efficient.models.config_fields import check_names, check_values, check_whole, meant, unusual
 
 if TYPE_CHECKING:
     from diffusers import ModelMixin
@@ -51,7 +52,8 @@ class DiffusersModelConfig:
 
     def __post_init__(self) -> None:
         if self.name_or_path is None and "_class_name" not in (self.config_fields or {}):
-            allowed = f"a hub's name or a folder, as config_fields={self.config_fields!r} has no _class_name"
+            lacks = f"has no _class_name{meant('_class_name', self.config_fields)}"
+            allowed = f"a hub's name or a folder, as config_fields={self.config_fields!r} {lacks}"
             raise refusal(_OWNER, "name_or_path", allowed, None)
         check_choice(_OWNER, "dtype", self.dtype, ("float32", "bfloat16", "float16"))
         check_number(_OWNER, "guidance", self.guidance, least=0)
@@ -80,13 +82,10 @@ def resolve(spec: DiffusersModelConfig) -> dict[str, Any]:
     fields = {**stored, **(spec.config_fields or {})}
     kind = model_class(str(fields.get("_class_name")))
     known = [name for name in inspect.signature(kind.__init__).parameters if name != "self"]
-    unknown = [name for name in spec.config_fields or {} if name not in known and not name.startswith("_")]
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], known, n=3)
-        raise ConfigurationError(
-            f"{_OWNER}: config_fields has {unknown[0]!r}, which is no field of {kind.__name__}"
-            f"{'; near ones: ' + ', '.join(near) if near else ''}."
-        )
+    given = [name for name in spec.config_fields or {} if not name.startswith("_")]
+    check_names(_OWNER, given, known, kind.__name__)
+    defaults = {name: one.default for name, one in inspect.signature(kind.__init__).parameters.items()}
+    check_values(_OWNER, spec.config_fields or {}, defaults)
     kept = {name: value for name, value in fields.items() if name in known}
     return {"_class_name": kind.__name__, **json.loads(json.dumps(kept))}
 
@@ -124,7 +123,7 @@ def from_fields(fields: dict[str, Any]) -> "ModelMixin":
     """A model with random weights, from its whole configuration, as `resolve` gives it and checkpoints keep it."""
     kind = model_class(str(fields.get("_class_name")))
     try:
-        return kind(**{name: value for name, value in fields.items() if not name.startswith("_")})
+        made = kind(**{name: value for name, value in fields.items() if not name.startswith("_")})
     except Exception as error:  # each model validates in its own way
         reason = " ".join(str(error).split())
         taken = inspect.signature(kind.__init__).parameters
@@ -133,8 +132,10 @@ def from_fields(fields: dict[str, Any]) -> "ModelMixin":
             for name, value in fields.items()
             if name in taken and not _is_like(value, taken[name].default)
         ]
-        hint = f" ({', '.join(odd)})" if odd else ""
+        hint = f" ({', '.join(odd)})" if odd else unusual(fields)
         raise ConfigurationError(f"{_OWNER}: config_fields do not make a {kind.__name__}: {reason}{hint}") from error
+    check_whole(_OWNER, made, fields)
+    return cast("ModelMixin", made)
 
 
 def _is_like(value: Any, default: Any) -> bool:

@@ -1,5 +1,6 @@
 """One text encoder of Hugging Face with its tokenizer: how it is named, built, read and known from others."""
 
+import difflib
 import hashlib
 import json
 from collections.abc import Sequence
@@ -14,7 +15,8 @@ from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.hugging_face import from_config
 from lit_efficient.models.bounds import check_bounds
 from lit_efficient.models.caption_tokens import CaptionTokens, load_tokenizer
-from lit_efficient.models.causal_lm import Primitive
+from lit_efficient.models.causal_lm import Primitive, declared_fields
+from lit_efficient.models.config_fields import check_names, meant
 from lit_efficient.surgery import moved, own_draws
 
 if TYPE_CHECKING:
@@ -83,7 +85,8 @@ class TextEncoderConfig:
         if self.pipeline is not None:
             self._check_pipeline()
         elif self.name_or_path is None and "model_type" not in (self.config_fields or {}):
-            allowed = f"a hub's name or a folder, as config_fields={self.config_fields!r} has no model_type"
+            lacks = f"has no model_type{meant('model_type', self.config_fields)}"
+            allowed = f"a hub's name or a folder, as config_fields={self.config_fields!r} {lacks}"
             raise refusal(_OWNER, "name_or_path", allowed, None)
         check_number(_OWNER, "max_length", self.max_length, least=2, whole=True)
         check_number(_OWNER, "layer", self.layer, most=-1, whole=True)
@@ -243,9 +246,13 @@ class TextNetwork:
 
 
 def _configuration(spec: TextEncoderConfig, tokens: CaptionTokens) -> "PretrainedConfig":
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     values = dict(spec.config_fields or {})
+    if (known := str(values.get("model_type"))) in CONFIG_MAPPING:
+        declared = declared_fields(CONFIG_MAPPING[known])  # others may be read and declared nowhere
+        typos = [name for name in values if name not in declared and difflib.get_close_matches(name, declared, 1, 0.8)]
+        check_names(_OWNER, typos, declared, f"the model type {known}")
     try:
         if spec.name_or_path is None:
             # What a configuration leaves out is the tokenizer's: CLIP looks for its end token to pool at.

@@ -21,6 +21,7 @@ from torch import nn
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.files.sums import check_sums
 from lit_efficient.files.tensors import map_tensors
+from lit_efficient.internals.heap import give_back
 from lit_efficient.internals.torch_modules import (
     FollowsWeight,
     Loads,
@@ -31,6 +32,7 @@ from lit_efficient.internals.torch_modules import (
     whole_twin,
 )
 from lit_efficient.internals.torch_shards import own_slices
+from lit_efficient.models.deferred_draws import DeferredDraws
 from lit_efficient.surgery import is_sharded, local
 
 _INDEX = ".safetensors.index.json"
@@ -40,9 +42,9 @@ Noted = Callable[[str, torch.Tensor, torch.dtype], object]  # a tensor's name, i
 
 @dataclass(frozen=True)
 class Waiting:
-    """Where the weights of an empty network lie, and the formats that it has been built in."""
+    """Where the weights of an empty network lie, or what draws them, and the formats that it has been built in."""
 
-    folder: str
+    source: str | DeferredDraws
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
 
 
@@ -76,6 +78,25 @@ def load_slices(
     return missing
 
 
+def built_empty(make: Callable[[], nn.Module]) -> nn.Module:
+    """The network that ``make`` gives, whose weights are drawn, but for small ones when all of it is sharded.
+
+    Those of another device than the CPU, and of a network with large buffers, are drawn at once.
+    """
+    if torch.get_default_device().type != "cpu":
+        return make()
+    state = torch.get_rng_state()
+    with DeferredDraws() as draws:
+        network = make()
+    if any(buffer.is_meta for buffer in network.buffers()):
+        torch.set_rng_state(state)
+        return make()
+    draws.note(network)
+    dtypes = {name: p.dtype for name, p in network.named_parameters(remove_duplicate=False)}
+    network.__dict__[WAITS] = Waiting(draws, dtypes)
+    return network
+
+
 def weights_wait(root: nn.Module) -> bool:
     """Whether there is a network in ``root`` without its weights, which :func:`fill_waiting` gives it."""
     return any(WAITS in part.__dict__ for part in root.modules())
@@ -98,9 +119,9 @@ def fill_waiting(root: nn.Module, device: torch.device, noted: Noted | None = No
         give_memory(root, device)
     for (prefix, network), names in zip(waiting, empty):
         note: Waiting = network.__dict__.pop(WAITS)
-        found = _Reading(network, note.folder, {}, note.dtypes, names, noted, f"{prefix}." if prefix else "")
+        found = _Reading(network, note.source, {}, note.dtypes, names, noted, f"{prefix}." if prefix else "")
         if missing := found.missing():
-            raise CheckpointError(f"{note.folder} lacks {len(missing)} tensors, first {missing[0]!r}")
+            raise CheckpointError(f"{note.source} lacks {len(missing)} tensors, first {missing[0]!r}")
     return len(waiting)
 
 
@@ -116,24 +137,29 @@ class _Reading:
     def __init__(
         self,
         network: nn.Module,
-        path: str | os.PathLike[str],
+        source: str | os.PathLike[str] | DeferredDraws,
         names: Mapping[str, str],
         dtypes: Mapping[str, torch.dtype],
         wanted: Collection[str] | None = None,
         noted: Noted | None = None,
         prefix: str = "",
     ) -> None:
-        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-            check_sums(path)
-        self.places = stored_places(Path(path))
+        self.places: Mapping[str, Any]
+        self.opened: dict[Any, Any] = {}
+        if isinstance(source, DeferredDraws):
+            self.places, self.opened[source] = dict.fromkeys(source.noted(), source), _Drawn(source)
+        else:
+            if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+                check_sums(source)
+            self.places = stored_places(Path(source))
         self.names, self.dtypes, self.noted, self.prefix = names, dtypes, noted, prefix
-        self.opened: dict[Path, Any] = {}
         self.loaded, self.lacking = set[int](), dict[str, int]()
         for layer, part in network.named_modules(remove_duplicate=False):
             own = {name: f"{layer}.{name}" if layer else name for name in saved_names(part)}
             own = {name: full for name, full in own.items() if wanted is None or full in wanted}
             if own and (isinstance(part, Loads) or (isinstance(part, FollowsWeight) and part.made_of_weight)):
                 self._through(part, layer, own)
+                give_back()  # of codes and their making 20 MiB a block of a 1B network were kept
             else:
                 for name, full in own.items():
                     self._slice(getattr(part, name), full)
@@ -199,6 +225,36 @@ class _Reading:
             self.loaded.add(id(tensor))
             if self.noted is not None and name in own:
                 self.noted(self.prefix + own[name], value, tensor.dtype)
+
+
+class _Drawn:
+    """Weights that are drawn when they are asked for, as a file that has them."""
+
+    def __init__(self, draws: DeferredDraws) -> None:
+        self.draws, self.name, self.tensor = draws, "", torch.empty(0)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        if name != self.name:
+            self.tensor = torch.empty(0)  # one at a time
+            self.name, self.tensor = name, self.draws.drawn(name)
+        return self.tensor
+
+    def get_slice(self, name: str) -> Any:
+        return _Numbers(self.get_tensor(name))
+
+
+@dataclass
+class _Numbers:
+    tensor: torch.Tensor
+
+    def get_shape(self) -> torch.Size:
+        return self.tensor.shape
+
+    def get_dtype(self) -> str:
+        return "F" if self.tensor.is_floating_point() else "I"
+
+    def __getitem__(self, part: Any) -> torch.Tensor:
+        return self.tensor[part]
 
 
 def stored_places(path: Path) -> dict[str, Path]:

@@ -13,13 +13,14 @@ path in each step is refused.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from lit_efficient.declaration import techniques_of
 from lit_efficient.errors import ConflictError, check_number, refusal
@@ -90,6 +91,7 @@ class ReplicatedStrategy(DDPStrategy):
         self.bucket_mb = bucket_mb
         self._reduced: list[nn.Parameter] = []  # what required a gradient when the reducer was made
         self._traced = False  # whether the reducer has seen the graph
+        self._accumulates = False  # whether this batch is not its window's last one
 
     def setup(self, trainer: Any) -> None:
         drawing = [type(one).__name__ for one in techniques_of(trainer) if one.draws_work]
@@ -104,8 +106,15 @@ class ReplicatedStrategy(DDPStrategy):
         super().configure_ddp()
         forget_first_backward(self)
         self._reduced, self._traced = self._trained(), False
-        if self.compression == "bf16":  # Lightning hands its own hooks to CUDA alone
-            self.model.register_comm_hook(None, reduce_in_bfloat16)  # type: ignore[union-attr, operator]
+        self.model.register_comm_hook(None, self._reduce)  # type: ignore[union-attr, operator]
+
+    def _reduce(self, state: object, bucket: distributed.GradBucket) -> torch.futures.Future[Tensor]:
+        """The mean of all ranks; within an accumulation, what the rank has."""
+        if self._accumulates:
+            own: torch.futures.Future[Tensor] = torch.futures.Future()
+            own.set_result(bucket.buffer())
+            return own
+        return reduce_in_bfloat16(state, bucket) if self.compression == "bf16" else allreduce_hook(None, bucket)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Renew the reducer first, where what trains is not what it was made for."""
@@ -117,15 +126,17 @@ class ReplicatedStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Reduce the first gradients of an accumulation once more than needed, if the static graph is not known yet.
+        """Keep gradients with their rank until the window's last batch.
 
-        The reducer fails where it is first read without reducing. The mean of means that all ranks share is the same.
+        A reducer must see a static graph before it is left out, and sends nothing then: were it to reduce, the first
+        window after a start would be rounded otherwise than all others, and a resumed run would end elsewhere.
         """
-        if self.static_graph and not self._traced:
-            yield
-        else:
-            with super().block_backward_sync():
+        self._accumulates = True
+        try:
+            with super().block_backward_sync() if self._traced or not self.static_graph else nullcontext():
                 yield
+        finally:
+            self._accumulates = False
 
     def _trained(self) -> list[nn.Parameter]:
         assert self.lightning_module is not None

@@ -39,7 +39,7 @@ from lit_efficient.internals.torch_optimizers import without_step_hooks
 from lit_efficient.internals.torch_tensors import gradient_hooks
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.losses.deferred_logits import output_head
-from lit_efficient.mechanisms.adapters.base import has_frozen_base, note_digest
+from lit_efficient.mechanisms.adapters.base import has_frozen_base, noting_digests
 from lit_efficient.mechanisms.adapters.sharded import asking_for, check_adapters, check_surplus, checkpoint_keys
 from lit_efficient.mechanisms.averages.weights import placed_like
 from lit_efficient.mechanisms.blocks.finding import find_blocks
@@ -159,8 +159,8 @@ class ShardedStrategy(ShardingBase):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        given = super().distributed_sampler_kwargs  # processes that share a row read the same ones
-        return {key: value // self.parallel.context for key, value in given.items()}
+        shared = self.parallel.tensor * self.parallel.context  # processes that share a row read the same ones
+        return {"num_replicas": self.world_size // shared, "rank": self.global_rank // shared}
 
     def setup(self, trainer: Any) -> None:
         module: Any = self.lightning_module
@@ -207,7 +207,7 @@ class ShardedStrategy(ShardingBase):
         rest = count(module.parameters()) - count(p for unit in units for p in unit.parameters())
         fully_shard(module, reshard_after_forward=False, **how)
         home = torch.device("cpu") if self.offload else self.root_device
-        fill_waiting(module, home, partial(note_digest, module))
+        fill_waiting(module, home, noting_digests(module))
         gather_when_called(module, units)
         blocks = sum(any(unit is block for block in found) for unit in units)
         total = count(module.parameters())

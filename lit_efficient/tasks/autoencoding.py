@@ -13,7 +13,7 @@ and for watching. Its checkpoint is all that `build_autoencoder` needs.
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from lightning.pytorch import LightningModule
@@ -57,6 +57,8 @@ class Autoencoding(LightningModule):
         reconstruction: Distance of pixels: l2 (squared), l1, or smooth (Huber's, quadratic up to 0.1).
         perceptual: A distance in the features of a frozen network, which is added; null is none.
     """
+
+    trains_on: ClassVar[tuple[str, ...]] = ("images",)
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ model that generates text, and a checkpoint never meets tokens of another tokeni
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -37,6 +37,7 @@ from lit_efficient.models.causal_lm import CausalLMConfig
 from lit_efficient.models.gpt import GPT, GPTConfig
 from lit_efficient.models.row_slices import ROW_POSITIONS, mean_over_rows
 from lit_efficient.models.sampling import Sampling
+from lit_efficient.models.weight_slices import built_empty
 from lit_efficient.optimizers.fused_adamw import FusedAdamW
 from lit_efficient.optimizers.schedules import warmup_cosine
 from lit_efficient.protocol import builds_no_layers
@@ -85,6 +86,7 @@ class LanguageModeling(LightningModule):
         "val/bits_per_byte",
     )
     loads_as: ClassVar[str] = "LanguageModeling"  # the public class that a checkpoint alone is loaded as
+    trains_on: ClassVar[tuple[str, ...]] = ("tokens",)
     takes_slices: ClassVar[bool] = True  # of rows that processes share, each a part of their length
     commands_after_fit: ClassVar[tuple[str, ...]] = ("generate --ckpt {ckpt} --prompt 'Once upon a time'",)
 
@@ -151,8 +153,9 @@ class LanguageModeling(LightningModule):
             waits = self.model.takes_vocabulary and self.tokenizer_state is None and trainer_of(self) is None
             if self.network is None and not waits:
                 from_data = {} if self.tokenizer_state is None else token_ids(self.tokenizer)
+                make = partial(causal_lm.build, self.model, from_data, self._replacing())
                 empty = causal_lm.build_empty(self.model, from_data) if self._weights_wait() else None
-                self.network = empty or causal_lm.build(self.model, from_data, self._replacing())
+                self.network = empty or self._made(make, self.model.draws_weights)
                 if said := causal_lm.widened(self.model):
                     rank_zero_info(f"{type(self).__name__}: {said}")
             return
@@ -163,7 +166,7 @@ class LanguageModeling(LightningModule):
             raise refusal("LanguageModeling", "model.vocab_size", allowed, wanted)
         vocab_size = wanted or offered
         if self.network is None and vocab_size is not None:
-            self.network = GPT(replace(self.model, vocab_size=vocab_size))
+            self.network = self._made(partial(GPT, replace(self.model, vocab_size=vocab_size)), drawn=True)
         if self.network is None and trainer_of(self) is not None:
             raise refusal("LanguageModeling", "model.vocab_size", "a number for data without vocab_size", wanted)
         if isinstance(self.network, GPT) and offered not in {None, self.network.config.vocab_size}:
@@ -363,6 +366,9 @@ class LanguageModeling(LightningModule):
         surgery = (Phase.ARCHITECTURE, Phase.QUANTIZE, Phase.ADAPT)
         asking = any(one.phase in surgery and one.needs_numbers for one in techniques_of(trainer))
         return not asking and type(self).configure_model is LanguageModeling.configure_model
+
+    def _made(self, make: Callable[[], nn.Module], drawn: bool) -> nn.Module:
+        return built_empty(make) if drawn and self._weights_wait() else make()
 
     def _built(self) -> nn.Module:
         if self.network is None:

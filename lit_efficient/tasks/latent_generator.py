@@ -12,7 +12,7 @@ Source: Rombach et al. (2022), https://arxiv.org/abs/2112.10752.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar, get_args
+from typing import Any, ClassVar, TypeVar, get_args
 
 import torch
 from lightning.pytorch import LightningModule
@@ -82,6 +82,8 @@ class Samples:
 
 class LatentGenerator(LightningModule):
     """Draws latents and images of labels, of captions, of both or of neither, as its backbone takes them."""
+
+    trains_on: ClassVar[tuple[str, ...]] = ("latents", "images")
 
     def __init__(
         self,

@@ -26,6 +26,7 @@ class PairTask(LanguageModeling):
     ``start_from`` is a checkpoint of `LanguageModeling` of the same shape, its adapters merged; the rest is as there.
     """
 
+    trains_on = ("pairs",)
     takes_slices = False  # the answers of a pair are summed whole
 
     def __init__(

@@ -1,4 +1,4 @@
-"""APOLLO: what it keeps, and how it is told. What it shares with GaLore is in test_galore.py and test_low_rank.py."""
+"""APOLLO: what it keeps, and what it reports. What it shares with GaLore is in test_galore.py and test_low_rank.py."""
 
 from __future__ import annotations
 

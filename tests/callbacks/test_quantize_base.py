@@ -28,7 +28,7 @@ from lit_efficient.application import apply, reports_of
 from lit_efficient.callbacks import quantize_base
 from lit_efficient.errors import CheckpointError
 from lit_efficient.export.adapters import export_checkpoint, merge_state
-from lit_efficient.mechanisms.adapters import merge
+from lit_efficient.mechanisms.adapters import bitsandbytes_layers, merge
 from lit_efficient.mechanisms.adapters.quantized import (
     dequantize,
     is_quantized,
@@ -289,6 +289,30 @@ def test_float_layers_go_one_by_one(format: str, monkeypatch: pytest.MonkeyPatch
     assert not any(ref() for ref in floats)
     assert report.modules == ("0", "1", "2", "3", "4")
     assert report.parameters == 5 * 64 * 64
+
+
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("format", ["nf4", "fp4"])
+def test_a_layer_is_quantised_in_pieces_as_bitsandbytes_does_it_whole(
+    format: str, double: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import bitsandbytes as bnb
+
+    linear = nn.Linear(255, 259, bias=False, dtype=torch.bfloat16)  # an odd number of weights, no multiple of a block
+    whole: Any = bnb.nn.Params4bit(linear.weight.detach(), compress_statistics=double, quant_type=format).to("cpu")
+    theirs, at_once = bnb.functional.quantize_4bit, list[int]()
+
+    def noted(weights: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        at_once.append(weights.numel())
+        return theirs(weights, *args, **kwargs)
+
+    monkeypatch.setattr(bnb.functional, "quantize_4bit", noted)
+    monkeypatch.setattr(bitsandbytes_layers, "_PIECE", 2**12)
+    layer: Any = quantize_linear(linear, format, double_quant=double)
+    assert max(at_once) == 2**12  # each takes 12 bytes while it is done
+    assert torch.equal(layer.weight, whole)
+    assert vars(layer.weight).keys() == vars(whole).keys()
+    assert_equal(layer.weight.quant_state.as_dict(packed=True), whole.quant_state.as_dict(packed=True))
 
 
 READ = {  # by family: changes of its config, and what of the network QuantizeBase is to skip

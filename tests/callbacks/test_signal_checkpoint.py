@@ -64,7 +64,7 @@ def test_before_training_there_is_nothing_to_save(tmp_path):
 
 
 class Trying(pl.Callback):
-    """Takes part in trials, and is told in the first one that the time is over."""
+    """Takes part in trials, and gets the signal in the first one."""
 
     def __init__(self):
         self.begun = bytearray()  # which trials do not put back
@@ -125,7 +125,7 @@ def test_of_two_processes_one_is_told_and_both_agree(tmp_path):
             rank.join(120)
         return [rank.exitcode for rank in ranks]
 
-    # The second process alone is told (see Interrupter); it ends with 0, or Lightning's observer would kill the first.
+    # The second process alone gets it (see Interrupter); it ends with 0, or Lightning's observer would kill the first.
     assert both(name="SIGTERM", at=2) == [143, 0], (tmp_path / "log0").read_text() + (tmp_path / "log1").read_text()
     path = tmp_path / "checkpoints" / "interrupted-step=2.ckpt"
     assert f"the checkpoint is {path}" in (tmp_path / "log0").read_text()

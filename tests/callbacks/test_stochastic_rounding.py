@@ -96,7 +96,7 @@ def test_low_bit_states_stay_what_they_are(bits: Any, backend: str, compensated:
     _, optimizer = walked(MAKERS["AdamW"], arrange, steps=50, shape=(32, 256))
     (owner,) = optimizer.param_groups[0]["params"]
     assert exact(optimizer, owner).mean().item() == pytest.approx(0.995, abs=1e-4)
-    assert list(optimizer.state) == [owner]  # nothing that stood for it is held
+    assert list(optimizer.state) == [owner]  # no stand-in of it is held
     state = optimizer.state[owner]
     assert {state[k].dtype for k in state if "avg" in k or k in ("state1", "state2")} <= {torch.uint8, torch.bfloat16}
     codes = [getattr(v, "codes", v) for k, v in state.items() if k in ("state1", "state2", "exp_avg", "exp_avg_sq")]

@@ -282,6 +282,10 @@ MANY = ["--devices", "4", "--nodes", "2"]
             "a divisor of the world size (8), got 3",
         ),
         (["--trainer.strategy=ShardedStrategy"], "ShardedStrategy: found no repeated blocks"),
+        (
+            ["--with_data", "--trainer.strategy=ShardedStrategy", "--trainer.strategy.parallel={context: 2}"],
+            "ShardedStrategy: found no repeated blocks",  # that two processes share rows is no fault of the data
+        ),
         (["--devices", "0"], "--devices must be a whole number of at least 1, got 0"),
         (
             ["-c", "scale/slurm"],

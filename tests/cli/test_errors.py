@@ -1,10 +1,12 @@
 """An error is a sentence of ten lines at most that names key, value and what was meant."""
 
 import os
+import threading
 
 import pytest
 from lightning.pytorch.callbacks import EarlyStopping
 
+from lit_efficient.cli import parsing
 from lit_efficient.cli.preflight import check_devices, check_monitors
 from lit_efficient.errors import ConfigurationError
 from tests.cli.toy_runs import fit, refused
@@ -27,6 +29,7 @@ WRONG = {
     "null on the command line": (["--model.hidden", "null"], ["ToyModel.hidden", "null", "int"]),
     "choice": (["--trainer.precision", "bf16-mixd"], ["trainer.precision", "did you mean 'bf16-mixed'"]),
     "an optimizer's value out of range": (["--optimizer=AdamW", "--optimizer.lr=-1"], ["AdamW", "(lr=-1.0)"]),
+    "no duration": (["--trainer.max_time=2024-13-45"], ["trainer: max_time must be", "2024-13-45"]),
     "value out of range": (["--model.hidden", "0"], ["hidden must be at least 1, got 0", "support_cli.py"]),
     "unknown class": (
         ["--trainer.callbacks+=StochasticDepht"],
@@ -162,6 +165,17 @@ WRONG_YAML = {
         "model:\n  class_path: LatentDiffusion\n  init_args:\n    backbone: {channels: 4, patch_size: wide}\n",
         ["DiTConfig.backbone.patch_size", "wide", "bad.yaml, line 4"],
     ),
+    "misspelt in one of two classes": (
+        "model:\n  class_path: LanguageModeling\n  init_args:\n    model:\n      configfields: {model_type: llama}\n",
+        ["did you mean 'config_fields'"],
+    ),
+    "no class_path beside its arguments": (
+        "model:\n  class_path: LatentDiffusion\n  init_args:\n    backbone:\n      clas_path: DiTConfig\n"
+        "      init_args: {channels: 4}\n",
+        ["'clas_path' in line 5", "did you mean 'class_path'"],
+    ),
+    "no number": ("trainer:\n  limit_val_batches: .nan\n", ["trainer.limit_val_batches: nan is no number"]),
+    "an epoch that is none": ("trainer:\n  check_val_every_n_epoch: 0\n", ["check_val_every_n_epoch must be", "got 0"]),
     "null in the trainer": ("trainer:\n  deterministic: 3.5\n", ["trainer.deterministic", "3.5", "bad.yaml, line 2"]),
 }
 
@@ -228,6 +242,29 @@ def test_a_section_s_file_that_is_no_text_is_named(capsys, tmp_path):
     assert "trainer.yaml is no UTF-8 text" in refused(capsys, "-c", "outer.yaml")
 
 
+@pytest.mark.parametrize(("content", "key"), [("1: 2", "trainer.1"), ("true: 3", "trainer.True"), ("no: 3", "no"),
+                                              ("max_step: 3", "did you mean 'trainer.max_steps'")])  # fmt: skip
+def test_a_key_of_a_section_s_file_is_named_and_the_file(content, key, capsys, tmp_path):
+    (tmp_path / "trainer.yaml").write_text(f"{content}\n")
+    (tmp_path / "outer.yaml").write_text("trainer: trainer.yaml\n")
+    said = refused(capsys, "-c", "outer.yaml")
+    assert key in said
+    assert "trainer.yaml" in said
+
+
+def test_a_pipe_is_read_where_somebody_writes_into_it(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(parsing, "_PATIENCE", 0.1)
+    os.mkfifo(pipe := tmp_path / "pipe.yaml")
+    (tmp_path / "outer.yaml").write_text("trainer: pipe.yaml\n")
+    assert "pipe.yaml: it is a pipe, and nothing came" in refused(capsys, "-c", "pipe.yaml")
+    assert "pipe.yaml is a pipe" in refused(capsys, "-c", "outer.yaml")
+    writer = threading.Thread(target=pipe.write_text, args=["trainer:\n  max_step: 3\n"])  # waits for a reader
+    writer.start()
+    monkeypatch.setattr(parsing, "_PATIENCE", 60)
+    assert "did you mean 'trainer.max_steps'" in refused(capsys, "-c", "pipe.yaml")
+    writer.join()
+
+
 def test_no_arguments_are_those_of_the_class(tmp_path):
     (tmp_path / "none.yaml").write_text("optimizer:\n  class_path: SGD\n  init_args:\n")
     assert fit("-c", "none.yaml") == 0
@@ -263,6 +300,6 @@ def test_devices_are_counted(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     for devices in ("auto", 1, 2, "2", "0,1", -1, [0, 1]):
         check_devices("cpu", devices)
-    for devices in (3, "3", "0,2", [2]):
-        with pytest.raises(ConfigurationError, match=r"trainer\.devices"):
+    for devices in (3, "3", "0,2", [2], 0, -7):
+        with pytest.raises(ConfigurationError, match=r"trainer(\.|: )devices"):
             check_devices("cpu", devices)

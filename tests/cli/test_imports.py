@@ -76,7 +76,7 @@ def stock() -> list[str]:
 @pytest.mark.parametrize("name", stock())
 @pytest.mark.parametrize("place", ["plugins", "strategy", "inside"])
 def test_a_config_alone_has_no_file_unpickled(name, place, capsys):
-    """Lightning's own readers take pickles, as they are told to."""
+    """Lightning's own readers take pickles, as their arguments say."""
     part = {"class_path": f"lightning.pytorch.plugins.io.{name}"}
     if place == "inside":
         part = {"class_path": "lightning.pytorch.plugins.io.AsyncCheckpointIO", "init_args": {"checkpoint_io": part}}

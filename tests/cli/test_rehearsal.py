@@ -5,7 +5,29 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lit_efficient import ConfigurationError, LoRA, ReplaceHead
+from lit_efficient import (
+    EMA,
+    ChannelsLast,
+    ConfigurationError,
+    DigitImages,
+    DiTConfig,
+    GPTConfig,
+    GradualUnfreezing,
+    LanguageModeling,
+    LatentDiffusion,
+    LatentDigits,
+    LitEfficientError,
+    LoRA,
+    OptimizerInBackward,
+    Preference,
+    PrefixTuning,
+    PythonCorpus,
+    ReplaceHead,
+    SampleImages,
+    SampleText,
+    SNRWeighting,
+)
+from lit_efficient.cli.optimizers import OptimizerPlan, arrange, attach
 from lit_efficient.cli.rehearsal import rehearse
 from lit_efficient.protocol import builds_no_layers
 from lit_efficient.testing import trainer
@@ -47,14 +69,103 @@ def test_techniques_on_their_toys(name):
     assert techniques[0].record() == records
 
 
-class SetUp(LightningModule):
+MODEL = GPTConfig(vocab_size=300, dim=16, depth=2, num_heads=2, max_length=8)
+SMALL = DiTConfig(width=16, depth=2, heads=2)
+COSINE = "torch.optim.lr_scheduler.CosineAnnealingLR"
+CYCLE = "torch.optim.lr_scheduler.OneCycleLR"
+
+
+def language():
+    return LanguageModeling(MODEL), PythonCorpus(sequence_length=8, vocab_size=300)
+
+
+def diffusion():
+    return LatentDiffusion(SMALL), LatentDigits()
+
+
+def unread(parts):
+    """Parts whose data must not be read."""
+    module, data = parts
+
+    def read(*_):
+        raise AssertionError("the data was read")
+
+    data.prepare_data = data.setup = read
+    return module, data
+
+
+def scheduled(name, **arguments):
+    """The language model with a schedule of the config's."""
+    module, data = language()
+    adamw = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1.0}}
+    attach(module, OptimizerPlan(adamw, {"class_path": name, "init_args": arguments}, arrange))
+    return module, data
+
+
+PARTS = {
+    "groups that match nothing": (language, [GradualUnfreezing([["no_such"]], every_n_epochs=1)], {}, "no_such"),
+    "no convolutions": (language, [ChannelsLast()], {}, "ChannelsLast: .* has no Conv2d"),
+    "no noise levels": (language, [SNRWeighting()], {}, "SNRWeighting: .* set prediction"),
+    "accumulation": (language, [OptimizerInBackward()], {"accumulate_grad_batches": 2}, "OptimizerInBackward"),
+    "clipping": (language, [OptimizerInBackward()], {"gradient_clip_val": 1.0}, "gradient_clip_val"),
+    "endless": (lambda: scheduled(COSINE, T_max=None), [], {"max_epochs": -1, "max_steps": -1}, "T_max is unset"),
+    "too short": (lambda: scheduled(CYCLE, max_lr=0.1, total_steps=10), [], {"max_steps": 20}, "total_steps"),
+    "pictures": (lambda: (language()[0], DigitImages()), [], {}, "tokens, and DigitImages gives images"),
+    "no pairs": (lambda: (Preference(MODEL), language()[1]), [], {}, "pairs, and PythonCorpus gives tokens"),
+    "samples of text": (language, [SampleImages()], {}, "SampleImages: LanguageModeling must"),
+    "prefix": (language, [PrefixTuning(9, init="random")], {}, "num_virtual_tokens must be at most max_length = 8"),
+    "windows": (lambda: (language()[0], PythonCorpus(sequence_length=9)), [], {}, "sequence_length must be at most"),
+    "text of pictures": (diffusion, [SampleText()], {}, "SampleText: LatentDiffusion has no"),
+    "text": (lambda: (diffusion()[0], language()[1]), [], {}, "latents or images, and PythonCorpus gives tokens"),
+    "latents": (lambda: (diffusion()[0], LatentDigits(image_size=64)), [], {}, "latents"),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_what_parts_refuse_of_each_other(name):
+    parts, callbacks, settings, words = PARTS[name]
+    module, data = unread(parts())
+    made = trainer(callbacks, **settings)
+    before = list(made.callbacks)
+    with pytest.raises(LitEfficientError, match=words):
+        rehearse(made, module, data)
+    assert made.callbacks == before
+
+
+@pytest.mark.parametrize("parts", [language, diffusion])
+def test_parts_that_fit(parts):
+    """Nothing is refused, and what the module adds to the callbacks is not there twice."""
+    module, data = unread(parts())
+    callbacks = [GradualUnfreezing(every_n_epochs=1)]
+    made = trainer(callbacks, max_epochs=2, accumulate_grad_batches=2)
+    rehearse(made, module, data)
+    assert made.callbacks == callbacks
+
+
+def test_warm_up_of_a_run_whose_length_its_data_decides():
+    module, data = unread(scheduled("lit_efficient.WarmupCosine", total_steps=None, warmup=5000))
+    rehearse(trainer([], max_epochs=1), module, data)
+
+
+class Trains(LightningModule):
+    def training_step(self, batch, batch_idx):
+        raise AssertionError("nothing trains")
+
+    def train_dataloader(self):
+        raise AssertionError("no data is asked for")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class SetUp(Trains):
     """Has its layers from ``setup``."""
 
     def setup(self, stage):
         self.net = nn.Linear(2, 2)
 
 
-class Marked(LightningModule):
+class Marked(Trains):
     """Has layers, and a ``setup`` that adds none."""
 
     def __init__(self):
@@ -73,7 +184,7 @@ class Inherits(Marked):
         self.more = nn.Linear(2, 2)
 
 
-class WantsValues(LightningModule):
+class WantsValues(Trains):
     """Cannot be built without weights."""
 
     def configure_model(self):
@@ -94,3 +205,12 @@ def test_marked_setup():
 @pytest.mark.parametrize("make", [lambda: LoRA(targets=["net"]), lambda: ReplaceHead(num_outputs=3)])
 def test_that_there_are_no_weights_yet_is_no_fault(make):
     rehearse(trainer([make()]), Marked(), None)
+
+
+@pytest.mark.parametrize("name", ["accumulation", "clipping", "samples of text", "text of pictures", "pictures"])
+def test_trainer_without_the_command_line(name):
+    """What concerns no layers is refused by a trainer with a technique alone, before it asks for data."""
+    parts, callbacks, settings, words = PARTS[name]
+    module, data = unread(parts())
+    with pytest.raises(LitEfficientError, match=words):
+        trainer(callbacks or [EMA()], **settings).fit(module, datamodule=data)

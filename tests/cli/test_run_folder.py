@@ -294,16 +294,6 @@ def test_a_run_that_is_killed_between_two_files_ends_with_those_of_one_that_was_
         assert_equal(last()[key], whole[key])
 
 
-def test_the_name_until_the_end_goes_where_a_saver_links_to_it():
-    each = {"every_n_train_steps": 1, "filename": "{step}", "save_last": True}
-    arguments = [SAVE, f"--trainer.callbacks+={{class_path: ModelCheckpoint, init_args: {json.dumps(each)}}}"]
-    assert fit(*arguments) == 0
-    names = digests(runs()[0]).keys()
-    (runs()[0] / "last.ckpt").unlink()  # as if it had been killed before it
-    assert fit(*arguments, "--ckpt_path=last") == 0
-    assert digests(runs()[0]).keys() - {"environment_1.json"} == names
-
-
 class Killed(Callback):
     """The end of a process, in the fourth step."""
 
@@ -329,3 +319,11 @@ def test_a_run_that_was_killed_has_no_row_twice(every, monkeypatch):
     assert [row["step"] for row in table if row["loss"]] == [*"01234567"]
     assert [row["step"] for row in table if row["lr"]] == [*"01234567"]
     assert [row["step"] for row in table if row["val/loss"]] == ["2", "6"]
+
+
+def test_the_last_step_that_a_saver_has_saved_has_one_name():
+    """``end.ckpt`` is a link to it then, and renaming one of two names of a file does nothing."""
+    late = "{class_path: ModelCheckpoint, init_args: {every_n_train_steps: 100, save_last: true}}"  # only at the end
+    arguments = [SAVE, f"--trainer.callbacks+={late}", "--trainer.max_steps=-1", "--trainer.max_epochs=2"]
+    assert fit(*arguments) == 0
+    assert [path.name for path in (RUNS / "latest/").glob("*.ckpt")] == ["last.ckpt"]

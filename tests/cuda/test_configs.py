@@ -22,9 +22,9 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "autoencoder": {"data": {"image_size": 8, "batch_size": 4}},
     "latent_diffusion": {
-        "model": {"backbone": {"size": 2, "width": 16, "depth": 2, "heads": 2}, "sampling_steps": 1},
+        "model": {"backbone": {"size": 4, "width": 16, "depth": 2, "heads": 2}, "sampling_steps": 1},
         "data": {
-            "image_size": 8,
+            "image_size": 16,
             "batch_size": 4,
             "autoencoder": {"width": 8},
             "autoencoder_steps": 2,
@@ -32,19 +32,24 @@ SIZES: dict[str, dict[str, Any]] = {
         },
     },
 }
-# What these overlays name cannot be had here (a teacher from the hub, float8), or has no place in these tasks: they
+# What these overlays name cannot be had here (a hub's teacher, float8, NCCL), or has no place in these tasks: they
 # have ExactResume already, on a GPU FastMatmul, too; nothing is large enough for 8 bits, nothing frozen for BlockSwap,
-# and no GPU is there whose memory DataLoaderTuner could pin.
+# no layer's bias goes into a batch norm, and no GPU is there whose memory DataLoaderTuner could pin.
 ELSEWHERE = {"feature_matching", "hidden_alignment", "latent_alignment", "replace_head", "compile", "exact_resume"}
 ELSEWHERE |= {"low_bit_optimizer", "fast_matmul", "float8_precision", "block_swap", "data_loader_tuner"}
+ELSEWHERE |= {"no_bias_before_norm", "sharded_strategy"}
 LANGUAGE = {"chunked_cross_entropy", "ia3", "lora", "prefix_tuning", "qalora", "qlora", "quantize_base", "tiling"}
 LANGUAGE |= {"keep_float32", "memory_efficient_layers", "sequence_length_ramp", "token_weighted_accumulation"}
+LANGUAGE |= {"label_smoothing", "neftune", "prompt_tuning"}
 TASKS = dict.fromkeys(LANGUAGE, "language_model") | {"resolution_ramp": "autoencoder"}
 # For networks as small as these.
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "activation_offload": {"min_bytes": 256},
     "apollo": {"rank": 2},
     "galore": {"rank": 2},
+    "resolution_ramp": {"multiple_of": 4},
+    "tiled_mlp": {"tokens": 2},
+    "token_routing": {"before": 0},
 }
 OVERLAYS = sorted({path.stem for path in (CONFIGS / "techniques").glob("*.yaml")} - ELSEWHERE)
 
@@ -70,7 +75,7 @@ def fit(task: str, *overlays: str, float64: bool = True) -> dict[str, Any]:
     configs = [small(CONFIGS / "tasks" / f"{task}.yaml", **sizes)]
     for overlay in overlays:
         written = yaml.safe_load((CONFIGS / "techniques" / f"{overlay}.yaml").read_text("utf-8"))
-        for entry in written["trainer"].get("callbacks+", []):
+        for entry in written.get("trainer", {}).get("callbacks+", []):
             entry.setdefault("init_args", {}).update(ARGUMENTS.get(overlay, {}))
         Path(f"{overlay}.yaml").write_text(yaml.safe_dump(written))
         configs.append(f"{overlay}.yaml")

@@ -414,7 +414,7 @@ def test_the_packages_of_the_standard_library_are_other_files_than_the_instructi
 def test_processes_write_the_cache_that_one_writes_byte_for_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Malformed rows are told in their order, whether reading finds them or tokenising, which is behind it."""
+    """Malformed rows are listed in their order, whether reading finds them or tokenising, which is behind it."""
     lines = write_rows(tmp_path / "data.jsonl", 90).read_text().splitlines()
     bad = json.dumps({"messages": [{"role": "user", "content": "<|im_end|>"}, chat(0)["messages"][1]]})
     for place, line in ((3, "{"), (20, bad), (41, "{"), (42, bad), (88, "{")):

@@ -1,4 +1,4 @@
-"""Comparisons of a small fit: what they find is there, nothing runs twice, and what fails is told."""
+"""Comparisons of a small fit: what they find is there, nothing runs twice, and what fails is reported."""
 
 import json
 import math

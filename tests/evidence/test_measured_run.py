@@ -1,4 +1,4 @@
-"""A training in a process of its own: its figures are those of the fit itself, and whatever goes wrong is told."""
+"""A training in a process of its own: its figures are those of the fit itself, and whatever goes wrong is reported."""
 
 import copy
 import os

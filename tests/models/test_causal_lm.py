@@ -131,9 +131,15 @@ def test_bad_arguments_are_refused_at_once(arguments: Any, message: str) -> None
             "'num_layers', which is.*num_hidden_layers",
         ),
         ({"config_fields": {**FAMILIES["llama"], "hidden_size": 30}}, "do not make a llama"),
+        ({"config_fields": {**FAMILIES["llama"], "num_hidden_layers": -7}}, r"fields\.num_hidden_layers must be .*-7"),
+        ({"config_fields": {**FAMILIES["llama"], "rms_norm_eps": float("nan")}}, r"rms_norm_eps must be .* got nan"),
+        ({"config_fields": {**FAMILIES["llama"], "intermediate_size": 0}}, r"is empty \(intermediate_size: 0"),
+        ({"config_fields": {**FAMILIES["llama"], "head_dim": 0}}, r"cannot be built: .* \(head_dim: 0"),
+        ({"config_fields": {"modeltype": "llama"}}, "did you mean 'model_type'"),
         ({"name_or_path": "no/such-model-anywhere"}, "has no configuration"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
 def test_what_cannot_be_built_is_said(arguments: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigurationError, match=message):

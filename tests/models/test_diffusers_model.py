@@ -67,6 +67,10 @@ def test_the_format_of_the_numbers(folder: str) -> None:
         ({"config_fields": {"_class_name": "DDIMScheduler"}}, "must be a model of diffusers"),
         ({"config_fields": {**VAE, "latent_chanels": 4}}, "near ones: latent_channels"),
         ({"config_fields": {**VAE, "norm_num_groups": 3}}, "do not make a AutoencoderKL"),
+        ({"config_fields": {**VAE, "norm_num_groups": 0}}, r"do not make a AutoencoderKL: .* \(norm_num_groups: 0"),
+        ({"config_fields": {**VAE, "layers_per_block": -7}}, r"config_fields\.layers_per_block must be .* got -7"),
+        ({"config_fields": {**VAE, "in_channels": 0}}, r"is empty \(in_channels: 0"),
+        ({"config_fields": {"clas_name": "AutoencoderKL"}}, "did you mean '_class_name'"),
         (
             {"config_fields": {**VAE, "block_out_channels": None}},
             "do not make a AutoencoderKL: .* \\(block_out_channels: null",
@@ -74,6 +78,7 @@ def test_the_format_of_the_numbers(folder: str) -> None:
         ({"name_or_path": "/nowhere/at/all"}, "there is no folder"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
 def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         build(DiffusersModelConfig(**arguments))

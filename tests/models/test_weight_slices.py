@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lit_efficient import GPT, GPTConfig
+from lit_efficient import GPT, GPTConfig, MixtureOfExperts
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.models.deferred_draws import DeferredDraws
 from lit_efficient.models.weight_slices import load_slices
@@ -46,15 +46,25 @@ def test_a_fit_on_two_processes_reads_a_named_model_in_slices(tmp_path: Path) ->
     folders = [str(tmp_path / name) for name in ("tied", "untied")]
     for folder in folders:
         llama(tied=folder == folders[0]).save_pretrained(folder)
+    slices.adapter_beside(folders[1])
     run_ranks(slices.in_a_fit, tmp_path, folders)
     for folder in folders:
         plain = slices.losses(folder)
         for rank in (0, 1):
             torch.testing.assert_close(torch.load(f"{folder}_{rank}.pt"), plain, rtol=1e-5, atol=1e-5)
     for name, make in slices.FITTED.items():  # of codes and experts, too, each keeps its slices as they are made
-        plain = slices.losses(folders[1], make())
+        plain = slices.losses(folders[1], make(folders[1]))
         for rank in (0, 1):
             torch.testing.assert_close(torch.load(f"{folders[1]}_{name}_{rank}.pt"), plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.turns(4, family="ranks")
+def test_a_fit_on_two_processes_draws_random_weights_in_slices(tmp_path: Path) -> None:
+    run_ranks(slices.drawn_in_a_fit, tmp_path, str(tmp_path))
+    for name, model in slices.DRAWN.items():
+        plain = slices.losses(model(), [MixtureOfExperts(experts=2)])
+        for rank in (0, 1):
+            torch.testing.assert_close(torch.load(tmp_path / f"{name}_{rank}.pt"), plain, rtol=1e-5, atol=1e-5)
 
 
 def llama(tied: bool = True) -> Any:

@@ -10,8 +10,9 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from lit_efficient import ConflictError, GradualUnfreezing, ReplicatedStrategy, StochasticDepth
-from tests.ranks.toys import everyones, weights_of_all
+from lit_efficient import ConflictError, ExactResume, GradualUnfreezing, ReplicatedStrategy, StochasticDepth
+from tests.ranks import sharded
+from tests.ranks.toys import Small, everyones, weights_of_all
 from tests.support import Toy, assert_equal, data, trainer, weights
 
 
@@ -67,7 +68,7 @@ def equals_plain_ddp() -> None:
     assert all(torch.equal(value, value.bfloat16().float()) for value in first.values())
     for arguments in ({"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, {"optimizers": 2}):
         plain, ours = (fit(strategy, **arguments)[0] for strategy in ("ddp", ReplicatedStrategy(compression="none")))
-        torch.testing.assert_close(weights(plain), weights(ours))
+        assert_equal(weights(plain), weights(ours))  # the first window of a static graph sends its gradients once, too
         first, second = weights_of_all(ours)
         assert_equal(first, second)
 
@@ -86,6 +87,19 @@ def renews_what_thaws() -> None:
     with pytest.raises(ConflictError, match="StochasticDepth draws in each step what runs"):
         fit(ReplicatedStrategy(), StochasticDepth(0.5))
     fit(ReplicatedStrategy(static_graph=False), StochasticDepth(0.5))
+
+
+def resumed_by_three() -> None:
+    """Three ranks add in an order that the place in a bucket decides: after a resume as before, accumulated or not."""
+    for strategy, more in (("ddp", {}), (ReplicatedStrategy, {}), (ReplicatedStrategy, {"accumulate_grad_batches": 2})):
+
+        def epochs(count: int, path: str | None = None, make: Any = strategy, more: Any = more) -> Any:
+            chosen = make() if isinstance(make, type) else make
+            return sharded.fit(lambda: [ExactResume(seed=0)], Small, count, path, chosen, **more)
+
+        _, _, straight = epochs(2)
+        epochs(1)[0].save_checkpoint("half.ckpt", weights_only=False)
+        assert_equal(epochs(2, "half.ckpt")[2], straight)
 
 
 def both() -> None:

@@ -23,24 +23,37 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lit_efficient import (
     BlockSwap,
     ChunkedCrossEntropy,
+    Compile,
     ConfigurationError,
     ConflictError,
+    FusedAdamW,
     GroupedAdafactor,
+    InverseSquareRoot,
     KahanSummation,
+    Lion,
     LoRA,
     MuonAdamW,
     NEFTune,
     NonFiniteGuard,
     Parallel,
+    RankWatch,
+    SafeCheckpointIO,
+    ScheduleFree,
+    ScheduleFreeAdamW,
     ShardedStrategy,
     SignalCheckpoint,
     StochasticRounding,
     ThroughputMeter,
+    WarmupConstant,
+    WarmupCosine,
+    WarmupLinear,
+    WarmupStableDecay,
 )
 from lit_efficient.errors import CheckpointError, LitEfficientError
 from lit_efficient.mechanisms.ranks import readers
 from lit_efficient.models.dit import DiT, DiTConfig
 from lit_efficient.models.gpt import GPT, GPTConfig
+from tests.contract.effects import GRAPHS
 from tests.contract.row import Row
 from tests.contract.table import CASES, network_of
 from tests.ranks.toys import Sharded, Small, everyones, whole
@@ -72,11 +85,22 @@ class Borrowed(Net):
         return y + block.down(block.up(x))
 
 
+class Steps(L.Callback):
+    """What the module steps by."""
+
+    def __init__(self, optimizer: Any = torch.optim.AdamW, scheduler: Any = None) -> None:
+        self.optimizer, self.scheduler = optimizer, scheduler
+
+
 class Trained(Toy):
     """Steps what trains."""
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+        by = next((one for one in self.trainer.callbacks if isinstance(one, Steps)), Steps())  # type: ignore[attr-defined]
+        optimizer = by.optimizer([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+        if by.scheduler is None:
+            return optimizer
+        return [optimizer], [{"scheduler": by.scheduler(optimizer), "interval": "step"}]
 
 
 class Losses(L.Callback):
@@ -124,7 +148,19 @@ def fit(
 
 def case_of(name: str) -> tuple[Callable[[], list[Any]], Any, dict[str, Any]]:
     row = MORE.get(name) or CASES[name]
-    return lambda: [row.make()], row.network if name in MORE else network_of(name), dict(row.trainer)
+    switch = [ScheduleFree] if name == "ScheduleFreeAdamW" else []  # its weights are averages outside of training
+    return (
+        lambda: [row.make(), *(part() for part in switch)],
+        row.network if name in MORE else network_of(name),
+        dict(row.trainer),
+    )
+
+
+OPTIMIZERS = (FusedAdamW, GroupedAdafactor, Lion, MuonAdamW, ScheduleFreeAdamW)
+SCHEDULERS: list[tuple[Any, dict[str, int]]] = [
+    *((kind, {"warmup": 2}) for kind in (InverseSquareRoot, WarmupConstant)),
+    *((kind, {"total_steps": 2 * STEPS, "warmup": 2}) for kind in (WarmupCosine, WarmupLinear, WarmupStableDecay)),
+]
 
 
 def _others() -> list[tuple[str, Any, Any, dict[str, Any]]]:
@@ -138,6 +174,11 @@ def _others() -> list[tuple[str, Any, Any, dict[str, Any]]]:
         ("BlockSwap", BlockSwap, Net, {}),  # the row's refuses nothing
         ("KahanSummation", KahanSummation, Net, {"precision": "bf16-true"}),  # the row's network mixes formats
         ("StochasticRounding", StochasticRounding, Net, {"precision": "bf16-true"}),
+        ("inductor", Compile, Small, {}),  # the row's only counts its graphs
+        ("RankWatch", RankWatch, Net, {}),
+        ("SafeCheckpointIO", L.Callback, Net, {"plugins": [SafeCheckpointIO()]}),
+        *((kind.__name__, partial(Steps, kind), Net, {"gradient_clip_val": 0.05}) for kind in OPTIMIZERS),
+        *((kind.__name__, partial(Steps, scheduler=partial(kind, **more)), Net, {}) for kind, more in SCHEDULERS),
     ]
 
 
@@ -150,8 +191,9 @@ MORE: dict[str, Row] = {
 def techniques(names: Sequence[str], sharding: Any = None) -> None:
     """Fit with each, straight, and interrupted after an epoch; write what came of it."""
     sharding = {} if sharding is None else sharding
-    torch.compiler.set_stance("force_eager")  # torchao's step would be compiled: the same numbers, minutes later
     for name in names:
+        # torchao's step would be compiled: the same numbers, minutes later
+        torch.compiler.set_stance("default" if name in ("Compile", "inductor") else "force_eager")
         make, network, more = case_of(name)
         try:
             _, losses, weights = fit(make, network, sharding=sharding, **more)
@@ -159,7 +201,7 @@ def techniques(names: Sequence[str], sharding: Any = None) -> None:
             half.save_checkpoint(f"{name}.ckpt", weights_only=False)
             _, _, resumed = fit(make, network, 2, f"{name}.ckpt", sharding=sharding, **more)
             same = weights.keys() == resumed.keys() and all(torch.equal(weights[key], resumed[key]) for key in weights)
-            found: Any = {"losses": losses, "resumed": same}
+            found: Any = {"losses": losses, "resumed": same, "graphs": len(GRAPHS)}
         except LitEfficientError as error:
             found = {"refused": str(error)}
         except Exception as error:

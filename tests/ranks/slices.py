@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lit_efficient import (
+    IA3,
     CausalLMConfig,
+    GPTConfig,
     LanguageModeling,
     LoRA,
+    MixtureOfDepths,
     MixtureOfExperts,
     QuantizeBase,
     ShardedStrategy,
     StochasticDepth,
 )
 from lit_efficient.application import apply
-from lit_efficient.mechanisms.adapters.base import note_digest
+from lit_efficient.mechanisms.adapters.base import is_added, noting_digests
 from lit_efficient.mechanisms.adapters.quantized import is_bitsandbytes, stored_bytes
 from lit_efficient.mechanisms.trials.memory import AllocationMeter
 from lit_efficient.models import causal_lm, weight_slices
 from lit_efficient.models.deferred_draws import DeferredDraws
 from lit_efficient.models.weight_slices import load_slices
 from lit_efficient.surgery import local
+from lit_efficient.tasks import language_modeling
 from tests.support import assert_equal, trainer
 
 WIDTH, DEPTH = 64, 8
@@ -132,14 +137,14 @@ def codes_of_one_layer(folder: str, make: Callable[[], list[Any]]) -> None:
         network = made()
     network.__dict__[weight_slices.WAITS] = weight_slices.Waiting(folder)
     apply(network, make())
-    assert all(p.is_meta is ("lora" not in name) for name, p in network.named_parameters())
+    assert all(p.is_meta is not is_added(name) for name, p in network.named_parameters())
     sharded(network)
     with AllocationMeter() as meter:
-        weight_slices.fill_waiting(network, torch.device("cpu"), partial(note_digest, network))
+        weight_slices.fill_waiting(network, torch.device("cpu"), noting_digests(network))
     found, wanted = whole(network), dict(plain.state_dict())  # FSDP2 writes no constants of bitsandbytes
     assert_equal(found, {name: t for name, t in wanted.items() if name in found or ".weight." not in name})
     assert digests_of(network) == digests_of(plain)
-    held = sum(local(p).nbytes for name, p in network.named_parameters() if "lora" not in name)
+    held = sum(local(p).nbytes for name, p in network.named_parameters() if not is_added(name))
     coded: list[Any] = [part for part in plain.modules() if is_bitsandbytes(part)]
     constants = sum(stored_bytes(part) - part.weight.nbytes for part in coded)
     assert meter.peak <= held + constants + 5 * WIDTH * WIDTH * 4
@@ -156,18 +161,39 @@ class Rows(LanguageModeling):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-ADAPTED: dict[str, Callable[[], list[Any]]] = {
-    "pissa on codes": lambda: [QuantizeBase(), LoRA(rank=2, variant="pissa")],
-    "dora": lambda: [LoRA(rank=2, variant="dora")],
+ADAPTED: dict[str, Callable[..., list[Any]]] = {
+    "pissa on codes": lambda *_: [QuantizeBase(), LoRA(rank=2, variant="pissa")],
+    "dora": lambda *_: [LoRA(rank=2, variant="dora")],
+    "ia3": lambda *_: [IA3(targets=[], feedforward=["0"])],
 }
-FITTED: dict[str, Callable[[], list[Any]]] = ADAPTED | {
-    "experts": lambda: [MixtureOfExperts(experts=4), StochasticDepth(0.5)],
-    "experts of codes": lambda: [MixtureOfExperts(experts=3), QuantizeBase(), LoRA(2, targets="all-linear+experts")],
+FITTED: dict[str, Callable[..., list[Any]]] = ADAPTED | {
+    "experts": lambda *_: [MixtureOfExperts(experts=4), StochasticDepth(0.5)],
+    "experts of codes": lambda *_: [MixtureOfExperts(experts=3), QuantizeBase(), LoRA(2, targets="all-linear+experts")],
+    "ia3": lambda *_: [QuantizeBase(), IA3()],
+    "depths": lambda *_: [MixtureOfDepths(0.5)],
+    "adapters of folders": lambda folder: [LoRA(start_from=adapter_beside(folder), beside={"a": f"{folder}_adapter"})],
 }
 
 
-def losses(folder: str, techniques: Sequence[Any] = (), **arguments: Any) -> list[float]:
-    """Of four steps of a fit on the model of a folder."""
+def adapter_beside(folder: str) -> str:
+    """A folder of peft's with an adapter of q_proj, drawn."""
+    place, drawn = Path(f"{folder}_adapter"), torch.Generator().manual_seed(5)
+    if not place.exists():
+        place.mkdir()
+        fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "init_lora_weights": True}
+        (place / "adapter_config.json").write_text(json.dumps(fields))
+        layers = [f"base_model.model.model.layers.{i}.self_attn.q_proj" for i in range(2)]
+        shapes = {"A": (2, 64), "B": (64, 2)}
+        save_file(
+            {f"{n}.lora_{k}.weight": torch.randn(s, generator=drawn) / 8 for n in layers for k, s in shapes.items()},
+            place / "adapter_model.safetensors",
+        )
+    return str(place)
+
+
+def losses(model: Any, techniques: Sequence[Any] = (), **arguments: Any) -> list[float]:
+    """Of four steps of a fit on a model, of a folder perhaps."""
+    torch.manual_seed(0)
     seen: list[float] = []
 
     class Seen(L.Callback):
@@ -178,8 +204,30 @@ def losses(folder: str, techniques: Sequence[Any] = (), **arguments: Any) -> lis
     rows: Any = [{"input_ids": row, "labels": row} for row in tokens]
     run = trainer([Seen(), *techniques], max_epochs=4, limit_val_batches=0, use_distributed_sampler=False, **arguments)
     loader = DataLoader(rows, batch_size=8)
-    run.fit(Rows(CausalLMConfig(folder)), loader, loader)
+    run.fit(Rows(CausalLMConfig(model) if isinstance(model, str) else model), loader, loader)
     return seen
+
+
+DRAWN: dict[str, Callable[[], Any]] = {
+    "gpt": lambda: GPTConfig(97, dim=64, depth=2, num_heads=2, max_length=64),
+    "llama": lambda: CausalLMConfig(
+        config_fields={
+            "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "vocab_size": 97,
+        }
+    ),
+}  # fmt: skip
+
+
+def drawn_in_a_fit(folder: str) -> None:
+    """Each process draws what it holds of random weights, and is given nothing whole."""
+    for name, model in DRAWN.items():
+        built = list[nn.Module]()
+        plain = weight_slices.built_empty
+        language_modeling.built_empty = lambda make, plain=plain, into=built: into.append(plain(make)) or into[0]
+        found = losses(model(), [MixtureOfExperts(experts=2)], devices=2, strategy=ShardedStrategy())
+        assert len(built) == 1
+        torch.save(found, f"{folder}/{name}_{dist.get_rank()}.pt")
 
 
 def in_a_fit(folders: list[str]) -> None:
@@ -195,6 +243,6 @@ def in_a_fit(folders: list[str]) -> None:
     for name, make in FITTED.items():
         made = list[Any]()
         causal_lm.build_empty = lambda *given, into=made: into.append(empty(*given)) or into[0]
-        found = losses(folder, make(), devices=2, strategy=ShardedStrategy())
+        found = losses(folder, make(folder), devices=2, strategy=ShardedStrategy())
         assert None not in made, name
         torch.save(found, f"{folder}_{name}_{dist.get_rank()}.pt")

@@ -23,10 +23,11 @@ from tests.support import Net, Toy, assert_equal
 
 # The quickest, of what is used most; the others each night.
 FIRST = ("clipping", "accumulation", "tied", "borrowed", "ChunkedCrossEntropy", "GradualUnfreezing")
-TRIED = (*sorted(CASES.keys() - {"Compile"}), "NonFiniteGuard", "SignalCheckpoint")  # the first takes minutes
+TRIED = (*sorted(CASES), "NonFiniteGuard", "SignalCheckpoint", "RankWatch", "SafeCheckpointIO")
+TRIED += tuple(kind.__name__ for kind in (*sharded.OPTIMIZERS, *dict(sharded.SCHEDULERS)))
 # What each process rounds or draws by the rows that it sees, and what takes another batch: not what one computes.
 OWN_ROUNDING = {"Float8Precision", "KahanSummation", "LowBitOptimizer", "QuantizationAwareTraining"}
-OWN_ROUNDING |= {"LatentAlignment", "MaxBatchSize", "StochasticRounding"}
+OWN_ROUNDING |= {"LatentAlignment", "MaxBatchSize", "MuonAdamW", "StochasticRounding"}
 OWN_ROUNDING |= {"ContrastiveFlowMatching", "MixtureOfExperts", "NEFTune", "SelectiveBackprop", "TokenRouting"}
 SHORTER = {"OptimizerSchedule"}  # its horizon is the run's, and the interrupted one is shorter
 FAILS = {"ReplaceHead": "parameters that were not used in producing the loss"}  # under plain DDP
@@ -53,6 +54,19 @@ def as_one_process(names: tuple[str, ...], folder: Path) -> dict[str, str]:
 def test_two_processes_train_as_one_does_and_resume_to_the_bit(tmp_path: Path) -> None:
     run_ranks(sharded.techniques, tmp_path, FIRST)
     assert set(as_one_process(FIRST, tmp_path).values()) == {"works"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("Compile", marks=pytest.mark.turns(6, family="ranks")),
+        pytest.param("inductor", marks=pytest.mark.nightly),
+    ],
+)
+def test_compiled_blocks_in_shards_train_as_one_process_does(name: str, tmp_path: Path) -> None:
+    run_ranks(sharded.techniques, tmp_path, (name,), timeout=900)
+    assert as_one_process((name,), tmp_path) == {name: "works"}
+    assert bool(torch.load(tmp_path / f"{name}.pt")["graphs"]) is (name == "Compile")  # of the backend that counts
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""LatentDiffusion with every kind of network and condition: what it is told, hides, checks and carries along."""
+"""LatentDiffusion with every kind of network and condition: what it is given, hides, checks and carries along."""
 
 import logging
 import shutil

@@ -1,4 +1,4 @@
-"""Reward models: the scalar of transformers' own classifiers, that they learn, and what LoRA has to be told."""
+"""Reward models: the scalar of transformers' own classifiers, that they learn, and what LoRA must be given."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ those that depend on the weight (DoRA, PiSSA) again. Digests of the base are in 
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -105,12 +105,15 @@ def digests(module: nn.Module) -> dict[str, str]:
     return {name: _digest(p) for name, p in frozen if not (is_sharded(p) or p.is_meta)}
 
 
-def note_digest(module: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    """Take the digest of a frozen parameter from its whole tensor, now that it is read, for :func:`freeze_base`."""
-    if has_frozen_base(module) and name not in held(module):
-        parameter = dict(module.named_parameters()).get(name)
-        if parameter is not None and not parameter.requires_grad:
+def noting_digests(module: nn.Module) -> Callable[[str, Tensor, torch.dtype], None]:
+    """Take the digest of each frozen parameter from its whole tensor, when it is read, for :func:`freeze_base`."""
+    frozen = {name for name, p in module.named_parameters() if not p.requires_grad} - held(module)
+
+    def note(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+        if name in frozen and has_frozen_base(module):
             module.__dict__[_MARK]["digests"][name] = _digest(tensor, dtype)
+
+    return note
 
 
 def _all_digests(module: nn.Module) -> dict[str, str]:

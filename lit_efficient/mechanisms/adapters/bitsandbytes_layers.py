@@ -14,6 +14,8 @@ from lit_efficient.internals.torch_modules import Loads, Moves
 from lit_efficient.mechanisms.adapters.int4 import check_input
 from lit_efficient.surgery import mix_in
 
+_PIECE = 2**20  # weights that are quantised at once; whole blocks
+
 
 def bitsandbytes_linear(
     weight: Tensor, bias: nn.Parameter | None, format: str = "nf4", *, double_quant: bool = True
@@ -55,13 +57,33 @@ def _quantized_weight(weight: Tensor, format: str, double_quant: bool) -> Any:
         codes, scales, _ = bnb.functional.int8_vectorwise_quant(weight.contiguous().to(torch.float16))
         return bnb.nn.Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales)
     how: Any = {"compress_statistics": double_quant, "quant_type": format}
-    parameter: Any = bnb.nn.Params4bit(weight, requires_grad=False, **how)
-    if not weight.is_meta:
-        return parameter.to(weight.device)
-    with torch.device("cpu"):  # it keeps the table that the first call makes
-        bnb.functional.quantize_4bit(torch.zeros(64, dtype=torch.float32), **how)
-    codes, state = bnb.functional.quantize_4bit(weight, **how)  # of the shapes alone
+    if weight.is_meta:
+        with torch.device("cpu"):  # it keeps the table that the first call makes
+            bnb.functional.quantize_4bit(torch.zeros(64, dtype=torch.float32), **how)
+        codes, state = bnb.functional.quantize_4bit(weight, **how)  # of the shapes alone
+    elif weight.device.type == "cpu" and weight.numel() > _PIECE:
+        codes, state = _in_pieces(weight, format, double_quant)
+    else:
+        codes, state = bnb.functional.quantize_4bit(weight.contiguous(), **how)
     return bnb.nn.Params4bit(codes, requires_grad=False, quant_state=state, bnb_quantized=True, **how)
+
+
+def _in_pieces(weight: Tensor, format: str, double_quant: bool) -> tuple[Tensor, Any]:
+    """What ``quantize_4bit`` gives: on the CPU it takes 12 bytes for each weight that it is given at once."""
+    from bitsandbytes.functional import quantize_4bit, quantize_blockwise
+
+    codes = torch.empty(-(-weight.numel() // 2), 1, dtype=torch.uint8)
+    absmax = torch.empty(-(-weight.numel() // 64))
+    state: Any
+    for number, piece in enumerate(weight.reshape(-1).split(_PIECE)):
+        made, state = quantize_4bit(piece, quant_type=format)
+        codes[number * _PIECE // 2 :][: len(made)] = made
+        absmax[number * _PIECE // 64 :][: len(state.absmax)] = state.absmax
+    state.shape, state.absmax = weight.shape, absmax
+    if double_quant:
+        state.nested, state.offset = True, absmax.mean()
+        state.absmax, state.state2 = quantize_blockwise(absmax - state.offset, blocksize=256)
+    return codes, state
 
 
 class _Loads(Loads, Moves):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lit_efficient.mechanisms.adapters.disabled import Switchable
 from lit_efficient.mechanisms.adapters.quantized import is_conv1d
-from lit_efficient.surgery import mix_in, mix_out
+from lit_efficient.surgery import home_of, mix_in, mix_out
 
 
 class IA3Scaled(Switchable):
@@ -57,7 +57,7 @@ def add_ia3(layer: Any, side: str) -> None:
         torch.promote_types(layer.weight.dtype, torch.float32) if layer.weight.is_floating_point() else torch.float32
     )
     size = inputs if side == "input" else outputs - first
-    layer.ia3 = nn.Parameter(torch.ones(size, dtype=dtype, device=layer.weight.device))
+    layer.ia3 = nn.Parameter(torch.ones(size, dtype=dtype, device=home_of(layer.weight)))
     mix_in(layer, IA3Scaled, ia3_side=side, ia3_first=first)
 
 

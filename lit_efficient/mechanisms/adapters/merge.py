@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.application import forget_what_is_gone
+from lit_efficient.internals.heap import give_back
 from lit_efficient.internals.torch_modules import tensor_tables
 from lit_efficient.mechanisms.adapters.base import added_names
 from lit_efficient.mechanisms.adapters.experts import LowRankExperts, fold_experts
@@ -66,6 +67,8 @@ def merge_adapters(module: nn.Module, *, dequantize_rest: bool = True, dtype: to
             _replace(module, name, plain_layer(part, dequantize(part)))
         if coded and dtype is not None and not is_quantized(merged := module.get_submodule(name)):
             merged.to(dtype)
+            del merged, part
+            give_back()
     _forget(module)
     return module
 

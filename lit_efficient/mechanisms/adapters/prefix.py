@@ -212,8 +212,6 @@ def computed_from(decoder: Any, embedded: Tensor) -> tuple[Tensor, Tensor]:
     if not isinstance(decoder, GPT):
         return computed_by_transformer(decoder, _plain(decoder).forward, inputs_embeds=embedded)
     config, length = decoder.config, embedded.shape[1]
-    if length > config.max_length:
-        raise refusal(owner_of(decoder), "num_virtual_tokens", f"at most max_length = {config.max_length}", length)
     caches = [_Recorder(length) for _ in decoder.blocks]
     rotary = rotary_table(0, length, config.head_dim, config.constants.rope_theta, embedded.device)
     for block, cache in zip(decoder.blocks, caches, strict=True):

@@ -21,6 +21,7 @@ class VirtualTokens(Technique):
     alters = ("weights",)
     needs = ("init_tokens",)
     keeps = "prefix"
+    refuses_early = True
 
     def __init__(
         self,
@@ -89,12 +90,15 @@ class VirtualTokens(Technique):
         source = self._text_tokens or self.init_tokens or []
         length = self.num_virtual_tokens or len(source)
         table = embeddings(decoder).weight
-        if table.device.type == "meta":
-            message = "weights are on the meta device: give the base its weights first"
-            raise ConfigurationError(f"{type(self).__name__}: {message}")
+        if isinstance(decoder, GPT) and length > decoder.config.max_length:
+            allowed = f"at most max_length = {decoder.config.max_length}"
+            raise refusal(type(self).__name__, "num_virtual_tokens", allowed, length)
         if source and not 0 <= min(source) <= max(source) < len(table):
             allowed = f"at least 0 and below the vocabulary's {len(table)}"
             raise refusal(type(self).__name__, "init_tokens", allowed, (min(source), max(source)))
+        if table.device.type == "meta":
+            message = "weights are on the meta device: give the base its weights first"
+            raise ConfigurationError(f"{type(self).__name__}: {message}")
         return length, list(islice(cycle(source), length)) if source else []
 
     def trains(self, module: nn.Module) -> list[nn.Parameter]:

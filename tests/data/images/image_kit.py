@@ -1,4 +1,4 @@
-"""Small image files of every layout, each image of one colour, so that it can be told by its pixels."""
+"""Small image files of every layout, each image of one colour, so that its pixels say which it is."""
 
 import csv
 import io

@@ -72,7 +72,7 @@ def test_an_epoch_is_a_pure_function_of_seed_and_epoch():
     pass_of_epoch_0 = iter(keys)
     begun = [next(pass_of_epoch_0)]
     keys.set_epoch(9)
-    assert begun + list(pass_of_epoch_0) == first  # told of another epoch, a pass goes on with its own
+    assert begun + list(pass_of_epoch_0) == first  # after set_epoch, a pass goes on with its own
 
 
 def test_variants_are_of_the_epoch_and_the_image_and_equally_frequent():

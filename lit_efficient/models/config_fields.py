@@ -1,0 +1,68 @@
+"""What is wrong with fields of another package's configuration that this package takes, or fails on without a name."""
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from lit_efficient.errors import ConfigurationError, did_you_mean, refusal
+
+
+def check_values(owner: str, fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Refuse what is no number, and numbers below 0 where the default is above it.
+
+    Raises:
+        ConfigurationError: Naming the field.
+    """
+    for name, value in fields.items():
+        default = defaults.get(name)
+        least = isinstance(default, int | float) and default > 0
+        if isinstance(value, int | float) and (math.isnan(value) or (least and value < 0)):
+            raise refusal(owner, f"config_fields.{name}", "a number of at least 0" if least else "a number", value)
+
+
+def check_names(owner: str, fields: Iterable[str], known: Iterable[str], kind: str) -> None:
+    """Refuse fields that ``kind`` does not have.
+
+    Raises:
+        ConfigurationError: Naming the first, and those that it may be meant for.
+    """
+    known = set(known)
+    unknown = next((name for name in fields if name not in known), None)
+    if unknown is not None:
+        near = difflib.get_close_matches(unknown, known, n=3)
+        raise ConfigurationError(
+            f"{owner}: config_fields has {unknown!r}, which is no field of {kind}"
+            f"{'; near ones: ' + ', '.join(near) if near else ''}."
+        )
+
+
+def meant(name: str, fields: Mapping[str, Any] | None) -> str:
+    """What to say behind the lack of a field, where another may be meant for it."""
+    return next((f": {one!r}{near}" for one in fields or {} if (near := did_you_mean(one, [name]))), "")
+
+
+def unusual(fields: Mapping[str, Any]) -> str:
+    """The fields whose values few networks can have, in brackets behind a message; '' where there are none."""
+    odd = {
+        name: value
+        for name, value in fields.items()
+        if (isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < 2**32)
+        or (isinstance(value, list | tuple) and (not value or unusual(dict(enumerate(value)))))  # type: ignore[arg-type]
+    }
+    return f" ({', '.join(f'{name}: {value}' for name, value in odd.items())})" if odd else ""
+
+
+def check_whole(owner: str, model: nn.Module, fields: Mapping[str, Any]) -> None:
+    """Refuse a network with weights of no elements.
+
+    Raises:
+        ConfigurationError: Naming the first such weight, and the fields that may be why.
+    """
+    empty = next((name for name, p in model.named_parameters() if p.numel() == 0 and unusual(fields)), None)
+    if empty is not None:
+        raise ConfigurationError(
+            f"{owner}: config_fields make a {type(model).__name__} whose {empty} is empty{unusual(fields)}"
+        )
