@@ -207,9 +207,8 @@ def name_of(spec: str | nn.Module) -> str:
 def _of_transformers(spec: str, who: str) -> nn.Module:
     from transformers import AutoConfig, AutoModel
 
+    check_sums(spec)  # before the configuration, whose values may raise anything
     try:
-        if not spec.endswith(".json"):
-            check_sums(spec)  # before the configuration, whose values may raise anything
         config = AutoConfig.from_pretrained(spec, trust_remote_code=False)
         if not spec.endswith(".json"):
             check_bounds(who, spec, config, AutoModel)

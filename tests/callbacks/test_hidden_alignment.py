@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DataLoader
+from transformers import ViTConfig
 
 from lit_efficient import (
     EMA,
@@ -29,6 +30,8 @@ from lit_efficient import (
 )
 from lit_efficient.application import compare_techniques
 from lit_efficient.data.digit_images import TensorDictDataset
+from lit_efficient.errors import CheckpointError
+from lit_efficient.files.sums import write_sums
 from lit_efficient.losses.feature_matching import gradient_cosine
 from lit_efficient.mechanisms.alignment import make_head
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
@@ -222,7 +225,7 @@ def test_the_alignment_rises_on_digits_with_the_classifier_that_the_data_trained
 
 
 def test_transformers_encoders_get_their_size_channels_and_statistics_and_lose_their_class_token(tmp_path):
-    from transformers import Dinov2Config, Dinov2Model, ViTConfig
+    from transformers import Dinov2Config, Dinov2Model
 
     shape = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
     vit = ViTConfig(**shape, intermediate_size=16, image_size=16, patch_size=8)
@@ -246,6 +249,18 @@ def test_transformers_encoders_get_their_size_channels_and_statistics_and_lose_t
     seen = Gradients()
     fit(HiddenAlignment(1, str(tmp_path / "dino"), hidden=8), batches(images=IMAGES), [seen], max_steps=1)
     assert -1.0 <= seen.value <= 1.0
+
+
+def test_a_damaged_teacher_is_refused_before_it_is_built(tmp_path):
+    config = ViTConfig(hidden_size=12, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=16)
+    config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(file.read_text().replace("{", '{"dtype": "float32", ', 1))
+    write_sums(tmp_path)
+    file.write_text(file.read_text().replace('"float32"', '"fl/at32"'))
+    for spec in (tmp_path, file):
+        with pytest.raises(CheckpointError, match=r"config\.json is missing, or not what was written"):
+            find_teacher(str(spec), [""], who="test")
 
 
 def test_what_cannot_work_is_refused_by_name():
