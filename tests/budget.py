@@ -18,8 +18,9 @@ PACKAGE = Path(__file__).parent.parent / "lit_efficient"
 # spikes, noise scale and schedules (1,300), experts, depths and routes of tokens, flows (2,200), shards, replicas,
 # DeepSpeed's stages, processes that watch each other (1,300), networks larger than a host, less of it in memory (900);
 # layers divided by their plans, slices read by each process, resumes by the row (450), several adapters of one base and
-# class tokens (400), claims and bounds of plan and verify (400), hostile files, secrets and epochs cut short (250).
-LIMIT = 76_200
+# class tokens (400), claims and bounds of plan and verify (400), hostile files, secrets and epochs cut short (250),
+# weights that each process draws for itself (100), what is refused before data is read and mistakes in configs (260).
+LIMIT = 76_400
 
 
 def sources() -> dict[str, str]:

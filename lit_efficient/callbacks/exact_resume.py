@@ -42,7 +42,7 @@ from lit_efficient.mechanisms.order.carried import attributes_of, differs
 from lit_efficient.mechanisms.order.resumable_loader import ResumableLoader, examine, make_resumable
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed, seed_all
 from lit_efficient.mechanisms.ranks import data_rank
-from lit_efficient.mechanisms.reducing import keep_order
+from lit_efficient.mechanisms.reducing import configure_in_order, keep_order
 from lit_efficient.mechanisms.trials.probes import loaders_in
 from lit_efficient.technique import Technique
 
@@ -98,6 +98,7 @@ class ExactResume(Technique):
         trainer.callbacks = [self, *(callback for callback in trainer.callbacks if callback is not self)]
         self._loaders, self._carried = [], {}
         wrap_method(trainer.strategy, "process_dataloader", _process_dataloader)
+        keep_order(trainer.strategy)
         self._say_limits(trainer, pl_module)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -113,7 +114,6 @@ class ExactResume(Technique):
         restore_loader_states(trainer)
         self._keep_place(trainer)
         self._go_on(trainer)
-        keep_order(trainer.strategy)
         gradients, self._gradients = self._gradients, None
         if gradients:
             for name, parameter in pl_module.named_parameters():
@@ -291,6 +291,7 @@ class ExactResume(Technique):
         self._loaders, self._reached, self._resumed = None, "", {}
         unwrap_method(trainer.fit_loop.epoch_loop, "advance", _end_batch)
         unwrap_method(trainer.strategy, "process_dataloader", _process_dataloader)
+        unwrap_method(trainer.strategy, "configure_ddp", configure_in_order)
 
 
 def _process_dataloader(self: Any, dataloader: Any) -> Any:

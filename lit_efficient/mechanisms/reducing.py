@@ -4,6 +4,8 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from lit_efficient.internals.wraps import inner_method, wrap_method
+
 
 def renew_reducer(strategy: Any) -> None:
     """Wrap the module in a new DistributedDataParallel, which expects gradients of what requires one now.
@@ -14,23 +16,27 @@ def renew_reducer(strategy: Any) -> None:
     old = strategy.model
     if not isinstance(old, DistributedDataParallel):
         return
-    kept = isinstance(old.reducer, _InFirstOrder)
     del old.reducer, old.logger  # their hooks on the parameters go with them
     strategy.model = old.module
     strategy.configure_ddp()
-    if kept:
-        keep_order(strategy)
 
 
 def keep_order(strategy: Any) -> None:
-    """Let gradients travel in the buckets of the first step in all steps.
+    """Let gradients travel in the buckets of the first step in all steps, whoever makes a reducer from now on.
 
-    The reducer would sort them anew after each start, by the order in which they came. Where they lie in a bucket
-    decides in which order three ranks or more add them, so that a resumed run's first step would be rounded otherwise.
+    It would sort them anew after its first step, by the order in which they came. Where they lie in a bucket decides in
+    which order three ranks or more add them, so that a resumed run's first step would be rounded otherwise.
     """
-    model = strategy.model
-    if isinstance(model, DistributedDataParallel) and not isinstance(model.reducer, _InFirstOrder):
-        model.reducer = _InFirstOrder(model.reducer)
+    if hasattr(strategy, "configure_ddp"):
+        wrap_method(strategy, "configure_ddp", configure_in_order)
+
+
+def configure_in_order(self: Any) -> None:
+    """Around ``strategy.configure_ddp``."""
+    inner_method(self, "configure_ddp", configure_in_order)()
+    if isinstance(self.model, DistributedDataParallel):
+        kept: Any = _InFirstOrder(self.model.reducer)
+        self.model.reducer = kept
 
 
 class _InFirstOrder:

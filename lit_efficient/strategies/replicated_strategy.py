@@ -114,7 +114,11 @@ class ReplicatedStrategy(DDPStrategy):
             own: torch.futures.Future[Tensor] = torch.futures.Future()
             own.set_result(bucket.buffer())
             return own
-        return reduce_in_bfloat16(state, bucket) if self.compression == "bf16" else allreduce_hook(None, bucket)
+        if self.compression == "bf16":
+            return reduce_in_bfloat16(state, bucket)
+        group = distributed.group.WORLD
+        assert group is not None
+        return allreduce_hook(group, bucket)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Renew the reducer first, where what trains is not what it was made for."""

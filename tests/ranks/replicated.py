@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from lit_efficient import ConflictError, ExactResume, GradualUnfreezing, ReplicatedStrategy, StochasticDepth
+from lit_efficient import ConflictError, ExactResume, GradualUnfreezing, LRFinder, ReplicatedStrategy, StochasticDepth
 from tests.ranks import sharded
 from tests.ranks.toys import Small, everyones, weights_of_all
 from tests.support import Toy, assert_equal, data, trainer, weights
@@ -95,7 +95,9 @@ def resumed_by_three() -> None:
 
         def epochs(count: int, path: str | None = None, make: Any = strategy, more: Any = more) -> Any:
             chosen = make() if isinstance(make, type) else make
-            return sharded.fit(lambda: [ExactResume(seed=0)], Small, count, path, chosen, **more)
+            # Trials leave the module with another reducer; a resumed run makes none.
+            trials = LRFinder(min_lr=1e-3, max_lr=1.0, num_steps=3, early_stop_threshold=None)
+            return sharded.fit(lambda: [ExactResume(seed=0), trials], Small, count, path, chosen, **more)
 
         _, _, straight = epochs(2)
         epochs(1)[0].save_checkpoint("half.ckpt", weights_only=False)

@@ -166,7 +166,8 @@ ADAPTED: dict[str, Callable[..., list[Any]]] = {
     "dora": lambda *_: [LoRA(rank=2, variant="dora")],
     "ia3": lambda *_: [IA3(targets=[], feedforward=["0"])],
 }
-FITTED: dict[str, Callable[..., list[Any]]] = ADAPTED | {
+FITTED: dict[str, Callable[..., list[Any]]] = {
+    **ADAPTED,
     "experts": lambda *_: [MixtureOfExperts(experts=4), StochasticDepth(0.5)],
     "experts of codes": lambda *_: [MixtureOfExperts(experts=3), QuantizeBase(), LoRA(2, targets="all-linear+experts")],
     "ia3": lambda *_: [QuantizeBase(), IA3()],
@@ -223,8 +224,12 @@ def drawn_in_a_fit(folder: str) -> None:
     """Each process draws what it holds of random weights, and is given nothing whole."""
     for name, model in DRAWN.items():
         built = list[nn.Module]()
-        plain = weight_slices.built_empty
-        language_modeling.built_empty = lambda make, plain=plain, into=built: into.append(plain(make)) or into[0]
+
+        def noted(make: Any, built: list[nn.Module] = built) -> nn.Module:
+            built.append(weight_slices.built_empty(make))
+            return built[0]
+
+        language_modeling.built_empty = noted
         found = losses(model(), [MixtureOfExperts(experts=2)], devices=2, strategy=ShardedStrategy())
         assert len(built) == 1
         torch.save(found, f"{folder}/{name}_{dist.get_rank()}.pt")
