@@ -173,13 +173,25 @@ def _fit_ranks(name: str, ranks: int) -> None:
     if ranks > 1:
         arguments |= {"devices": ranks, "strategy": "ddp"}
     L.seed_everything(0, verbose=False)
+    module = chosen.toy()
+    if name == "TokenWeightedAccumulation":
+        _mean_over_tokens(module)
     with quiet():
         made = trainer(make_all(name), **arguments)
-        module = chosen.toy()
-        module.num_tokens = lambda batch: len(batch[0])  # what its mean is over: the toy's own numbers are made up
         made.fit(module, _part(data(64, 8 // ranks), ranks), data())
     if made.is_global_zero:
         torch.save({"state_dict": module.state_dict()}, f"{ranks}.pt")
+
+
+def _mean_over_tokens(module: Any) -> None:
+    """Have the toy's loss be a mean over what it counts, no longer one over rows."""
+    of_rows = module._sample_loss
+
+    def weighed(batch: Any) -> Any:
+        counts = (batch[0] > 0).sum(-1)
+        return of_rows(batch) * counts / counts.float().mean()
+
+    module._sample_loss = weighed
 
 
 def _part(loader: Any, ranks: int) -> DataLoader:
