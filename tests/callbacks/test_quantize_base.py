@@ -299,20 +299,27 @@ def test_a_layer_is_quantised_in_pieces_as_bitsandbytes_does_it_whole(
     import bitsandbytes as bnb
 
     linear = nn.Linear(255, 259, bias=False, dtype=torch.bfloat16)  # an odd number of weights, no multiple of a block
-    whole: Any = bnb.nn.Params4bit(linear.weight.detach(), compress_statistics=double, quant_type=format).to("cpu")
     theirs, at_once = bnb.functional.quantize_4bit, list[int]()
 
     def noted(weights: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         at_once.append(weights.numel())
         return theirs(weights, *args, **kwargs)
 
-    monkeypatch.setattr(bnb.functional, "quantize_4bit", noted)
     monkeypatch.setattr(bitsandbytes_layers, "_PIECE", 2**12)
-    layer: Any = quantize_linear(linear, format, double_quant=double)
-    assert max(at_once) == 2**12  # each takes 12 bytes while it is done
-    assert torch.equal(layer.weight, whole)
-    assert vars(layer.weight).keys() == vars(whole).keys()
-    assert_equal(layer.weight.quant_state.as_dict(packed=True), whole.quant_state.as_dict(packed=True))
+    try:
+        for default in (torch.float32, torch.bfloat16):  # as in a run of bf16-true
+            torch.set_default_dtype(default)
+            weight = linear.weight.detach()
+            whole: Any = bnb.nn.Params4bit(weight, compress_statistics=double, quant_type=format).to("cpu")
+            with monkeypatch.context() as patched:
+                patched.setattr(bnb.functional, "quantize_4bit", noted)
+                layer: Any = quantize_linear(linear, format, double_quant=double)
+            assert max(at_once) == 2**12  # each takes 12 bytes while it is done
+            assert torch.equal(layer.weight, whole)
+            assert vars(layer.weight).keys() == vars(whole).keys()
+            assert_equal(layer.weight.quant_state.as_dict(packed=True), whole.quant_state.as_dict(packed=True))
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 READ = {  # by family: changes of its config, and what of the network QuantizeBase is to skip

@@ -78,6 +78,7 @@ def test_a_checkpoint_of_a_command_line_names_the_class(tmp_path):
 
     set_import_policy(["tests"])  # which an earlier test of the process may have set otherwise
     config = [
+        "--seed_everything=0",
         "--trainer.limit_val_batches=0",
         "--model",
         f"{__name__}.Named",

@@ -73,7 +73,7 @@ def _in_pieces(weight: Tensor, format: str, double_quant: bool) -> tuple[Tensor,
     from bitsandbytes.functional import quantize_4bit, quantize_blockwise
 
     codes = torch.empty(-(-weight.numel() // 2), 1, dtype=torch.uint8)
-    absmax = torch.empty(-(-weight.numel() // 64))
+    absmax = torch.empty(-(-weight.numel() // 64), dtype=torch.float32)  # whatever the default is now
     state: Any
     for number, piece in enumerate(weight.reshape(-1).split(_PIECE)):
         made, state = quantize_4bit(piece, quant_type=format)
