@@ -191,6 +191,7 @@ MORE: dict[str, Row] = {
 def techniques(names: Sequence[str], sharding: Any = None) -> None:
     """Fit with each, straight, and interrupted after an epoch; write what came of it."""
     sharding = {} if sharding is None else sharding
+    dist.init_process_group("gloo")  # what is refused early is refused before Lightning does this
     for name in names:
         # torchao's step would be compiled: the same numbers, minutes later
         torch.compiler.set_stance("default" if name in ("Compile", "inductor") else "force_eager")
