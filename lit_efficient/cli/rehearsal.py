@@ -20,6 +20,7 @@ from lit_efficient.declaration import Phase, in_order, overrides, techniques_of
 from lit_efficient.errors import LitEfficientError
 from lit_efficient.internals.lightning_trainer import AskedEarly, begin_fit, set_trainer
 from lit_efficient.mechanisms.trials.steps import quiet
+from lit_efficient.technique import AppliesTechniques
 
 
 def rehearse(trainer: Any, module: Any, data: Any) -> None:
@@ -50,7 +51,7 @@ def check_parts(trainer: Any, module: Any, data: Any) -> None:
     """
     check_run(trainer, module)
     for callback in trainer.callbacks:
-        if isinstance(callback, AskedEarly):
+        if isinstance(callback, AskedEarly) and not isinstance(callback, AppliesTechniques):  # those ask all, too
             callback.refuse(trainer, module)
     if hasattr(data, "check_model"):
         data.check_model()
