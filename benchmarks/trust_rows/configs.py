@@ -47,7 +47,7 @@ FREE = re.compile(r"FeatureMatching\.layers\.|layers\.blocks")
 # Values that are as unusual as right: what the name of a case ends with, and why it is right.
 RIGHT: dict[str, str] = {
     r"seed_everything:zero": "a seed",
-    r"\.max_steps:(zero|huge)": "no step, or all that another end allows",
+    r"\.(max_steps:(zero|huge)|max_epochs:zero)": "no step, or all that another end allows",
     r"\.(log_every_n_steps|gradient_clip_val|warmup_steps|weight_decay):(zero|huge)": "never, none, or later",
     r"\.(rate|lr|weight|held_out|num_workers|dropout|seed|guidance_scale|samples\.count|count):zero": "none of it",
     r":huge": "no number is too large by itself: memory, machines, the data and a run that diverges say so",
@@ -56,12 +56,15 @@ RIGHT: dict[str, str] = {
     r"\.(monitor|filename|plot|project|name|save_dir|dirpath|teacher|prefix):word": "of what is made or found later",
     r"\.(layers_per_block|num_hidden_layers):zero": "a network without layers is one",
     r"\.max_position_embeddings:zero": "of rotary positions a table alone",
-    r"\.(folder|train|val|tokenizer|name_or_path|autoencoder):word": "a hub's name, or looked for with the data",
+    r"\.(folder|train|val|tokenizer|name_or_path|subfolder|autoencoder|template|nvme_path):word": "a hub's name, or looked for with the data",
     r"data\.init_args\.num_classes:zero": "of labels that the data has",
     r"data\.init_args\.fields\.\w+:word": "a column, of which the data knows",
     r"\.beta:zero": "SelectiveBackprop chooses by chance alone then",
     r"latent_alignment:.*\.weight:zero": "the distance is measured, and adds nothing",
     r"\.default_root_dir:word": "a folder, which is made",
+    r"(full_finetune.*\.decay|margin|\.epsilon|neftune.*\.alpha):zero": "an average of one step, no margin, no noise",
+    r"\.patience:zero": "the first validation that is no better ends the run",
+    r"scale/.*\.num_nodes:(negative|zero)": "`check --devices` gives it",
     r"\.config_fields\.sample_size:\w+": "diffusers has it for pipelines alone; nothing is computed with it",
 }
 
@@ -71,6 +74,7 @@ FOLLOWS: dict[str, str] = {
     r"\.(num_classes|cross_attention_dim):(zero|null)": "a backbone that takes no conditions",
     r"\.(in|out|latent)_channels:(zero|huge|nan)|_block_types:empty": "the decoder must undo the encoder",
     r"autoencoder\.latent_channels:huge": "their channels must agree",
+    r"\.image_size:huge": "backbone.size must be",
 }
 
 
@@ -89,7 +93,7 @@ def _paths(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, .
 
 def _misspelt(name: str) -> str:
     """A name without one of its letters; of a short one with another."""
-    bare = name.rstrip("+")
+    bare = name.rstrip("+-")
     middle = len(bare) // 2
     return (bare[:middle] + bare[middle + 1 :] if len(bare) > 3 else f"{bare}x") + name[len(bare) :]
 
@@ -232,7 +236,7 @@ def refusal(code: int | None, text: str, *words: str) -> str:
     message = error(text)
     if not message or len(message.splitlines()) > LINES:
         return f"{len(message.splitlines())} lines"
-    missing = [word for word in words if word not in message]
+    missing = [word for word in words if word not in message and repr(word)[1:-1] not in message]
     return (
         f"no {' and no '.join(map(repr, missing))} in: {' / '.join(message.splitlines()[:3])[:250]}" if missing else ""
     )
@@ -244,7 +248,7 @@ def _words(name: str) -> list[str]:
     if configs.known()[name].parent.name not in ("techniques", "loggers"):
         model = _tree(name).get("model", {})
         if "class_path" in model:
-            return ["check", "-c", "case.yaml"]
+            return ["check", "-c", "case.yaml", *(["--devices=2"] if name.startswith("scale/") else [])]
         return [
             "check",
             "-c",
@@ -270,7 +274,7 @@ def _home() -> tempfile.TemporaryDirectory[str]:
 def _make_models(folder: str) -> None:
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     raw = Tokenizer(models.BPE({token: index for index, token in enumerate([*alphabet, "<end>"])}, []))
@@ -281,6 +285,9 @@ def _make_models(folder: str) -> None:
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=257, max_position_embeddings=8192, **sizes, **heads))
+    layers = {"num_hidden_layers": 8, "num_attention_heads": 2}
+    teacher = BertModel(BertConfig(vocab_size=16, hidden_size=16, intermediate_size=16, **layers))
+    teacher.save_pretrained(Path(folder, "path/to/a/transformers/model"))
     for name in ("runs/llm/base", "meta-llama/Llama-3.1-8B"):
         model.save_pretrained(Path(folder, name))
         tokenizer.save_pretrained(Path(folder, name))
@@ -289,7 +296,7 @@ def _make_models(folder: str) -> None:
 def _prepare(name: str, tree: Any) -> None:
     Path("case.yaml").write_text(_text(tree))
     stem = name.rpartition("/")[2]
-    if name.startswith(("llm/", "scale/")):
+    if name.startswith(("llm/", "scale/")) or stem == "feature_matching":
         for made in Path(_home().name).iterdir():
             if not Path(made.name).is_symlink():
                 Path(made.name).symlink_to(made)
@@ -326,7 +333,7 @@ def _try_key(case: str, folder: Path) -> str:
 
 def _tried_key(case: str, folder: Path, ask: Any) -> str:
     name, path, kind = _all()[case]
-    tree, key = _changed(_tree(name), path, kind), str(path[-1]).rstrip("+")
+    tree, key = _changed(_tree(name), path, kind), str(path[-1]).rstrip("+-")
     _home()
     _prepare(name, tree)
     code, text = ask(*_words(name))
@@ -340,15 +347,16 @@ def _tried_key(case: str, folder: Path, ask: Any) -> str:
         return f"accepted: {key}: {_at(tree, path)!r}" if kind not in ("typo", "twice", "init_arg") else "accepted"
     if kind == "huge" and code == 3 and "out of memory" in error(text):  # which it is
         return refusal(2, text)
-    wanted = [key]
+    wanted = [str(path[-2]) if FREE.search(case) and kind in ("type", "null") else key]
     if kind in ("typo", "init_arg"):
         misspelt = "init_arg" if kind == "init_arg" else _misspelt(key)
         near = re.search(rf"(did you mean '([\w.]+\.)?|near ones: ){re.escape(key)}\b", text)
         if not near and not FREE.search(case):
             return refusal(code, text, misspelt, f"did you mean {key!r}")
         wanted = [misspelt]
-    if kind == "null" and key == "init_args" and ("required and missing" in text or " must be " in text):
-        return refusal(code, text)  # what lacks then is named
+    if kind == "null" and key == "init_args":  # what lacks then is named, or what is no mapping
+        owner = _at(_tree(name), path[:-1]).get("class_path", key)
+        return refusal(code, text, *([] if "required and missing" in text else [owner]))
     if any(re.search(f"{pattern}$", case) and word in text for pattern, word in FOLLOWS.items()):
         return refusal(code, text)
     if kind == "class":

@@ -180,7 +180,7 @@ class Compile(Technique):
             found = find_blocks(module, who="Compile", example=r"modules=['layers\.\d+']")
         else:
             patterns = [self.modules] if isinstance(self.modules, str) else self.modules
-            found = match_modules(module, patterns, who="Compile")
+            found = match_modules(module, patterns, who="Compile: modules")
         recomputed = {name for name, part in module.named_modules() if getattr(part, "_recomputes", False)}
         if recomputed and not _partitions(self.backend):
             raise ConflictError(

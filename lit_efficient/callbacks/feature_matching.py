@@ -91,7 +91,8 @@ class FeatureMatching(Alignment):
 
     def find(self, data: Any) -> Teacher:
         assert self.teacher is not None
-        return find_teacher(self.teacher, list(dict.fromkeys(self.layers.values())), who="FeatureMatching", data=data)
+        theirs = list(dict.fromkeys(self.layers.values()))
+        return find_teacher(self.teacher, theirs, who="FeatureMatching", data=data, argument="layers")
 
     def listens_to(self, module: nn.Module) -> list[str]:
         """The student, whose arguments the teacher gets, and its layers."""

@@ -105,13 +105,15 @@ class KeepFloat32(Technique):
         super().__init__()
         if isinstance(kinds, str) or not set(kinds) <= _KINDS.keys():
             raise refusal("KeepFloat32", "kinds", f"a list of {', '.join(_KINDS)}", kinds)
+        if not kinds and not modules:
+            raise refusal("KeepFloat32", "kinds", f"some of {', '.join(_KINDS)} where modules names none", kinds)
         self.kinds, self.modules = tuple(kinds), tuple(modules)
 
     def transform(self, module: nn.Module) -> Report:
         found = {kind: dict(_KINDS[kind](module)) for kind in self.kinds}
         if self.modules:
             alone = {"where": lambda part: not list(part.children())}
-            found["others"] = dict(match_modules(module, self.modules, who="KeepFloat32", **alone))  # type: ignore[arg-type]
+            found["others"] = dict(match_modules(module, self.modules, who="KeepFloat32: modules", **alone))  # type: ignore[arg-type]
         parts = {name: part for named in found.values() for name, part in named.items()}
         if not parts:
             raise ConfigurationError(

@@ -161,8 +161,8 @@ class LoRA(Technique):
     def transform(self, module: nn.Module) -> Report:
         saved = match_modules(module, self.modules_to_save, who="LoRA: modules_to_save") if self.modules_to_save else []
         whole = {id(part) for _, root in saved for part in root.modules()}
-        targets = [item for item in find_targets(module, self.targets, who="LoRA") if id(item[1]) not in whole]
-        experts = find_experts(module, self.targets, who="LoRA")
+        targets = [item for item in find_targets(module, self.targets, who="LoRA: targets") if id(item[1]) not in whole]
+        experts = find_experts(module, self.targets, who="LoRA: targets")
         others = other_targets(module) if self.targets in (ALL_LINEAR, WITH_EXPERTS) else []
         self._check_targets(targets, experts, others, weights_wait(module))
         for part in module.modules():

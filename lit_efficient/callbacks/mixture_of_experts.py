@@ -78,7 +78,7 @@ class MixtureOfExperts(LossHooks, Technique):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        check_number("MixtureOfExperts", "experts", experts, least=2, whole=True)
+        check_number("MixtureOfExperts", "experts", experts, least=2, most=2**16, whole=True)
         check_number("MixtureOfExperts", "top_k", top_k, least=1, most=experts, whole=True)
         check_number("MixtureOfExperts", "shared", shared, least=0, whole=True)
         for name, value in (("balance_loss", balance_loss), ("z_loss", z_loss), ("bias_rate", bias_rate)):

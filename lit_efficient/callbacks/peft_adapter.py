@@ -26,6 +26,7 @@ from lit_efficient.mechanisms.adapters.peft_saved import peft_placement, read_pe
 from lit_efficient.mechanisms.adapters.quantized import elements, is_bitsandbytes
 from lit_efficient.mechanisms.adapters.sharded import restore_without_base
 from lit_efficient.models.causal_lm import Primitive
+from lit_efficient.models.config_fields import meant
 from lit_efficient.surgery import call_layers, count
 from lit_efficient.technique import Technique
 
@@ -119,7 +120,7 @@ class PeftAdapter(Technique):
             self._folders[name] = str(folder)
             options = read_peft_folder(str(folder))[0] | options
         if "peft_type" not in options:
-            raise refusal("PeftAdapter", "config", _FIELDS, config)
+            raise refusal("PeftAdapter", "config", _FIELDS + meant("peft_type", options), config)
         peft_config(options)
         return options | {"peft_type": str(options["peft_type"]).upper()}
 

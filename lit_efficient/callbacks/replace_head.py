@@ -78,7 +78,7 @@ def find_head(module: nn.Module, at: str = "auto") -> str:
         ConfigurationError: If there is no such layer, or more than one; the message lists the candidates.
     """
     if at != "auto":
-        found = [name for name, _ in match_modules(module, [at], who="ReplaceHead", where=_is_layer)]
+        found = [name for name, _ in match_modules(module, [at], who="ReplaceHead: at", where=_is_layer)]
         return _only(found, f"{at!r} matches", module)
     outside = _outside_blocks(module)
     layers = {name: part for name, part in outside.items() if _is_layer(part)}

@@ -117,7 +117,7 @@ class LitEfficientCLI(OpenCLI):
         """Check what can be checked before anything is built."""
         self._name_root()
         self.dump_config()
-        preflight.check_config(self.config_dump, self.devices_are_here)
+        preflight.check_config(self.config_dump)
         remember(self.config_dump)
         self.config_dump = masked(self.config_dump)  # what is noted; the parts are built from the other one
         if preflight.go_offline_without_key(self.config_dump):
@@ -205,6 +205,9 @@ class LitEfficientCLI(OpenCLI):
         """Build the trainer with the parts that every run gets."""
         quiet()
         self.config = self._written  # which is saved
+        if self.devices_are_here:  # what is wrong with the config is said first, on any machine
+            asked = self.config_dump.get("trainer") or {}
+            preflight.check_devices(asked.get("accelerator", "auto"), asked.get("devices", "auto"))
         optimizer = (self.config_dump.get("optimizer") or {}).get("class_path", "")
         trainer = self.part(self.config_init, "trainer", default={})
         add_default_parts(trainer, self.subcommand, optimizer, self.folder, self.checked)

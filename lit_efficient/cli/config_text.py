@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -151,6 +152,8 @@ def _check_spec(lines: dict[str, int], values: dict[str, yaml.Node], slot: str) 
     """Raise what is wrong with a class and its arguments, if a mapping is that, or nearly so."""
     of_class = slot or "init_args" in lines
     misspelt = [name for name in lines if of_class and did_you_mean(name, ["class_path"]) and name != "class_path"]
+    misspelt += [name for name in lines if slot and name != "init_args" and get_close_matches(name, SPEC, 1, 0.88)]
+    misspelt = [name for name in misspelt if name not in SPEC]
     how = "write class_path: {}, and its arguments below init_args"
     named = next((name for name in lines if slot and "class_path" not in lines and _is_class(name)), None)
     if named is not None:
@@ -166,8 +169,8 @@ def _check_spec(lines: dict[str, int], values: dict[str, yaml.Node], slot: str) 
     if slot in LISTS and lines and not lines.keys() & {*SPEC}:
         name, line = next(iter(lines.items()))
         raise yaml.YAMLError(f"{name!r} in line {line} of {slot} is of no class: {how.format('NAME')}")
-    arguments = values.get("init_args") if "class_path" in lines else None
-    if arguments is not None and not isinstance(arguments, yaml.MappingNode) and arguments.value not in _NULL:
+    arguments, null = values.get("init_args"), _NULL if "class_path" in lines else ()
+    if arguments is not None and not isinstance(arguments, yaml.MappingNode) and arguments.value not in null:
         raise yaml.YAMLError(f"init_args in line {lines['init_args']} is no mapping of names to values")
 
 

@@ -6,7 +6,7 @@ import os
 import re
 import traceback
 from argparse import ArgumentError
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -169,15 +169,26 @@ def _causes(message: str) -> Iterator[tuple[float, int, str, str, str]]:
                 found = 5.5, line.strip(" -"), ""  # what an import or a constructor says
             if found:
                 priority, cause, leaf = found
-                other = re.match(r"(\S+) is not a \w+$", cause)
-                if other and f"Problem with given class_path '{other[1]}':" in message:  # but another that may stand
-                    priority = 4
+                other = re.match(r"(\S+) is not a \w+$|there is no class '(\w+)'", cause)
+                if other and re.search(rf"given class_path '(\S+\.)?{re.escape(other[1] or other[2])}':", message):
+                    priority = 4  # it may stand there as another
                 if accepted := re.search(r"\(accepted: (.+)\)", cause):  # of several classes, the one that fits best
-                    fits = sum(f"'{name}':" in message for name in accepted[1].split(", "))
+                    beside = _beside(re.split(r"[.']", cause)[1], message)
+                    fits = sum(name in beside for name in accepted[1].split(", "))
                     priority = priority + 0.01 * fits if fits else 5.9  # another one's complaint of a type comes first
                     priority += 0.05 * ("did you mean" in cause)
                 place = _place(keys, classes)
                 yield priority, len(here), place, cause, leaf or (keys[-1] if keys else "")
+
+
+def _beside(key: str, message: str) -> Collection[str]:
+    """The names beside a key in the mapping that has it; all that were given, where that cannot be told."""
+    for given in re.findall(r"Given value: (\{.*\})", message):
+        with suppress(ValueError, SyntaxError):  # of values that are no literals
+            value = ast.literal_eval(given)
+            if key in (names := value.get("init_args") or value):
+                return {*names}
+    return re.findall(r"'(\w+)':", message)
 
 
 def _given(lines: list[str], here: list[tuple[int, str, str]]) -> str:
@@ -212,7 +223,7 @@ def _cause(line: str, allowed: str, given: str) -> tuple[float, str, str] | None
         if any(basic in allowed.split(", ") for basic in ("int", "float", "bool", "str")):
             of_class = any(kind[:1].isupper() for kind in allowed.split(", "))
             near = did_you_mean(match[1], _known_classes()) if of_class else ""
-            return 5, _wrong_type(allowed, match[1]) + near, ""
+            return 5.1 if near else 5, _wrong_type(allowed, match[1]) + near, ""
         return 7, f"there is no class {match[1]!r}{did_you_mean(match[1], _known_classes())}", match[1]
     if match := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", line):
         advice = moved_path(f"{match[1]}.{match[2]}") or did_you_mean(match[2], _names_in(match[1]))
@@ -223,7 +234,7 @@ def _cause(line: str, allowed: str, given: str) -> tuple[float, str, str] | None
         return 7, f"{match[1].strip() or given or 'the class'} is not a {match[2]}", ""
     if match := re.search(r"File does not exist: '?([^']+)'?", line):
         return 7, f"there is no file {match[1]!r}{moved_path(match[1])}", ""
-    if match := re.search(r"Expected an? (.+?)\.? Got value: (.*)", line):
+    if match := re.search(r"Expected an? (.+?)\.? Got value: ?(.*)", line):
         return 6, _wrong_type(_readable_types(match[1]), match[2]), ""
     if re.match(r"Expected an? ", line):
         return (5, _wrong_type(allowed, given), "") if allowed else None
@@ -255,7 +266,7 @@ def _refused_import(path: str) -> tuple[float, str, str]:
 def _wrong_type(allowed: str, value: str) -> str:
     if option := re.match(r"NestedArg\(key='(.+?)', val=(.*)\)", value):
         value = "=".join(part.strip("'") for part in option.groups())
-    value = "null" if value.strip("'") == "None" else value.strip("'")
+    value = "null" if value.strip("'") == "None" else value.strip("'") or "''"
     choices = re.findall(r"[\w.-]+", allowed)
     hint = did_you_mean(value, choices) if "one of" in allowed else ""
     return f"{value} is not allowed{hint or ','} expected {allowed}".replace("?,", "?").replace(

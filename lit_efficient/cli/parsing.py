@@ -164,7 +164,7 @@ def _check_text(option: str, text: str) -> None:
 
 # The ways in which jsonargparse says that an option does not exist.
 _UNKNOWN_OPTION = re.compile(
-    r"(?:does not accept option|unrecognized arguments:|Option) '?(?:--)?(?P<name>[\w.+-]+)[^']*'?( is not accepted)?"
+    r"(?:(Group '(?P<group>.+)' )?does not accept option|unrecognized arguments:|Option) '?(?:--)?(?P<name>[\w.+-]+)[^']*'?( is not accepted)?"
 )
 _PATIENCE = 3  # seconds
 _UNLISTED = {"help", "config", "print_config", "print_shtab", "==SUPPRESS==", "subcommand"}
@@ -250,17 +250,21 @@ class Parser(ChecksValues, LightningArgumentParser):
         unknown = _UNKNOWN_OPTION.search(message)
         if unknown and "(accepted" not in message:
             parser = getattr(ex, "subcommand_parser", None) or self
-            dests = [a.dest for a in actions(parser) if a.dest not in _UNLISTED and not a.dest.endswith(".help")]
-            level, _, last = unknown["name"].rpartition(".")
+            own = [a.dest for a in actions(parser) if a.dest not in _UNLISTED or type_hint(a)]
+            dests = [dest for dest in own if not dest.endswith(".help")]
+            inside = any(dest.startswith(f"{unknown['group']}.") for dest in dests)
+            name = f"{unknown['group']}.{unknown['name']}" if inside else unknown["name"]
+            level, _, last = name.rpartition(".")
             while level and not any(f"{dest}.".startswith(f"{level}.") for dest in dests):
                 level = level.rpartition(".")[0]
             below = [dest[len(level) :].lstrip(".").split(".")[0] for dest in dests if dest.startswith(level)]
             accepted = ", ".join(dict.fromkeys(filter(None, below)))
-            key = unknown["name"][len(level) :].lstrip(".").split(".")[0]
-            near = did_you_mean(unknown["name"], dests) or did_you_mean(key, [*below, *SPEC, *map(leaf, dests)])
-            advice = f"{near} (accepted: {accepted})"
-            moved = moved_key(parser.described, last) or moved_key(parser.described, unknown["name"])
-            message = f"no option {unknown['name']!r}{moved or advice}"
+            key, dot, _ = name[len(level) :].lstrip(".").partition(".")
+            near = did_you_mean(name, dests) or did_you_mean(key, [*below, *SPEC, *map(leaf, dests)])
+            moved = moved_key(parser.described, name)
+            if not (dot and did_you_mean(key, below)):  # else it is the group that is misspelt
+                moved = moved_key(parser.described, last) or moved
+            message = f"no option {name!r}{moved or f'{near} (accepted: {accepted})'}"
         super().error(message, ex)
 
     def before_check(self, action: Any, value: Any, key: str) -> None:

@@ -24,12 +24,11 @@ from lit_efficient.errors import ConfigurationError, check_number, refusal
 _FOLDERS = {"default_root_dir", "save_dir", "dirpath"}
 
 
-def check_config(config: Mapping[str, Any], devices_are_here: bool = True) -> None:
-    """Refuse a config that cannot work on this machine.
+def check_config(config: Mapping[str, Any]) -> None:
+    """Refuse a config that cannot work on this machine, whatever its devices are.
 
     Args:
         config: The config of a subcommand, as plain data.
-        devices_are_here: Whether its devices must be there.
 
     Raises:
         ConfigurationError: Naming key, value and what is allowed.
@@ -48,11 +47,10 @@ def check_config(config: Mapping[str, Any], devices_are_here: bool = True) -> No
             raise refusal(key, "the name", "a name in its folder, which dirpath gives", value)
         if name == "class_path" and isinstance(value, str):
             check_checkpoint_io(key, value)
+        if name == "patience" and isinstance(value, int):  # of EarlyStopping, which takes a number below 0 for 0
+            check_number(key.removesuffix(".patience"), name, value, least=0)
     if config.get("weights_only") is False:
         raise refusal("ckpt_path", "weights_only", "true or null (else loading could run code)", False)
-    trainer = config.get("trainer") or {}
-    if devices_are_here:
-        check_devices(trainer.get("accelerator", "auto"), trainer.get("devices", "auto"))
 
 
 def check_numbers(config: Any) -> None:

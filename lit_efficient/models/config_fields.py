@@ -9,9 +9,11 @@ from torch import nn
 
 from lit_efficient.errors import ConfigurationError, did_you_mean, refusal
 
+_MOST = 2**32
+
 
 def check_values(owner: str, fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Refuse what is no number, and numbers below 0 where the default is above it.
+    """Refuse what is no number, numbers below 0 where the default is above it, and whole ones that are no size.
 
     Raises:
         ConfigurationError: Naming the field.
@@ -21,6 +23,8 @@ def check_values(owner: str, fields: Mapping[str, Any], defaults: Mapping[str, A
         least = isinstance(default, int | float) and default > 0
         if isinstance(value, int | float) and (math.isnan(value) or (least and value < 0)):
             raise refusal(owner, f"config_fields.{name}", "a number of at least 0" if least else "a number", value)
+        if isinstance(value, int) and value >= _MOST:  # layers, one by one, would be made for ever
+            raise refusal(owner, f"config_fields.{name}", f"below {_MOST}", value)
 
 
 def check_names(owner: str, fields: Iterable[str], known: Iterable[str], kind: str) -> None:
@@ -49,7 +53,7 @@ def unusual(fields: Mapping[str, Any]) -> str:
     odd = {
         name: value
         for name, value in fields.items()
-        if (isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < 2**32)
+        if (isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < _MOST)
         or (isinstance(value, list | tuple) and (not value or unusual(dict(enumerate(value)))))  # type: ignore[arg-type]
     }
     return f" ({', '.join(f'{name}: {value}' for name, value in odd.items())})" if odd else ""

@@ -94,7 +94,9 @@ def find_network(spec: Perceptual, channels: int, data: Any, who: str) -> Teache
     """The frozen network that a term names; random filters need the channels of the images."""
     network = RandomFeatures(channels) if spec.network == RANDOM else spec.network
     layers = spec.layers or ["stages.0", "stages.1", "stages.2"]
-    return find_teacher(network, layers, who=f"{who}: perceptual", data=data, image_size=spec.image_size)
+    return find_teacher(
+        network, layers, who=f"{who}: perceptual", data=data, image_size=spec.image_size, argument="layers"
+    )
 
 
 def _direction(features: Tensor) -> Tensor:

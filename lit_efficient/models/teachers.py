@@ -57,11 +57,12 @@ class Teacher:
         skip_tokens: int | None = None,
         tokens: bool = False,
         class_layer: str | None = None,
+        argument: str = "teacher_layer",
     ) -> None:
         layers = [*layers, *([] if class_layer is None else [class_layer])]
         self.class_layer = class_layer
         self.network = network.eval().requires_grad_(False)
-        self.layers = {layer: only_module(network, layer, who) for layer in layers}
+        self.layers = {layer: only_module(network, layer, f"{who}: {argument}") for layer in layers}
         self.who = who
         self.image_size = image_size
         self.statistics = _own_statistics(network) if statistics is None else statistics
@@ -172,7 +173,7 @@ def find_teacher(spec: str | nn.Module, layers: Sequence[str], *, who: str, data
         layers: As in :class:`Teacher`.
         who: Name of the technique that asks, for errors.
         data: The data module, if there is one.
-        **images: ``image_size``, ``skip_tokens`` and ``tokens`` of :class:`Teacher`.
+        **images: ``image_size``, ``skip_tokens``, ``tokens`` and ``argument`` of :class:`Teacher`.
 
     Raises:
         ConfigurationError: If there is no such thing.

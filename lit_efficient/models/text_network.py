@@ -1,22 +1,23 @@
 """One text encoder of Hugging Face with its tokenizer: how it is named, built, read and known from others."""
 
 import difflib
+import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
+from lit_efficient.errors import ConfigurationError, check_choice, check_number, did_you_mean, refusal
 from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.hugging_face import from_config
 from lit_efficient.models.bounds import check_bounds
 from lit_efficient.models.caption_tokens import CaptionTokens, load_tokenizer
 from lit_efficient.models.causal_lm import Primitive, declared_fields
-from lit_efficient.models.config_fields import check_names, meant
+from lit_efficient.models.config_fields import check_names, check_values, check_whole, meant, unusual
 from lit_efficient.surgery import moved, own_draws
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ class TextEncoderConfig:
             lacks = f"has no model_type{meant('model_type', self.config_fields)}"
             allowed = f"a hub's name or a folder, as config_fields={self.config_fields!r} {lacks}"
             raise refusal(_OWNER, "name_or_path", allowed, None)
+        elif self.name_or_path is None:
+            _check_fields(json.dumps(self.config_fields))
         check_number(_OWNER, "max_length", self.max_length, least=2, whole=True)
         check_number(_OWNER, "layer", self.layer, most=-1, whole=True)
         if self.final_norm and self.layer == -1:
@@ -245,14 +248,41 @@ class TextNetwork:
             )
 
 
+@functools.cache
+def _check_fields(fields: str) -> None:
+    """Refuse fields that make no encoder, whose captions may come much later; it is built without weights."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    values = json.loads(fields)
+    if (kind := str(values.pop("model_type"))) not in CONFIG_MAPPING:
+        allowed = f"a type that transformers knows{did_you_mean(kind, CONFIG_MAPPING).rstrip('?')}"
+        raise refusal(_OWNER, "config_fields.model_type", allowed, kind)
+    _check_names(kind, values)
+    given = getattr(CONFIG_MAPPING[kind], "__dataclass_fields__", {})
+    check_values(_OWNER, values, {name: getattr(one, "default", None) for name, one in given.items()})
+    try:
+        with torch.device("meta"):
+            model = _drawn(AutoConfig.for_model(kind, **values), "float32")
+    except (OSError, ValueError, RuntimeError, ImportError, ArithmeticError, TypeError, KeyError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigurationError(f"{_OWNER}: config_fields do not make a {kind}: {reason}{unusual(values)}") from error
+    check_whole(_OWNER, model, values)
+
+
+def _check_names(kind: str, values: Iterable[str]) -> None:
+    from transformers import CONFIG_MAPPING
+
+    declared = declared_fields(CONFIG_MAPPING[kind])  # others may be read and declared nowhere
+    typos = [name for name in values if name not in declared and difflib.get_close_matches(name, declared, 1, 0.8)]
+    check_names(_OWNER, typos, declared, f"the model type {kind}")
+
+
 def _configuration(spec: TextEncoderConfig, tokens: CaptionTokens) -> "PretrainedConfig":
     from transformers import CONFIG_MAPPING, AutoConfig
 
     values = dict(spec.config_fields or {})
     if (known := str(values.get("model_type"))) in CONFIG_MAPPING:
-        declared = declared_fields(CONFIG_MAPPING[known])  # others may be read and declared nowhere
-        typos = [name for name in values if name not in declared and difflib.get_close_matches(name, declared, 1, 0.8)]
-        check_names(_OWNER, typos, declared, f"the model type {known}")
+        _check_names(known, values)
     try:
         if spec.name_or_path is None:
             # What a configuration leaves out is the tokenizer's: CLIP looks for its end token to pool at.

@@ -178,7 +178,7 @@ class Float8Precision(PrecisionTechnique):
             inside = (
                 find_blocks(module, who="Float8Precision", example=r"modules=['layers\.\d+'], or 'all'")
                 if self.modules == "blocks"
-                else match_modules(module, _listed(self.modules), who="Float8Precision")
+                else match_modules(module, _listed(self.modules), who="Float8Precision: modules")
             )
             chosen = {name for name in linears if any(name == n or name.startswith(f"{n}.") for n, _ in inside)}
         if self.modules in ("blocks", "all"):

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lit_efficient.application import on_read
-from lit_efficient.errors import CheckpointError
+from lit_efficient.errors import CheckpointError, LitEfficientError
 from lit_efficient.internals.hugging_face_loading import Replacing
 from lit_efficient.internals.lightning_metrics import logs_in_bar
 from lit_efficient.internals.lightning_trainer import trainer_of
@@ -64,7 +64,10 @@ class PairTask(LanguageModeling):
         # Without a trainer a checkpoint is being read: only one of adapters needs the start, and it refuses another.
         if self.start_from is None or (trainer_of(self) is None and not Path(self.start_from).is_file()):
             return
-        start, _ = load_language_model(self.start_from)
+        try:
+            start, _ = load_language_model(self.start_from)
+        except LitEfficientError as error:
+            raise type(error)(f"{type(self).__name__}: start_from: {error}") from error
         own = self.tokenizer_state
         if start.tokenizer_state is not None:  # first: another tokenizer is why vocabularies differ in size
             self._adopt_tokenizer(start.tokenizer_state, f"start_from ({self.start_from})")

@@ -45,7 +45,7 @@ class ImageView:
     resample: Resample = "lanczos"
 
     def __post_init__(self) -> None:
-        check_number("ImageData", "view.resolution", self.resolution, least=8, whole=True)
+        check_number("ImageData", "view.resolution", self.resolution, least=8, most=2**16, whole=True)
         if self.resolution % 8:
             raise refusal("ImageData", "view.resolution", "a multiple of 8", self.resolution)
         check_choice("ImageData", "view.channels", self.channels, ("rgb", "grey"))

@@ -42,7 +42,9 @@ class TeacherFeatures:
 
     def find(self, images: Any) -> Teacher:
         """The encoder; ``data.NAME`` names a network of the data module ``images``."""
-        return find_teacher(self.teacher, [self.layer], who=_WHO, data=images, image_size=self.image_size)
+        return find_teacher(
+            self.teacher, [self.layer], who=_WHO, data=images, image_size=self.image_size, argument="layer"
+        )
 
     def identity(self, teacher: Teacher) -> dict[str, str]:
         """What the features depend on, by name. Where the encoder lies is not among it, its weights are."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from typing import Any
 
-from lit_efficient.errors import ConfigurationError, did_you_mean
+from lit_efficient.errors import ConfigurationError, check_number, did_you_mean
 from lit_efficient.internals.import_noise import silence_imports
 
 _BEYOND = {  # options of which a layer alone does nothing, or not all
@@ -60,6 +60,13 @@ def peft_config(options: Mapping[str, Any]) -> Any:
     if odd := [name for name in options if name not in names]:
         near = did_you_mean(odd[0], names)
         raise ConfigurationError(f"PeftAdapter: {kind} has no option {odd[0]!r}{near} ({', '.join(names)})")
+    for one in fields(known[kind]):
+        if one.name in options and type(one.default) in (int, float):  # which peft computes with, whatever it is
+            above, null = (
+                0 if "alpha" in one.name else None,
+                any(word in str(one.type) for word in ("None", "Optional")),
+            )
+            check_number("PeftAdapter", f"config.{one.name}", options[one.name], above=above, null=null)
     rest = {name: value for name, value in options.items() if name not in ("peft_type", "inference_mode")}
     try:
         config = known[kind](**copy.deepcopy(rest), inference_mode=False)
@@ -110,4 +117,7 @@ def refusing(what: str) -> Iterator[None]:
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")
             yield
     except (ValueError, TypeError, NotImplementedError, AttributeError, RuntimeError, KeyError, ImportError) as error:
-        raise ConfigurationError(f"PeftAdapter: peft cannot {what}: {' '.join(str(error).split())[:400]}") from error
+        said = " ".join(str(error).split())[:400].replace("Target modules", "target_modules")
+        if error.args == ("model_type",):
+            said = "target_modules must be given for networks that it does not know"
+        raise ConfigurationError(f"PeftAdapter: peft cannot {what}: {said}") from error
