@@ -145,7 +145,7 @@ def write_rows(
 
     Of several processes each answers a few of these, and the first one writes them in their order. ``answer`` takes the
     first number and some prompts, and gives their rows, and whether the model ended each; others go unless
-    ``keep_cut``. Batches begin where those of an undisturbed run do: what is answered beside a row decides its rounding.
+    ``keep_cut``. Batches begin where those of an undisturbed run do: what is beside a row decides how it is rounded.
     """
     from lit_efficient.mechanisms.ranks import gather_objects, place_among_ranks
     from lit_efficient.tasks.text_generation import BATCH_SIZE
