@@ -38,6 +38,6 @@ def learned_positions(network: Any) -> int | None:
     words = network.get_input_embeddings()
     for part in network.modules() if most is not None else ():
         if isinstance(part, nn.Embedding) and part is not words and 0 <= part.num_embeddings - most <= _KEPT:
-            first = getattr(part, "offset", 0 if part.padding_idx is None else part.padding_idx + 1)
-            return int(part.num_embeddings - first)
+            kept = 0 if part.padding_idx is None else part.padding_idx + 1
+            return part.num_embeddings - int(getattr(part, "offset", kept))
     return None
