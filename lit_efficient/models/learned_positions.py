@@ -36,7 +36,9 @@ def learned_positions(network: Any) -> int | None:
     """
     most = getattr(network.config.get_text_config(), "max_position_embeddings", None)
     words = network.get_input_embeddings()
-    for part in network.modules() if most is not None else ():
+    if most is None:
+        return None
+    for part in network.modules():
         if isinstance(part, nn.Embedding) and part is not words and 0 <= part.num_embeddings - most <= _KEPT:
             kept = 0 if part.padding_idx is None else part.padding_idx + 1
             return part.num_embeddings - int(getattr(part, "offset", kept))

@@ -3,7 +3,13 @@ import importlib
 import pytest
 import torch
 
-from lit_efficient.internals.lightning_strategies import Traits, forget_first_backward, run_alone, traits_of
+from lit_efficient.internals.lightning_strategies import (
+    Traits,
+    forget_first_backward,
+    is_parallel,
+    run_alone,
+    traits_of,
+)
 from tests.internals.leaning import leans_on
 from tests.internals.toy_fit import NAMESPACES, trainer
 
@@ -41,27 +47,28 @@ def test_what_strategies_do_to_parameters_and_checkpoints_is_known(namespace):
     expected = [
         (None, traits("NoneType")),
         (strategies.SingleDeviceStrategy("cpu"), traits("SingleDeviceStrategy")),
-        (ddp(), traits("DDPStrategy", parallel=True, replicates=True)),
-        (Own(), traits("Own", parallel=True, replicates=True)),
-        (sharded(), traits("ModelParallelStrategy", parallel=True, dtensors=True)),
+        (ddp(), traits("DDPStrategy", replicates=True)),
+        (Own(), traits("Own", replicates=True)),
+        (sharded(), traits("ModelParallelStrategy", dtensors=True)),
         (
             sharded(save_distributed_checkpoint=False),
-            traits("ModelParallelStrategy", parallel=True, dtensors=True, saves_one_file=True),
+            traits("ModelParallelStrategy", dtensors=True, saves_one_file=True),
         ),
-        (flat(), traits("FSDPStrategy", parallel=True, flattens=True)),
+        (flat(), traits("FSDPStrategy", flattens=True)),
         (
             flat(activation_checkpointing_policy={torch.nn.Linear}),
-            traits("FSDPStrategy", parallel=True, flattens=True, recomputes=True),
+            traits("FSDPStrategy", flattens=True, recomputes=True),
         ),
     ]
     for strategy, found in expected:
         assert traits_of(strategy) == found
+        assert is_parallel(strategy) is (found.name not in ("NoneType", "SingleDeviceStrategy"))
         assert traits_of(strategy).shards is (found.dtensors or found.flattens)
     # DeepSpeed may not be installed: it inherits from DDPStrategy, and shards all the same.
     assert issubclass(strategies.DeepSpeedStrategy, ddp)
     deep = strategies.DeepSpeedStrategy.__new__(strategies.DeepSpeedStrategy)
     deep._launcher = None
-    assert traits_of(deep) == traits("DeepSpeedStrategy", parallel=True, flattens=True)
+    assert traits_of(deep) == traits("DeepSpeedStrategy", flattens=True)
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
