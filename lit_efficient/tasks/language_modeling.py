@@ -35,6 +35,7 @@ from lit_efficient.mechanisms.documents import DocumentRows
 from lit_efficient.models import causal_lm
 from lit_efficient.models.causal_lm import CausalLMConfig
 from lit_efficient.models.gpt import GPT, GPTConfig
+from lit_efficient.models.learned_positions import learned_positions, positions_of
 from lit_efficient.models.row_slices import ROW_POSITIONS, mean_over_rows
 from lit_efficient.models.sampling import Sampling
 from lit_efficient.models.weight_slices import built_empty
@@ -140,9 +141,10 @@ class LanguageModeling(LightningModule):
 
     @property
     def max_length(self) -> int | None:
-        """Most tokens that the network reads at once; None for one of Hugging Face, which may go on beyond its own."""
-        spec = self.network.config if isinstance(self.network, GPT) else self.model
-        return spec.max_length if isinstance(spec, GPTConfig) else None
+        """Most tokens that the network reads at once; None for one of Hugging Face whose positions go on."""
+        if isinstance(self.model, CausalLMConfig):
+            return positions_of(self.model) if self.network is None else learned_positions(self.network)
+        return self.network.config.max_length if isinstance(self.network, GPT) else self.model.max_length
 
     def num_tokens(self, batch: dict[str, Tensor]) -> int:
         """How many tokens of a batch are learned."""
