@@ -14,10 +14,18 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import nn
 
-from lit_efficient.errors import ConfigurationError, check_choice, check_installed, check_number, refusal
+from lit_efficient.errors import (
+    CheckpointError,
+    ConfigurationError,
+    check_choice,
+    check_installed,
+    check_number,
+    refusal,
+)
 from lit_efficient.files.sums import check_sums
 from lit_efficient.models.causal_lm import Primitive
 from lit_efficient.models.config_fields import check_names, check_values, check_whole, meant, unusual
+from lit_efficient.models.weight_slices import WAITS, Waiting, built_empty, stored_places
 
 if TYPE_CHECKING:
     from diffusers import ModelMixin
@@ -117,6 +125,31 @@ def build(spec: DiffusersModelConfig) -> "ModelMixin":
             f"{_OWNER}: {spec.described!r} cannot be loaded: {str(error).strip().splitlines()[0]}"
         ) from error
     return model.train()
+
+
+def build_empty(spec: DiffusersModelConfig) -> "nn.Module | None":
+    """The model without memory for its weights, which ``fill_waiting`` gives it when it has been sharded.
+
+    Returns:
+        ``None`` where :func:`build` has more to do than to read a folder's files under the network's own names.
+    """
+    if spec.draws_weights:
+        return built_empty(lambda: build(spec))
+    fields = resolve(spec)
+    folder, dtype = Path(str(spec.name_or_path)).expanduser() / spec.subfolder, getattr(torch, spec.dtype)
+    try:
+        stored = stored_places(folder).keys()
+    except CheckpointError:
+        return None  # of a hub, of several variants, or for `build` to refuse
+    with torch.device("meta"):
+        model: Any = nn.Module.to(from_fields(fields), dtype)
+    held = model.state_dict().keys()
+    if stored != held or not held >= {name for name, _ in model.named_buffers()} or (
+        dtype != torch.float32 and model._keep_in_fp32_modules
+    ):  # fmt: skip
+        return None
+    model.__dict__[WAITS] = Waiting(str(folder), {name: p.dtype for name, p in model.named_parameters()})
+    return cast("nn.Module", model.train())
 
 
 def from_fields(fields: dict[str, Any]) -> "ModelMixin":

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from lit_efficient.application import on_read
 from lit_efficient.callbacks.token_weighted_accumulation import TokenWeightedAccumulation
 from lit_efficient.data.text.tokenizer_state import pack_tokenizer, token_ids, unpack_tokenizer
-from lit_efficient.declaration import Phase, techniques_of
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_number, refusal
 from lit_efficient.files.records import rebuild
 from lit_efficient.internals.hugging_face import masks_unread
@@ -32,6 +31,7 @@ from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.losses.next_token import IGNORE, sample_means, targets_of, token_losses
 from lit_efficient.mechanisms.documents import DocumentRows
+from lit_efficient.mechanisms.shards import weights_may_wait
 from lit_efficient.models import causal_lm
 from lit_efficient.models.causal_lm import CausalLMConfig
 from lit_efficient.models.gpt import GPT, GPTConfig
@@ -359,13 +359,7 @@ class LanguageModeling(LightningModule):
         return on_read(self, "network.", checkpoint) if own else None
 
     def _weights_wait(self) -> bool:
-        """Whether the strategy reads each process's slices, and nobody asks for numbers before it."""
-        trainer = trainer_of(self)
-        if trainer is None or not getattr(trainer.strategy, "reads_slices", False):
-            return False
-        surgery = (Phase.ARCHITECTURE, Phase.QUANTIZE, Phase.ADAPT)
-        asking = any(one.phase in surgery and one.needs_numbers for one in techniques_of(trainer))
-        return not asking and type(self).configure_model is LanguageModeling.configure_model
+        return weights_may_wait(self, LanguageModeling)
 
     def _made(self, make: Callable[[], nn.Module], drawn: bool) -> nn.Module:
         return built_empty(make) if drawn and self._weights_wait() else make()
