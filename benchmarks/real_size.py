@@ -159,6 +159,76 @@ def _rank(folder: Path, quantized: bool, rank: int, port: int, results: Any) -> 
     results.put([held / 2**20, measured])
 
 
+def _save(folder: Path, rank: int, port: int) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
+    import torch
+    from lightning.pytorch import Trainer
+    from torch.utils.data import DataLoader
+
+    from lit_efficient import CausalLMConfig, LanguageModeling, ShardedStrategy
+
+    quiet: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(max_steps=0, accelerator="cpu", devices=2, strategy=ShardedStrategy(),
+                      enable_checkpointing=False, **quiet)  # fmt: skip
+    loader = DataLoader([{"input_ids": torch.arange(4), "labels": torch.arange(4)}], batch_size=1)
+    trainer.fit(LanguageModeling(CausalLMConfig(str(folder / "base"), dtype="bfloat16")), loader)
+    trainer.save_checkpoint(folder / "sharded.ckpt")
+
+
+def folders(folder: Path, layers: int) -> Found:
+    """What is made of a checkpoint in shards of two processes; one that is damaged is refused by name."""
+    from lit_efficient.commands import average, convert
+    from lit_efficient.errors import LitEfficientError
+    from lit_efficient.export.adapters import export_checkpoint
+
+    _together(_save, folder)
+    size, sharded = 2 * sum(sizes(layers)[part] for part in ("rest", "linear")), folder / "sharded.ckpt"
+    asked = [str(sharded), "--output"]
+    found: Found = {}
+    for name, work in {
+        "convert": partial(convert.run, [*asked, str(folder / "one.ckpt")]),
+        "average of shards": partial(average.run, [str(sharded), *asked, str(folder / "mean.ckpt")]),
+        "average of files": partial(average.run, [*[str(folder / "one.ckpt")] * 2, "--output", str(folder / "b.ckpt")]),
+        "export of shards": partial(export_checkpoint, sharded, folder / "whole", "merged", check=False),
+    }.items():
+        found[name] = [size, peak_of(work)]
+    for file in ("one.ckpt", "b.ckpt"):
+        found[f"written: {file}"] = [size, (folder / file).stat().st_size / 2**20]
+    piece = max(sharded.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    with open(piece, "r+b") as opened:
+        opened.seek(piece.stat().st_size // 2)
+        byte = opened.read(1)
+        opened.seek(-1, os.SEEK_CUR)
+        opened.write(bytes([byte[0] ^ 1]))
+    for damage in (None, piece.unlink):
+        if damage is not None:
+            damage()
+        for work in (partial(convert.run, [*asked, str(folder / "no.ckpt")]),
+                     partial(export_checkpoint, sharded, folder / "no", "merged", check=False)):  # fmt: skip
+            try:
+                work()
+                raise AssertionError("damage was not seen")
+            except LitEfficientError as error:
+                print(error)
+                if piece.name not in str(error):
+                    raise AssertionError("damage has no name") from error
+    return found
+
+
+def _together(work: Callable[..., None], *given: Any) -> None:
+    """Let two processes do it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=work, args=(*given, rank, port)) for rank in (0, 1)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+
+
 def shards(folder: Path, layers: int) -> Found:
     context, found = multiprocessing.get_context("spawn"), {}
     for name, quantized in (("shards", False), ("shards of codes", True)):
@@ -377,7 +447,9 @@ def sd(folder: Path, layers: int) -> Found:
     os.environ["LIT_EFFICIENT_CACHE"] = str(folder / "facts")
     unet = found["fit of SD 1.5"][0]
     exported = {
-        "export of SD 1.5": partial(export_checkpoint, folder / "sd.ckpt", folder / "plain", "safetensors", check=False),
+        "export of SD 1.5": partial(
+            export_checkpoint, folder / "sd.ckpt", folder / "plain", "safetensors", check=False
+        ),
         "pipeline of SD 1.5": partial(export_pipeline, folder / "sd.ckpt", folder / "pipeline", check=False),
     }
     return found | {name: [unet, peak_of(work)] for name, work in exported.items()}
@@ -402,7 +474,7 @@ def main() -> None:
         found: Found = {}
         for work in [
             work
-            for work in (qlora, merge, refusal, slices, shards, averages, checkpoints, generation, formats, sd)
+            for work in (qlora, merge, refusal, slices, shards, folders, averages, checkpoints, generation, formats, sd)
             if work.__name__ in asked.cases.split(",")
         ]:
             results = context.Queue()

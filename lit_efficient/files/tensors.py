@@ -42,8 +42,7 @@ def save_tensors(
     end, order = 0, sorted(tensors, key=lambda name: (-kinds[name].itemsize, name))  # so that all begin where they may
     for name in order:
         begin, end = end, end + tensors[name].numel() * kinds[name].itemsize
-        shape = list(tensors[name].shape)
-        header[name] = {"dtype": _KINDS[kinds[name]], "shape": shape, "data_offsets": [begin, end]}
+        header[name] = {"dtype": _KINDS[kinds[name]], "shape": [*tensors[name].shape], "data_offsets": [begin, end]}
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % 8)
     encoded = len(encoded).to_bytes(8, "little") + encoded
@@ -51,8 +50,7 @@ def save_tensors(
     with replacing(Path(path)) as file:
         file.write(encoded)
         for name in order:
-            whole = tensors[name].detach().to("cpu", kinds[name]).contiguous()
-            data = whole.reshape(-1).view(torch.uint8).numpy()
+            data = tensors[name].detach().to("cpu", kinds[name]).contiguous().reshape(-1).view(torch.uint8).numpy()
             file.write(data)
             digest.update(data)
         file.seek(encoded.index(_UNKNOWN))

@@ -35,10 +35,7 @@ BackboneSpec = DiTConfig | DiffusersModelConfig
 def build_backbone(spec: BackboneSpec, empty: bool = False) -> nn.Module:
     """The network that ``spec`` describes, in training mode. Random weights come from torch's global generator.
 
-    Args:
-        spec: The shape of ours, or a model of diffusers.
-        empty: Leave the weights, where that can be, to ``fill_waiting`` of
-            :mod:`lit_efficient.models.weight_slices`.
+    ``empty`` leaves the weights, where that can be, to ``fill_waiting`` of :mod:`lit_efficient.models.weight_slices`.
 
     Raises:
         ConfigurationError: For a model that cannot be a backbone, or cannot be built or loaded.

@@ -154,7 +154,8 @@ class LanguageModeling(LightningModule):
             if self.network is None and not waits:
                 from_data = {} if self.tokenizer_state is None else token_ids(self.tokenizer)
                 make = partial(causal_lm.build, self.model, from_data, self._replacing())
-                empty = causal_lm.build_empty(self.model, from_data) if self._weights_wait() else None
+                waits = weights_may_wait(self, LanguageModeling)
+                empty = causal_lm.build_empty(self.model, from_data) if waits else None
                 self.network = empty or self._made(make, self.model.draws_weights)
                 if said := causal_lm.widened(self.model):
                     rank_zero_info(f"{type(self).__name__}: {said}")
@@ -358,11 +359,8 @@ class LanguageModeling(LightningModule):
         own = checkpoint is not None or type(self).configure_model is LanguageModeling.configure_model
         return on_read(self, "network.", checkpoint) if own else None
 
-    def _weights_wait(self) -> bool:
-        return weights_may_wait(self, LanguageModeling)
-
     def _made(self, make: Callable[[], nn.Module], drawn: bool) -> nn.Module:
-        return built_empty(make) if drawn and self._weights_wait() else make()
+        return built_empty(make) if drawn and weights_may_wait(self, LanguageModeling) else make()
 
     def _built(self) -> nn.Module:
         if self.network is None:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,11 +37,7 @@ class Snapshot:
 
 
 def write_snapshot(
-    folder: Path,
-    snapshot: Snapshot,
-    tensors: dict[str, Tensor],
-    run: Collection[Snapshot] = (),
-    dtype: torch.dtype | None = None,
+    folder: Path, snapshot: Snapshot, tensors: dict[str, Tensor], run: Collection[Snapshot] = (), dtype: Any = None
 ) -> None:
     """Write one file, whole or not at all, which says what others the run has written until this step, inclusive."""
     said = {"run": json.dumps([[other.step, other.sigma_rel] for other in run])} if run else {}
