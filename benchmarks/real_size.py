@@ -311,6 +311,7 @@ def checkpoints(folder: Path, layers: int) -> Found:
     rows = [{"input_ids": torch.arange(4), "labels": torch.arange(4)}]
     quiet: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     saver = ModelCheckpoint(folder / "runs", "best", monitor="train/loss", save_last=True, every_n_train_steps=1)
+    saver.last_model_path = str(folder / "runs" / "last.ckpt")  # as the command line has it
 
     def run(path: str | None) -> Any:
         task = LanguageModeling(CausalLMConfig(str(folder / "base"), dtype="bfloat16"))
