@@ -123,10 +123,10 @@ _DIFFUSION_KEYS: dict[str, Any] = {
 }  # fmt: skip
 # Techniques beside the tasks, with their arguments as they are and as they become.
 _BESIDE: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, Any]]]] = {
-    "EMA": (LANGUAGE, {"decay": (0.9, 0.5), "update_after_step": (0, 2), "update_every_n_steps": (1, 2)}),
+    "EMA": (LANGUAGE, {"decay": (0.9, 0.5), "start_step": (0, 2), "every_n_steps": (1, 2)}),
     "PowerEMA": (DIFFUSION, {"sigma_rels": ([0.05, 0.1], [0.05, 0.2]), "snapshot_every_n_steps": (2, 3)}),
     "CheckpointAverage": (LANGUAGE, {"last_k": (2, 3), "every_n_steps": (1, 2)}),
-    "LoRA": (LANGUAGE, {"rank": (2, 3), "alpha": (4, 8), "targets": ("all-linear", ["qkv"]), "dropout": (0.0, 0.2),
+    "LoRA": (LANGUAGE, {"rank": (2, 3), "alpha": (4, 8), "targets": ("all-linear", ["query"]), "dropout": (0.0, 0.2),
                         "variant": ("rslora", "lora")}),
     "StochasticDepth": (LANGUAGE, {"rate": (0.2, 0.5)}),
     "GradualUnfreezing": (LANGUAGE, {"every_n_epochs": (1, 2), "lr_decay": (2.6, 2.0)}),
@@ -254,7 +254,9 @@ def _arguments(thing: Any) -> dict[str, Any]:
             if attribute in getattr(thing, "__dict__", {}):
                 found[name] = _plain(getattr(thing, attribute))
     for name, held in list(getattr(thing, "__dict__", {}).items()):
-        if type(held).__module__.startswith("lit_efficient") and not dataclasses.is_dataclass(held):
+        if dataclasses.is_dataclass(held) and type(held).__module__.startswith("lit_efficient"):
+            found[name] = _plain(held)
+        elif type(held).__module__.startswith("lit_efficient"):
             names = inspect.signature(type(held).__init__).parameters
             found |= {f"{name}.{own}": _plain(held.__dict__[own]) for own in names if own in vars(held)}
     return found
@@ -263,7 +265,7 @@ def _arguments(thing: Any) -> dict[str, Any]:
 _TRAINER = (
     "max_steps", "max_epochs", "min_steps", "min_epochs", "val_check_interval", "check_val_every_n_epoch",
     "limit_train_batches", "limit_val_batches", "num_sanity_val_steps", "gradient_clip_val", "gradient_clip_algorithm",
-    "accumulate_grad_batches", "log_every_n_steps", "precision", "world_size",
+    "accumulate_grad_batches", "log_every_n_steps", "precision", "world_size", "reload_dataloaders_every_n_epochs",
 )  # fmt: skip
 
 
@@ -275,6 +277,8 @@ def _look(trainer: Any, module: Any, batch: Any) -> dict[str, Any]:
     callbacks = [one for one in trainer.callbacks if type(one).__name__ not in ("RunEvents", "RunFolder", "ConfigWins")]
     names = numbered(type(one).__name__ for one in callbacks)
     seen: dict[str, Any] = {f"callback {name}": _arguments(one) for name, one in zip(names, callbacks)}
+    exact = next((one for one in callbacks if type(one).__name__ == "ExactResume"), None)
+    seen["seed"] = exact.state_dict()["seed"] if exact else None  # of the order and the draws
     seen |= {f"logger {index}": _arguments(one) for index, one in enumerate(trainer.loggers)}
     seen |= {"trainer": {name: _plain(getattr(trainer, name)) for name in _TRAINER}}
     seen["trainer"]["deterministic"] = torch.are_deterministic_algorithms_enabled()
@@ -400,10 +404,10 @@ def _try_change(case: str, folder: Path) -> str:
     if code != 0:
         error = text[text.rfind("error: ") :] if "error: " in text else ""
         if code == 2 and error and "Traceback" not in text and len(error.splitlines()) <= 10:
-            last = label.rpartition(".")[2]
-            return (
-                "" if "checkpoint" in error or "ckpt_path" in error or last in error else f"refused for: {error[:200]}"
-            )
+            if any(word in error for word in ("checkpoint", "ckpt_path", label.rpartition(".")[2])):
+                return ""
+            code, text = _run("fresh", "-c", "base.yaml")  # what no run can have
+            return "" if code == 2 and error in text else f"refused for: {error[:200]}"
         return f"exit code {code}: {(text.strip().splitlines() or ['nothing'])[-1][:200]}"
     shown = [line.strip() for line in text.splitlines() if " in the checkpoint -> " in line]
     about = [line for line in shown if f"{line}.".startswith((f"{label}:", f"{label}."))]
