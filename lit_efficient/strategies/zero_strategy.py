@@ -139,6 +139,26 @@ class ZeroStrategy(DeepSpeedStrategy):
         check_agreement(trainer, self.node_size)
         super().setup(trainer)
 
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.lightning_module is not None
+        check_windows(self.lightning_module.trainer)
+
+
+def check_windows(trainer: Any) -> None:
+    """Refuse an epoch that ends within an accumulated window, at which Lightning steps and DeepSpeed does not.
+
+    Raises:
+        ConfigurationError: Naming how many batches are too many.
+    """
+    window = trainer.accumulate_grad_batches
+    if (rest := trainer.num_training_batches % window) > 0:
+        raise ConfigurationError(
+            f"ZeroStrategy: the last {rest} of {trainer.num_training_batches} batches are no window of {window} "
+            "(trainer.accumulate_grad_batches), and DeepSpeed makes no step of them: set limit_train_batches to "
+            f"{trainer.num_training_batches - rest}"
+        )
+
 
 def check_agreement(trainer: Any, node_size: int = 1) -> None:
     """Refuse what of a trainer DeepSpeed would do otherwise, or not at all.
