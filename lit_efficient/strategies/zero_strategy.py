@@ -3,7 +3,8 @@
     stage 1: states / N;   stage 2: gradients / N, too;   stage 3: weights / N, too
 
 Saves: (N - 1) / N of the memory of what is sharded in each of N processes; with offloading all of it on the GPU.
-Costs: stage 3 half as much communication again as data parallelism; offloading waits for the host's memory, or a disk.
+Costs: stage 3 half as much communication again as data parallelism; offloading waits for the host's memory, or a disk;
+each process builds the network whole in the host's memory before it keeps its shard.
 Source: Rajbhandari et al. (2020), https://arxiv.org/abs/1910.02054; ZeRO-Infinity: https://arxiv.org/abs/2104.07857;
 ZeRO++: https://arxiv.org/abs/2306.10209.
 
@@ -11,6 +12,8 @@ What the trainer and the techniques say holds: accumulation, clipping and precis
 the config's; a setting of DeepSpeed's own that contradicts them is refused.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -138,6 +141,11 @@ class ZeroStrategy(DeepSpeedStrategy):
     def setup(self, trainer: Any) -> None:
         check_agreement(trainer, self.node_size)
         super().setup(trainer)
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Nothing: what is built in shards has no numbers where weights are drawn, read or changed right after."""
+        yield
 
     def on_train_start(self) -> None:
         super().on_train_start()
