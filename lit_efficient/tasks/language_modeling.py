@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lit_efficient.application import on_read
@@ -137,6 +137,10 @@ class LanguageModeling(LightningModule):
         several = trainer.accumulate_grad_batches > 1 or trainer.world_size > 1
         several = several or any(_changes_accumulation(callback) for callback in trainer.callbacks)
         counted = any(isinstance(callback, TokenWeightedAccumulation) for callback in trainer.callbacks)
+        if several and not counted and trainer.strategy.handles_gradient_accumulation:
+            name = type(trainer.strategy).__name__
+            rank_zero_warn(f"{name} weighs all batches alike in a step, however many tokens each has: pack them")
+            return []
         return [TokenWeightedAccumulation()] if several and not counted else []
 
     @property
