@@ -8,6 +8,7 @@ machine and process, so that the next writer can remove what killed processes le
 
 import contextlib
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -68,7 +69,7 @@ def write_folder(target: Path, write: Callable[[Path], object], sums: bool = Tru
 
     ``sums`` writes SHA256SUMS beside that, for :func:`~lit_efficient.files.sums.check_sums`.
     """
-    with _new_beside(target) as temporary:
+    with _new_beside(target) as temporary, _naming(target):
         temporary.mkdir()
         write(temporary)
         if sums:
@@ -154,11 +155,19 @@ def _new_beside(target: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _naming(target: Path) -> Iterator[None]:
-    """Errors of the system that name no file, as those of a write, name the target."""
+    """Errors of the system that name no file, as those of a write, name the target.
+
+    So do those that a library in Rust (safetensors, tokenizers) has in words alone: ``... (os error 28)``.
+    """
     try:
         yield
     except OSError as error:
-        error.filename = error.filename or str(target)
+        if error.errno:
+            error.filename = error.filename or str(target)
+        raise
+    except Exception as error:
+        if number := re.search(r"\(os error (\d+)\)", str(error)):
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(target)) from error
         raise
 
 
