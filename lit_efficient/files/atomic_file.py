@@ -35,20 +35,6 @@ def replacing(target: Path) -> Iterator[IO[bytes]]:
         _sync_folder(target.parent)
 
 
-@contextlib.contextmanager
-def replacing_by_name(target: Path) -> Iterator[Path]:
-    """As :func:`replacing`, for a library that opens the file itself, and may write others beside it on the way."""
-    with _new_beside(target) as folder, _naming(target):
-        folder.mkdir()
-        file = folder / target.name
-        yield file
-        os.chmod(file, folder.stat().st_mode & 0o666)  # some let nobody else read theirs
-        with open(file, "rb") as written:
-            os.fsync(written.fileno())
-        os.replace(file, target)
-        _sync_folder(target.parent)
-
-
 def not_through_links(path: str | os.PathLike[str], flags: int) -> int:
     """Open a file as ``os.open`` does, but none elsewhere: a run's folder may come from somebody else."""
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)

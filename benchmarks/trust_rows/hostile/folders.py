@@ -91,7 +91,7 @@ def _manifest(name: str) -> Act:
     text = json.dumps({**about, "labels": False, "text_rows": 1})
     (folder / "manifest.json").write_text("[" * 200_000 if name == "nested" else text)
     if name.startswith("cache"):
-        return lambda: print(dotted("lit_efficient.files.cache.broken_seal")(folder, 1, thorough=True))
+        return lambda: print(dotted("lit_efficient.files.file_hashes.broken_seal")(folder, 1, thorough=True))
     return lambda: dotted("lit_efficient.data.latents.latent_store.LatentStore")(folder, thorough=True)
 
 
