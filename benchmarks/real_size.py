@@ -1,6 +1,6 @@
 """Host memory at the shapes of real models, ideal beside measured.
 
-    python -m benchmarks.real_size [--layers N] [--cases qlora,merge,slices,shards]
+    python -m benchmarks.real_size [--layers N] [--cases qlora,merge,refusal,...]
 
 The shapes of Llama 3.2 1B are drawn from a seed in bfloat16 and written to a folder once; each case then runs in a
 process of its own, whose peak of anonymous memory is read (pages of files that are mapped can be dropped at any time).
@@ -11,6 +11,7 @@ process of its own, whose peak of anonymous memory is read (pages of files that 
     slices   give an empty network the weights of the folder
     shards   two processes under ShardedStrategy, to where training begins: each reads its slices of the base, below
              adapters in bfloat16 or in NF4 (each layer is quantised whole); the larger peak, beside what it holds
+    refusal, folders, averages, checkpoints, generation, formats, sd: see each; a layer is enough, and only when named
 
 Needs about 5 GiB of memory and 6 GB of disk with all 16 layers; fewer are the same shapes, 23 are 3 GiB.
 """

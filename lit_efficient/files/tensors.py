@@ -50,7 +50,7 @@ def save_tensors(
     with replacing(Path(path)) as file:
         file.write(encoded)
         for name in order:
-            data = tensors[name].detach().to("cpu", kinds[name]).contiguous().reshape(-1).view(torch.uint8).numpy()
+            data: Any = tensors[name].detach().to("cpu", kinds[name]).contiguous().reshape(-1).view(torch.uint8).numpy()
             file.write(data)
             digest.update(data)
         file.seek(encoded.index(_UNKNOWN))
