@@ -19,6 +19,7 @@ class Traits:
     """What a trainer's strategy does."""
 
     name: str  # the class that decides, for errors
+    parallel: bool  # it is one of several processes, which one of them may not find: ``ParallelStrategy``
     spawns: bool  # it spawns or forks processes, which have copies of the module: ``_MultiProcessingLauncher``
     replicates: bool  # each process holds all parameters and steps by itself between two gradients (DDP)
     dtensors: bool  # parameters are sharded one by one, as DTensors (FSDP2)
@@ -44,6 +45,7 @@ def traits_of(strategy: Any) -> Traits:
     launchers = {base.__name__ for base in type(getattr(strategy, "launcher", None)).__mro__}
     return Traits(
         name=names[0] if own else next((name for name in names if name in _FLATTENS | _DTENSORS), names[0]),
+        parallel="ParallelStrategy" in names,
         spawns="_MultiProcessingLauncher" in launchers,
         replicates=not flattens and not _REPLICATES.isdisjoint(names),
         dtensors=not _DTENSORS.isdisjoint(names),

@@ -16,7 +16,7 @@ from lit_efficient.internals.hugging_face import from_config
 from lit_efficient.models.bounds import check_bounds
 from lit_efficient.models.caption_tokens import CaptionTokens, load_tokenizer
 from lit_efficient.models.causal_lm import Primitive, declared_fields
-from lit_efficient.models.config_fields import check_names, meant
+from lit_efficient.models.config_fields import check_names, meant, read_by_others
 from lit_efficient.surgery import moved, own_draws
 
 if TYPE_CHECKING:
@@ -138,15 +138,10 @@ class TextNetwork:
         subfolder = reading.subfolder if reading.tokenizer != "bytes" else ""
         tokens = load_tokenizer(name, subfolder, spec.revision, spec.max_length, reading.padding_side)
         config = _configuration(spec, tokens)
-        try:
+        with read_by_others(f"{_OWNER}: the encoder {spec.name_or_path or config.model_type} cannot be built"):
             network = _drawn(config, spec.dtype) if spec.name_or_path is None else _loaded(spec, config)
-        except (OSError, ValueError, RuntimeError, ImportError) as error:
-            name = spec.name_or_path or str(config.model_type)
-            raise ConfigurationError(
-                f"{_OWNER}: the encoder {name} cannot be built: {' '.join(str(error).split())[:300]}"
-            ) from error
-        loaded = cls(spec, network, tokens)
-        loaded._check()
+            loaded = cls(spec, network, tokens)
+            loaded._check()
         return loaded
 
     def embed(self, captions: Sequence[str], device: torch.device) -> TextEmbedding:
@@ -253,7 +248,8 @@ def _configuration(spec: TextEncoderConfig, tokens: CaptionTokens) -> "Pretraine
         declared = declared_fields(CONFIG_MAPPING[known])  # others may be read and declared nowhere
         typos = [name for name in values if name not in declared and difflib.get_close_matches(name, declared, 1, 0.8)]
         check_names(_OWNER, typos, declared, f"the model type {known}")
-    try:
+    named = spec.name_or_path or spec.config_fields
+    with read_by_others(f"{_OWNER}: {named} has no configuration that can be read"):
         if spec.name_or_path is None:
             # What a configuration leaves out is the tokenizer's: CLIP looks for its end token to pool at.
             special = {"pad_token_id": tokens.pad, "bos_token_id": tokens.end, "eos_token_id": tokens.end}
@@ -265,11 +261,6 @@ def _configuration(spec: TextEncoderConfig, tokens: CaptionTokens) -> "Pretraine
             config = AutoConfig.from_pretrained(spec.name_or_path, **located)
             for name, value in values.items():
                 setattr(config, name, value)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigurationError(
-            f"{_OWNER}: {spec.name_or_path or spec.config_fields} has no configuration that can be read: {reason}"
-        ) from error
     if config.model_type == "clip":  # the encoder of text within a model of both
         return config.text_config
     return config

@@ -41,17 +41,17 @@ def test_what_strategies_do_to_parameters_and_checkpoints_is_known(namespace):
     expected = [
         (None, traits("NoneType")),
         (strategies.SingleDeviceStrategy("cpu"), traits("SingleDeviceStrategy")),
-        (ddp(), traits("DDPStrategy", replicates=True)),
-        (Own(), traits("Own", replicates=True)),
-        (sharded(), traits("ModelParallelStrategy", dtensors=True)),
+        (ddp(), traits("DDPStrategy", parallel=True, replicates=True)),
+        (Own(), traits("Own", parallel=True, replicates=True)),
+        (sharded(), traits("ModelParallelStrategy", parallel=True, dtensors=True)),
         (
             sharded(save_distributed_checkpoint=False),
-            traits("ModelParallelStrategy", dtensors=True, saves_one_file=True),
+            traits("ModelParallelStrategy", parallel=True, dtensors=True, saves_one_file=True),
         ),
-        (flat(), traits("FSDPStrategy", flattens=True)),
+        (flat(), traits("FSDPStrategy", parallel=True, flattens=True)),
         (
             flat(activation_checkpointing_policy={torch.nn.Linear}),
-            traits("FSDPStrategy", flattens=True, recomputes=True),
+            traits("FSDPStrategy", parallel=True, flattens=True, recomputes=True),
         ),
     ]
     for strategy, found in expected:
@@ -61,7 +61,7 @@ def test_what_strategies_do_to_parameters_and_checkpoints_is_known(namespace):
     assert issubclass(strategies.DeepSpeedStrategy, ddp)
     deep = strategies.DeepSpeedStrategy.__new__(strategies.DeepSpeedStrategy)
     deep._launcher = None
-    assert traits_of(deep) == traits("DeepSpeedStrategy", flattens=True)
+    assert traits_of(deep) == traits("DeepSpeedStrategy", parallel=True, flattens=True)
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
