@@ -107,11 +107,10 @@ def build(spec: DiffusersModelConfig) -> "ModelMixin":
     fields = resolve(spec)
     kind, dtype = model_class(fields["_class_name"]), getattr(torch, spec.dtype)
     if spec.draws_weights:
-        if dtype == torch.float32:
-            return from_fields(fields).train()
-        drawn: Any = _converted(fields, dtype)  # each tensor as soon as it is drawn
-        fill_waiting(drawn, torch.device("cpu"))
-        return drawn.train()  # type: ignore[no-any-return]
+        drawn: Any = from_fields(fields) if dtype == torch.float32 else _converted(fields, dtype)
+        if dtype != torch.float32:
+            fill_waiting(drawn, torch.device("cpu"))  # each tensor is converted as soon as it is drawn
+        return cast("ModelMixin", drawn.train())
     changed = {name: fields[name] for name in spec.config_fields or {} if name in fields and name != "_class_name"}
     check_sums(spec.name_or_path, spec.subfolder)
     try:
@@ -145,7 +144,7 @@ def build_empty(spec: DiffusersModelConfig) -> "nn.Module | None":
     except CheckpointError:
         return None  # of a hub, of several variants, or for `build` to refuse
     with torch.device("meta"):
-        model: Any = nn.Module.to(from_fields(fields), dtype)
+        model: Any = nn.Module.to(cast(nn.Module, from_fields(fields)), dtype)
     held = model.state_dict().keys()
     if stored != held or not held >= {name for name, _ in model.named_buffers()} or (
         dtype != torch.float32 and model._keep_in_fp32_modules
@@ -157,7 +156,7 @@ def build_empty(spec: DiffusersModelConfig) -> "nn.Module | None":
 
 def _converted(fields: dict[str, Any], dtype: torch.dtype) -> nn.Module:
     """A network of random weights, which wait. Its own ``to`` would warn of formats, whatever the format."""
-    return built_empty(lambda: nn.Module.to(from_fields(fields), dtype))
+    return built_empty(lambda: nn.Module.to(cast(nn.Module, from_fields(fields)), dtype))
 
 
 def from_fields(fields: dict[str, Any]) -> "ModelMixin":

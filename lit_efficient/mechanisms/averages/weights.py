@@ -93,8 +93,8 @@ def update_(averages: Sequence[Tensor], weights: Sequence[Tensor], decay: float)
             for part, converted in _converted(a, w):
                 part.lerp_(converted, 1 - decay)
         for chunk in _chunks(pair for pair in others if pair[0].device.type != "cpu"):
-            converted = [w.to(a.device, a.dtype) for a, w in chunk]
-            foreach_lerp_([a for a, _ in chunk], converted, 1 - decay)
+            copies = [w.to(a.device, a.dtype) for a, w in chunk]
+            foreach_lerp_([a for a, _ in chunk], copies, 1 - decay)
 
 
 def _converted(average: Tensor, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
