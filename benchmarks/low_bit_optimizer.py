@@ -26,7 +26,7 @@ from lit_efficient import (
     OffloadOptimizer,
     ScheduleFreeAdamW,
 )
-from lit_efficient.optimizers.low_bit import measure_state_bytes
+from tests.state_bytes import measure_state_bytes
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from benchmarks.technique_runs import _address, _flat, _tensors
 from lit_efficient.evidence.fits import Change, FitSource
 from lit_efficient.mechanisms.trials.memory import AllocationMeter
-from lit_efficient.optimizers.low_bit import measure_state_bytes
+from tests.state_bytes import measure_state_bytes
 
 FIRST, LAST = 2, 4  # the steps between are measured: all states are there by then
 

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lit_efficient as le
 from lit_efficient.internals.torch_fake import has_values
 from lit_efficient.mechanisms.trials.memory import AllocationMeter, SavedTensors
-from lit_efficient.optimizers.low_bit import measure_state_bytes
+from tests.state_bytes import measure_state_bytes
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "tasks"
 MakeOptimizer = Callable[[Any], Optimizer]

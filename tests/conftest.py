@@ -1,5 +1,6 @@
 """One thread, no network, no GPU surprises, and a cache that all workers of a run share."""
 
+import contextlib
 import functools
 import gc
 import importlib.metadata
@@ -65,6 +66,20 @@ def pytest_unconfigure() -> None:
     processes.end()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Of the whole suite the second worker imports the last file first: each then finds what the other has compiled.
+
+    To rewrite the asserts of all files takes longer than what they import.
+    """
+    here = Path(__file__).parent
+    whole = [*map(Path.resolve, map(Path, session.config.args))] == [here]
+    if whole and os.environ.get("PYTEST_XDIST_WORKER") == "gw1" and not sys.dont_write_bytecode:
+        for path in sorted(here.rglob("test_*.py"), reverse=True):
+            with contextlib.suppress(Exception, pytest.skip.Exception):  # which the collection of that file reports
+                importlib.import_module(".".join(path.relative_to(here.parent).with_suffix("").parts))
+
+
 def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20, 20)  # models and trainers are thousands of objects each
     gc.enable()  # and freeze nothing: a search for the batch size does, and would find garbage of other tests as well
@@ -76,6 +91,15 @@ def _one_thread() -> None:
 
     torch.set_num_threads(1)
     processes.answer_signals()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_snapshots_left() -> Iterator[None]:
+    """Those that PowerEMA's row of the contract writes go with the session."""
+    yield
+    effects = sys.modules.get("tests.contract.effects")
+    if effects is not None:
+        shutil.rmtree(effects.SNAPSHOTS, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

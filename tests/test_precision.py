@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import lit_efficient
-from lit_efficient.optimizers.low_bit import measure_state_bytes
 from lit_efficient.testing import data, trainer
+from tests.state_bytes import measure_state_bytes
 from tests.support import Toy
 
 PAGE = (Path(__file__).parents[1] / "docs" / "gpus.md").read_text("utf-8")

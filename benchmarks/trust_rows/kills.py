@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -177,6 +177,61 @@ class Killed:
         process.join()
 
 
+class Ranks:
+    """Processes of which one is killed; the others are ended then, as torchrun does.
+
+    Args:
+        victim: Which that is.
+        log: Where all that they print comes to lie.
+    """
+
+    def __init__(self, victim: int, log: Path, ranks: list[Any], logs: list[Path]) -> None:
+        self.victim, self.log, self._ranks, self._logs = ranks[victim], log, ranks, logs
+        self.exitcode: int | None = None
+
+    def is_alive(self) -> bool:
+        return bool(self.victim.is_alive())
+
+    def kill(self) -> None:
+        self.victim.kill()
+
+    def join(self, timeout: float | None = None) -> None:
+        self.victim.join(timeout)
+        if self.victim.is_alive():
+            return
+        for rank in self._ranks:
+            if self.victim.exitcode:
+                rank.kill()
+            rank.join()
+        codes = [rank.exitcode for rank in self._ranks]
+        self.exitcode = self.victim.exitcode or max(codes, key=abs)
+        self.log.write_text("".join(log.read_text("utf-8", "replace") for log in self._logs))
+
+
+def _rank(victim: int, folder: str, *arguments: Any) -> None:
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+    rank_zero_only.rank = int(os.environ["RANK"])  # as it is where Lightning is imported by a process of torchrun
+    os.chdir(folder)
+    job, given, journal, at, delay = arguments
+    if rank_zero_only.rank == victim:
+        _work(job, given, journal, at, delay)
+    else:
+        job(*given)
+
+
+@dataclass(frozen=True)
+class KilledRank(Killed):
+    """The same of two processes, of which one is killed."""
+
+    victim: int = 0
+
+    def start(self, folder: Path, job: Callable[[], None], at: int = -1, delay: float = 0.0) -> Any:
+        arguments = job, (), str(folder.with_name("changes")), at, delay
+        ranks = processes.start_ranks(_rank, folder.parent, self.victim, str(folder), *arguments)
+        return Ranks(self.victim, folder.with_name("log"), *ranks)
+
+
 def _last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
     wrong = [line for line in lines if line.startswith("error: ") or re.match(r"[\w.]*(Error|Exception)\b", line)]
@@ -276,9 +331,9 @@ def _config(saver: dict[str, Any], extra: Sequence[Any], trainer: dict[str, Any]
 
 def last_of(folder: Path) -> dict[str, Any]:
     """All that the last checkpoint says of the run, but for where it lies."""
-    from lit_efficient.files.checkpoints import load_verified
+    from lit_efficient.mechanisms.shards import read_checkpoint
 
-    saved = load_verified(folder / "runs/base/latest/last.ckpt")
+    saved = read_checkpoint(folder / "runs/base/latest/last.ckpt", optimizers=True)
     states = {key: state for key, state in saved["callbacks"].items() if not key.startswith("ModelCheckpoint")}
     kept = ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch", "loops")
     return {"callbacks": states, **{name: saved[name] for name in kept}}
@@ -304,6 +359,20 @@ FITS = {
     "link-memory": partial(_fit, {**_EACH, "save_last": "link"}, shm=True),
     "best-disk": partial(_fit, _BEST, val_check_interval=2),
 }
+
+
+_SHARDS = {"class_path": "ShardedStrategy", "init_args": {"blocks": ["net.0"], "timeout": "00:01:00"}}
+
+
+def _sharded(last: Any = True, shm: bool = False, victim: int | None = None) -> Killed:
+    """A fit whose checkpoints are folders, of one process or of two, of which the ``victim`` is killed."""
+    fit = _fit({**_EACH, "save_last": last}, shm, strategy=_SHARDS, devices=1 if victim is None else 2)
+    if victim is None:
+        return fit
+    own = {field.name: getattr(fit, field.name) for field in fields(fit)}
+    if victim:  # it writes pieces alone: by its second the first checkpoint is whole
+        own["since"] = r"step=2\.ckpt\..*\.distcp$"
+    return KilledRank(**own, victim=victim)
 
 
 # Averages of which each step leaves snapshots; a strategy that writes folders.
@@ -551,6 +620,18 @@ PIECES = (
         "ends bit-identical, with the same snapshots to the byte, and leaves no other files",
         {"disk": partial(_snapshots, False), "memory": partial(_snapshots, True)},
         {"before": 8, "within": 6, "time": 4},
+    ),
+    piece(
+        "kill-shards",
+        "The same of a fit whose checkpoints are folders of shards, in one process and in two of which one is killed",
+        {
+            "copy-disk": _sharded,
+            "link-memory": partial(_sharded, "link", True),
+            "first-memory": partial(_sharded, shm=True, victim=0),
+            "second-memory": partial(_sharded, "link", shm=True, victim=1),
+        },
+        {"before": 5, "within": 4, "time": 3},
+        in_ci=0,
     ),
     piece(
         "kill-export",

@@ -117,9 +117,8 @@ def _hashes() -> str:
     wrong = [line for line in lines if not re.fullmatch(r"[\w.-]+==\S+ --hash=sha256:[0-9a-f]{64}", line)]
     if wrong:
         return f"{wrong[0]!r} has no hash"
-    wanted = {
-        name: version for name, version in pins("constraints.txt").items() if name not in ("torch", "bitsandbytes")
-    }
+    left_out = ("torch", "bitsandbytes", "deepspeed")  # .ci/hashes says why
+    wanted = {name: version for name, version in pins("constraints.txt").items() if name not in left_out}
     differing = wanted.items() ^ pins(HASHES.name).items()
     return f"constraints.txt and {HASHES.name} differ: {sorted(map(str, differing))[:2]}" if differing else ""
 

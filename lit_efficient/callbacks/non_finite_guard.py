@@ -22,6 +22,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from lit_efficient.errors import DivergedError, check_choice, check_number
+from lit_efficient.files.checkpoints import is_floating
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_shards import largest_of_all
 from lit_efficient.mechanisms.metering import gradients_of
@@ -62,7 +63,8 @@ class NonFiniteGuard(Callback):
     and the scale has fallen below 1. The command line adds it to every fit, and ends with code 4 when it stops.
     Where the optimizer steps in the backward pass, gradients that are not finite count as zeros in the last step.
     It always stops at a learning rate that is not finite, and when weights are not: after a fault of memory, or a rate
-    beyond all bounds, which the next step or the run's end finds. Then only the last checkpoint helps.
+    beyond all bounds, which the next step or the run's end finds; and at the end when optimizers' states are not, whose
+    weights stand still. Then only the last checkpoint helps.
 
     Args:
         action: ``raise`` stops with an error that names parameters, ``skip`` leaves out the step with a warning.
@@ -116,7 +118,8 @@ class NonFiniteGuard(Callback):
         if scales and (self._consecutive <= self.max_consecutive or scaler.get_scale() >= 1):
             return
         what = f"beyond {LIMIT:g}" if LIMIT <= size < math.inf else "not finite"
-        where = f"at step {trainer.global_step} gradients are {what} in {_culprits(pl_module, gradients)}"
+        culprits = _culprits(pl_module, {p: [gradient] for p, gradient in gradients.items()})
+        where = f"at step {trainer.global_step} gradients are {what} in {culprits}"
         if self.action == "raise" and not scales:
             weights = "have made the step with zeros in their place" if freed else "are those before the step"
             raise DivergedError(f"NonFiniteGuard: {where}; the weights {weights}")
@@ -127,12 +130,22 @@ class NonFiniteGuard(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._check_weights(trainer, pl_module)
+        states = {
+            p: [value for value in own.values() if is_floating(value) and value.itemsize > 1]
+            for optimizer in trainer.optimizers
+            for p, own in optimizer.state.items()
+        }
+        self._check_kept(trainer, pl_module, "states of the optimizer", states)
 
     def _check_weights(self, trainer: Any, module: Any) -> None:
+        self._check_kept(trainer, module, "weights", {p: [p.detach()] for p in module.parameters() if _is_plain(p)})
+
+    def _check_kept(self, trainer: Any, module: Any, what: str, kept: Mapping[Tensor, list[Tensor]]) -> None:
+        """Stop where what belongs to a parameter is not finite."""
         if traits_of(trainer.strategy).flattens:  # each process would see its own part
             return
-        if where := _culprits(module, {p: p.detach() for p in module.parameters() if _is_plain(p)}, math.inf):
-            where = f"at step {trainer.global_step} weights are not finite in {where}"
+        if not largest(tensor for own in kept.values() for tensor in own) < math.inf:
+            where = f"at step {trainer.global_step} {what} are not finite in {_culprits(module, kept, math.inf)}"
             raise DivergedError(f"NonFiniteGuard: {where}; go on from the last checkpoint")
 
     def _hold_back(self, parameter: Tensor) -> None:
@@ -159,6 +172,6 @@ def _is_plain(parameter: Tensor) -> bool:
     return type(parameter) is torch.nn.Parameter and parameter.is_floating_point() and parameter.itemsize > 1
 
 
-def _culprits(module: Any, tensors: Mapping[Tensor, Tensor], limit: float = LIMIT, most: int = 3) -> str:
-    names = [name for name, p in module.named_parameters() if p in tensors and not largest([tensors[p]]) < limit]
+def _culprits(module: Any, tensors: Mapping[Tensor, list[Tensor]], limit: float = LIMIT, most: int = 3) -> str:
+    names = [name for name, p in module.named_parameters() if p in tensors and not largest(tensors[p]) < limit]
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -140,8 +140,7 @@ class PowerEMA(Technique):
         for sigma_rel, average in zip(self.sigma_rels, self._averages):
             tensors = {name: whole(tensor) for name, tensor in average.items()}
             if trainer.is_global_zero:
-                stored = {name: tensor.to(_DTYPES[self.dtype]) for name, tensor in tensors.items()}
-                write_snapshot(self._path, Snapshot(self._updates, sigma_rel), stored, run)
+                write_snapshot(self._path, Snapshot(self._updates, sigma_rel), tensors, run, _DTYPES[self.dtype])
 
     def state_dict(self) -> dict[str, Any]:
         averages = [{name: whole(tensor) for name, tensor in average.items()} for average in self._averages]

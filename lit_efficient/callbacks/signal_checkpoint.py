@@ -17,7 +17,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
@@ -29,7 +29,7 @@ from torch import distributed
 
 from lit_efficient.errors import refusal
 from lit_efficient.internals.lightning_loops import accumulates
-from lit_efficient.internals.lightning_trainer import log_step, signal_connector
+from lit_efficient.internals.lightning_trainer import log_step, original_handlers, signal_connector
 
 
 class SignalCheckpoint(Callback):
@@ -72,6 +72,7 @@ class SignalCheckpoint(Callback):
         self._early = False  # nothing has been trained, and nobody else waits for this process
         self._process = os.getpid()
         self._previous: dict[int, Any] = {}  # handlers to put back; empty while none of ours is installed
+        self._listens = False  # to all of them
         self._own_handlers: dict[int, list[Callable[[int, FrameType | None], Any]]] = {}
         self._group: Any = None
 
@@ -81,8 +82,11 @@ class SignalCheckpoint(Callback):
             # A new list, because the trainer is iterating over the old one.
             trainer.callbacks = [*(callback for callback in trainer.callbacks if callback is not self), self]
 
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Start to listen, but for what Lightning takes after this hook, and we after it."""
+        self._install(trainer, later={signal.SIGTERM, *_requeue_signals(trainer)})
+
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
-        """Start to listen; Lightning has installed its own handlers by now."""
         self._install(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -105,19 +109,19 @@ class SignalCheckpoint(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._answer(trainer)
-        self._uninstall()
+        self._uninstall(trainer)
         if self._group is not None:
             distributed.destroy_process_group(self._group)
             self._group = None
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._uninstall()
+        self._uninstall(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if self._early and self._received and self._previous:
             name = signal.Signals(self._received[0]).name
             _print(trainer, f"Interrupted by {name} before training began: there is nothing to save.")
-        self._uninstall()
+        self._uninstall(trainer)
         self._group = None
 
     def _names(self) -> list[str]:
@@ -151,16 +155,22 @@ class SignalCheckpoint(Callback):
         folder = self.dirpath or next(filter(None, folders), None) or Path(trainer.default_root_dir) / "checkpoints"
         return Path(trainer.strategy.broadcast(str(folder)))
 
-    def _install(self, trainer: Any) -> None:
-        if self._previous:
+    def _install(self, trainer: Any, later: Set[int] = frozenset()) -> None:
+        if self._listens:
             return
         if threading.current_thread() is not threading.main_thread():
-            rank_zero_warn("SignalCheckpoint: signals can only be handled in the main thread; this run ignores them")
+            if not later:
+                text = "signals can only be handled in the main thread; this run ignores them"
+                rank_zero_warn(f"SignalCheckpoint: {text}")
             return
-        self._process, self._early = os.getpid(), trainer.world_size == 1
-        self._received.clear()
+        if not self._previous:
+            self._process, self._early = os.getpid(), trainer.world_size == 1
+            self._received.clear()
+        self._listens = not later
         taken = _requeue_signals(trainer)
         for number in self._numbers:
+            if number in later or number in self._previous:
+                continue
             if number in taken:
                 rank_zero_info(
                     f"SignalCheckpoint: {number.name} is left to Lightning's automatic requeueing under SLURM"
@@ -175,11 +185,14 @@ class SignalCheckpoint(Callback):
         if self._early and signal.SIGTERM in self._previous and signal_connector(trainer).received_sigterm:
             self._on_signal(signal.SIGTERM, None)  # Lightning has noted it, and would end with 0
 
-    def _uninstall(self) -> None:
+    def _uninstall(self, trainer: Any) -> None:
+        by_lightning = original_handlers(trainer)  # it puts back what was there after our first turn
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, previous)
-        self._previous, self._own_handlers = {}, {}
+            if by_lightning.get(number) == self._on_signal:
+                by_lightning[number] = previous
+        self._previous, self._own_handlers, self._listens = {}, {}, False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:

@@ -55,7 +55,12 @@ def read(path: str, subcommand: str) -> dict[str, Any]:
 
 
 def read_last(paths: Sequence[Path]) -> tuple[str | None, dict[str, Any]]:
-    """The first checkpoint that is whole, newest first, with its path; none if there is none yet."""
+    """The first checkpoint that is whole, newest first, with its path; none if there is none yet, or only damaged ones.
+
+    Raises:
+        CheckpointError: If there is none, and one is refused that is not damaged: a run in its place would begin anew.
+    """
+    refused: CheckpointError | None = None
     for path in paths:
         try:
             if path.is_file():
@@ -63,7 +68,10 @@ def read_last(paths: Sequence[Path]) -> tuple[str | None, dict[str, Any]]:
             check_shards(path)
             return str(path), {}
         except CheckpointError as error:
+            refused = refused if isinstance(error, DamagedError) else error
             rank_zero_warn(f"{error}. Going on from the one before")
+    if refused is not None:
+        raise refused
     return None, {}
 
 

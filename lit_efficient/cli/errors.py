@@ -173,7 +173,7 @@ def _causes(message: str) -> Iterator[tuple[float, int, str, str, str]]:
                 if other and re.search(rf"given class_path '(\S+\.)?{re.escape(other[1] or other[2])}':", message):
                     priority = 4  # it may stand there as another
                 if accepted := re.search(r"\(accepted: (.+)\)", cause):  # of several classes, the one that fits best
-                    beside = _beside(re.split(r"[.']", cause)[1], message)
+                    beside = _beside(re.split(r"[.']", cause)[:2][-1], message)
                     fits = sum(name in beside for name in accepted[1].split(", "))
                     priority = priority + 0.01 * fits if fits else 5.9  # another one's complaint of a type comes first
                     priority += 0.05 * ("did you mean" in cause)
@@ -184,7 +184,7 @@ def _causes(message: str) -> Iterator[tuple[float, int, str, str, str]]:
 def _beside(key: str, message: str) -> Collection[str]:
     """The names beside a key in the mapping that has it; all that were given, where that cannot be told."""
     for given in re.findall(r"Given value: (\{.*\})", message):
-        with suppress(ValueError, SyntaxError):  # of values that are no literals
+        with suppress(ValueError, SyntaxError, TypeError, AttributeError):  # of values that are no literals or mappings
             value = ast.literal_eval(given)
             if key in (names := value.get("init_args") or value):
                 return {*names}

@@ -164,7 +164,8 @@ def _check_text(option: str, text: str) -> None:
 
 # The ways in which jsonargparse says that an option does not exist.
 _UNKNOWN_OPTION = re.compile(
-    r"(?:(Group '(?P<group>.+)' )?does not accept option|unrecognized arguments:|Option) '?(?:--)?(?P<name>[\w.+-]+)[^']*'?( is not accepted)?"
+    r"(?:(Group '(?P<group>.+)' )?does not accept option|unrecognized arguments:|Option) "
+    r"'?(?:--)?(?P<name>[\w.+-]+)[^']*'?( is not accepted)?"
 )
 _PATIENCE = 3  # seconds
 _UNLISTED = {"help", "config", "print_config", "print_shtab", "==SUPPRESS==", "subcommand"}

@@ -16,7 +16,7 @@ from torch import nn
 
 from lit_efficient.application import apply, check_run, configured_by, reports_of
 from lit_efficient.cli.optimizers import MANY
-from lit_efficient.declaration import Phase, in_order, overrides, techniques_of
+from lit_efficient.declaration import Declaration, Phase, in_order, overrides, techniques_of
 from lit_efficient.errors import LitEfficientError
 from lit_efficient.internals.lightning_trainer import AskedEarly, begin_fit, set_trainer
 from lit_efficient.mechanisms.trials.steps import quiet
@@ -67,7 +67,9 @@ def _rehearse_network(trainer: Any, module: Any) -> None:
     techniques = [copy.deepcopy(one, memo) for one in in_order(techniques_of(trainer))]
     stand_in.callbacks = [memo.get(id(one), one) for one in trainer.callbacks]
     set_trainer(copied, stand_in)
-    type(copied).configure_model(copied)
+    precision = trainer.precision_plugin
+    with precision.module_init_context():
+        type(copied).configure_model(copied)
     whole = True
     for technique in techniques:
         if not overrides(technique, "transform"):
@@ -78,6 +80,8 @@ def _rehearse_network(trainer: Any, module: Any) -> None:
             return
         whole = whole and technique.refuses_early
     if whole:
+        if not isinstance(precision, Declaration):  # as a technique it is applied already
+            copied = precision.convert_module(copied)
         with steps_guessed(stand_in):
             configured_by(copied, techniques, copied.configure_optimizers)
         reports_of(copied, techniques)

@@ -49,9 +49,10 @@ class ConfigWins(Callback):
         for place, (callback, name) in enumerate(zip(trainer.callbacks, names)):
             prefix = f"trainer.callbacks.{name}."
             for argument in (key.removeprefix(prefix) for key in self.changed if key.startswith(prefix)):
-                value = getattr(callback, argument, None)
-                if isinstance(value, int | float | str):
-                    self._arguments[place, argument] = value
+                for attribute in {argument, f"_{argument}"} & vars(callback).keys():  # a property has no place for it
+                    value = getattr(callback, attribute)
+                    if isinstance(value, int | float | str):
+                        self._arguments[place, attribute] = value
         self._then = checkpoint.get("lit_efficient", {}).get("built")
         self._schedules = checkpoint.get("lr_schedulers", [])
         groups = [state.get("param_groups") for state in checkpoint.get("optimizer_states", [])]

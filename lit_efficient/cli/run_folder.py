@@ -3,7 +3,7 @@
 import csv
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -209,6 +209,8 @@ def keep_rows(logger: Any, step: int) -> None:
     """
     if isinstance(logger, TensorBoardLogger):
         purge_from(logger, step)
+        tags = _tags_at(step - 1, Path(logger.log_dir))
+        logger.log_metrics = partial(_log_new, logger.log_metrics, tags, step - 1)  # type: ignore[method-assign]
     table = Path(logger.log_dir or "", "metrics.csv")
     kept = table.with_name("metrics.kept")
     if isinstance(logger, CSVLogger) and kept.is_file():  # of a process that was killed right here
@@ -231,6 +233,21 @@ def keep_rows(logger: Any, step: int) -> None:
 
 def _log_once(log: Any, known: set[frozenset[str]], last: int, metrics: dict[str, Any], step: int | None) -> None:
     if step != last or frozenset({*metrics, "step"}) not in known:
+        log(metrics, step)
+
+
+def _tags_at(step: int, folder: Path) -> set[str]:
+    """What TensorBoard's files in a folder have of a step."""
+    if not find_spec("tensorboard"):  # tensorboardX reads none
+        return set()
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    events = (one for path in folder.glob("events.out.tfevents.*") for one in EventFileLoader(str(path)).Load())
+    return {value.tag for event in events if event.step == step for value in event.summary.value}
+
+
+def _log_new(log: Any, tags: Set[str], last: int, metrics: dict[str, Any], step: int | None = None) -> None:
+    if step != last or not metrics.keys() <= tags:
         log(metrics, step)
 
 

@@ -13,6 +13,7 @@ from lit_efficient.files.checkpoints import weights_alone, write
 from lit_efficient.mechanisms.averages.weights import position_weights, precise
 from lit_efficient.mechanisms.restore import Weights, weights_of
 from lit_efficient.mechanisms.shards import read_checkpoint
+from lit_efficient.surgery import memory_of
 
 _STATISTICS = ("running_mean", "running_var")
 
@@ -64,7 +65,10 @@ def average_files(
             raise ConfigurationError(f"{path} and {paths[0]} differ in {len(different)} names: {min(different)!r}")
         for name, tensor in state.items():
             _add(total, name, tensor, share, str(path))
-    mean = {name: tensor.to(dtypes[name]) for name, tensor in total.items()}
+    mean, tied = dict[str, Tensor](), dict[object, str]()
+    for name in [*total]:  # what is converted is dropped, and tied weights are one again
+        mean[name], first = total.pop(name).to(dtypes[name]), tied.setdefault(memory_of(state[name]), name)
+        mean[name] = mean[first] if torch.equal(mean[first], mean[name]) else mean[name]
     return weights_alone(checkpoint, {**checkpoint["state_dict"], **mean}, f"average of {kinds[0]}")
 
 

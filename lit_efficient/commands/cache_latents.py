@@ -38,16 +38,26 @@ def run(argv: Sequence[str]) -> int:
     check_number("cache-latents", "--batch_size", options.batch_size, least=1, whole=True, null=True)
     check_number("cache-latents", "--num_workers", options.num_workers, least=0, whole=True, null=True)
     check_number("cache-latents", "--shard_rows", options.shard_rows, least=1, whole=True)
+    from lit_efficient.mechanisms.rank_line import together
+
+    with together() as (rank, count):
+        return _cache(options, rest, rank, count)
+
+
+def _cache(options: argparse.Namespace, rest: list[str], rank: int, count: int) -> int:
+    from torch import distributed
+
     from lit_efficient.cli.errors import explained
     from lit_efficient.commands.preview import build_data
     from lit_efficient.data.latent_data import LatentData
+    from lit_efficient.data.latents.latent_writer import Ranks
 
+    ranks = Ranks(rank, count, distributed.barrier) if count > 1 else Ranks()
     with explained(rest):
         data = build_data(rest, "cache-latents")
         if not isinstance(data, LatentData):
             raise refusal("cache-latents", "the config's data", "LatentData", type(data).__name__)
-        ranks = _ranks()
-        if ranks.rank == 0:
+        if rank == 0:
             data.images.prepare_data()
         ranks.wait()
         data.images.setup("fit")
@@ -59,22 +69,12 @@ def run(argv: Sequence[str]) -> int:
         device=options.device,
         shard_rows=options.shard_rows,
         overwrite=options.overwrite,
-        progress=bar if ranks.rank == 0 else None,
+        progress=None if rank else bar,
         ranks=ranks,
     )
-    for line in summary(data.cache_folder(), manifest, bar) if ranks.rank == 0 else ():
+    for line in () if rank else summary(data.cache_folder(), manifest, bar):
         print(line)
     return 0
-
-
-def _ranks() -> Any:
-    from torch import distributed
-
-    from lit_efficient.data.latents.latent_writer import Ranks
-    from lit_efficient.mechanisms.ranks import join_ranks
-
-    rank, count = join_ranks()
-    return Ranks(rank, count, distributed.barrier) if count > 1 else Ranks()
 
 
 class Bar:

@@ -61,10 +61,9 @@ def _checked(argv: Sequence[str], with_data: bool, here: bool) -> list[str]:
 
 def _cli(argv: Sequence[str], device: str, prepared: bool, here: bool) -> Any:
     """The command line of a fit, whose parts are built on a device, that stops where data would be needed."""
-    from lightning.pytorch.strategies import ParallelStrategy
-
     from lit_efficient.cli.fits import FitParts
     from lit_efficient.cli.run import callbacks_of
+    from lit_efficient.internals.lightning_strategies import is_parallel
 
     class Check(FitParts):
         lines: list[str]
@@ -81,7 +80,7 @@ def _cli(argv: Sequence[str], device: str, prepared: bool, here: bool) -> Any:
                 except _TooLarge as end:
                     left = [f"the rest of the techniques, and the optimizer, which need the weights ({end})"]
                 except RuntimeError as error:  # as the processes are not there
-                    if isinstance(error, LitEfficientError) or not isinstance(self.trainer.strategy, ParallelStrategy):
+                    if isinstance(error, LitEfficientError) or not is_parallel(self.trainer.strategy):
                         raise
                     left = [f"what needs all processes: {error}"]
                 self.lines = _lines(self, device, prepared, left)

@@ -1,8 +1,9 @@
 """``python -m lit_efficient write-data``: a teacher writes training data by prompts.
 
 One line of JSON a prompt, in the order of the prompts, appended whole. Prompt number i is answered with the seed
-``seed + i``, so a run that was interrupted and goes on writes the same file as one that was not. Under torchrun each
-process answers its part, and the first one writes (``torchrun --nproc-per-node 8 -m lit_efficient write-data ...``).
+``seed + i``, in the same batch, so a run that was interrupted and goes on, on any number of processes, writes the same
+file as one that was not. Under torchrun each process answers its part, and the first one writes
+(``torchrun --nproc-per-node 8 -m lit_efficient write-data ...``).
 """
 
 import argparse
@@ -24,7 +25,8 @@ Row = dict[str, Any]
 def run(argv: Sequence[str]) -> int:
     """Answer prompts with a checkpoint's model or one of Hugging Face."""
     arguments = _parser().parse_args(argv)
-    from lit_efficient.mechanisms.ranks import gather_objects, join_ranks
+    from lit_efficient.mechanisms.rank_line import together
+    from lit_efficient.mechanisms.ranks import gather_objects
     from lit_efficient.models.causal_lm import CausalLMConfig
     from lit_efficient.models.sampling import Sampling
     from lit_efficient.tasks.loading import load_hugging_face, load_language_model
@@ -37,8 +39,7 @@ def run(argv: Sequence[str]) -> int:
     named = ("format", "temperature", "top_p", "max_new_tokens", "seed", "keep_cut")
     settings = {"teacher": TeacherSource(spec).digest()} | {name: getattr(arguments, name) for name in named}
     output = Path(arguments.output)
-    rank, _ = join_ranks()
-    with contextlib.nullcontext() if rank else _alone(output):
+    with together() as (rank, _), contextlib.nullcontext() if rank else _alone(output):
         done = gather_objects(0 if rank else resume(output, prompts, settings))[0]
         if done < len(prompts):
             model = load_language_model(spec)[0] if isinstance(spec, str) else load_hugging_face(spec)
@@ -144,7 +145,7 @@ def write_rows(
 
     Of several processes each answers a few of these, and the first one writes them in their order. ``answer`` takes the
     first number and some prompts, and gives their rows, and whether the model ended each; others go unless
-    ``keep_cut``.
+    ``keep_cut``. Batches begin where those of an undisturbed run do: what is beside a row decides how it is rounded.
     """
     from lit_efficient.mechanisms.ranks import gather_objects, place_among_ranks
     from lit_efficient.tasks.text_generation import BATCH_SIZE
@@ -152,11 +153,13 @@ def write_rows(
     written = cut = 0
     rank, count = place_among_ranks()
     with open(os.devnull if rank else output, "ab", buffering=0) as file:
-        for first in range(start, len(prompts), count * BATCH_SIZE):
+        for first in range(start - start % BATCH_SIZE, len(prompts), count * BATCH_SIZE):
             own = first + rank * BATCH_SIZE
             few = prompts[own : own + BATCH_SIZE]
             answers = itertools.chain(*gather_objects(answer(own, few) if few else []))
             for index, (row, ended) in enumerate(answers, first):
+                if index < start:
+                    continue
                 cut += not ended
                 if not ended and not keep_cut:
                     continue

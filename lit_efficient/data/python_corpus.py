@@ -20,7 +20,8 @@ from lit_efficient.data.text.chat_data import check_length
 from lit_efficient.data.text.text_files import find_files, read_texts, split_texts, standard_library
 from lit_efficient.data.text.token_windows import TokenWindows
 from lit_efficient.errors import ConfigurationError, check_number, refusal
-from lit_efficient.files.cache import broken_seal, cache_folder, prepared_folder, read_manifest
+from lit_efficient.files.cache import cache_folder, prepared_folder, read_manifest
+from lit_efficient.files.file_hashes import broken_seal
 from lit_efficient.mechanisms.order.keyed_batch_sampler import loading
 
 if TYPE_CHECKING:

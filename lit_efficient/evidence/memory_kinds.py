@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, parts_of
 from lit_efficient.internals.torch_dispatch import (
+    ASKS_DEVICE,
     TorchDispatchMode,
     backward_runs,
     is_traceable_wrapper_subclass,
@@ -228,6 +229,8 @@ class KindMeter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func is ASKS_DEVICE:
+            return result
         for item in (result,) if isinstance(result, Tensor) else () if result is None else tree_leaves(result):
             for storage, place in storages_of(item):
                 if storage_id(storage) not in self._pieces and not _is_in(storage, (args, kwargs)):

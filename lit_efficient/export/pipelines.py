@@ -28,6 +28,7 @@ from lit_efficient.mechanisms.adapters.merge import dequantize_layers, merge_ada
 from lit_efficient.mechanisms.adapters.peft_format import to_peft
 from lit_efficient.mechanisms.restore import Asked, Weights, take_weights, wanted_weights
 from lit_efficient.mechanisms.shards import read_checkpoint
+from lit_efficient.models.weight_slices import WAITS, built_empty
 from lit_efficient.surgery import own_draws, unmixed
 
 Lora = Literal["merged", "diffusers"]
@@ -150,7 +151,8 @@ def _network(module: Any, keep_adapters: bool) -> Any:
             wanted = DiT(network.config).state_dict().keys()
         return convert({name: tensor for name, tensor in own.items() if name in wanted}, network.config)
     with own_draws():
-        fresh = unmixed(network).from_config(network.config)  # type: ignore[attr-defined]
+        fresh: Any = built_empty(lambda: unmixed(network).from_config(network.config))  # type: ignore[attr-defined]
+    del fresh.__dict__[WAITS]  # they are here
     wanted = fresh.state_dict().keys()
     fresh.load_state_dict({name: tensor for name, tensor in own.items() if name in wanted}, assign=True)
     size = module.latent_size

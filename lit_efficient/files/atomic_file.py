@@ -8,6 +8,7 @@ machine and process, so that the next writer can remove what killed processes le
 
 import contextlib
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -34,20 +35,6 @@ def replacing(target: Path) -> Iterator[IO[bytes]]:
         _sync_folder(target.parent)
 
 
-@contextlib.contextmanager
-def replacing_by_name(target: Path) -> Iterator[Path]:
-    """As :func:`replacing`, for a library that opens the file itself, and may write others beside it on the way."""
-    with _new_beside(target) as folder, _naming(target):
-        folder.mkdir()
-        file = folder / target.name
-        yield file
-        os.chmod(file, folder.stat().st_mode & 0o666)  # some let nobody else read theirs
-        with open(file, "rb") as written:
-            os.fsync(written.fileno())
-        os.replace(file, target)
-        _sync_folder(target.parent)
-
-
 def not_through_links(path: str | os.PathLike[str], flags: int) -> int:
     """Open a file as ``os.open`` does, but none elsewhere: a run's folder may come from somebody else."""
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
@@ -68,7 +55,7 @@ def write_folder(target: Path, write: Callable[[Path], object], sums: bool = Tru
 
     ``sums`` writes SHA256SUMS beside that, for :func:`~lit_efficient.files.sums.check_sums`.
     """
-    with _new_beside(target) as temporary:
+    with _new_beside(target) as temporary, _naming(target):
         temporary.mkdir()
         write(temporary)
         if sums:
@@ -154,11 +141,19 @@ def _new_beside(target: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _naming(target: Path) -> Iterator[None]:
-    """Errors of the system that name no file, as those of a write, name the target."""
+    """Errors of the system that name no file, as those of a write, name the target.
+
+    So do those that a library in Rust (safetensors, tokenizers) has in words alone: ``... (os error 28)``.
+    """
     try:
         yield
     except OSError as error:
-        error.filename = error.filename or str(target)
+        if error.errno:
+            error.filename = error.filename or str(target)
+        raise
+    except Exception as error:
+        if number := re.search(r"\(os error (\d+)\)", str(error)):
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(target)) from error
         raise
 
 

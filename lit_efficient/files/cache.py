@@ -65,23 +65,6 @@ def prepared_folder(folder: Path, build: Callable[[Path], None], problem: Callab
     return folder
 
 
-def altered_file(folder: Path, recorded: Mapping[str, tuple[int, str]], thorough: bool) -> str | None:
-    """Which file of a folder has another size or SHA-256 than is recorded, in one sentence; None if all are as they
-    were.
-
-    ``thorough``: contents are compared (about 1 s a GB), not only sizes.
-    """
-    for name, (size, digest) in recorded.items():
-        path = folder / name
-        if not path.is_file() or ".." in Path(name).parts or Path(name).is_absolute():
-            return f"{name} is missing, or not in the folder."
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes, {size} were written."
-        if thorough and sha256_of(path) != digest:
-            return f"{name} is not what was written (its SHA-256 differs)."
-    return None
-
-
 def seal(folder: Path, form: int, about: Mapping[str, Any]) -> None:
     """Write the manifest over all files in ``folder``: their sizes and hashes, their format, and ``about`` as it is."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -133,18 +116,6 @@ def without_hash(found: Any) -> dict[str, Any]:
 def _digest(content: Mapping[str, Any]) -> str:
     plain = json.loads(json.dumps(content))
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
-
-
-def broken_seal(folder: Path, form: int, thorough: bool) -> str | None:
-    """What of a folder is not as `seal` found it, in one sentence; None if nothing. Else as `altered_file`."""
-    try:
-        manifest = read_manifest(folder)
-        if (manifest["format"], manifest["byteorder"]) != (form, sys.byteorder):
-            return f"{MANIFEST} is of another format or machine."
-        listed = {name: (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return f"{MANIFEST} is missing or unreadable."
-    return altered_file(folder, listed, thorough)
 
 
 def map_numbers(path: Path, dtype: np.dtype | type) -> np.ndarray:

@@ -8,6 +8,7 @@ torch writes a checksum of every record and never compares it: a flipped bit in 
 
 import contextlib
 import io
+import math
 import os
 import pickle
 import pickletools
@@ -157,7 +158,7 @@ def state_of(path: str | os.PathLike[str]) -> tuple[int, ...] | None:
 
 
 def not_finite(tensors: Mapping[str, Any]) -> list[str]:
-    """Names of floating tensors that hold NaN, or infinity beside different numbers: a mask has but one beside -inf."""
+    """Names of floating tensors that hold NaN, or infinity beside numbers: a mask has but zeros beside -inf."""
     floats = {name: tensor for name, tensor in tensors.items() if is_floating(tensor)}
     return [name for name, tensor in floats.items() if not _finite_or_mask(tensor)]
 
@@ -172,9 +173,10 @@ def is_floating(tensor: object) -> bool:
 @torch.no_grad()
 def _finite_or_mask(tensor: Tensor) -> bool:
     values = tensor.float() if tensor.itemsize == 1 else tensor  # torch has no extremes of float8
-    if torch.isfinite(torch.stack(torch.aminmax(values))).all():
+    least, most = map(float, torch.aminmax(values))
+    if math.isfinite(least) and math.isfinite(most):
         return True
-    return not values.isnan().any() and len(values[values.isfinite()].unique()) < 2
+    return not math.isnan(most) and least != -most and not values[values.isfinite()].any()
 
 
 def check_piece(data: bytes, where: str) -> Any:

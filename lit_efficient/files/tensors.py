@@ -11,36 +11,50 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+import torch
 from torch import Tensor
 
 from lit_efficient.errors import CheckpointError
-from lit_efficient.files.atomic_file import replacing_by_name
+from lit_efficient.files.atomic_file import replacing
 from lit_efficient.files.sums import check_sums
 
 _UNKNOWN = b"0" * 64
 _LONGEST_HEADER = 100_000_000  # what the format allows
+_KINDS = {
+    **{getattr(torch, f"float{bits}"): f"F{bits}" for bits in (64, 32, 16)},
+    **{getattr(torch, f"int{bits}"): f"I{bits}" for bits in (64, 32, 16, 8)},
+    **{getattr(torch, f"uint{bits}"): f"U{bits}" for bits in (64, 32, 16, 8)},
+    torch.bfloat16: "BF16", torch.bool: "BOOL", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
+}  # fmt: skip
 
 
-def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], **metadata: str) -> None:
-    """Write tensors, those that share memory (tied weights) once a name: the format knows no sharing.
+def save_tensors(
+    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None, **metadata: str
+) -> None:
+    """Write tensors one after the other, those that share memory (tied weights) once a name: the format knows no
+    sharing.
 
-    ``metadata`` goes into the file's header.
+    ``metadata`` goes into the file's header; ``dtype`` is the format that all get as they are written.
     """
-    from safetensors.torch import save_file
-
-    seen: set[int] = set()
-    own = {}
-    for name, tensor in tensors.items():
-        memory = tensor.untyped_storage().data_ptr()
-        own[name] = tensor.clone().contiguous() if memory in seen else tensor.contiguous()
-        seen.add(memory)
-    with replacing_by_name(Path(path)) as file:
-        save_file(own, file, metadata={**metadata, "sha256": _UNKNOWN.decode()})
-        with open(file, "r+b") as written:
-            _sort_metadata(written)
-            place, _, digest = _hashes(written)
-            written.seek(place)
-            written.write(digest)
+    kinds = {name: dtype or tensor.dtype for name, tensor in tensors.items()}
+    header: dict[str, Any] = {"__metadata__": dict(sorted({**metadata, "sha256": _UNKNOWN.decode()}.items()))}
+    end, order = 0, sorted(tensors, key=lambda name: (-kinds[name].itemsize, name))  # so that all begin where they may
+    for name in order:
+        begin, end = end, end + tensors[name].numel() * kinds[name].itemsize
+        header[name] = {"dtype": _KINDS[kinds[name]], "shape": [*tensors[name].shape], "data_offsets": [begin, end]}
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    encoded = len(encoded).to_bytes(8, "little") + encoded
+    digest = hashlib.sha256(encoded)
+    with replacing(Path(path)) as file:
+        file.write(encoded)
+        for name in order:
+            data: Any = tensors[name].detach().to("cpu", kinds[name]).contiguous().reshape(-1).view(torch.uint8).numpy()
+            file.write(data)
+            digest.update(data)
+        file.seek(encoded.index(_UNKNOWN))
+        file.write(digest.hexdigest().encode())
 
 
 def load_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -70,16 +84,6 @@ def metadata_of(path: str | os.PathLike[str]) -> dict[str, str]:
     """What a file's header says beside its tensors."""
     with map_tensors(path) as file:
         return dict(file.metadata() or {})
-
-
-def _sort_metadata(file: IO[bytes]) -> None:
-    """Give the same tensors the same bytes: safetensors writes the metadata in an order that each process draws."""
-    length = int.from_bytes(file.read(8), "little")
-    header = json.loads(file.read(length))
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    file.seek(8)
-    file.write(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(length))
-    file.seek(0)
 
 
 def _hashes(file: IO[bytes]) -> tuple[int, bytes, bytes]:

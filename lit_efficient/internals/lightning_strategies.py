@@ -55,6 +55,11 @@ def traits_of(strategy: Any) -> Traits:
     )
 
 
+def is_parallel(strategy: Any) -> bool:
+    """Whether a strategy is one of several processes, the others of which may not be there: ``ParallelStrategy``."""
+    return any(base.__name__ == "ParallelStrategy" for base in type(strategy).__mro__)
+
+
 def traits_named(given: Any) -> Traits:
     """The traits of the strategy that a config names: ``auto`` (DDP, where there are several devices), a short name of
     Lightning's, or a class path with its arguments.

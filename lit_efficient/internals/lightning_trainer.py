@@ -43,6 +43,12 @@ def signal_connector(trainer: Any) -> Any:
     return trainer._signal_connector
 
 
+def original_handlers(trainer: Any) -> dict[int, Any]:
+    """What Lightning puts back at a run's end, by signal: ``_signal_connector._original_handlers``."""
+    handlers: dict[int, Any] = trainer._signal_connector._original_handlers
+    return handlers
+
+
 def answer_sigterm(trainer: Any, function: Callable[..., Any]) -> None:
     """Call ``function(connector, number, frame)`` where Lightning would broadcast in its handler, until it is left; not
     under SLURM's automatic requeueing: ``_signal_connector._sigterm_notifier_fn``.

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
 
 __all__ = [
+    "ASKS_DEVICE",
     "HigherOrderOperator",
     "TorchDispatchMode",
     "after_backward",
@@ -24,6 +25,9 @@ __all__ = [
     "storage_id",
     "truncated_draws",
 ]
+
+# What a tensor without values is asked for its device by, through every mode: more than half of all calls of a plan.
+ASKS_DEVICE = torch.ops.prim.device.default
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, mm_flop, sdpa_flop_count
 
 from lit_efficient.internals.torch_dispatch import (
+    ASKS_DEVICE,
     TorchDispatchMode,
     fakes_are_made,
     operator_of,
@@ -125,6 +126,8 @@ class FlopMeter(TorchDispatchMode):
         return Flops(**{name: sums[name] / max(float(size), 1.0) for name, size in divisors.items()})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ASKS_DEVICE:
+            return func(*args)
         kwargs, names = kwargs or {}, {kind.__name__ for kind in types}
         if "DTensor" in names:
             return NotImplemented  # what it is made of comes next: this process's part

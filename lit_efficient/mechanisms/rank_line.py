@@ -8,16 +8,19 @@ through the process group; all that goes over the line is text.
 """
 
 import hmac
+import os
 import secrets
 import selectors
 import socket
+import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 from torch import distributed
 
-from lit_efficient.mechanisms.ranks import gather_objects, place_among_ranks
+from lit_efficient.mechanisms.ranks import gather_objects, join_ranks, place_among_ranks
 
 ENDED = "this process ends, as it would wait for ever: "
 """Begins what is said, and noted on the error, where a process ends because another one has."""
@@ -25,6 +28,37 @@ FAILED, LEFT, DONE = "failed", "left", "done"
 _PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # seconds, seconds, how often
 WAIT = 30.0  # seconds for all to connect
 _LONGEST = 1000  # letters of a message
+_GRACE = 3.0  # seconds for a command to end by itself
+
+
+@contextmanager
+def together() -> Iterator[tuple[int, int]]:
+    """In a command: meet torchrun's other processes, as :func:`join_ranks`; where one of them fails, this one ends."""
+    rank, count = join_ranks()
+    if count == 1:
+        yield rank, count
+        return
+
+    def heard(number: int, how: str, why: str) -> None:
+        if how == FAILED:  # time to say the same mistake, which all may have found
+            timer = threading.Timer(_GRACE, _end, (f"process {number} has failed ({why})",))
+            timer.daemon = True
+            timer.start()
+
+    with closing(RankLine(heard, os.environ["MASTER_ADDR"])) as line:
+        try:
+            yield rank, count
+        except BaseException as error:
+            if isinstance(error, RuntimeError):  # as a collective's, of which another process's end is the reason
+                threading.Event().wait(2 * _GRACE)
+            line.say(FAILED, f"{type(error).__name__}: {error}")
+            raise
+        line.say(DONE)
+
+
+def _end(why: str) -> None:
+    print(f"error: {ENDED}{why}", file=sys.stderr, flush=True)
+    os._exit(2)
 
 
 class RankLine:

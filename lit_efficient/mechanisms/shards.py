@@ -14,14 +14,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_efficient.declaration import Phase, techniques_of
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.atomic_file import begin_folder, end_folder
 from lit_efficient.files.checkpoints import DamagedError, check_piece, load_verified, local_file, read
 from lit_efficient.files.runs import LATEST
 from lit_efficient.files.sums import check_sums, sha256_of, write_sums
+from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.internals.torch_shards import shards_metadata
 from lit_efficient.internals.wraps import inner_method, wrap_method
 from lit_efficient.mechanisms.ranks import gather_objects
+
+
+def weights_may_wait(module: Any, owner: type) -> bool:
+    """Whether the strategy gives each process its slices of the network that ``owner.configure_model`` makes, and
+    nobody asks for numbers before.
+    """
+    trainer = trainer_of(module)
+    if trainer is None or not getattr(trainer.strategy, "reads_slices", False):
+        return False
+    surgery = (Phase.ARCHITECTURE, Phase.QUANTIZE, Phase.ADAPT)
+    asking = any(one.phase in surgery and one.needs_numbers for one in techniques_of(trainer))
+    return not asking and type(module).configure_model is owner.configure_model  # type: ignore[attr-defined]
 
 
 def read_metadata(folder: Path) -> Any:

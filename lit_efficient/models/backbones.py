@@ -25,22 +25,25 @@ from lit_efficient.losses.noise_process import DiffusionProcess, Schedule, as_pr
 from lit_efficient.models import diffusers_backbones
 from lit_efficient.models.backbone_shape import BackboneShape, Sides
 from lit_efficient.models.condition import Condition
-from lit_efficient.models.diffusers_model import DiffusersModelConfig, build
+from lit_efficient.models.diffusers_model import DiffusersModelConfig, build, build_empty
 from lit_efficient.models.dit import DiT, DiTConfig
+from lit_efficient.models.weight_slices import built_empty
 
 BackboneSpec = DiTConfig | DiffusersModelConfig
 
 
-def build_backbone(spec: BackboneSpec) -> nn.Module:
+def build_backbone(spec: BackboneSpec, empty: bool = False) -> nn.Module:
     """The network that ``spec`` describes, in training mode. Random weights come from torch's global generator.
+
+    ``empty`` leaves the weights, where that can be, to ``fill_waiting`` of :mod:`lit_efficient.models.weight_slices`.
 
     Raises:
         ConfigurationError: For a model that cannot be a backbone, or cannot be built or loaded.
     """
     if isinstance(spec, DiTConfig):
-        return DiT(spec)
+        return built_empty(lambda: DiT(spec)) if empty else DiT(spec)
     shape_of(spec)
-    return diffusers_backbones.prepared(build(spec), spec)
+    return diffusers_backbones.prepared((build_empty(spec) if empty else None) or build(spec), spec)
 
 
 def call_backbone(

@@ -23,7 +23,7 @@ from lit_efficient.internals.bitsandbytes_cpu import keep_unpacked
 from lit_efficient.internals.hugging_face import causal_model_of, from_config
 from lit_efficient.internals.hugging_face_loading import Replacing, empty_from_config, replacing_config
 from lit_efficient.models.bounds import check_bounds
-from lit_efficient.models.config_fields import check_names, check_values, check_whole, meant, unusual
+from lit_efficient.models.config_fields import check_names, check_values, check_whole, meant, read_by_others
 from lit_efficient.models.deferred_draws import DeferredDraws
 from lit_efficient.models.read_weights import read_layers
 from lit_efficient.models.weight_slices import WAITS, Waiting, stored_places
@@ -113,12 +113,13 @@ def resolve(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) ->
         changed = {**{name: value for name, value in (from_data or {}).items() if name in declared}, **changed}
     if "num_hidden_layers" in changed:  # derived from it again
         stored.pop("layer_types", None)
-    try:
+    parts = [f"name_or_path {spec.name_or_path!r}"] * (spec.name_or_path is not None)
+    parts += ["config_fields"] * bool(changed)
+    with read_by_others(f"CausalLMConfig: {' and '.join(parts)} do not make a {kind}", changed):
         config = known(**{k: v for k, v in {**stored, **changed}.items() if k != "model_type"})
-    except Exception as error:  # each model validates in its own way
-        reason = " ".join(str(error).split())
-        message = f"CausalLMConfig: config_fields do not make a {kind}: {reason}{unusual(changed)}"
-        raise ConfigurationError(message) from error
+        rows = config.get_text_config().vocab_size
+    if not isinstance(rows, int):
+        raise refusal("CausalLMConfig", "vocab_size", "a whole number", rows)
     undeclared = [name for name in changed if name not in declared]
     read = _read_names(config) if undeclared else set()
     check_names("CausalLMConfig", sorted(set(changed) - read), declared, f"the model type {kind}")
@@ -156,14 +157,9 @@ def _stored(spec: CausalLMConfig) -> dict[str, Any]:
     if (missing := missing_folder(spec.name_or_path or "")) is not None:
         raise ConfigurationError(f"CausalLMConfig: name_or_path: {missing}")
     check_sums(spec.name_or_path, weights=False)
-    try:
+    with read_by_others(f"CausalLMConfig: name_or_path {spec.name_or_path!r} has no configuration that can be read"):
         stored, _ = PretrainedConfig.get_config_dict(spec.name_or_path or "", revision=spec.revision)
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(
-            f"CausalLMConfig: name_or_path {spec.name_or_path!r} has no configuration that can be read: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
-    return dict(stored)
+        return dict(stored)
 
 
 def build(
@@ -193,7 +189,8 @@ def build(
     takes = not grows and spec.quantize is None and getattr(config, "quantization_config", None) is None
     takes = takes and torch.get_default_device().type != "meta"
     replaced = replacing_config(replacing) if replacing is not None and takes else None
-    try:
+    named = "the model" if spec.name_or_path is None else spec.name_or_path
+    with read_by_others(f"CausalLMConfig: {named} cannot be built", spec.config_fields):
         if spec.draws_weights:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **options)
         else:
@@ -209,9 +206,6 @@ def build(
                 quantization_config=_quantization(spec, dtype, config) if replaced is None else replaced,
                 **options,
             )
-    except (OSError, ValueError, ImportError, ArithmeticError) as error:
-        said = f"{str(error).splitlines()[0]}{unusual(spec.config_fields or {})}"
-        raise ConfigurationError(f"CausalLMConfig: the model cannot be built: {said}") from error
     check_whole("CausalLMConfig", model, spec.config_fields or {})
     if grows:
         grow_vocabulary(model, int(vocab_size or 0))

@@ -1,15 +1,39 @@
 """What is wrong with fields of another package's configuration that this package takes, or fails on without a name."""
 
+import contextlib
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
-from lit_efficient.errors import ConfigurationError, did_you_mean, refusal
+from lit_efficient.errors import ConfigurationError, LitEfficientError, did_you_mean, refusal
 
 _MOST = 2**32
+
+
+@contextlib.contextmanager
+def read_by_others(said: str, fields: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Put ``said`` before what another package raises over files or fields: each of its models fails in its own way.
+
+    Want of memory, and of weights on the meta device, stays what it is.
+
+    Raises:
+        ConfigurationError: With the reason, and those of ``fields`` that may be it.
+    """
+    try:
+        yield
+    except (LitEfficientError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        weightless = torch.get_default_device().type == "meta"
+        if isinstance(error, RuntimeError) and (weightless or "allocate memory" in reason):
+            raise
+        plain = reason if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {reason}"
+        raise ConfigurationError(f"{said}: {plain}{unusual(fields or {})}") from error
 
 
 def check_values(owner: str, fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:

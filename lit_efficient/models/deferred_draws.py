@@ -1,7 +1,7 @@
 """Random weights of a network larger than a host: noted as it is built, drawn tensor by tensor where each is kept.
 
     with DeferredDraws() as draws: network = make()      # large tensors on the meta device
-    draws.note(network)  ->  shard  ->  to_empty  ->  draws.fill(network)
+    draws.note(network)  ->  shard  ->  draws.drawn(name) of one after the other (models/weight_slices.py)
 
 While the network is built, what it does to each large tensor is noted with the state of the generator before, and what
 would be drawn is drawn for nothing and freed, so that the generator goes on as ever. Filling it in repeats that for one
@@ -26,10 +26,8 @@ from lit_efficient.internals.torch_dispatch import (
     storage_id,
     truncated_draws,
 )
-from lit_efficient.internals.torch_shards import own_slices
 from lit_efficient.internals.torch_tensors import version
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map
-from lit_efficient.surgery import is_sharded, local
 
 _ATEN = torch.ops.aten
 _MAKE = {_ATEN.empty, _ATEN.empty_strided, _ATEN.zeros, _ATEN.ones, _ATEN.full, _ATEN.randn, _ATEN.rand}
@@ -83,7 +81,7 @@ class _Ordinary(TorchFunctionMode):
 
 
 class DeferredDraws(TorchDispatchMode):
-    """Build a network without memory for its large tensors; :meth:`fill` gives it the numbers that it would have."""
+    """Build a network without memory for its large tensors; :meth:`drawn` gives the numbers that each would have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,24 +134,6 @@ class DeferredDraws(TorchDispatchMode):
         """Keep what stands for each parameter and buffer of a module, before it is sharded or moved."""
         named = _tensors(module)
         self._named = {name: _place_of(t) if _is_meta(t) else t.detach().clone() for name, t in named.items()}
-
-    @torch.no_grad()
-    def fill(self, module: nn.Module) -> None:
-        """Give the module its numbers, in place: to each process its own slices of what is sharded.
-
-        Raises:
-            ConfigurationError: For a tensor that was not noted, or has no memory, or is sharded such that no process
-                has a slice of it.
-        """
-        for name, tensor in _tensors(module).items():
-            if name not in self._named or tensor.device.type == "meta":
-                lacks = "was not there when it was noted" if name not in self._named else "is on the meta device"
-                raise ConfigurationError(f"DeferredDraws: {name!r} {lacks}: note after building, fill after to_empty")
-            whole = self.drawn(name)
-            part = own_slices(tensor) if is_sharded(tensor) else ()
-            if part is None:
-                raise ConfigurationError(f"DeferredDraws: {name!r} is sharded in strides, not in slices")
-            local(tensor).copy_(whole[part])
 
     def noted(self) -> list[str]:
         """The names of what stands for numbers."""

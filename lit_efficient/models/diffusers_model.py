@@ -14,10 +14,18 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import nn
 
-from lit_efficient.errors import ConfigurationError, check_choice, check_installed, check_number, refusal
+from lit_efficient.errors import (
+    CheckpointError,
+    ConfigurationError,
+    check_choice,
+    check_installed,
+    check_number,
+    refusal,
+)
 from lit_efficient.files.sums import check_sums
 from lit_efficient.models.causal_lm import Primitive
 from lit_efficient.models.config_fields import check_names, check_values, check_whole, meant, unusual
+from lit_efficient.models.weight_slices import WAITS, Waiting, built_empty, fill_waiting, stored_places
 
 if TYPE_CHECKING:
     from diffusers import ModelMixin
@@ -99,8 +107,10 @@ def build(spec: DiffusersModelConfig) -> "ModelMixin":
     fields = resolve(spec)
     kind, dtype = model_class(fields["_class_name"]), getattr(torch, spec.dtype)
     if spec.draws_weights:
-        drawn: Any = from_fields(fields)
-        return nn.Module.to(drawn, dtype).train()  # its own method warns of formats, whatever the format
+        drawn: Any = from_fields(fields) if dtype == torch.float32 else _converted(fields, dtype)
+        if dtype != torch.float32:
+            fill_waiting(drawn, torch.device("cpu"))  # each tensor is converted as soon as it is drawn
+        return cast("ModelMixin", drawn.train())
     changed = {name: fields[name] for name in spec.config_fields or {} if name in fields and name != "_class_name"}
     check_sums(spec.name_or_path, spec.subfolder)
     try:
@@ -117,6 +127,36 @@ def build(spec: DiffusersModelConfig) -> "ModelMixin":
             f"{_OWNER}: {spec.described!r} cannot be loaded: {str(error).strip().splitlines()[0]}"
         ) from error
     return model.train()
+
+
+def build_empty(spec: DiffusersModelConfig) -> "nn.Module | None":
+    """The model without memory for its weights, which ``fill_waiting`` gives it when it has been sharded.
+
+    Returns:
+        ``None`` where :func:`build` has more to do than to read a folder's files under the network's own names.
+    """
+    fields = resolve(spec)
+    if spec.draws_weights:
+        return _converted(fields, getattr(torch, spec.dtype)).train()
+    folder, dtype = Path(str(spec.name_or_path)).expanduser() / spec.subfolder, getattr(torch, spec.dtype)
+    try:
+        stored = stored_places(folder).keys()
+    except CheckpointError:
+        return None  # of a hub, of several variants, or for `build` to refuse
+    with torch.device("meta"):
+        model: Any = nn.Module.to(cast(nn.Module, from_fields(fields)), dtype)
+    held = model.state_dict().keys()
+    if stored != held or not held >= {name for name, _ in model.named_buffers()} or (
+        dtype != torch.float32 and model._keep_in_fp32_modules
+    ):  # fmt: skip
+        return None
+    model.__dict__[WAITS] = Waiting(str(folder), {name: p.dtype for name, p in model.named_parameters()})
+    return cast("nn.Module", model.train())
+
+
+def _converted(fields: dict[str, Any], dtype: torch.dtype) -> nn.Module:
+    """A network of random weights, which wait. Its own ``to`` would warn of formats, whatever the format."""
+    return built_empty(lambda: nn.Module.to(cast(nn.Module, from_fields(fields)), dtype))
 
 
 def from_fields(fields: dict[str, Any]) -> "ModelMixin":

@@ -19,21 +19,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _EPS = 1e-6
+_LOWEST = -math.log(10_000.0)  # frequency, by its logarithm
 
 
-def sinusoids(position: Tensor, features: int, period: float = 10_000.0, ends: bool = False) -> Tensor:
+def sinusoids(position: Tensor, features: int, ends: bool = False) -> Tensor:
     """Cosines, then sines, of ``position`` at geometrically spaced frequencies: [N] -> [N, features], float32.
 
     Args:
         position: Numbers, [N].
         features: How many, even.
-        period: The lowest frequency is above ``1 / period`` by one step, and that itself with ``ends``.
-        ends: Whether both ends of the range of frequencies are taken.
+        ends: Whether the lowest frequency is 1 / 10,000, and not the one above it.
     """
     half = features // 2
     order = torch.arange(half, device=position.device, dtype=torch.float32)
     # Rounded as in diffusers: at times up to 1000 the last digit of a frequency shows.
-    exponent = -math.log(period) * order / (half - 1) if ends else -math.log(period) / half * order
+    exponent = _LOWEST * order / (half - 1) if ends else _LOWEST / half * order
     frequencies = torch.exp(exponent)
     angle = position.float()[:, None] * frequencies
     return torch.cat([angle.cos(), angle.sin()], dim=1)

@@ -18,6 +18,7 @@ from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.torch_trees import tree_map
 from lit_efficient.models.bounds import check_bounds
+from lit_efficient.models.config_fields import read_by_others
 from lit_efficient.surgery import match_modules, moved, own_draws
 
 _IN_CODE = "given in code: "  # what stands for such a teacher in a checkpoint
@@ -209,17 +210,14 @@ def _of_transformers(spec: str, who: str) -> nn.Module:
     from transformers import AutoConfig, AutoModel
 
     check_sums(spec)  # before the configuration, whose values may raise anything
-    try:
+    allowed = "a module, data.NAME, or the folder, name or config.json of a transformers model"
+    with read_by_others(str(refusal(who, "teacher", allowed, spec))):
         config = AutoConfig.from_pretrained(spec, trust_remote_code=False)
         if not spec.endswith(".json"):
             check_bounds(who, spec, config, AutoModel)
             return AutoModel.from_pretrained(spec, trust_remote_code=False)
         with own_draws(0):
             return AutoModel.from_config(config)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        allowed = f"a module, data.NAME, or the folder, name or config.json of a transformers model ({reason})"
-        raise refusal(who, "teacher", allowed, spec) from error
 
 
 def _statistics(spec: str) -> tuple[list[float], list[float]] | None:

@@ -17,7 +17,7 @@ from lit_efficient.internals.hugging_face import from_config
 from lit_efficient.models.bounds import check_bounds
 from lit_efficient.models.caption_tokens import CaptionTokens, load_tokenizer
 from lit_efficient.models.causal_lm import Primitive, declared_fields
-from lit_efficient.models.config_fields import check_names, check_values, check_whole, meant, unusual
+from lit_efficient.models.config_fields import check_names, check_values, check_whole, meant, read_by_others
 from lit_efficient.surgery import moved, own_draws
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class TextEncoderConfig:
             allowed = f"a hub's name or a folder, as config_fields={self.config_fields!r} {lacks}"
             raise refusal(_OWNER, "name_or_path", allowed, None)
         elif self.name_or_path is None:
-            _check_fields(json.dumps(self.config_fields))
+            _check_fields(json.dumps(self.config_fields, sort_keys=True))
         check_number(_OWNER, "max_length", self.max_length, least=2, whole=True)
         check_number(_OWNER, "layer", self.layer, most=-1, whole=True)
         if self.final_norm and self.layer == -1:
@@ -141,15 +141,10 @@ class TextNetwork:
         subfolder = reading.subfolder if reading.tokenizer != "bytes" else ""
         tokens = load_tokenizer(name, subfolder, spec.revision, spec.max_length, reading.padding_side)
         config = _configuration(spec, tokens)
-        try:
+        with read_by_others(f"{_OWNER}: the encoder {spec.name_or_path or config.model_type} cannot be built"):
             network = _drawn(config, spec.dtype) if spec.name_or_path is None else _loaded(spec, config)
-        except (OSError, ValueError, RuntimeError, ImportError) as error:
-            name = spec.name_or_path or str(config.model_type)
-            raise ConfigurationError(
-                f"{_OWNER}: the encoder {name} cannot be built: {' '.join(str(error).split())[:300]}"
-            ) from error
-        loaded = cls(spec, network, tokens)
-        loaded._check()
+            loaded = cls(spec, network, tokens)
+            loaded._check()
         return loaded
 
     def embed(self, captions: Sequence[str], device: torch.device) -> TextEmbedding:
@@ -251,7 +246,7 @@ class TextNetwork:
 @functools.cache
 def _check_fields(fields: str) -> None:
     """Refuse fields that make no encoder, whose captions may come much later; it is built without weights."""
-    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers import CONFIG_MAPPING
 
     values = json.loads(fields)
     if (kind := str(values.pop("model_type"))) not in CONFIG_MAPPING:
@@ -260,12 +255,10 @@ def _check_fields(fields: str) -> None:
     _check_names(kind, values)
     given = getattr(CONFIG_MAPPING[kind], "__dataclass_fields__", {})
     check_values(_OWNER, values, {name: getattr(one, "default", None) for name, one in given.items()})
-    try:
+    with read_by_others(f"{_OWNER}: config_fields do not make a {kind}", values):
+        config = _of_text(_made(kind, values, rows=2**16, pad=0, end=0))  # the tokenizer's, later
         with torch.device("meta"):
-            model = _drawn(AutoConfig.for_model(kind, **values), "float32")
-    except (OSError, ValueError, RuntimeError, ImportError, ArithmeticError, TypeError, KeyError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigurationError(f"{_OWNER}: config_fields do not make a {kind}: {reason}{unusual(values)}") from error
+            model = _drawn(config, "float32")
     check_whole(_OWNER, model, values)
 
 
@@ -283,26 +276,32 @@ def _configuration(spec: TextEncoderConfig, tokens: CaptionTokens) -> "Pretraine
     values = dict(spec.config_fields or {})
     if (known := str(values.get("model_type"))) in CONFIG_MAPPING:
         _check_names(known, values)
-    try:
+    named = spec.name_or_path or spec.config_fields
+    with read_by_others(f"{_OWNER}: {named} has no configuration that can be read"):
         if spec.name_or_path is None:
-            # What a configuration leaves out is the tokenizer's: CLIP looks for its end token to pool at.
-            special = {"pad_token_id": tokens.pad, "bos_token_id": tokens.end, "eos_token_id": tokens.end}
-            values = {"vocab_size": tokens.vocab_size} | special | values
-            config = AutoConfig.for_model(str(values.pop("model_type")), **values)
+            kind = str(values.pop("model_type"))
+            config = _made(kind, values, rows=tokens.vocab_size, pad=tokens.pad, end=tokens.end)
         else:
             check_sums(spec.name_or_path, spec.subfolder, weights=False)
             located = {"subfolder": spec.subfolder, "revision": spec.revision, "trust_remote_code": False}
             config = AutoConfig.from_pretrained(spec.name_or_path, **located)
             for name, value in values.items():
                 setattr(config, name, value)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigurationError(
-            f"{_OWNER}: {spec.name_or_path or spec.config_fields} has no configuration that can be read: {reason}"
-        ) from error
-    if config.model_type == "clip":  # the encoder of text within a model of both
-        return config.text_config
+    return _of_text(config)
+
+
+def _made(kind: str, values: dict[str, Any], *, rows: int, pad: int, end: int) -> "PretrainedConfig":
+    """What fields leave out is the tokenizer's: CLIP looks for its end token to pool at."""
+    from transformers import AutoConfig
+
+    special = {"pad_token_id": pad, "bos_token_id": end, "eos_token_id": end}
+    config: PretrainedConfig = AutoConfig.for_model(kind, **{"vocab_size": rows} | special | values)
     return config
+
+
+def _of_text(config: "PretrainedConfig") -> Any:
+    """The encoder of text within a model of both."""
+    return config.text_config if config.model_type == "clip" else config
 
 
 def _architecture(config: "PretrainedConfig") -> Any:

@@ -81,17 +81,16 @@ def load_slices(
 def built_empty(make: Callable[[], nn.Module]) -> nn.Module:
     """The network that ``make`` gives, whose weights are drawn, but for small ones when all of it is sharded.
 
-    Those of another device than the CPU, and of a network with large buffers, are drawn at once.
+    Those of another device than the CPU are drawn at once; buffers, which every process holds, too.
     """
     if torch.get_default_device().type != "cpu":
         return make()
-    state = torch.get_rng_state()
     with DeferredDraws() as draws:
         network = make()
-    if any(buffer.is_meta for buffer in network.buffers()):
-        torch.set_rng_state(state)
-        return make()
     draws.note(network)
+    for prefix, part in network.named_modules():
+        for name in [name for name, buffer in part.named_buffers(recurse=False) if buffer.is_meta]:
+            setattr(part, name, draws.drawn(f"{prefix}.{name}".lstrip(".")))
     dtypes = {name: p.dtype for name, p in network.named_parameters(remove_duplicate=False)}
     network.__dict__[WAITS] = Waiting(draws, dtypes)
     return network

@@ -6,7 +6,7 @@
 Source: Dettmers et al. (2021), https://arxiv.org/abs/2110.02861; Li et al. (2023), https://arxiv.org/abs/2309.01507
 """
 
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,25 +130,6 @@ def to_low_bit(
     become(optimizer, cls, **settings)
     full_bytes = sum(moments * sizes[p] * p.element_size() for p in trained)
     return LowBitStates(backend, sum(sizes[p] for p in low), sum(sizes.values()), state_bytes, full_bytes)
-
-
-def measure_state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of the tensors in an optimizer's state, shared ones once, step counters left out."""
-    return sum({t.untyped_storage().data_ptr(): t.nbytes for t in _tensors(optimizer) if t.numel() > 1}.values())
-
-
-def _tensors(optimizer: Optimizer) -> Iterator[Tensor]:
-    stack: list[Any] = list(optimizer.state.values())
-    while stack:
-        item = stack.pop()
-        if isinstance(item, dict):
-            stack.extend(item.values())
-        elif hasattr(item, "to_local"):
-            stack.append(item.to_local())
-        elif hasattr(item, "__tensor_flatten__"):
-            stack.extend(getattr(item, name) for name in item.__tensor_flatten__()[0])
-        elif isinstance(item, Tensor):
-            yield item
 
 
 def _label(bits: int | str) -> str:

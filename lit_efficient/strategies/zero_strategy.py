@@ -3,7 +3,8 @@
     stage 1: states / N;   stage 2: gradients / N, too;   stage 3: weights / N, too
 
 Saves: (N - 1) / N of the memory of what is sharded in each of N processes; with offloading all of it on the GPU.
-Costs: stage 3 half as much communication again as data parallelism; offloading waits for the host's memory, or a disk.
+Costs: stage 3 half as much communication again as data parallelism; offloading waits for the host's memory, or a disk;
+each process builds the network whole in the host's memory before it keeps its shard.
 Source: Rajbhandari et al. (2020), https://arxiv.org/abs/1910.02054; ZeRO-Infinity: https://arxiv.org/abs/2104.07857;
 ZeRO++: https://arxiv.org/abs/2306.10209.
 
@@ -11,6 +12,8 @@ What the trainer and the techniques say holds: accumulation, clipping and precis
 the config's; a setting of DeepSpeed's own that contradicts them is refused.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -78,7 +81,8 @@ def zero_config(
         zero["zero_hpz_partition_size"] = node_size
     if quantized:
         zero |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
-    config: dict[str, Any] = {"zero_optimization": zero}
+    # Without it DeepSpeed refuses optimizers that are not its own or Adam, and Lightning cannot evaluate under stage 3.
+    config: dict[str, Any] = {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
     if states_on != "gpu":  # or DeepSpeed refuses every optimizer but its own, which the module did not make
         config["zero_force_ds_cpu_optimizer"] = False
     return config
@@ -137,6 +141,31 @@ class ZeroStrategy(DeepSpeedStrategy):
     def setup(self, trainer: Any) -> None:
         check_agreement(trainer, self.node_size)
         super().setup(trainer)
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Nothing: what is built in shards has no numbers where weights are drawn, read or changed right after."""
+        yield
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.lightning_module is not None
+        check_windows(self.lightning_module.trainer)
+
+
+def check_windows(trainer: Any) -> None:
+    """Refuse an epoch that ends within an accumulated window, at which Lightning steps and DeepSpeed does not.
+
+    Raises:
+        ConfigurationError: Naming how many batches are too many.
+    """
+    window = trainer.accumulate_grad_batches
+    if (rest := trainer.num_training_batches % window) > 0:
+        raise ConfigurationError(
+            f"ZeroStrategy: the last {rest} of {trainer.num_training_batches} batches are no window of {window} "
+            "(trainer.accumulate_grad_batches), and DeepSpeed makes no step of them: set limit_train_batches to "
+            f"{trainer.num_training_batches - rest}"
+        )
 
 
 def check_agreement(trainer: Any, node_size: int = 1) -> None:

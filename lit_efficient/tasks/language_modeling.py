@@ -15,13 +15,12 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lit_efficient.application import on_read
 from lit_efficient.callbacks.token_weighted_accumulation import TokenWeightedAccumulation
 from lit_efficient.data.text.tokenizer_state import pack_tokenizer, token_ids, unpack_tokenizer
-from lit_efficient.declaration import Phase, techniques_of
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_number, refusal
 from lit_efficient.files.records import rebuild
 from lit_efficient.internals.hugging_face import masks_unread
@@ -32,9 +31,11 @@ from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.losses.next_token import IGNORE, sample_means, targets_of, token_losses
 from lit_efficient.mechanisms.documents import DocumentRows
+from lit_efficient.mechanisms.shards import weights_may_wait
 from lit_efficient.models import causal_lm
 from lit_efficient.models.causal_lm import CausalLMConfig
 from lit_efficient.models.gpt import GPT, GPTConfig
+from lit_efficient.models.learned_positions import learned_positions, positions_of
 from lit_efficient.models.row_slices import ROW_POSITIONS, mean_over_rows
 from lit_efficient.models.sampling import Sampling
 from lit_efficient.models.weight_slices import built_empty
@@ -136,13 +137,18 @@ class LanguageModeling(LightningModule):
         several = trainer.accumulate_grad_batches > 1 or trainer.world_size > 1
         several = several or any(_changes_accumulation(callback) for callback in trainer.callbacks)
         counted = any(isinstance(callback, TokenWeightedAccumulation) for callback in trainer.callbacks)
+        if several and not counted and trainer.strategy.handles_gradient_accumulation:
+            name = type(trainer.strategy).__name__
+            rank_zero_warn(f"{name} weighs all batches alike in a step, however many tokens each has: pack them")
+            return []
         return [TokenWeightedAccumulation()] if several and not counted else []
 
     @property
     def max_length(self) -> int | None:
-        """Most tokens that the network reads at once; None for one of Hugging Face, which may go on beyond its own."""
-        spec = self.network.config if isinstance(self.network, GPT) else self.model
-        return spec.max_length if isinstance(spec, GPTConfig) else None
+        """Most tokens that the network reads at once; None for one of Hugging Face whose positions go on."""
+        if isinstance(self.model, CausalLMConfig):
+            return positions_of(self.model) if self.network is None else learned_positions(self.network)
+        return self.network.config.max_length if isinstance(self.network, GPT) else self.model.max_length
 
     def num_tokens(self, batch: dict[str, Tensor]) -> int:
         """How many tokens of a batch are learned."""
@@ -154,7 +160,8 @@ class LanguageModeling(LightningModule):
             if self.network is None and not waits:
                 from_data = {} if self.tokenizer_state is None else token_ids(self.tokenizer)
                 make = partial(causal_lm.build, self.model, from_data, self._replacing())
-                empty = causal_lm.build_empty(self.model, from_data) if self._weights_wait() else None
+                waits = weights_may_wait(self, LanguageModeling)
+                empty = causal_lm.build_empty(self.model, from_data) if waits else None
                 self.network = empty or self._made(make, self.model.draws_weights)
                 if said := causal_lm.widened(self.model):
                     rank_zero_info(f"{type(self).__name__}: {said}")
@@ -358,17 +365,8 @@ class LanguageModeling(LightningModule):
         own = checkpoint is not None or type(self).configure_model is LanguageModeling.configure_model
         return on_read(self, "network.", checkpoint) if own else None
 
-    def _weights_wait(self) -> bool:
-        """Whether the strategy reads each process's slices, and nobody asks for numbers before it."""
-        trainer = trainer_of(self)
-        if trainer is None or not getattr(trainer.strategy, "reads_slices", False):
-            return False
-        surgery = (Phase.ARCHITECTURE, Phase.QUANTIZE, Phase.ADAPT)
-        asking = any(one.phase in surgery and one.needs_numbers for one in techniques_of(trainer))
-        return not asking and type(self).configure_model is LanguageModeling.configure_model
-
     def _made(self, make: Callable[[], nn.Module], drawn: bool) -> nn.Module:
-        return built_empty(make) if drawn and self._weights_wait() else make()
+        return built_empty(make) if drawn and weights_may_wait(self, LanguageModeling) else make()
 
     def _built(self) -> nn.Module:
         if self.network is None:

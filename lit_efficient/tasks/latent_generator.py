@@ -28,6 +28,7 @@ from lit_efficient.losses.diffusion_sampling import Sampler, SamplerName
 from lit_efficient.losses.noise_process import DiffusionProcess, Schedule
 from lit_efficient.mechanisms.adapters.base import leaves_base_out
 from lit_efficient.mechanisms.ranks import data_rank
+from lit_efficient.mechanisms.shards import weights_may_wait
 from lit_efficient.models import backbones
 from lit_efficient.models.backbone_shape import BackboneShape
 from lit_efficient.models.class_token import apart, rows_of
@@ -173,7 +174,7 @@ class LatentGenerator(LightningModule):
         if not self.shape.conditions:
             allowed = "1 for a backbone that takes no conditions"
             check("guidance_scale", self.guidance_scale, allowed, self.guidance_scale == 1.0)
-        self.network = backbones.build_backbone(self.backbone)
+        self.network = backbones.build_backbone(self.backbone, weights_may_wait(self, LatentGenerator))
         self._described = backbones.self_contained(self.backbone)
         if self.shape.learned_variance:
             rank_zero_info(

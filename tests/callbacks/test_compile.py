@@ -90,6 +90,17 @@ def test_alike_blocks_share_one_graph_that_every_step_uses() -> None:
     assert run.lightning_module.net._compiled_call_impl is None
 
 
+def test_sizes_that_are_free_from_the_start_are_compiled_once() -> None:
+    def compiled(dynamic: bool | None) -> int:
+        torch._dynamo.reset()
+        marks = GraphsByBatch()
+        run = trainer([Compile(backend="eager", dynamic=dynamic), marks])
+        run.fit(Toy(), data(10), data())  # whose last batch has two rows
+        return marks.counts[-1] - marks.counts[0]
+
+    assert (compiled(None), compiled(True)) == (2, 1)
+
+
 @pytest.mark.turns(4, family="compiled")
 def test_blocks_that_differ_in_a_number_are_all_compiled() -> None:
     """Torch's own limit is eight versions of a function: two of ten blocks would run uncompiled."""

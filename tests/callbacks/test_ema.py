@@ -135,6 +135,24 @@ def test_tied_weights_are_kept_once_and_saved_under_both_names(tmp_path: Path) -
         assert torch.equal(saved[f"net.blocks.{block}.up.weight"], ema._average["net.blocks.0.up.weight"])
 
 
+def test_a_checkpoint_of_weights_alone_copies_nothing_that_is_there(tmp_path: Path) -> None:
+    """Tied weights in another format than the average's stay one; what stands in the module is written as it is."""
+    module = Toy()
+    module.net.blocks[1].up.weight = module.net.blocks[0].up.weight
+    fit(ema := EMA(decay=0.5), module, max_epochs=1)
+    module.bfloat16()
+    alone: Any = {"state_dict": dict(module.state_dict())}
+    ema.write_checkpoint(alone, module)
+    names = [f"net.blocks.{block}.up.weight" for block in (0, 1)]
+    assert alone["state_dict"][names[0]] is alone["state_dict"][names[1]]
+    with ema.averaged(module):
+        standing: Any = {"state_dict": dict(module.state_dict())}
+        before = dict(standing["state_dict"])
+        ema.write_checkpoint(standing, module)
+        assert all(standing["state_dict"][name] is tensor for name, tensor in before.items())
+        assert_equal(standing["state_dict"], alone["state_dict"])
+
+
 def test_frozen_weights_are_not_copied_even_if_an_optimizer_holds_them() -> None:
     class Frozen(Toy):
         def configure_optimizers(self) -> Any:

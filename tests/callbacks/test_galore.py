@@ -12,10 +12,10 @@ from torch import nn
 
 from lit_efficient import APOLLO, ConfigurationError, ConflictError, GaLore
 from lit_efficient.models.gpt import GPT, GPTConfig
-from lit_efficient.optimizers.low_bit import measure_state_bytes
 from lit_efficient.optimizers.low_rank_adamw import LowRankAdamW
 from lit_efficient.testing import Run
 from tests.contract.row import Row
+from tests.state_bytes import measure_state_bytes
 from tests.support import WIDTH, Net, Toy, data, trainer
 
 RANK = 4

@@ -93,6 +93,16 @@ def test_branches_are_scaled_by_their_number_and_nothing_else_is_touched() -> No
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), again.parameters(), strict=True))
 
 
+def test_biases_are_zeros_unless_they_are_to_stay() -> None:
+    for biases in (True, False):
+        network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        before = [layer.bias.clone() for layer in network]
+        apply(network, [Initialise(residual="same", biases=biases)])
+        kept = [torch.equal(layer.bias, bias) for layer, bias in zip(network, before, strict=True)]
+        assert all(kept) is not biases
+        assert any(layer.bias.any() for layer in network) is not biases
+
+
 def test_what_is_zero_on_purpose_stays_zero() -> None:
     network = DiT(DiTConfig(width=16, depth=1, heads=2))
     zeros = {name for name, p in network.named_parameters() if p.ndim > 1 and not p.any()}

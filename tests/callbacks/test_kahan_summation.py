@@ -11,9 +11,9 @@ from torch import nn
 
 from lit_efficient import ConfigurationError, KahanSummation, step_in_float32
 from lit_efficient.optimizers.float32_step import COMPENSATION
-from lit_efficient.optimizers.low_bit import measure_state_bytes
 from tests.callbacks.float32_steps import RATE, exact, small_steps_survive, walked
 from tests.contract.row import Row
+from tests.state_bytes import measure_state_bytes
 
 ROW = Row(KahanSummation, small_steps_survive, bfloat16=True, changes=False)
 

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from lit_efficient import ConfigurationError, ConflictError, LowBitOptimizer
 from lit_efficient.optimizers.fused_adamw import FusedAdamW
 from lit_efficient.optimizers.lion import Lion
-from lit_efficient.optimizers.low_bit import measure_state_bytes
+from tests.state_bytes import measure_state_bytes
 from tests.support import Toy, assert_equal, data, trainer, weights
 
 KINDS: list[tuple[type, dict[str, Any]]] = [

@@ -130,6 +130,14 @@ def test_weights_that_are_lost_otherwise_are_named_and_no_step_is_left_out(batch
     assert guard.skipped == 0
 
 
+def test_states_that_are_lost_without_the_weights_are_named_at_the_end():
+    def spoil(trainer, module):  # the weight stands still
+        trainer.optimizers[0].state[module.layer.bias]["exp_avg_sq"].fill_(float("inf"))
+
+    with pytest.raises(DivergedError, match=r"at step 6 states of the optimizer are not finite in layer\.bias; go on"):
+        fit(Squared(), NonFiniteGuard("skip"), Spoils(2, spoil))
+
+
 @pytest.mark.filterwarnings("ignore:NonFiniteGuard")
 def test_too_many_in_a_row_stop_the_run():
     fit(Explodes(1, 2, 4, 5), NonFiniteGuard("skip", 2))

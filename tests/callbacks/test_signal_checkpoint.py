@@ -85,15 +85,21 @@ def test_a_signal_in_trials_before_the_first_step_ends_them(tmp_path, capsys):
 
 
 class Loading(Tiny):
+    number = signal.SIGTERM
+
     def train_dataloader(self):
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), self.number)
         return super().train_dataloader()
 
 
-def test_sigterm_while_data_are_loaded_is_not_swallowed(tmp_path):
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_a_signal_while_data_are_loaded_is_not_swallowed(tmp_path, name):
+    module, before = Loading(), signal.getsignal(signal.Signals[name])
+    module.number = signal.Signals[name]
     with pytest.raises(SystemExit) as exit_:
-        trainer([SignalCheckpoint(dirpath=tmp_path)], num_sanity_val_steps=0).fit(Loading())
-    assert exit_.value.code == 143
+        trainer([SignalCheckpoint(dirpath=tmp_path)], num_sanity_val_steps=0).fit(module)
+    assert exit_.value.code == 128 + module.number
+    assert signal.getsignal(module.number) == before
     assert list(tmp_path.iterdir()) == []
 
 
@@ -198,7 +204,7 @@ def test_slurm_keeps_its_signals(tmp_path):
     class Look(pl.Callback):
         def on_train_batch_start(self, trainer, *args):
             trainer.strategy.cluster_environment = environment
-            callback._uninstall()
+            callback._uninstall(trainer)
             callback._install(trainer)
             seen.update({number: callback._on_signal == signal.getsignal(number) for number in callback._numbers})
             trainer.should_stop = True

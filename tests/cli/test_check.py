@@ -153,6 +153,19 @@ def test_a_network_of_any_size_takes_no_memory(capsys):
     assert "the optimizer, which need the weights (37.3 GiB)" in capsys.readouterr().out
 
 
+class Greedy(ToyModel):
+    """Wants more memory than any machine has, and more than an empty network."""
+
+    def _build(self, hidden: int) -> None:
+        super()._build(hidden)
+        self.register_buffer("table", torch.empty(2**45, device="cpu"))
+
+
+def test_want_of_memory_ends_with_3(capsys):
+    assert check("--model", f"{HERE}.Greedy") == 3
+    assert "error: out of memory" in capsys.readouterr().err
+
+
 def test_weights_are_made_where_they_are_read_and_data_where_a_size_comes_from_it(capsys):
     assert check("--model", f"{HERE}.Reads") == 0
     assert "built on the CPU\n" in capsys.readouterr().out

@@ -13,6 +13,7 @@ from lit_efficient import (
     DiTConfig,
     GPTConfig,
     GradualUnfreezing,
+    KahanSummation,
     LanguageModeling,
     LatentDiffusion,
     LatentDigits,
@@ -140,6 +141,14 @@ def test_parts_that_fit(parts):
     made = trainer(callbacks, max_epochs=2, accumulate_grad_batches=2)
     rehearse(made, module, data)
     assert made.callbacks == callbacks
+
+
+@pytest.mark.parametrize("parts", [language, diffusion])
+def test_precision_that_converts_the_network(parts):
+    module, data = unread(parts())
+    rehearse(trainer([KahanSummation()], precision="bf16-true"), module, data)
+    with pytest.raises(LitEfficientError, match="is bfloat16"):
+        rehearse(trainer([KahanSummation()]), module, data)
 
 
 def test_warm_up_of_a_run_whose_length_its_data_decides():

@@ -281,15 +281,19 @@ def test_states_of_somebody_s_own_optimizer_are_no_reason_to_end():
     assert groups()[0]["weight_decay"] == 0.5
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # a saver of another kind has no state
 def test_callbacks_that_load_their_arguments_get_those_of_the_config():
     def stop(patience: int) -> str:
         arguments = f"{{monitor: val/loss, patience: {patience}}}"
         return f"--trainer.callbacks+={{class_path: EarlyStopping, init_args: {arguments}}}"
 
-    assert fit(SAVE, stop(7)) == 0
-    assert fit(SAVE, CKPT, stop(2), "--trainer.max_epochs=3") == 0
+    saver = "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: {filename: own, every_n_epochs: %d}}"
+    assert fit(SAVE, stop(7), saver % 1) == 0
+    assert fit(SAVE, CKPT, stop(2), saver % 3, "--trainer.max_epochs=3") == 0
     stopping = [c for c in Recorder.last.trainer.callbacks if type(c).__name__ == "EarlyStopping"]
     assert [callback.patience for callback in stopping] == [2]
+    savers = [c for c in Recorder.last.trainer.callbacks if getattr(c, "filename", "") == "own"]
+    assert [callback.every_n_epochs for callback in savers] == [3]  # a property
 
 
 def test_callbacks_that_make_something_else_of_an_argument_are_as_they_would_be_in_a_new_run():

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Callback
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lit_efficient.cli.run_folder import candidates, checkpoints
 from lit_efficient.errors import CheckpointError
@@ -304,21 +305,29 @@ class Killed(Callback):
             raise RuntimeError("killed")
 
 
-@pytest.mark.parametrize("every", [1, 2])  # the checkpoint is of the third step, with its validation, or of the second
-def test_a_run_that_was_killed_has_no_row_twice(every, monkeypatch):
+def steps_of(name: str, logger: str) -> list[int]:
+    if logger == "CSVLogger":
+        table = list(csv.DictReader((RUNS / "latest/metrics.csv").read_text().splitlines()))
+        return [int(row["step"]) for row in table if row[name]]
+    return [event.step for event in EventAccumulator(str(RUNS / "latest")).Reload().Scalars(name)]
+
+
+# The checkpoint is of the third step, with its validation, or of the second.
+@pytest.mark.parametrize(("every", "logger"), [(1, "CSVLogger"), (2, "CSVLogger"), (1, "TensorBoardLogger")])
+def test_a_run_that_was_killed_has_no_row_twice(every, logger, monkeypatch):
     saves = f"{{class_path: ModelCheckpoint, init_args: {{every_n_train_steps: {every}, filename: kept}}}}"
     arguments = [SAVE, *ROWS, "--trainer.val_check_interval=3", f"--trainer.callbacks+={saves}"]
     arguments += ["--trainer.callbacks+=ExactResume", "--trainer.callbacks+=tests.cli.test_run_folder.Killed"]
+    arguments += [f"--trainer.logger={logger}"]
     with pytest.raises(RuntimeError, match="killed"):
         fit(*arguments)
     monkeypatch.setattr(Killed, "armed", False)
     arguments += ["--ckpt_path=last"]
     assert fit(*arguments) == 0
     assert len(runs()) == 1
-    table = list(csv.DictReader((RUNS / "latest/metrics.csv").read_text().splitlines()))
-    assert [row["step"] for row in table if row["loss"]] == [*"01234567"]
-    assert [row["step"] for row in table if row["lr"]] == [*"01234567"]
-    assert [row["step"] for row in table if row["val/loss"]] == ["2", "6"]
+    assert steps_of("loss", logger) == [*range(8)]
+    assert steps_of("lr", logger) == [*range(8)]
+    assert steps_of("val/loss", logger) == [2, 6]
 
 
 def test_the_last_step_that_a_saver_has_saved_has_one_name():

@@ -43,6 +43,14 @@ def test_equals_the_mean_of_the_files(tmp_path: Path) -> None:
     assert_equal(linear, average_files(files, "linear")["state_dict"]["w"])
 
 
+def test_tied_weights_are_one_in_the_mean(tmp_path: Path) -> None:
+    tied = torch.ones(3)
+    torch.save({"state_dict": {"a": tied, "b": tied, "c": tied + 1}}, tmp_path / "x.ckpt")
+    mean = average_files([tmp_path / "x.ckpt"] * 2)["state_dict"]
+    assert mean["a"] is mean["b"]
+    assert_equal(mean, {"a": tied, "b": tied, "c": tied + 1})
+
+
 def test_the_command_writes_what_the_trainer_validates(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     files, states = [], []
     for epochs in (1, 2):

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +21,12 @@ from transformers import PreTrainedTokenizerFast
 
 from lit_efficient import CausalLMConfig, ConfigurationError, GPTConfig, LanguageModeling
 from lit_efficient.__main__ import main
+from lit_efficient.commands.write_data import write_rows
 from lit_efficient.data.text.chat_formats import recognise
 from lit_efficient.data.text.tokenizer_state import pack_tokenizer
 from lit_efficient.models.causal_lm import build
 from tests.models.test_causal_lm import SMALL
-from tests.processes import run_ranks
+from tests.processes import run_ranks, start_ranks
 
 PROMPTS = ["def f", "class Reader:", "import os", "x = 1", "", "for i in range"]
 TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
@@ -93,6 +98,40 @@ def test_two_processes_write_the_file_of_one_and_go_on_with_it(home: Path, tmp_p
     both.write_bytes(b"".join(whole.splitlines(keepends=True)[:4])[:-3])  # killed within the fourth line
     assert "15 rows added from prompt 3" in run_ranks(in_ranks, tmp_path, home, both)
     assert both.read_bytes() == whole
+
+
+@pytest.mark.parametrize("start", [1, 8, 13])
+def test_each_prompt_is_answered_in_the_batch_of_an_undisturbed_run(start: int, tmp_path: Path) -> None:
+    """What is answered together decides how a row is rounded, and in bfloat16 which token is drawn."""
+
+    def answer(first: int, few: Any) -> list[tuple[dict[str, Any], bool]]:
+        return [({"first": first, "beside": len(few)}, number % 3 > 0) for number in range(first, first + len(few))]
+
+    prompts = [str(number) for number in range(19)]
+    assert write_rows(tmp_path / "whole", prompts, 0, answer, False) == (12, 7)
+    whole = (tmp_path / "whole").read_text().splitlines(keepends=True)
+    before = [line for line in whole if json.loads(line)["index"] < start]
+    (tmp_path / "on").write_text("".join(before))
+    assert write_rows(tmp_path / "on", prompts, start, answer, False)[0] == 12 - len(before)
+    assert (tmp_path / "on").read_text().splitlines(keepends=True) == whole
+
+
+def dies_in_the_middle(home: Path, output: Path) -> None:
+    if os.environ["RANK"] == "1":
+        kill = partial(os.kill, os.getpid(), signal.SIGKILL)
+        LanguageModeling.continuations = lambda *_, **__: kill()  # type: ignore[method-assign]
+    sys.exit(write(home, output, "--ckpt", str(home / "ours.ckpt"), prompts="many.jsonl"))
+
+
+def test_where_a_process_is_killed_the_other_ends_with_a_sentence(home: Path, tmp_path: Path) -> None:
+    (home / "many.jsonl").write_text("".join(json.dumps({"prompt": f"x {number}"}) + "\n" for number in range(18)))
+    ranks, logs = start_ranks(dies_in_the_middle, tmp_path, home, tmp_path / "out.jsonl")
+    for rank in ranks:
+        rank.join(60)
+    assert [rank.exitcode for rank in ranks] == [2, -signal.SIGKILL]
+    said = logs[0].read_text()
+    assert "process 1 has failed (it ended without a word, as a killed process does)" in said
+    assert "Traceback" not in said
 
 
 def test_answers_that_were_cut_are_left_out(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

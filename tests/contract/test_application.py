@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -29,7 +30,7 @@ from lit_efficient.application import apply, compare_techniques, find_optimizers
 from lit_efficient.declaration import check_conflicts
 from lit_efficient.files.checkpoints import load_verified
 from lit_efficient.protocol import check_loss
-from lit_efficient.technique import Technique
+from lit_efficient.technique import PrecisionTechnique, Technique
 from tests.support import SCHEDULERS, Net, Toy, ToyOnBatch, assert_equal, data, trainer, weights
 
 
@@ -505,3 +506,30 @@ def test_numbers_of_numpy_are_recorded_as_numbers(tmp_path: Path) -> None:
     kept = {record["name"]: record["arguments"] for record in records}
     assert (kept["EMA"]["decay"], kept["LoRA"]["alpha"]) == (0.5, 3.0)
     assert {type(kept["EMA"]["decay"]), type(kept["LoRA"]["alpha"])} == {float}
+
+
+class Refusing(PrecisionTechnique):
+    phase = Phase.LAYOUT
+    precision = "32-true"
+
+    def check(self, trainer: Any, module: Any) -> None:
+        raise ConfigurationError("Refusing: not on this device")
+
+
+def test_a_precision_that_is_the_only_technique_is_asked_what_it_refuses() -> None:
+    with pytest.raises(ConfigurationError, match="Refusing: not on this device"):
+        fit(Toy(), [Refusing()])
+
+
+class Unread(LightningDataModule):
+    def prepare_data(self) -> None:
+        raise AssertionError("read before the techniques were asked")
+
+
+class Refuses(Early):
+    check = Refusing.check
+
+
+def test_techniques_are_asked_before_data_is_prepared() -> None:
+    with pytest.raises(ConfigurationError, match="Refusing: not on this device"):
+        trainer([Refuses()]).fit(Toy(), datamodule=Unread())

@@ -1,6 +1,6 @@
 """Every pair of techniques: refused with a reason, or both effects hold and the run resumes bit-exactly.
 
-Pairs that share a phase or a hook run each time, many in one run. Of all pairs one of sixty runs alone, another one
+Pairs that share a phase or a hook run each time, many in one run. Of all pairs one of 120 runs alone, another one
 from commit to commit. ``pytest --all-pairs`` runs every pair alone.
 """
 
@@ -20,7 +20,7 @@ from tests.contract.table import CASES, NAMES, allowed, case
 from tests.turns import commit
 
 PAIRS = [pair for pair in itertools.combinations(NAMES, 2) if allowed(*pair)]
-SHARE = 60
+SHARE = 120
 SIZE = 16  # of a group
 SLOW = "Compile"  # seconds for each of many techniques; COMPILED in table.py is its group
 # Whose networks are their own: one of them in a group, with what a pair test has beside it, too.

@@ -182,6 +182,22 @@ def test_each_layout_gives_each_row_with_its_own_label(tmp_path, writer):
     assert sorted(seen) == list(range(ROWS))
 
 
+def test_conditions_and_features_come_with_their_row(tmp_path):
+    generator = np.random.default_rng(2)
+    shapes = {"text": (5, 3), "pooled": (6,), "features": (4, 2)}
+    more = {name: generator.normal(size=(ROWS, *shape)).astype(np.float32) for name, shape in shapes.items()}
+    more["text_mask"] = generator.integers(0, 2, (ROWS, 5)).astype(np.uint8)
+    stored = {f"its_{name}": array for name, array in more.items()}
+    save_file({"latents": LATENTS, "labels": LABELS, **stored}, tmp_path / "a.safetensors")
+    fields = EncodedFields(**{name: f"its_{name}" for name in more})
+    data = EncodedData(str(tmp_path), fields=fields, statistics="none", held_out=5, batch_size=4)
+    data.setup("fit")
+    batch = next(iter(data.train_dataloader()))
+    assert batch["text_mask"].dtype == torch.bool
+    for name, array in more.items():
+        assert torch.equal(batch[name], torch.from_numpy(array[batch["index"].numpy()]).to(batch[name].dtype)), name
+
+
 @pytest.mark.parametrize("writer", [parquet, webdataset])
 def test_tables_are_mapped_and_copied_once(tmp_path, shared_cache, writer, monkeypatch):
     fields = writer(tmp_path)

@@ -1,5 +1,6 @@
 """ImageData: pure items, exact resume, splits and identities that follow the content, a policy for what is broken."""
 
+import hashlib
 import json
 import os
 import pickle
@@ -15,7 +16,8 @@ from lit_efficient.data.images import image_store
 from lit_efficient.data.images.image_module import hold_out
 from lit_efficient.data.images.image_source import ImageSource, collate_images
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.files.file_hashes import hash_files
+from lit_efficient.files import file_hashes
+from lit_efficient.files.file_hashes import altered_file, hash_files
 from lit_efficient.mechanisms.order.resumable_loader import examine, make_resumable
 from tests.callbacks.resume_kit import Tiny, count_exact
 from tests.data.images.image_kit import SIZES, number_of, picture, write
@@ -209,7 +211,8 @@ def test_a_second_start_reads_no_image(tmp_path, monkeypatch):
         raise AssertionError("read again")
 
     monkeypatch.setattr(image_store, "_examine", never)
-    monkeypatch.setattr("lit_efficient.files.file_hashes.sha256_of", never)
+    read = file_hashes.sha256_of
+    monkeypatch.setattr(file_hashes, "sha256_of", lambda path: never() if path.suffix == ".png" else read(path))
     assert opened(tmp_path, prepare=False).identity() == first.identity()
     os.utime(tmp_path / "2.png", (2e9, 2e9))
     with pytest.raises(AssertionError, match="read again"):
@@ -226,6 +229,27 @@ def test_a_file_that_has_just_been_written_is_hashed_again(tmp_path):
     assert hash_files(tmp_path, [path]) != first
     with pytest.raises(ConfigurationError, match="gone cannot be read"):
         hash_files(tmp_path, [tmp_path / "gone"])
+
+
+def test_a_large_folder_is_compared_once_for_each_size_and_time_of_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("lit_efficient.files.file_hashes._LARGE", 5)
+    monkeypatch.setenv("LIT_EFFICIENT_CACHE", str(tmp_path / "cache"))
+    recorded = {name: (3, hashlib.sha256(name.encode() * 3).hexdigest()) for name in "ab"}
+
+    def faults(content, then):
+        for name in recorded:
+            (tmp_path / name).write_bytes(content * 3)
+            os.utime(tmp_path / name, (then, then))
+            content = b"b" if content == b"a" else content
+        return [altered_file(tmp_path, dict(list(recorded.items())[:count]), True) for count in (2, 1)]  # large, small
+
+    assert faults(b"a", 1e9) == [None, None]
+    wrong = "a is not what was written (its SHA-256 differs)."
+    assert faults(b"x", 1e9) == [None, wrong]  # not read again
+    assert faults(b"x", 1.1e9) == [wrong, wrong]
+    assert faults(b"a", 1.2e9) == [None, None]
+    monkeypatch.setattr("lit_efficient.files.file_hashes.hash_files", None)
+    assert altered_file(tmp_path, recorded, thorough=False) is None
 
 
 def test_a_damaged_listing_or_cache_is_not_believed(tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_efficient import GPTConfig, LanguageModeling, PythonCorpus
+from lit_efficient import CausalLMConfig, GPTConfig, LanguageModeling, PythonCorpus
 from lit_efficient.data.language_data import LanguageData
 from lit_efficient.data.text import chat_cache, in_processes
 from lit_efficient.data.text.arguments import LanguageChat, LanguageRows, LanguageStream
@@ -153,6 +153,11 @@ def test_rows_longer_than_the_model_reads_are_refused_before_they_are_tokenised(
     corpus = PythonCorpus(sequence_length=64, cache_dir=str(tmp_path / "cache"))
     with pytest.raises(ConfigurationError, match=r"PythonCorpus: sequence_length must be at most .*= 32.*, got 64"):
         trainer().fit(model, datamodule=corpus)
+    assert not (tmp_path / "cache").exists()
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}  # whose table of positions ends there
+    learned = LanguageModeling(CausalLMConfig(config_fields={"model_type": "gpt2", **sizes}))
+    with pytest.raises(ConfigurationError, match=f"{wrong}, got 64"):
+        trainer().fit(learned, datamodule=data)
     assert not (tmp_path / "cache").exists()
     longest = LanguageModeling(GPTConfig(dim=16, depth=1, num_heads=2, max_length=64))
     trainer(max_steps=1, limit_val_batches=0).fit(longest, datamodule=data)

@@ -35,11 +35,9 @@ def test_the_largest_is_what_counting_finds_in_a_dozen_plans(name, start):
     assert len(made) == len(set(made)) <= TRIES
 
 
-def test_multiples_bounds_and_what_never_fits():
+def test_multiples_and_what_never_fits():
     predictions = Predictions(by_formula(FORMULAS["line"]), LIMIT)
     assert largest(predictions, batch, 128, step=64).value == 64
-    assert largest(predictions, batch, 8, most=50).value == 50
-    assert largest(predictions, batch, 8, most=50).above is None
     nothing = largest(Predictions(by_formula(lambda n: LIMIT + n), LIMIT), batch, 8)
     assert nothing.value is None
     assert nothing.above == 1

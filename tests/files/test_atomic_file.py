@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from lit_efficient import SignalCheckpoint
 from lit_efficient.errors import ConfigurationError
@@ -96,6 +97,16 @@ def test_a_write_that_fails_names_its_file(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert caught.value.filename == str(target)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x", "old")]
+
+
+def test_a_library_in_rust_that_cannot_write_is_an_error_of_the_system(tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        save_file({"x": torch.zeros(4)}, folder / "no such folder" / "x")
+
+    with pytest.raises(FileNotFoundError) as raised:
+        write_folder(tmp_path / "whole", write)
+    assert raised.value.filename == str(tmp_path / "whole")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_killed_process_left_goes_with_the_next_link_or_folder(tmp_path: Path) -> None:

@@ -21,9 +21,10 @@ from lit_efficient.data.text.token_cache import load_tokenizer
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.export.adapters import export_checkpoint
 from lit_efficient.files.atomic_file import write_folder
-from lit_efficient.files.cache import altered_file, read_json, write_json
+from lit_efficient.files.cache import read_json, write_json
 from lit_efficient.files.checkpoints import load_verified, read, save_atomically
 from lit_efficient.files.events import EVENTS, open_events, write_event
+from lit_efficient.files.file_hashes import altered_file
 from lit_efficient.files.sums import check_sums
 from lit_efficient.files.tensors import load_tensors, save_tensors
 from lit_efficient.mechanisms.adapters.sharded import checkpoint_keys

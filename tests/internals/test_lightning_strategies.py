@@ -3,7 +3,13 @@ import importlib
 import pytest
 import torch
 
-from lit_efficient.internals.lightning_strategies import Traits, forget_first_backward, run_alone, traits_of
+from lit_efficient.internals.lightning_strategies import (
+    Traits,
+    forget_first_backward,
+    is_parallel,
+    run_alone,
+    traits_of,
+)
 from tests.internals.leaning import leans_on
 from tests.internals.toy_fit import NAMESPACES, trainer
 
@@ -56,6 +62,7 @@ def test_what_strategies_do_to_parameters_and_checkpoints_is_known(namespace):
     ]
     for strategy, found in expected:
         assert traits_of(strategy) == found
+        assert is_parallel(strategy) is (found.name not in ("NoneType", "SingleDeviceStrategy"))
         assert traits_of(strategy).shards is (found.dtensors or found.flattens)
     # DeepSpeed may not be installed: it inherits from DDPStrategy, and shards all the same.
     assert issubclass(strategies.DeepSpeedStrategy, ddp)

@@ -33,6 +33,20 @@ def test_lightning_s_handlers_belong_to_its_connector(namespace):
 
 
 @both
+@leans_on("lightning", "trainer._signal_connector._original_handlers", "lightning_trainer")
+def test_what_lightning_puts_back_at_the_end_can_be_changed(namespace):
+    connector = lightning_trainer.signal_connector(made := trainer(namespace))
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        connector.register_signal_handlers()
+        lightning_trainer.original_handlers(made)[signal.SIGUSR1] = signal.SIG_IGN
+        connector.teardown()
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@both
 @leans_on("lightning", "trainer._signal_connector._sigterm_notifier_fn", "lightning_trainer")
 def test_what_answers_sigterm_stands_in_for_the_broadcast_until_it_is_left(namespace, monkeypatch):
     made, seen, handlers = trainer(namespace, strategy="ddp", devices=2), [], {}

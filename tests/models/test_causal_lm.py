@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from lit_efficient.mechanisms.adapters.quantized import is_quantized
 from lit_efficient.models import causal_lm
 from lit_efficient.models.causal_lm import build, resolve
 from lit_efficient.models.teachers import find_teacher
+from lit_efficient.models.text_network import CaptionReading, TextEncoderConfig, TextNetwork
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -159,6 +161,24 @@ def test_a_configuration_that_asks_for_far_more_than_its_files_is_refused(folder
     file.write_text(json.dumps({**json.loads(file.read_text()), field: asked}))
     for read in (lambda: build(CausalLMConfig(folder)), lambda: find_teacher(folder, [""], who="FeatureMatching")):
         with pytest.raises(ConfigurationError, match=r"asks for [\d,]{13,} (layers|parameters).*not belong"):
+            read()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("hidden_size", "wide"), ("hidden_act", "none"), ("num_attention_heads", 0), ("dtype", "fl/at")],
+)
+def test_a_value_that_makes_no_model_is_refused_with_the_folders_name(folder: str, field: str, value: Any) -> None:
+    """Whatever its family raises over it."""
+    file = Path(folder, "config.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
+    encoder = TextEncoderConfig(folder, max_length=8, captions=CaptionReading("bytes"))
+    for read in (
+        lambda: build(CausalLMConfig(folder)),
+        lambda: find_teacher(folder, [""], who="FeatureMatching"),
+        lambda: TextNetwork.load(encoder),
+    ):
+        with pytest.raises(ConfigurationError, match=re.escape(folder)):
             read()
 
 

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lit_efficient import GPT, GPTConfig, MixtureOfExperts
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.models.deferred_draws import DeferredDraws
-from lit_efficient.models.weight_slices import load_slices
+from lit_efficient.models.weight_slices import built_empty, fill_waiting, load_slices
 from tests.processes import run_ranks
 from tests.ranks import slices
 from tests.support import assert_equal
@@ -67,6 +67,19 @@ def test_a_fit_on_two_processes_draws_random_weights_in_slices(tmp_path: Path) -
             torch.testing.assert_close(torch.load(tmp_path / f"{name}_{rank}.pt"), plain, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.turns(4, family="ranks")
+def test_a_denoiser_comes_in_slices_and_is_the_one_of_a_single_process(tmp_path: Path) -> None:
+    folder = str(tmp_path / "unet")
+    slices.diffusers_unet().save_pretrained(folder)
+    run_ranks(slices.networks_of_diffusion, tmp_path, folder)
+    for name, backbone in slices.backbones_of(folder).items():
+        plain = slices.begun(backbone)
+        for rank in (0, 1):
+            assert_equal(
+                torch.load(f"{folder}_{name}_{rank}.pt"), {**plain.state_dict(), **dict(plain.named_buffers())}
+            )
+
+
 def llama(tied: bool = True) -> Any:
     fields = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
     return LlamaForCausalLM(LlamaConfig(**fields, vocab_size=97, tie_word_embeddings=tied))
@@ -99,22 +112,15 @@ def test_deferred_draws_are_those_of_a_network_that_is_built_as_usual(make: Any)
     torch.manual_seed(3)
     plain, after = make(), torch.get_rng_state()
     torch.manual_seed(3)
-    with DeferredDraws() as draws:
-        network = make()
-    assert torch.equal(torch.get_rng_state(), after)
+    network = built_empty(make)
     large = [p for p in network.parameters() if p.numel() >= 1024]
     assert all(p.device.type == "meta" for p in large)
-    draws.note(network)
-    before = torch.get_rng_state()
-    draws.fill(network.to_empty(device="cpu"))
-    assert torch.equal(torch.get_rng_state(), before)
+    fill_waiting(network, torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), after)
     assert_equal(
         dict(network.named_parameters(remove_duplicate=False)), dict(plain.named_parameters(remove_duplicate=False))
     )
     assert_equal(dict(network.named_buffers()), dict(plain.named_buffers()))
-    network.register_buffer("late", torch.zeros(1))
-    with pytest.raises(ConfigurationError, match="'late' was not there when it was noted"):
-        draws.fill(network)
 
 
 def test_weights_of_numbers_that_changed_later_are_refused() -> None:
@@ -126,7 +132,7 @@ def test_weights_of_numbers_that_changed_later_are_refused() -> None:
         numbers.zero_()
     draws.note(network)
     with pytest.raises(ConfigurationError, match=r"a tensor of \(64, 64\) that weights were made of was changed"):
-        draws.fill(network.to_empty(device="cpu"))
+        draws.drawn("weight")
 
 
 def test_a_folder_of_transformers_is_read_as_transformers_reads_it(tmp_path: Path) -> None:

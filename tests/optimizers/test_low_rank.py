@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from lit_efficient import ConfigurationError, FusedAdamW, Lion, MuonAdamW, step_in_float32, to_low_rank
 from lit_efficient.errors import DivergedError
-from lit_efficient.optimizers.low_bit import measure_state_bytes
 from lit_efficient.optimizers.low_rank_adamw import LowRankAdamW, RandomDirections, StrongestDirections
+from tests.state_bytes import measure_state_bytes
 from tests.support import assert_equal
 
 SHAPES = [(24, 8), (8, 24), (16, 16), (40, 12), (3, 10, 20)]

@@ -146,10 +146,11 @@ def test_fused_adamw_steps_like_adamw() -> None:
     torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-5, atol=1e-6)
 
 
-def test_adafactor_steps_like_torch_and_stores_rows_and_columns() -> None:
+@pytest.mark.parametrize("arguments", [{}, {"beta2_decay": -0.3, "d": 2.0}])
+def test_adafactor_steps_like_torch_and_stores_rows_and_columns(arguments: dict[str, float]) -> None:
     ours, theirs = network(), network()
-    steps(ours, optimizer := GroupedAdafactor(ours.parameters()), 3)
-    steps(theirs, torch.optim.Adafactor(theirs.parameters()), 3)
+    steps(ours, optimizer := GroupedAdafactor(ours.parameters(), **arguments), 3)
+    steps(theirs, torch.optim.Adafactor(theirs.parameters(), **arguments), 3)
     assert_equal(weights(ours), weights(theirs))
     state = optimizer.state[ours[0].weight]
     assert sum(t.numel() for t in state.values() if t.numel() > 1) == 200 + 8

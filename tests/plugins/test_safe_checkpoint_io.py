@@ -196,6 +196,7 @@ def test_weights_that_are_not_finite_replace_none_that_are(tmp_path):
     io.save_checkpoint({"state_dict": sound}, path)
     bad = [torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0, torch.inf]), torch.tensor(torch.nan)]
     bad += [torch.tensor([1.0, torch.nan]).to(torch.float8_e4m3fn), torch.tensor([0, -torch.inf, 1]).bfloat16()]
+    bad += [torch.tensor([1.0, 1.0, torch.inf]), torch.tensor([-torch.inf, 0.0, torch.inf])]  # a norm's weights, say
     for tensor in bad:
         with pytest.raises(DivergedError, match=r"a\.ckpt is not written: it is not finite in w$"):
             io.save_checkpoint({"state_dict": {**sound, "w": tensor}}, path)

@@ -19,8 +19,11 @@ from torch.utils.data import DataLoader
 from lit_efficient import (
     IA3,
     CausalLMConfig,
+    DiffusersModelConfig,
+    DiTConfig,
     GPTConfig,
     LanguageModeling,
+    LatentDiffusion,
     LoRA,
     MixtureOfDepths,
     MixtureOfExperts,
@@ -32,14 +35,19 @@ from lit_efficient.application import apply
 from lit_efficient.mechanisms.adapters.base import is_added, noting_digests
 from lit_efficient.mechanisms.adapters.quantized import is_bitsandbytes, stored_bytes
 from lit_efficient.mechanisms.trials.memory import AllocationMeter
-from lit_efficient.models import causal_lm, weight_slices
-from lit_efficient.models.deferred_draws import DeferredDraws
+from lit_efficient.models import causal_lm, diffusers_model, weight_slices
 from lit_efficient.models.weight_slices import load_slices
 from lit_efficient.surgery import local
 from lit_efficient.tasks import language_modeling
+from lit_efficient.tasks.latent_generator import Samples
 from tests.support import assert_equal, trainer
 
 WIDTH, DEPTH = 64, 8
+UNET: dict[str, Any] = {
+    "_class_name": "UNet2DModel", "in_channels": 4, "out_channels": 4, "sample_size": 8, "num_class_embeds": 11,
+    "block_out_channels": [32, 64], "down_block_types": ["DownBlock2D", "AttnDownBlock2D"],
+    "up_block_types": ["AttnUpBlock2D", "UpBlock2D"], "layers_per_block": 1, "norm_num_groups": 8,
+}  # fmt: skip
 
 
 def made() -> nn.Module:
@@ -112,11 +120,8 @@ def each_its_own(folder: str) -> None:
     torch.manual_seed(0)
     assert_equal(whole(network), dict(made().state_dict()))
     torch.manual_seed(1)
-    with DeferredDraws() as draws:
-        network = made()
-    draws.note(network)
-    sharded(network).to_empty(device="cpu")
-    draws.fill(network)
+    network = sharded(weight_slices.built_empty(made))
+    weight_slices.fill_waiting(network, torch.device("cpu"))
     torch.manual_seed(1)
     assert_equal(whole(network), dict(made().state_dict()))
     for make in (*ADAPTED.values(), stepped_over):
@@ -233,6 +238,42 @@ def drawn_in_a_fit(folder: str) -> None:
         found = losses(model(), [MixtureOfExperts(experts=2)], devices=2, strategy=ShardedStrategy())
         assert len(built) == 1
         torch.save(found, f"{folder}/{name}_{dist.get_rank()}.pt")
+
+
+def diffusers_unet() -> Any:
+    torch.manual_seed(3)
+    return diffusers_model.from_fields(UNET)
+
+
+def backbones_of(folder: str) -> dict[str, Any]:
+    """Ours, drawn, with positions in a buffer; one of diffusers, drawn in bfloat16; and one that is read."""
+    drawn = DiffusersModelConfig(config_fields=UNET, dtype="bfloat16")
+    return {"ours": DiTConfig(size=8, width=64, depth=2), "drawn": drawn, "read": DiffusersModelConfig(folder)}
+
+
+def begun(backbone: Any, **arguments: Any) -> Any:
+    """A network of latent diffusion where its training would begin."""
+    torch.manual_seed(0)
+    task = LatentDiffusion(backbone, samples=Samples(count=0))
+    rows: Any = [{"latents": torch.zeros(4, 8, 8), "labels": torch.tensor(0)}]
+    run = trainer([], max_steps=0, limit_val_batches=0, use_distributed_sampler=False, **arguments)
+    run.fit(task, DataLoader(rows, batch_size=1), DataLoader(rows, batch_size=1))
+    return task.network
+
+
+def networks_of_diffusion(folder: str) -> None:
+    """A denoiser is whole in no process, and is the one of a single process, bit for bit."""
+    weight_slices.map_tensors = Counted  # type: ignore[assignment]
+    for name, backbone in backbones_of(folder).items():
+        given.clear()
+        with AllocationMeter() as meter:
+            network = begun(backbone, devices=2, strategy=ShardedStrategy())
+        held = sum(local(p).nbytes for p in network.parameters())
+        largest = max(p.numel() * p.itemsize for p in network.parameters())
+        assert sum(given) == (held if name == "read" else 0)
+        assert meter.peak < held + 4 * largest, name  # drawn in float32, and converted
+        state = {**whole(network), **dict(network.named_buffers())}
+        torch.save(state, f"{folder}_{name}_{dist.get_rank()}.pt")
 
 
 def in_a_fit(folders: list[str]) -> None:

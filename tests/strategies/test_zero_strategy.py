@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from lit_efficient import ConfigurationError, ZeroStrategy
-from lit_efficient.strategies.zero_strategy import check_agreement, zero_config
+from lit_efficient.strategies.zero_strategy import check_agreement, check_windows, zero_config
 from tests.support import Toy, data, trainer
 
 ZERO = sorted((Path(__file__).parents[2] / "configs" / "scale").glob("zero_*.yaml"))
@@ -20,6 +20,7 @@ def test_the_overlays_are_the_presets() -> None:
     for path in ZERO:
         arguments = yaml.safe_load(path.read_text("utf-8"))["trainer"]["strategy"]["init_args"]
         config = zero_config(**arguments)
+        assert config["zero_allow_untested_optimizer"]  # or it takes Adam alone, and validates nothing under stage 3
         made[path.stem], forced[path.stem] = config["zero_optimization"], config.get("zero_force_ds_cpu_optimizer")
     # DeepSpeed's default refuses the module's own optimizer where states are not on the GPU.
     assert {name for name, value in forced.items() if value is False} == {"zero_2_cpu", "zero_3_cpu", "zero_3_nvme"}
@@ -67,6 +68,22 @@ def test_what_deepspeed_would_do_otherwise_is_refused(given: dict[str, Any], sai
     check_agreement(fine, 4)
     with pytest.raises(ConfigurationError, match=said):
         check_agreement(types.SimpleNamespace(**{**vars(fine), **given}), 4)
+
+
+def test_a_network_is_built_whole_before_it_is_sharded() -> None:
+    """In shards, DeepSpeed's parameters are empty: a GPT's own initial weights were left out, for a loss of 14.8."""
+    with ZeroStrategy.__new__(ZeroStrategy).model_sharded_context():
+        layer = torch.nn.Linear(2, 2)
+        torch.nn.init.constant_(layer.weight, 3.0)
+    assert layer.weight.sum() == 12.0
+
+
+def test_an_epoch_that_ends_within_a_window_is_refused() -> None:
+    """DeepSpeed 0.19 makes 4 steps of two epochs of 8 batches in windows of 3, Lightning 6."""
+    check_windows(types.SimpleNamespace(accumulate_grad_batches=4, num_training_batches=8))
+    check_windows(types.SimpleNamespace(accumulate_grad_batches=4, num_training_batches=float("inf")))
+    with pytest.raises(ConfigurationError, match=r"the last 2 of 8 batches are no window of 3 .* to 6$"):
+        check_windows(types.SimpleNamespace(accumulate_grad_batches=3, num_training_batches=8))
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 from torchmetrics.text import Perplexity
 
@@ -216,6 +217,23 @@ def test_plain_loaders_work_with_a_given_vocabulary(tmp_path: Path) -> None:
     assert losses.mean().item() == pytest.approx(loss, rel=1e-5)
     with pytest.raises(ConfigurationError, match="no tokenizer"):
         model.generate_text("def")
+
+
+class StepsByItself(SingleDeviceStrategy):
+    """As DeepSpeed's strategy says of itself."""
+
+    handles_gradient_accumulation = True
+
+
+def test_a_strategy_that_accumulates_by_itself_is_taken_and_what_it_does_is_said(tmp_path: Path) -> None:
+    ids = torch.arange(8)
+    loader = DataLoader([{"input_ids": ids, "shift_labels": ids}] * 4, batch_size=2)
+    model = LanguageModeling(GPTConfig(vocab_size=9, dim=16, depth=1, num_heads=2))
+    strategy = StepsByItself(torch.device("cpu"))
+    run = trainer(default_root_dir=tmp_path, accumulate_grad_batches=2, max_steps=1, strategy=strategy)
+    with pytest.warns(UserWarning, match="StepsByItself weighs all batches alike in a step"):
+        run.fit(model, loader, loader)
+    assert run.global_step == 1
 
 
 def test_fit_validate_predict_fit_builds_the_network_once(tmp_path: Path, source: Path) -> None:

@@ -11,8 +11,9 @@ from benchmarks.trust_rows import OURS, Piece, pieces
 from tests.turns import commit
 
 PIECES = pieces()
-# Each trains several times in processes of its own; the commonest signal and the commonest kills are tried each time.
-DEAR = {"signals", "signals-ranks", "full-disks", "folders-gone", "loader-workers", "two-runs"}
+# Each trains several times in processes of its own, or packs for seconds; the commonest signal and the commonest kills
+# are tried each time.
+DEAR = {"signals", "signals-ranks", "full-disks", "folders-gone", "loader-workers", "two-runs", "property-packing"}
 
 
 def marks(piece: Piece, seed: int) -> list[Any]:

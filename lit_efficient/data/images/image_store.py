@@ -21,8 +21,8 @@ from lit_efficient.data.images.image_columns import ImageColumns
 from lit_efficient.data.images.image_pixels import UnreadableImage, upright_size
 from lit_efficient.data.images.image_tables import ImageTable, open_table
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.files.cache import altered_file, cache_root, prepared_folder, read_json, write_json
-from lit_efficient.files.file_hashes import hash_files
+from lit_efficient.files.cache import cache_root, prepared_folder, read_json, write_json
+from lit_efficient.files.file_hashes import altered_file, hash_files
 from lit_efficient.files.sums import sha256_of
 
 FORMAT = 1  # part of every key: raise it when the files' meaning changes

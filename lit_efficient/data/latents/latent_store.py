@@ -9,7 +9,7 @@
 A shard holds one shape; it holds the keys of its rows, too, and a row is compared with its key whenever it is read. So
 a latent cannot come with another image's label. Workers map the same pages; nothing is opened before it is read.
 
-Costs: opening reads the index (8 bytes a key); a thorough check reads everything, about 1 s a GB.
+Costs: opening reads the index (8 bytes a key); a thorough check reads everything, about 1 s a GB; above 1 GiB once.
 """
 
 import hashlib
@@ -24,7 +24,8 @@ from torch import Tensor
 
 from lit_efficient.data.latents.latent_format import decode_row
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.files.cache import altered_file, read_json
+from lit_efficient.files.cache import read_json
+from lit_efficient.files.file_hashes import altered_file
 from lit_efficient.files.tensors import map_tensors
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
 

@@ -28,7 +28,8 @@ from lit_efficient.data.text.rows import Source
 from lit_efficient.data.text.text_files import unit_hash
 from lit_efficient.data.text.turn_spans import TrainOn
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.files.cache import MANIFEST, broken_seal, cache_folder, prepared_folder, read_manifest, seal
+from lit_efficient.files.cache import MANIFEST, cache_folder, prepared_folder, read_manifest, seal
+from lit_efficient.files.file_hashes import broken_seal
 
 SPLITS = ("train", "val")
 _CHUNK = 256  # rows tokenised together

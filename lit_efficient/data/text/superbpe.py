@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 
 Pair = tuple[int, int]
 _LINE = r"\n+[^\n]*|[^\n]+"  # line breaks belong to the line that follows, as its indentation does
+_MOST = 32_000_000  # characters, or a little more, of the text that the second stage holds in memory
 _SPACE = "Ġ"  # how byte-level vocabularies spell a space
 
 
 def train_superbpe(
-    texts: Sequence[str], vocab_size: int, *, transition: float = 0.8, max_words: int = 4, max_bytes: int = 32_000_000
+    texts: Sequence[str], vocab_size: int, *, transition: float = 0.8, max_words: int = 4
 ) -> "Tokenizer":
     """Train both stages: a tokenizer as of the tokenizers library, whose first ids are those of the plain one.
 
@@ -35,7 +36,6 @@ def train_superbpe(
         vocab_size: ids in all, at least 257; a small text may end below it.
         transition: part of the vocabulary that plain BPE makes, in (0, 1]; 1 is plain BPE.
         max_words: most words that a token may span, at least 1.
-        max_bytes: about this much of the text is used for the second stage, which holds it in memory.
 
     Raises:
         ConfigurationError: for an argument out of its range.
@@ -44,7 +44,7 @@ def train_superbpe(
     check_number("train_superbpe", "transition", transition, above=0, most=1)
     check_number("train_superbpe", "max_words", max_words, least=1, whole=True)
     first = train_tokenizer(texts, max(257, round(transition * vocab_size)))
-    lines = _lines(texts, max_bytes)
+    lines = _lines(texts)
     across = _across_words(first, [])
     encoded = [encoding.ids for encoding in across.encode_batch_fast(list(lines))]
     spelling = {index: token for token, index in first.get_vocab().items()}
@@ -148,13 +148,13 @@ def _linked(
     return symbol, before, after, weight
 
 
-def _lines(texts: Sequence[str], max_bytes: int) -> Counter[str]:
+def _lines(texts: Sequence[str]) -> Counter[str]:
     lines: Counter[str] = Counter()
     used = 0
     for text in texts:
         lines.update(re.findall(_LINE, text))
         used += len(text)
-        if used >= max_bytes:
+        if used >= _MOST:
             break
     return lines
 

@@ -104,22 +104,18 @@ def largest(
     start: int,
     *,
     step: int = 1,
-    most: int | None = None,
-    tries: int = TRIES,
     amiss: "Callable[[int, Plan], str] | None" = None,
 ) -> Found:
-    """The largest multiple of ``step``, at most ``most``, that fits, if a larger one never needs less.
+    """The largest multiple of ``step`` that fits, if a larger one never needs less.
 
-    ``change_of`` sets a value, and ``amiss`` says why a plan is none of it, or nothing. After so many ``tries`` the
+    ``change_of`` sets a value, and ``amiss`` says why a plan is none of it, or nothing. After :data:`TRIES` the
     answer is the largest value known to fit.
     """
-    ceiling = None if most is None else most // step
     known: dict[int | None, Plan | Refusal] = {}
     peaks: dict[int, int | None] = {}
-    low, high, at = 0, None if ceiling is None else ceiling + 1, max(1, start // step)
-    if ceiling is not None:
-        at = max(1, min(at, ceiling))
-    while (high is None or high - low > 1) and len(peaks) < tries:
+    low, at = 0, max(1, start // step)
+    high: int | None = None
+    while (high is None or high - low > 1) and len(peaks) < TRIES:
         found = predictions(change_of(at * step))
         if amiss is not None and not isinstance(found, Refusal) and (reason := amiss(at * step, found)):
             found = Refusal(reason)
@@ -136,7 +132,7 @@ def largest(
         low * step if low else None,
         change_of(low * step) if low else AS_IT_IS,
         best,
-        high * step if above is not None and high is not None else None,
+        high * step if high is not None else None,
         None if above is None or isinstance(above, Refusal) else above.peak,
         above.reason if isinstance(above, Refusal) else "",
     )

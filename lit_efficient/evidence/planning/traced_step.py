@@ -27,7 +27,7 @@ from lit_efficient.evidence.fits import Fit
 from lit_efficient.evidence.memory_kinds import StepMemory, StepMeter
 from lit_efficient.internals.lightning_trainer import set_default_root_dir
 from lit_efficient.internals.torch_as_cuda import as_cuda
-from lit_efficient.internals.torch_dispatch import TorchDispatchMode, no_dispatch_modes
+from lit_efficient.internals.torch_dispatch import ASKS_DEVICE, TorchDispatchMode, no_dispatch_modes
 from lit_efficient.internals.torch_fake import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -328,6 +328,8 @@ class _StandIns(TorchDispatchMode):
     chose_all = False  # whether values would have chosen some entries of several
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ASKS_DEVICE:
+            return func(*args)
         kwargs = kwargs or {}
         values = _UNKNOWN
         try:

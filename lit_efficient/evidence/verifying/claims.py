@@ -95,6 +95,24 @@ class Claim(ABC):
         place = "" if held else where if isinstance(where, str) else where()
         return Verdict(self.name, held, number, tolerance, unit, why, place, uncovered)
 
+    def compared(
+        self,
+        off: Mapping[str, float],
+        tolerance: float,
+        unit: str,
+        why: str,
+        uncovered: tuple[str, ...] = (),
+        order: Callable[[], list[str]] | None = None,
+    ) -> Verdict:
+        """It holds if all are off by at most a tolerance; the first that is not, in the ``order`` of layers if one is
+        given, is where it fails.
+        """
+
+        def where() -> str:
+            return first_layer(off, tolerance, [] if order is None else order())
+
+        return self.measured(max(off.values(), default=0.0), tolerance, unit, why, where, uncovered)
+
     def idle(self, why: str) -> Verdict:
         """It does not apply, or cannot be tried."""
         return Verdict(self.name, None, why=why)
@@ -239,8 +257,7 @@ class Recorder(Callback):
         self.trace.resting = {name for name, part in pl_module.named_modules() if not part.training}
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        names = {id(p): name for name, p in pl_module.named_parameters()}
-        found = {names[id(p)]: g for p, g in seen_gradients(optimizer).items() if id(p) in names}
+        found = seen_gradients(pl_module, optimizer)
         kept = torch.Tensor.norm if self.trace.slim else torch.Tensor.clone
         self.trace.gradients.append({name: kept(gradient.detach()).cpu() for name, gradient in found.items()})
 
@@ -256,10 +273,11 @@ class Recorder(Callback):
         self.trace.end = state_of(pl_module)
 
 
-def seen_gradients(optimizer: Any) -> dict[Tensor, Tensor]:
-    """The gradient of each parameter before a step; none where parameters are stepped in the backward pass."""
+def seen_gradients(module: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """The gradients before a step, by name; none where parameters are stepped in the backward pass."""
+    names = {id(p): name for name, p in module.named_parameters()}
     try:
-        return gradients_of(optimizer)
+        return {names[id(p)]: gradient for p, gradient in gradients_of(optimizer).items() if id(p) in names}
     except ConfigurationError:  # which refuses to show what is gone
         return {}
 
@@ -407,7 +425,7 @@ def tolerance_of(trainer: Any, module: nn.Module) -> float:
 
 
 def first_layer(differences: Mapping[str, float], tolerance: float, order: list[str]) -> str:
-    """Of parameters that differ the one whose module comes first in an order of computation."""
+    """Of what differs the first, or of parameters the one whose module comes first in an order of computation."""
     place = {name: i for i, name in enumerate(order)}
     wrong = [name for name, by in differences.items() if not by <= tolerance]
     return min(wrong, key=lambda name: place.get(name.rpartition(".")[0], len(place)), default="")

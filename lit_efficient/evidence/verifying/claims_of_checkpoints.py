@@ -68,8 +68,7 @@ class Resumed(Claim):
         else:
             why = "a checkpoint after 2 steps, and what is restored from it"
             uncovered += ("the steps after a resume, whose batches and draws ExactResume makes the same",)
-        where = next((name for name, by in off.items() if by), "")
-        return self.measured(max(off.values()), 0.0, "largest relative difference", why, where, uncovered)
+        return self.compared(off, 0.0, "largest relative difference", why, uncovered)
 
 
 def _each(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
@@ -153,9 +152,8 @@ class Averaged(Claim):
         if not kinds:
             return self.idle(f"no technique of this package averages weights{': ' if notes else ''}{'; '.join(notes)}")
         why = f"the average of {' and '.join(kinds)} after {steps} steps, and the sum in float64"
-        where = next((name for name, by in off.items() if not by <= 1e-5), "")
         uncovered = (*notes, "statistics of BatchNorm")
-        return self.measured(max(off.values()), 1e-5, "largest relative difference of weights", why, where, uncovered)
+        return self.compared(off, 1e-5, "largest relative difference of weights", why, uncovered)
 
 
 def _averages(fit: Fit) -> list[ShadowWeights]:
@@ -182,10 +180,8 @@ class Merged(Claim):
         if has_adapters(merged):
             return self.idle("prefixes stand beside the network for good, and are not merged")
         off = output_differences(outputs_of(module, batch), outputs_of(merged, batch))
-        tolerance = tolerance_of(trainer, module)
-        where = next((name for name, by in off.items() if not by <= tolerance), "")
         why = "outputs of a batch with random adapters beside the base, and merged into it"
-        return self.measured(max(off.values()), tolerance, "largest relative difference of outputs", why, where)
+        return self.compared(off, tolerance_of(trainer, module), "largest relative difference of outputs", why)
 
 
 class Exported(Claim):
@@ -200,12 +196,9 @@ class Exported(Claim):
             return found
         batch, right, tolerance, state = found
         off = subject.within(partial(self._loaded, batch, right, state), traces=_is_gone)
-        where = next((name for name, by in off.items() if not by <= tolerance), "")
         why = "outputs of a batch in validation, and of a new module with the weights of model.safetensors"
         uncovered = ("the formats peft and merged, which export checks by itself",)
-        return self.measured(
-            max(off.values()), tolerance, "largest relative difference of outputs", why, where, uncovered
-        )
+        return self.compared(off, tolerance, "largest relative difference of outputs", why, uncovered)
 
     def _validated(self, folder: Path, trainer: Any, module: Any) -> Any:
         if any(technique.phase is Phase.QUANTIZE for technique in techniques_of(trainer)):

@@ -22,13 +22,12 @@ from lit_efficient.evidence.verifying.layer_calls import (
     most,
     ratio,
 )
-from lit_efficient.evidence.verifying.token_batches import TokenBatch, token_batch
+from lit_efficient.evidence.verifying.token_batches import NO_TOKENS, TokenBatch, token_batch
 from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.losses.next_token import IGNORE
 
 _EXACT, _COARSE = 1e-3, 0.07  # of a change, what rounding alone may pass on, in float32 and below
-_NO_TOKENS = "the batches hold no tokens with labels that are these or the next ones"
 _BLIND = "nothing that the layers give out follows from what was changed"
 
 
@@ -43,7 +42,7 @@ class RowsApart(BenchClaim):
         if not others:
             return self.idle("the batch has no two rows that differ, or its tensors no rows in common")
         changed = _with_row(batch, rows, others[0])
-        tolerance = _COARSE if bench.coarse else _EXACT
+        tolerance = bench.tolerance(_EXACT, _COARSE)
         leak, own, where, outside = self._leak(bench, batch, changed, rows, tolerance)
         norms = {name: part for name, part in bench.module.named_modules() if isinstance(part, BatchNorm)}
         norms = {name: part for name, part in norms.items() if part.training}
@@ -91,7 +90,7 @@ class Causal(BenchClaim):
     def tried(self, bench: Bench) -> Verdict:
         found = token_batch(few_rows(bench.batch)[0])
         if found is None:
-            return self.idle(_NO_TOKENS)
+            return self.idle(NO_TOKENS)
         rows, length = found.ids.shape
         ids = found.ids.clone()
         places = [max(1, length * (row + 1) // (rows + 1)) for row in range(rows)]
@@ -102,7 +101,7 @@ class Causal(BenchClaim):
         before, behind = (torch.zeros(rows, length, dtype=torch.bool) for _ in range(2))
         for row, place in enumerate(places):
             before[row, :place] = behind[row, place:] = True
-        tolerance = _COARSE if bench.coarse else _EXACT
+        tolerance = bench.tolerance(_EXACT, _COARSE)
         leak, own, where = _leak_of_tokens(one, other, found, before, behind, tolerance)
         if not own:
             return self.idle(_BLIND)
@@ -120,7 +119,7 @@ class DocumentsApart(BenchClaim):
     def tried(self, bench: Bench) -> Verdict:
         found = token_batch(bench.batch)
         if found is None or found.positions is None:
-            return self.idle(_NO_TOKENS if found is None else "the batches do not say where documents begin")
+            return self.idle(NO_TOKENS if found is None else "the batches do not say where documents begin")
         if joined := _joined(found):
             row, place = joined
             why = (
@@ -135,7 +134,7 @@ class DocumentsApart(BenchClaim):
         alone = token_batch(found.part(row, 0, found.ids.shape[1]))
         if alone is None:
             return self.idle("the row with the most documents learns nothing")
-        tolerance = _COARSE if bench.coarse else _EXACT
+        tolerance = bench.tolerance(_EXACT, _COARSE)
         trials = [self._each(bench, alone), self._changed(bench, alone), self._learned(bench, alone)]
         worst, where, what = max(trials)
         number = len(found.documents(row))

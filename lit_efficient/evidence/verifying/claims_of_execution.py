@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lit_efficient.evidence.verifying.claims import Claim, Subject, Verdict, difference, first_layer
+from lit_efficient.evidence.verifying.claims import Claim, Subject, Verdict, difference
 from lit_efficient.evidence.verifying.layer_calls import Bench, BenchClaim, aligned, floats
 from lit_efficient.internals.torch_checkpoint import without_recomputation
 from lit_efficient.internals.torch_compiler import counts, draws_as_uncompiled, is_compiled, wraps_compiled
@@ -30,11 +30,9 @@ class Recomputed(BenchClaim):
             return self.idle(_MANUAL)
         if not kept:
             return self.idle("nothing is computed again in the backward pass")
-        off, tolerance = difference(plain, own), _COARSE if bench.coarse else _EXACT
         why = f"a step whose {len(kept)} checkpoints are as they are, and one in which they keep their activations"
-        return self.measured(
-            max(off.values()), tolerance, _UNIT, why, lambda: first_layer(off, tolerance, bench.order())
-        )
+        tolerance = bench.tolerance(_EXACT, _COARSE)
+        return self.compared(difference(plain, own), tolerance, _UNIT, why, order=bench.order)
 
 
 class Compiled(Claim):
@@ -65,11 +63,9 @@ class Compiled(Claim):
                 "torch makes no graph of what is to be compiled" if compiled else "nothing is compiled; --full does it"
             )
             return self.idle(what)
-        off, tolerance = difference(plain, own), _COARSE if bench.coarse else _EXACT
         why = f"a compiled step ({counts()[0] - before[0]} graphs) and the same one uncompiled"
-        return self.measured(
-            max(off.values()), tolerance, _UNIT, why, lambda: first_layer(off, tolerance, bench.order()), uncovered
-        )
+        tolerance = bench.tolerance(_EXACT, _COARSE)
+        return self.compared(difference(plain, own), tolerance, _UNIT, why, uncovered, bench.order)
 
 
 class InTrainingMode(Claim):

@@ -18,12 +18,11 @@ from torch import Tensor
 from lit_efficient.declaration import overrides, techniques_of
 from lit_efficient.evidence.verifying.claims import Claim, Verdict
 from lit_efficient.evidence.verifying.layer_calls import Bench, BenchClaim, Call, as_it_is, few_rows, floats, recorded
-from lit_efficient.evidence.verifying.token_batches import TokenBatch, token_batch
+from lit_efficient.evidence.verifying.token_batches import NO_TOKENS, TokenBatch, token_batch
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.losses.next_token import IGNORE
 
 _EXACT, _COARSE = 1e-3, 0.1
-_NO_TOKENS = "the batches hold no tokens with labels that are these or the next ones"
 
 
 @dataclass
@@ -54,7 +53,7 @@ def learned(bench: Bench, tokens: TokenBatch | None = None) -> Learned | str:
     """What a step learns of each token, of the first rows if none are given, or why that is not known."""
     tokens = tokens or token_batch(few_rows(bench.batch, 2)[0])
     if tokens is None:
-        return _NO_TOKENS
+        return NO_TOKENS
     calls, loss = bench.step(tokens.batch, training=False, graph=True)
     vocabulary = _vocabulary(calls, tokens)
     if loss is None or not loss.requires_grad or not vocabulary:
@@ -85,7 +84,9 @@ class _LearnedClaim(BenchClaim):
 
     def tried(self, bench: Bench) -> Verdict:
         found = learned(bench)
-        return self.idle(found) if isinstance(found, str) else self.judged(bench, found, _tolerance(bench))
+        if isinstance(found, str):
+            return self.idle(found)
+        return self.judged(bench, found, bench.tolerance(_EXACT, _COARSE))
 
     @abstractmethod
     def judged(self, bench: Bench, found: Learned, tolerance: float) -> Verdict:
@@ -172,7 +173,7 @@ class BehindTheHead(BenchClaim):
     def tried(self, bench: Bench) -> Verdict:
         tokens = token_batch(few_rows(bench.batch, 2)[0])
         if tokens is None:
-            return self.idle(_NO_TOKENS)
+            return self.idle(NO_TOKENS)
         half = tokens.ids.shape[1] // 2
         found: list[Learned] = []
         for end in (half, half // 2):
@@ -188,11 +189,7 @@ class BehindTheHead(BenchClaim):
         rest = late - other * (late @ other / (other @ other).clamp(min=1e-60))
         share = float(rest.norm() / found[0].own.double().norm().clamp(min=1e-60))
         why = "the first half of each row learned alone, and what follows from what the head got of the other half"
-        return self.measured(share, _tolerance(bench), "share of the gradient", why, where=found[0].head)
-
-
-def _tolerance(bench: Bench) -> float:
-    return _COARSE if bench.coarse else _EXACT
+        return self.measured(share, bench.tolerance(_EXACT, _COARSE), "share of the gradient", why, where=found[0].head)
 
 
 def _value_off(found: Learned, weights: Tensor, parameters: Sequence[Tensor], tolerance: float) -> float:

@@ -27,7 +27,6 @@ from lit_efficient.evidence.verifying.claims import (
     Subject,
     Verdict,
     difference,
-    first_layer,
     gradients,
     loss_of,
     seen_gradients,
@@ -63,22 +62,20 @@ class Sharded(Claim):
         if any(value.isnan().any() for value in first["gradients"].values()) or not first["gradients"]:
             return self.idle("the gradients cannot be seen: none is left when the optimizer steps")
         apart = difference(first["gradients"], second["gradients"])
-        off, order, coarse = subject.within(lambda trainer, module: _in_one(trainer, module, reports))
-        tolerance = _COARSE if coarse else _EXACT
+        off, order, tolerance = subject.within(lambda trainer, module: _in_one(trainer, module, reports))
         why = (
             f"a step of two processes ({first['strategy']}), and the gradients of their batches in one process, joined"
         )
         for name, by in apart.items() if first["strategy"].startswith("DDP") else ():
             if by > tolerance:
                 off[name], why = max(by, off.get(name, 0.0)), "two processes have different gradients after they met"
-        where = first_layer(off, tolerance, order)
         uncovered = ("more than two processes, and accelerators",)
         unit = "largest relative difference of gradients"
-        return self.measured(max(off.values()), tolerance, unit, why, where=where, uncovered=uncovered)
+        return self.compared(off, tolerance, unit, why, uncovered, lambda: order)
 
 
-def _in_one(trainer: Any, module: Any, reports: list[dict[str, Any]]) -> tuple[dict[str, float], list[str], bool]:
-    """By parameter how far the two processes' gradient is from that of one; the layers' order; how exact that is."""
+def _in_one(trainer: Any, module: Any, reports: list[dict[str, Any]]) -> tuple[dict[str, float], list[str], float]:
+    """By parameter how far the two processes' gradient is from that of one; the layers' order; the tolerance."""
     bench = Bench(trainer, module)
     device = trainer.strategy.root_device
     module.load_state_dict(reports[0]["start"], strict=False)
@@ -90,7 +87,7 @@ def _in_one(trainer: Any, module: Any, reports: list[dict[str, Any]]) -> tuple[d
         moved = tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
         for name, gradient in gradients(module, loss_of(module, moved, index, states)).items():
             joined[name] = joined.get(name, torch.zeros_like(gradient)) + gradient * (_count(batch) / total)
-    return difference(joined, reports[0]["gradients"]), bench.order(), bench.coarse
+    return difference(joined, reports[0]["gradients"]), bench.order(), bench.tolerance(_EXACT, _COARSE)
 
 
 def _count(batch: Any) -> int:
@@ -162,8 +159,7 @@ class _Notes(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if "gradients" not in self.reports:
-            names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
-            found = {names[id(p)]: g for p, g in seen_gradients(optimizer).items() if id(p) in names}
+            found = seen_gradients(pl_module, optimizer)
             self.reports["gradients"] = {name: _whole(gradient) for name, gradient in found.items()}
             steps = vars(pl_module)[_NOTES]
             self.reports |= {"batches": [batch for batch, _ in steps], "states": [states for _, states in steps]}

@@ -16,7 +16,6 @@ from lit_efficient.evidence.verifying.claims import (
     Verdict,
     difference,
     drawn_batches,
-    first_layer,
     gradients,
     loss_of,
     order_of,
@@ -61,9 +60,8 @@ class Deterministic(Claim):
         for i, (x, y) in enumerate(zip(one.losses, other.losses)):
             off[f"loss {i}"] = 0.0 if x == y or (math.isnan(x) and math.isnan(y)) else abs(x - y) / max(abs(x), 1e-30)
         off |= {f"end: {name}": by for name, by in difference(one.end, other.end).items()}
-        where = next((name for name, by in off.items() if by), "")
         why = f"two fits of {len(one.losses)} batches, each built anew: batches, losses and weights"
-        return self.measured(max(off.values(), default=0.0), 0.0, "largest relative difference", why, where)
+        return self.compared(off, 0.0, "largest relative difference", why)
 
 
 def _named(batch: Any) -> dict[str, Tensor]:
@@ -109,11 +107,9 @@ class Accumulated(Claim):
             found = _accumulated(trainer, module, parts, draws)
         except Unlike as error:
             return self.idle(f"what is drawn at random depends on the size of the batch: {error}")
-        held = {name for name, p in module.named_parameters() if any(p is one for one in found)}
-        if not held:
+        if not found:
             return self.idle("no gradient is left when the optimizer steps: it may step in the backward pass")
-        named = {name: found[p] for name, p in module.named_parameters() if p in found}
-        off = difference({name: g for name, g in right.items() if name in held}, named)
+        off = difference({name: g for name, g in right.items() if name in found}, found)
         tolerance = tolerance_of(trainer, module)
         why = f"gradients of a window of {len(parts)} micro-batches, and of their rows as one batch by autograd"
         counts = [_counted(module, part) for part in parts]
@@ -126,12 +122,10 @@ class Accumulated(Claim):
             return self.idle(f"nothing is accumulated here; if it were, {why}: they differ by {max(off.values()):.2g}")
         covered = ("BatchNorm and Dropout were in evaluation mode, and nothing was recomputed",)
 
-        def where() -> str:
-            return first_layer(off, tolerance, order_of(module, arrived(trainer, whole)))
+        def order() -> list[str]:
+            return order_of(module, arrived(trainer, whole))
 
-        return self.measured(
-            max(off.values()), tolerance, "largest relative difference of gradients", why, where, covered
-        )
+        return self.compared(off, tolerance, "largest relative difference of gradients", why, covered, order)
 
 
 def _window(trainer: Any, parts: int) -> tuple[list[Any], Any]:
@@ -164,9 +158,9 @@ def _map(batch: Any, cut: Any) -> Any:
     return type(batch)(_map(one, cut) for one in batch) if isinstance(batch, list | tuple) else batch
 
 
-def _accumulated(trainer: Any, module: Any, parts: list[Any], draws: Draws) -> dict[Tensor, Tensor]:
+def _accumulated(trainer: Any, module: Any, parts: list[Any], draws: Draws) -> dict[str, Tensor]:
     """The gradients that an optimizer would step with, after the trainer's own loop has run a window."""
-    found: dict[Tensor, Tensor] = {}
+    found: dict[str, Tensor] = {}
     step, number = module.training_step, iter(range(len(parts)))
 
     @functools.wraps(step)
@@ -180,7 +174,8 @@ def _accumulated(trainer: Any, module: Any, parts: list[Any], draws: Draws) -> d
 
     class Capture(Callback):
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-            found.update({p: gradient.detach().clone() for p, gradient in seen_gradients(optimizer).items()})
+            seen = seen_gradients(pl_module, optimizer)
+            found.update({name: gradient.detach().clone() for name, gradient in seen.items()})
 
     trials = Trials(trainer)
     module.training_step = same_draws

@@ -149,10 +149,8 @@ class Scheduled(Claim):
             uncovered = (*uncovered, "rates that the module sets by itself")
         elif not wrong:
             wrong = _off(seen.rates, subject.within(lambda trainer, _: _by_hand(trainer, seen.epochs)))
-        number = max(wrong.values(), default=0.0)
         why = f"the rates of {len(seen.rates)} steps, and those of the schedules when stepped by hand"
-        where = next((name for name, by in wrong.items() if by > 1e-6), "")
-        return self.measured(number, 1e-6, "largest relative difference of rates", why, where, uncovered)
+        return self.compared(wrong, 1e-6, "largest relative difference of rates", why, uncovered)
 
 
 class _Rates(Callback):

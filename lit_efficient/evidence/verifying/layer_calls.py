@@ -117,6 +117,10 @@ class Bench:
         self.step(self.batch)  # what is asked once is asked here
         self._record = Rewind([module, *trainer.callbacks])
 
+    def tolerance(self, exact: float, coarse: float) -> float:
+        """What rounding may make of a comparison, in float32 or below."""
+        return coarse if self.coarse else exact
+
     def step(self, batch: Any, training: bool = True, graph: bool = False) -> tuple[list[Call], Tensor | None]:
         """The calls of a training step from the state at the start, and its loss; manual optimization has none.
 

@@ -11,6 +11,8 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 from lit_efficient.losses.next_token import IGNORE, targets_of
 
+NO_TOKENS = "the batches hold no tokens with labels that are these or the next ones"
+
 
 @dataclass(frozen=True)
 class Kinds:

@@ -36,17 +36,16 @@ from lit_efficient.surgery import mix_in, mix_out
 
 
 @torch.no_grad()
-def merge_adapters(module: nn.Module, *, dequantize_rest: bool = True, dtype: torch.dtype | None = None) -> nn.Module:
+def merge_adapters(module: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module:
     """Merge every adapter in ``module``, in place, and return it.
 
     A quantised layer becomes a float one with the dequantised weight; but the layers of QA-LoRA and ``rounded``, and
     int4 layers without an adapter, stay in int4 (:func:`dequantize_layers` makes floats of them). A weight that is tied
     to another layer's is given a copy of its own first: the adapter belongs to one use of it. Frozen parameters stay
-    frozen.
+    frozen. Layers of bitsandbytes without an adapter become plain ones, too.
 
     Args:
         module: What adapters were put on; it may hold none.
-        dequantize_rest: Whether bitsandbytes' layers without an adapter become plain ones, too.
         dtype: Number format of the layers that were quantised, each as soon as it is merged; ``None``: the adapter's.
     """
     for network in networks(module):
@@ -63,7 +62,7 @@ def merge_adapters(module: nn.Module, *, dequantize_rest: bool = True, dtype: to
             if is_quantized(part):
                 _dequantize_base(module, name, part)
             fold_ia3(module.get_submodule(name))
-        elif dequantize_rest and is_bitsandbytes(part):
+        elif is_bitsandbytes(part):
             _replace(module, name, plain_layer(part, dequantize(part)))
         if coded and dtype is not None and not is_quantized(merged := module.get_submodule(name)):
             merged.to(dtype)

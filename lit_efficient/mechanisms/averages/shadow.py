@@ -112,7 +112,7 @@ class ShadowWeights(Technique):
         alone = "callbacks" not in checkpoint
         average = self.average(module) if alone else None
         source = average if average is not None else self._raw
-        if source is not None:
+        if source is not None and (source is self._raw or self._raw is None):  # else the average stands there already
             put_into_state_dict(checkpoint["state_dict"], source, module)
         checkpoint.setdefault("lit_efficient", {})["weights"] = "raw" if average is None else self.label
 
@@ -154,7 +154,8 @@ def put_into_state_dict(state_dict: dict[str, Any], source: Mapping[str, Tensor]
         tensor = average if sharded else whole(average)
         for key in names[name]:
             if key in state_dict:  # adapters-only checkpoints leave some out, other ranks leave all out
-                state_dict[key] = tensor.to(state_dict[key].device, state_dict[key].dtype)
+                tensor = tensor.to(state_dict[key].device, state_dict[key].dtype)  # once for all that are tied
+                state_dict[key] = tensor
 
 
 def _copy(source: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:

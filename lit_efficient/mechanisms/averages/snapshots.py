@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,11 +37,11 @@ class Snapshot:
 
 
 def write_snapshot(
-    folder: Path, snapshot: Snapshot, tensors: dict[str, Tensor], run: Collection[Snapshot] = ()
+    folder: Path, snapshot: Snapshot, tensors: dict[str, Tensor], run: Collection[Snapshot] = (), dtype: Any = None
 ) -> None:
     """Write one file, whole or not at all, which says what others the run has written until this step, inclusive."""
     said = {"run": json.dumps([[other.step, other.sigma_rel] for other in run])} if run else {}
-    save_tensors(folder / snapshot.filename, tensors, **said)
+    save_tensors(folder / snapshot.filename, tensors, dtype, **said)
 
 
 def find_snapshots(folder: str | Path) -> list[Snapshot]:

@@ -23,6 +23,7 @@ from lit_efficient.internals.torch_foreach import foreach_copy_, foreach_lerp_
 from lit_efficient.surgery import is_sharded, local
 
 _CHUNK = 2**24  # elements that are converted at once on a GPU where formats differ: few launches count there
+_ROWS = 2**18  # as many on the CPU, where a cache counts
 
 
 def decay_at(step: int, decay: float, warmup: str | None = "inverse_gamma", power: float = 2 / 3) -> float:
@@ -88,11 +89,19 @@ def update_(averages: Sequence[Tensor], weights: Sequence[Tensor], decay: float)
     if len(alike) < len(averages):
         others = [(a, w) for a, w in zip(averages, weights) if a.dtype != w.dtype or a.device != w.device]
         held = [(a, w) for a, w in others if a.device.type == "cpu"]
-        for (a, _), w in zip(held, on_host([w for _, w in held])):  # one at a time: what is converted is in the cache
-            a.lerp_(w.to(a.dtype), 1 - decay)
+        for (a, _), w in zip(held, on_host([w for _, w in held])):
+            for part, converted in _converted(a, w):
+                part.lerp_(converted, 1 - decay)
         for chunk in _chunks(pair for pair in others if pair[0].device.type != "cpu"):
-            converted = [w.to(a.device, a.dtype) for a, w in chunk]
-            foreach_lerp_([a for a, _ in chunk], converted, 1 - decay)
+            copies = [w.to(a.device, a.dtype) for a, w in chunk]
+            foreach_lerp_([a for a, _ in chunk], copies, 1 - decay)
+
+
+def _converted(average: Tensor, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows of both, those of the weights in the average's format: so many that they are still in the cache."""
+    rows = max(1, _ROWS * len(average) // max(1, average.numel())) if average.ndim else 0
+    parts = zip(average.split(rows), weights.split(rows)) if rows else [(average, weights)]
+    return ((part, own.to(average.dtype)) for part, own in parts)
 
 
 def _chunks(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
@@ -115,7 +124,8 @@ def weighted_mean(states: Sequence[Sequence[Tensor]], weights: Sequence[float]) 
     mean = [torch.zeros_like(t, dtype=precise(t.dtype)) for t in states[0]]
     for state, weight in zip(states, weights, strict=True):
         for m, t in zip(mean, state, strict=True):
-            local(m).add_(local(t), alpha=weight)
+            for part, converted in _converted(local(m), local(t)):
+                part.add_(converted, alpha=weight)
     return mean
 
 

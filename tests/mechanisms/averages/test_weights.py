@@ -21,6 +21,7 @@ from lit_efficient.mechanisms.averages.weights import (
     weighted_mean,
 )
 from lit_efficient.mechanisms.blocks.freezing import hold
+from lit_efficient.mechanisms.trials.memory import AllocationMeter
 
 
 @pytest.mark.parametrize("warmup", ["inverse_gamma", "tf"])
@@ -80,6 +81,14 @@ def test_other_formats_are_averaged_in_float32(dtype: torch.dtype) -> None:
     torch.testing.assert_close(averages, expected)
     update_(averages, weights, 0.0)
     assert all(torch.equal(a, w.float()) for a, w in zip(averages, weights))
+
+
+def test_no_whole_tensor_is_converted() -> None:
+    average, weights = torch.zeros(2**10, 2**10), torch.randn(2**10, 2**10).bfloat16()
+    with AllocationMeter() as meter:
+        update_([average], [weights], 0.9)
+    assert meter.peak <= average.nbytes + weights.nbytes + 2**21  # and rows of a quarter of a million, twice
+    assert torch.equal(average, torch.zeros_like(average).lerp_(weights.float(), 1 - 0.9))
 
 
 def test_tied_once_and_frozen_or_quantised_never() -> None:
