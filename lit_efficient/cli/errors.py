@@ -182,7 +182,7 @@ def _causes(message: str) -> Iterator[tuple[float, int, str, str, str]]:
 
 
 def _beside(key: str, message: str) -> Collection[str]:
-    """The names beside a key in the mapping that has it; all that were given, where that cannot be told."""
+    """The names beside a key in the mapping that has it; all that were given, where none says which."""
     for given in re.findall(r"Given value: (\{.*\})", message):
         with suppress(ValueError, SyntaxError, TypeError, AttributeError):  # of values that are no literals or mappings
             value = ast.literal_eval(given)
