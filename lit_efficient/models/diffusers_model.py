@@ -23,6 +23,7 @@ from lit_efficient.errors import (
     refusal,
 )
 from lit_efficient.files.sums import check_sums
+from lit_efficient.internals.hugging_face import keeps_float32
 from lit_efficient.models.causal_lm import Primitive
 from lit_efficient.models.config_fields import check_names, check_values, check_whole, meant, unusual
 from lit_efficient.models.weight_slices import WAITS, Waiting, built_empty, fill_waiting, stored_places
@@ -146,9 +147,8 @@ def build_empty(spec: DiffusersModelConfig) -> "nn.Module | None":
     with torch.device("meta"):
         model: Any = nn.Module.to(cast(nn.Module, from_fields(fields)), dtype)
     held = model.state_dict().keys()
-    if stored != held or not held >= {name for name, _ in model.named_buffers()} or (
-        dtype != torch.float32 and model._keep_in_fp32_modules
-    ):  # fmt: skip
+    mixed = dtype != torch.float32 and keeps_float32(model)
+    if mixed or stored != held or not held >= {name for name, _ in model.named_buffers()}:
         return None
     model.__dict__[WAITS] = Waiting(str(folder), {name: p.dtype for name, p in model.named_parameters()})
     return cast("nn.Module", model.train())

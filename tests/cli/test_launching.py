@@ -72,13 +72,29 @@ def test_torchrun_starts_again_and_ends_as_an_undisturbed_run(words: list[str]) 
 
 
 SRUN = """#!/usr/bin/env bash
-shift
+while [ "${1:0:2}" = -- ]; do shift; done
 export SLURM_NTASKS=2 SLURM_NTASKS_PER_NODE=2 SLURM_NNODES=1 SLURM_NODEID=0
 for task in 0 1; do SLURM_PROCID=$task SLURM_LOCALID=$task "$@" & tasks+=($!); done
 code=0
 for task in "${tasks[@]}"; do wait "$task"; ended=$?; [ "$ended" -gt "$code" ] && code=$ended; done
 exit "$code"
 """
+
+
+def test_what_slurm_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processors are asked for again, as SLURM 22.05 forgets them; one that always fails is queued so often only."""
+    monkeypatch.chdir(tmp_path)
+    for program, says in (("srun", 'echo "$@" > asked; exit "$CODE"'), ("scontrol", 'echo "$@" > queued')):
+        Path(program).write_text(f"#!/usr/bin/env bash\n{says}\n")
+        Path(program).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "4", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for code, restarts, again in (("138", "0", True), ("143", "19", True), ("143", "20", False), ("2", "0", False)):
+        done = launched("slurm.sh", ["-c", "toy.yaml"], **job, CODE=code, SLURM_RESTART_COUNT=restarts)
+        assert done.returncode == int(code)
+        assert Path("queued").exists() is again
+        Path("queued").unlink(missing_ok=True)
+    words = "--kill-on-bad-exit=1 --cpus-per-task=4 python -m lit_efficient fit -c toy.yaml -c scale/slurm\n"
+    assert Path("asked").read_text() == words
 
 
 @pytest.mark.nightly
@@ -98,7 +114,12 @@ def test_a_job_of_slurm_is_queued_again_and_ends_as_an_undisturbed_run(words: li
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    job = {"SLURM_JOB_ID": "12345", "SLURM_JOB_NAME": "toy", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    job = {
+        "SLURM_JOB_ID": "12345",
+        "SLURM_JOB_NAME": "toy",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     job["PATH"] = os.pathsep.join([str(Path.cwd()), str(Path(sys.executable).parent), os.environ["PATH"]])
     done = launched("slurm.sh", words, **job)
     assert done.returncode == 128 + signal.SIGUSR1, (done.stdout + done.stderr)[-6000:]

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from lit_efficient import LanguageModeling, LatentDiffusion, RewardModeling
 from lit_efficient.__main__ import SUBCOMMANDS, main
+from lit_efficient.cli.next_steps import COMMAND, next_steps
 from lit_efficient.cli.run import write_config
 from lit_efficient.files.checkpoints import load_verified
 from tests.cli.toy_runs import STEPS, fit
@@ -83,6 +84,18 @@ def test_after_a_signal_the_whole_command_resumes(capsys):
     assert [shlex.split(command)[3:] for command in events[-1]["next"]] == [resume, report]
     assert main(resume) == 0  # it meets no third step
     assert Recorder.last.trainer.global_step == STEPS
+
+
+def test_what_would_read_a_checkpoint_of_deepspeeds_is_not_named_as_nothing_here_does(capsys):
+    assert fit("--trainer.enable_checkpointing=true") == 0
+    assert len(next_steps(Recorder.last.trainer, ["tests"], COMMAND)) == 4
+    last = Path("runs/base/latest/last.ckpt")
+    last.unlink()
+    last.mkdir()
+    (last / "latest").write_text("global_step8")
+    for interrupted in ("", str(last)):
+        (report,) = next_steps(Recorder.last.trainer, ["tests"], COMMAND, interrupted)
+        assert report.startswith(f"{COMMAND} report ")
 
 
 def test_configs_are_numbered_and_never_lost(tmp_path):

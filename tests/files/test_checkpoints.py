@@ -109,6 +109,24 @@ def test_no_flipped_bit_changes_what_is_loaded(tmp_path):
     assert detected > 150
 
 
+def test_a_writer_that_replaces_a_file_while_it_is_mapped_mixes_nothing(tmp_path, monkeypatch):
+    """torch opens it once for the pickle, that says where tensors lie, and once for their numbers."""
+    path, other = tmp_path / "last.ckpt", tmp_path / "other.ckpt"
+    save_atomically({"state_dict": {"w": torch.full((5000,), 2.0)}}, path)
+    save_atomically({"more": "x" * 999, "state_dict": {"w": torch.full((5000,), 3.0)}}, other)
+    inner = torch.UntypedStorage.from_file
+
+    def replaced(*arguments):
+        if other.exists():
+            os.replace(other, path)
+        return inner(*arguments)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", replaced)
+    assert load_verified(path, mapped=True)["state_dict"]["w"].unique().tolist() == [2.0]
+    assert not other.exists()
+    assert load_verified(path, mapped=True)["state_dict"]["w"].unique().tolist() == [3.0]
+
+
 def test_without_verification_a_flipped_bit_goes_unnoticed(tmp_path):
     path = tmp_path / "a.ckpt"
     save_atomically(content(0, 300), path)

@@ -21,6 +21,16 @@ def test_diffusers_models_name_their_repeated_blocks():
     assert hugging_face.repeated_blocks(nn.Linear(1, 1)) == ()
 
 
+@leans_on("diffusers", "_keep_in_fp32_modules", "hugging_face")
+def test_diffusers_models_name_what_stays_float32():
+    from diffusers import UNet2DConditionModel, WanTransformer3DModel
+
+    made = [kind.__new__(kind) for kind in (UNet2DConditionModel, WanTransformer3DModel)]
+    for model in made:
+        nn.Module.__init__(model)
+    assert [hugging_face.keeps_float32(model) for model in (*made, nn.Linear(1, 1))] == [False, True, False]
+
+
 @leans_on("transformers", "_name_or_path", "hugging_face")
 def test_a_model_says_what_it_was_read_from(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel

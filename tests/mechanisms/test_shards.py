@@ -147,5 +147,5 @@ def test_a_place_outside_a_missing_file_and_deepspeed_are_refused(folder: Path, 
     (tmp_path / "theirs" / "latest").write_text("global_step1")
     with pytest.raises(CheckpointError, match=r"DeepSpeed, which unpickles it, .* zero_to_fp32\.py"):
         read(str(tmp_path / "theirs"), "fit")
-    with pytest.warns(UserWarning, match="DeepSpeed"), pytest.raises(CheckpointError, match="DeepSpeed"):
+    with pytest.warns(UserWarning, match="DeepSpeed.*None is left"), pytest.raises(CheckpointError, match="DeepSpeed"):
         read_last([tmp_path / "theirs"])  # a job that is queued again would begin anew
