@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace
 
-from lit_efficient.cli.config_text import SPEC, leaf, load_yaml
+from lit_efficient.cli.config_text import SPEC, load_yaml
 from lit_efficient.errors import did_you_mean
 from lit_efficient.internals.jsonargparse_parser import ChangesValues, nested, type_hint
 
@@ -41,32 +41,21 @@ class MergesMappings(ChangesValues):
             for part in reversed(key.split(".")):
                 value = {part: value}
         now = _as_mapping(value)
-        if now is None or "class_path" in now:
+        if before is None or now is None or "class_path" in now:
             return given
-        if before is None:
-            return given if option else self._of_one(given, now)
         arguments = _as_mapping(before.get("init_args")) if "class_path" in before else before
         if arguments is None or (isinstance(earlier, Namespace) and not now.keys() <= {*arguments, *fields}):
-            return given if option else self._of_one(given, now)  # of another class
+            return given  # of another class
         merged = _merged(arguments, now)
         return merged if arguments is before else {**before, "init_args": merged}
 
     def _fields(self, path: str) -> list[str]:
         """What the dataclass at a path takes, if it is one that may stand here."""
-        return next((names for name, names in self._classes().items() if leaf(name) == leaf(path)), [])
-
-    def _classes(self) -> dict[str, list[str]]:
-        """By path, what the dataclasses that may stand here take."""
         hint = type_hint(self)
-        known = [part for part in typing.get_args(hint) or (hint,) if dataclasses.is_dataclass(part)]
-        return {
-            f"{one.__module__}.{one.__qualname__}": [field.name for field in dataclasses.fields(one)] for one in known
-        }
-
-    def _of_one(self, given: Any, now: dict[str, Any]) -> Any:
-        """What names no class, of the one among several that has all its names: what is wrong is said of that one."""
-        fits = [path for path, names in self._classes().items() if now.keys() <= {*names}]
-        return {"class_path": fits[0], "init_args": now} if len(fits) == 1 < len(self._classes()) else given
+        parts = typing.get_args(hint) or (hint,)
+        known = [part for part in parts if isinstance(part, type) and dataclasses.is_dataclass(part)]
+        named = next((part for part in known if part.__name__ == path.rpartition(".")[2]), None)
+        return [field.name for field in dataclasses.fields(named)] if named else []
 
 
 def _as_mapping(value: Any) -> dict[str, Any] | None:

@@ -1,11 +1,11 @@
 """One text encoder of Hugging Face with its tokenizer: how it is named, built, read and known from others."""
 
 import difflib
-import functools
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from lit_efficient.internals.hugging_face import from_config
 from lit_efficient.models.bounds import check_bounds
 from lit_efficient.models.caption_tokens import CaptionTokens, load_tokenizer
 from lit_efficient.models.causal_lm import Primitive, declared_fields
-from lit_efficient.models.config_fields import check_names, check_values, check_whole, meant, read_by_others
+from lit_efficient.models.config_fields import check_names, check_values, meant, read_by_others
 from lit_efficient.surgery import moved, own_draws
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ class TextEncoderConfig:
             lacks = f"has no model_type{meant('model_type', self.config_fields)}"
             allowed = f"a hub's name or a folder, as config_fields={self.config_fields!r} {lacks}"
             raise refusal(_OWNER, "name_or_path", allowed, None)
-        elif self.name_or_path is None:
-            _check_fields(json.dumps(self.config_fields, sort_keys=True))
+        elif self.name_or_path is None and find_spec("transformers"):
+            _check_fields(self.config_fields or {})
         check_number(_OWNER, "max_length", self.max_length, least=2, whole=True)
         check_number(_OWNER, "layer", self.layer, most=-1, whole=True)
         if self.final_norm and self.layer == -1:
@@ -243,23 +243,17 @@ class TextNetwork:
             )
 
 
-@functools.cache
-def _check_fields(fields: str) -> None:
-    """Refuse fields that make no encoder, whose captions may come much later; it is built without weights."""
+def _check_fields(fields: dict[str, Any]) -> None:
+    """Refuse fields whose names or values are none of their type's, before captions, which may come much later."""
     from transformers import CONFIG_MAPPING
 
-    values = json.loads(fields)
-    if (kind := str(values.pop("model_type"))) not in CONFIG_MAPPING:
+    if (kind := str(fields["model_type"])) not in CONFIG_MAPPING:
         allowed = f"a type that transformers knows{did_you_mean(kind, CONFIG_MAPPING).rstrip('?')}"
         raise refusal(_OWNER, "config_fields.model_type", allowed, kind)
+    values = {name: value for name, value in fields.items() if name != "model_type"}
     _check_names(kind, values)
     given = getattr(CONFIG_MAPPING[kind], "__dataclass_fields__", {})
     check_values(_OWNER, values, {name: getattr(one, "default", None) for name, one in given.items()})
-    with read_by_others(f"{_OWNER}: config_fields do not make a {kind}", values):
-        config = _of_text(_made(kind, values, rows=2**16, pad=0, end=0))  # the tokenizer's, later
-        with torch.device("meta"):
-            model = _drawn(config, "float32")
-    check_whole(_OWNER, model, values)
 
 
 def _check_names(kind: str, values: Iterable[str]) -> None:
@@ -279,29 +273,19 @@ def _configuration(spec: TextEncoderConfig, tokens: CaptionTokens) -> "Pretraine
     named = spec.name_or_path or spec.config_fields
     with read_by_others(f"{_OWNER}: {named} has no configuration that can be read"):
         if spec.name_or_path is None:
-            kind = str(values.pop("model_type"))
-            config = _made(kind, values, rows=tokens.vocab_size, pad=tokens.pad, end=tokens.end)
+            # What a configuration leaves out is the tokenizer's: CLIP looks for its end token to pool at.
+            special = {"pad_token_id": tokens.pad, "bos_token_id": tokens.end, "eos_token_id": tokens.end}
+            values = {"vocab_size": tokens.vocab_size} | special | values
+            config = AutoConfig.for_model(str(values.pop("model_type")), **values)
         else:
             check_sums(spec.name_or_path, spec.subfolder, weights=False)
             located = {"subfolder": spec.subfolder, "revision": spec.revision, "trust_remote_code": False}
             config = AutoConfig.from_pretrained(spec.name_or_path, **located)
             for name, value in values.items():
                 setattr(config, name, value)
-    return _of_text(config)
-
-
-def _made(kind: str, values: dict[str, Any], *, rows: int, pad: int, end: int) -> "PretrainedConfig":
-    """What fields leave out is the tokenizer's: CLIP looks for its end token to pool at."""
-    from transformers import AutoConfig
-
-    special = {"pad_token_id": pad, "bos_token_id": end, "eos_token_id": end}
-    config: PretrainedConfig = AutoConfig.for_model(kind, **{"vocab_size": rows} | special | values)
+    if config.model_type == "clip":  # the encoder of text within a model of both
+        return config.text_config
     return config
-
-
-def _of_text(config: "PretrainedConfig") -> Any:
-    """The encoder of text within a model of both."""
-    return config.text_config if config.model_type == "clip" else config
 
 
 def _architecture(config: "PretrainedConfig") -> Any:

@@ -35,6 +35,24 @@ WRONG = {
         ["--trainer.callbacks+=StochasticDepht"],
         ["trainer.callbacks", "did you mean 'StochasticDepth'"],
     ),
+    "unknown strategy": (["--trainer.strategy.class_path=Shardedtrategy"], ["did you mean 'ShardedStrategy'"]),
+    "unknown argument of a schedule": (
+        ["--optimizer=SGD", "--optimizer.lr=1", "--lr_scheduler=CosineAnnealingLR", "--lr_scheduler.T_ax=3"],
+        ["T_ax", "did you mean 'T_max'"],
+    ),
+    "empty choice": (["--trainer.callbacks+=SpikeGuard", "--trainer.callbacks.action="], ["SpikeGuard.action", "''"]),
+    "patience below 0": (
+        ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=loss", "--trainer.callbacks.patience=-7"],
+        ["patience must be at least 0", "-7"],
+    ),
+    "pattern that matches nothing": (
+        ["--trainer.callbacks+=LoRA", "--trainer.callbacks.targets=[no_such]"],
+        ["LoRA: targets: the pattern 'no_such'"],
+    ),
+    "a number of peft's below 0": (
+        ["--trainer.callbacks+=PeftAdapter", "--trainer.callbacks.config={peft_type: LOKR, alpha: -7}"],
+        ["config.alpha must be", "-7"],
+    ),
     "unknown logger": (["--trainer.logger=CSVLgger"], ["trainer.logger", "CSVLgger", "did you mean 'CSVLogger'"]),
     "unknown optimizer": (["--optimizer", "AdamX"], ["optimizer", "'AdamX'", "did you mean 'Adam"]),
     "class of another kind": (
@@ -159,7 +177,7 @@ WRONG_YAML = {
     ),
     "misspelt in a part of an argument": (
         "model:\n  class_path: LatentDiffusion\n  init_args:\n    samples:\n      cont: 3\n",
-        ["did you mean 'count'", "bad.yaml, line 5"],
+        ["did you mean 'samples.count'", "bad.yaml, line 5"],
     ),
     "wrong type where another class could stand": (
         "model:\n  class_path: LatentDiffusion\n  init_args:\n    backbone: {channels: 4, patch_size: wide}\n",
