@@ -47,7 +47,7 @@ def average_files(
     dtypes: dict[str, torch.dtype] = {}
     checkpoint: dict[str, Any] = {}
     for path, share in zip(paths, shares):
-        chosen, state, checkpoint = dict[str, Tensor](), dict[str, Tensor](), {}  # the one before is gone when this one comes
+        chosen, state, checkpoint = dict[str, Tensor](), dict[str, Tensor](), {}  # frees the one before
         checkpoint = read_checkpoint(path)
         try:
             chosen, kind = weights_of(checkpoint, of)
