@@ -47,6 +47,7 @@ def average_files(
     dtypes: dict[str, torch.dtype] = {}
     checkpoint: dict[str, Any] = {}
     for path, share in zip(paths, shares):
+        chosen, state, checkpoint = dict[str, Tensor](), dict[str, Tensor](), {}  # frees the one before
         checkpoint = read_checkpoint(path)
         try:
             chosen, kind = weights_of(checkpoint, of)
@@ -89,7 +90,10 @@ def _add(total: dict[str, Tensor], name: str, tensor: Tensor, share: float, path
     if tensor.is_floating_point() or tensor.is_complex():
         if before is None:
             total[name] = before = torch.zeros_like(tensor, dtype=precise(tensor.dtype))
-        before.add_(tensor, alpha=share)
+        rows = max(1, 2**20 * len(tensor) // tensor.numel()) if tensor.dim() and tensor.numel() else 1
+        pieces = zip(before.split(rows), tensor.split(rows)) if tensor.dim() else [(before, tensor)]
+        for sums, piece in pieces:  # torch converts a whole tensor before it adds it to another format
+            sums.add_(piece, alpha=share)
         return
     if before is not None and tensor.numel() > 1 and not torch.equal(before, tensor):
         raise ConfigurationError(

@@ -25,6 +25,8 @@ from lit_efficient.internals.torch_shards import shards_metadata
 from lit_efficient.internals.wraps import inner_method, wrap_method
 from lit_efficient.mechanisms.ranks import gather_objects
 
+TIED = "tied"  # in meta.pt: names of weights that are other ones', which the shards hold under each name
+
 
 def weights_may_wait(module: Any, owner: type) -> bool:
     """Whether the strategy gives each process its slices of the network that ``owner.configure_model`` makes, and
@@ -111,17 +113,18 @@ def read_shards(folder: Path, optimizers: bool = True) -> dict[str, Any]:
     The states of optimizers get the numbers that their parameters have in the groups, as in a checkpoint of one file.
     """
     metadata = read_metadata(folder)
-    held: dict[str, Any] = {}
+    found = load_verified(folder / "meta.pt") if (folder / "meta.pt").exists() else {}
+    held, tied = dict[str, Any](), found.pop(TIED, {})
     for key, kind in metadata.state_dict_metadata.items():
         path = metadata.planner_data[key]
-        if path[0] != "state_dict" and not optimizers:
+        if path[-1] in tied if path[0] == "state_dict" else not optimizers:
             continue
         inner = held
         for part in path[:-1]:
             inner = inner.setdefault(part, {})
         inner[path[-1]] = _whole(folder, metadata.storage_data, key, kind)
-    found = load_verified(folder / "meta.pt") if (folder / "meta.pt").exists() else {}
-    found["state_dict"] = held.pop("state_dict", {})
+    weights = held.pop("state_dict", {})
+    found["state_dict"] = weights | {name: weights[first] for name, first in tied.items() if first in weights}
     if optimizers:
         found["optimizer_states"] = [_numbered(held[key]) for key in sorted(held)]
     return found

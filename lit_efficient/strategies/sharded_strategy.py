@@ -45,7 +45,7 @@ from lit_efficient.mechanisms.averages.weights import placed_like
 from lit_efficient.mechanisms.blocks.finding import find_blocks
 from lit_efficient.mechanisms.metering import measure
 from lit_efficient.mechanisms.ranks import check_batches
-from lit_efficient.mechanisms.shards import check_everywhere, kept_aside, states_in, write_shards
+from lit_efficient.mechanisms.shards import TIED, check_everywhere, kept_aside, states_in, write_shards
 from lit_efficient.mechanisms.tensor_parallel import Parallel, clip_by_norm, parallelize, plan_of, same_draws
 from lit_efficient.models.row_slices import ROW_AMOUNT, own_slices, share_rows
 from lit_efficient.models.weight_slices import fill_waiting
@@ -354,7 +354,9 @@ class ShardedStrategy(ShardingBase):
         if not self.in_shards or storage_options is not None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        save = super().save_checkpoint
+        save, state, firsts = super().save_checkpoint, checkpoint["state_dict"], dict[int, str]()
+        named = [item for item in self._module.named_parameters(remove_duplicate=False) if item[0] in state]
+        checkpoint[TIED] = {name: first for name, p in named if (first := firsts.setdefault(id(p), name)) != name}
         write_shards(self, Path(filepath), lambda folder: save(checkpoint, folder))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

@@ -51,8 +51,10 @@ from lit_efficient import (
 )
 from lit_efficient.errors import CheckpointError, LitEfficientError
 from lit_efficient.mechanisms.ranks import readers
+from lit_efficient.mechanisms.shards import read_checkpoint
 from lit_efficient.models.dit import DiT, DiTConfig
 from lit_efficient.models.gpt import GPT, GPTConfig
+from lit_efficient.surgery import memory_of
 from tests.contract.effects import GRAPHS
 from tests.contract.row import Row
 from tests.contract.table import CASES, network_of
@@ -437,8 +439,11 @@ def units() -> None:
     assert all(size * 2 == whole_sizes[name] for name, size in sizes.items())  # half of each
     parts = {name for name, part in run.lightning_module.named_modules() if isinstance(part, FSDPModule)}
     assert parts == {"", "net.gpt.embedding", "net.gpt.head", "net.gpt.blocks.0", "net.gpt.blocks.1"}, parts
-    _, tied, _ = fit(list, Tied, sharding={})
+    run, tied, _ = fit(list, Tied, 1, sharding={})
     assert tied.isfinite().all()
+    run.save_checkpoint("tied.ckpt", weights_only=False)
+    held = read_checkpoint("tied.ckpt")["state_dict"]  # which knows which weights are one
+    assert len({memory_of(held[name]) for name in ("net.gpt.embedding.weight", "net.gpt.head.weight")}) == 1
     # Replicas: each process holds all, and averages by all-reduce.
     run, replicated, _ = fit(list, Untied, sharding={"replicas": 2})
     torch.testing.assert_close(replicated, losses)
