@@ -68,6 +68,7 @@ def _cli(argv: Sequence[str], device: str, prepared: bool, here: bool) -> Any:
     class Check(FitParts):
         lines: list[str]
         steps: Sequence[str] = ()  # what each process reads
+        whole = True  # all techniques are applied
         devices_are_here = here
 
         def building(self) -> contextlib.AbstractContextManager[None]:
@@ -78,6 +79,7 @@ def _cli(argv: Sequence[str], device: str, prepared: bool, here: bool) -> Any:
                 try:
                     left = _fit_without_steps(self, device, prepared)
                 except _TooLarge as end:
+                    self.whole = False
                     left = [f"the rest of the techniques, and the optimizer, which need the weights ({end})"]
                 except RuntimeError as error:  # as the processes are not there
                     if isinstance(error, LitEfficientError) or not is_parallel(self.trainer.strategy):
@@ -206,15 +208,16 @@ def _give_memory(module: Any) -> None:
 def _lines(cli: Any, device: str, prepared: bool, left: list[str]) -> list[str]:
     from lit_efficient.application import reports_of
     from lit_efficient.declaration import techniques_of
+    from lit_efficient.models.weight_slices import weights_wait
 
     module, techniques = cli.model, techniques_of(cli.trainer)
-    trains = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    count = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    trains = f"{count:,} train, " if cli.whole else ""
     number = sum(p.numel() for p in module.parameters())
-    lines = [
-        f"model: {type(module).__name__}, {number:,} parameters, {trains:,} train, {_bytes(module) / 2**20:,.1f} MiB"
-    ]
+    lines = [f"model: {type(module).__name__}, {number:,} parameters, {trains}{_bytes(module) / 2**20:,.1f} MiB"]
     reports = reports_of(module, techniques)
     lines += ["techniques:", *(f"  {name}: {report.summary}" for name, report in reports.items())] if reports else []
-    lines.append(f"built on the {'meta device' if device == 'meta' else 'CPU'}{', with its data' if prepared else ''}")
+    place = "meta device" if device == "meta" or weights_wait(module) else "CPU"
+    lines.append(f"built on the {place}{', with its data' if prepared else ''}")
     lines += [f"processes: {step}" for step in cli.steps]
     return [*lines, "not checked:", *(f"  {one}" for one in left), "The config is fine as far as that goes."]
