@@ -64,6 +64,8 @@ RIGHT: dict[str, str] = {
     r"latent_alignment:.*\.weight:zero": "the distance is measured, and adds nothing",
     r"\.default_root_dir:word": "a folder, which is made",
     r"(full_finetune.*\.decay|margin|\.epsilon|neftune.*\.alpha):zero": "an average of one step, no margin, no noise",
+    r"warmup_stable_decay:.*\.(warmup|decay):zero": "no rise, no fall",
+    r"token_weighted_accumulation:.*\.count:word": "a part of the batch, of which the data knows",
     r"\.patience:zero": "the first validation that is no better ends the run",
     r"scale/.*\.num_nodes:(negative|zero)": "`check --devices` gives it",
     r"\.config_fields\.sample_size:\w+": "diffusers has it for pipelines alone; nothing is computed with it",
@@ -348,7 +350,7 @@ def _tried_key(case: str, folder: Path, ask: Any) -> str:
         return f"accepted: {key}: {_at(tree, path)!r}" if kind not in ("typo", "twice", "init_arg") else "accepted"
     if kind == "huge" and code == 3 and "out of memory" in error(text):  # which it is
         return refusal(2, text)
-    wanted = [str(path[-2]) if FREE.search(case) and kind in ("type", "null") else key]
+    wanted = [str(path[-2]) if FREE.search(case) and kind in ("type", "null", "word") else key]
     if kind in ("typo", "init_arg"):
         misspelt = "init_arg" if kind == "init_arg" else _misspelt(key)
         near = re.search(rf"(did you mean '([\w.]+\.)?|near ones: ){re.escape(key)}\b", text)

@@ -81,8 +81,9 @@ def _cli(argv: Sequence[str], device: str, prepared: bool, here: bool) -> Any:
                 except _TooLarge as end:
                     self.whole = False
                     left = [f"the rest of the techniques, and the optimizer, which need the weights ({end})"]
-                except RuntimeError as error:  # as the processes are not there
-                    if isinstance(error, LitEfficientError) or not is_parallel(self.trainer.strategy):
+                except RuntimeError as error:
+                    lacks = "process" in str(error) and not isinstance(error, LitEfficientError)  # those not there
+                    if not lacks or not is_parallel(self.trainer.strategy):
                         raise
                     left = [f"what needs all processes: {error}"]
                 self.lines = _lines(self, device, prepared, left)

@@ -254,6 +254,8 @@ def _check_fields(fields: dict[str, Any]) -> None:
     _check_names(kind, values)
     given = getattr(CONFIG_MAPPING[kind], "__dataclass_fields__", {})
     check_values(_OWNER, values, {name: getattr(one, "default", None) for name, one in given.items()})
+    for name in (name for name in values if name.endswith(("_size", "_heads")) and values[name] == 0):
+        raise refusal(_OWNER, f"config_fields.{name}", "a number of at least 1", 0)
 
 
 def _check_names(kind: str, values: Iterable[str]) -> None:

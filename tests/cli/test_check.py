@@ -313,6 +313,26 @@ def test_what_many_devices_would_refuse_is_refused_without_them(arguments, said,
     assert said in capsys.readouterr().err
 
 
+class Meshed(ToyModel):
+    """Asks for what only many processes have."""
+
+    def configure_model(self) -> None:
+        self._build(self.device_mesh.size())
+
+
+class Unread(ToyModel):
+    def configure_model(self) -> None:
+        raise RuntimeError("unable to mmap 8 bytes")
+
+
+def test_only_what_lacks_the_processes_is_left_out(capsys):
+    many = [*MANY, "--trainer.strategy=ModelParallelStrategy"]
+    assert check(*many, "--model", f"{HERE}.Meshed") == 0
+    assert "what needs all processes: " in capsys.readouterr().out
+    with pytest.raises(RuntimeError, match="unable to mmap"):
+        check(*MANY, "--trainer.strategy=ShardedStrategy", "--model", f"{HERE}.Unread")
+
+
 def test_what_works_on_many_devices_is_said_to(capsys):
     assert check(*MANY, "--with_data", f"--data={HERE}.Streamed", "--data.split=true") == 0
     assert check(*MANY, "--with_data", "--data.rows=72", "--trainer.accumulate_grad_batches=2") == 0

@@ -220,6 +220,7 @@ def test_large_weights_are_named_and_verified(tmp_path, monkeypatch):
         ({"config_fields": {}}, "name_or_path must be .* has no model_type"),
         ({"config_fields": {"model_type": "clap2"}}, "config_fields.model_type must be .* did you mean 'clap', got"),
         ({"config_fields": {**CLIP, "hiden_size": 3}}, "'hiden_size', which is no field .* near ones: hidden_size"),
+        ({"config_fields": {**CLIP, "hidden_size": 0}}, "config_fields.hidden_size must be a number of at least 1"),
         ({"name_or_path": "./nothing"}, "no configuration that can be read|cannot be read"),
         ({"config_fields": CLIP, "max_length": 17}, "max_length must be at most 16, the positions of CLIPTextModel"),
         (
