@@ -436,7 +436,7 @@ def test_bad_configs_are_refused_before_anything_starts(tmp_path: Path) -> None:
         PeftAdapter(LOKR, train="default")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"train must be among a, got 'b'"):
         PeftAdapter({"a": LOKR, "b": LOKR}, active=["a"], train=["b"])
-    with pytest.raises(ConfigurationError, match=r"Target modules.*nowhere.*not found"):
+    with pytest.raises(ConfigurationError, match=r"target_modules.*nowhere.*not found"):
         apply(Toy(), [PeftAdapter({"peft_type": "LOKR", "target_modules": ["nowhere"]})])
     with pytest.raises(ConfigurationError, match=r"change the frozen weight .* itself"):
         apply(Toy(), [PeftAdapter(LORA | {"init_lora_weights": "pissa"})])

@@ -92,15 +92,21 @@ class Loading(Tiny):
         return super().train_dataloader()
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
-def test_a_signal_while_data_are_loaded_is_not_swallowed(tmp_path, name):
+def load(folder, name):
     module, before = Loading(), signal.getsignal(signal.Signals[name])
     module.number = signal.Signals[name]
-    with pytest.raises(SystemExit) as exit_:
-        trainer([SignalCheckpoint(dirpath=tmp_path)], num_sanity_val_steps=0).fit(module)
-    assert exit_.value.code == 128 + module.number
-    assert signal.getsignal(module.number) == before
-    assert list(tmp_path.iterdir()) == []
+    try:
+        trainer([SignalCheckpoint(dirpath=folder / "saved")], num_sanity_val_steps=0).fit(module)
+    finally:
+        print("handlers restored", signal.getsignal(module.number) == before)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_a_signal_while_data_are_loaded_is_not_swallowed(tmp_path, name):
+    """In a process of its own: Lightning leaves torch's loaders changed where something ends it in there."""
+    assert processes.run(load, tmp_path, name, log=tmp_path / "log") == NUMBERS[name]
+    assert "handlers restored True" in (tmp_path / "log").read_text()
+    assert not (tmp_path / "saved").exists()
 
 
 def test_a_second_interrupt_exits_at_once(tmp_path):

@@ -374,7 +374,7 @@ def test_any_vision_model_is_the_judge(tmp_path, folder):
     ("make", "wrong", "message"),
     [
         (ImageView, {"resolution": 100}, "ImageData: view.resolution must be a multiple of 8, got 100"),
-        (ImageView, {"resolution": 0}, "view.resolution must be a whole number of at least 8, got 0"),
+        (ImageView, {"resolution": 0}, "view.resolution must be a whole number of at least 8 and at most 65536, got 0"),
         (ImageView, {"crop": "top"}, "view.crop must be one of center, random, got 'top'"),
         (ImageView, {"channels": "cmyk"}, "view.channels must be one of rgb, grey, got 'cmyk'"),
         (ImageView, {"resample": "nearest"}, "view.resample must be one of lanczos, bicubic, got 'nearest'"),
