@@ -27,6 +27,12 @@ LEFT_OUT = {"diffusion/imagenet_int8", "diffusion/photos_all", "diffusion/photos
 LEFT_OUT |= {"diffusion/images_autoencoder", "llm/llama_3_1_8b_qlora", "llm/distillation", "llm/dpo"}
 LEFT_OUT |= {"llm/full_finetune", "llm/lora", "llm/dora", "llm/qlora"}  # they start from an export of llm/pretrain
 LEFT_OUT |= {"loggers/tensorboard", "loggers/wandb"}  # rows are compared as CSV here; see resume-loggers
+# What needs a GPU, several processes, DeepSpeed, a teacher from the network, or a config of the reader's own.
+LEFT_OUT |= {f"techniques/{name}" for name in ("activation_offload", "block_swap", "offload_optimizer", "empty_cache")}
+LEFT_OUT |= {f"techniques/{name}" for name in ("float8_precision", "latent_alignment", "hidden_alignment")}
+LEFT_OUT |= {f"techniques/{name}" for name in ("fast_matmul", "exact_resume", "feature_matching")}
+LEFT_OUT |= {f"scale/{path.stem}" for path in (CONFIGS / "scale").glob("zero_*.yaml")} | {"scale/long_rows"}
+SMALL = {"apollo": "rank=2", "galore": "rank=2", "low_bit_optimizer": "min_size=64"}
 
 SIZES = {
     "LanguageModeling": "model.dim=32 model.depth=2 model.num_heads=2 model.max_length=64",
@@ -63,6 +69,8 @@ def words(name: str) -> list[str]:
     sizes = [
         f"--{'model' if i == 0 else 'data'}.{size}" for i, kind in enumerate(kinds) for size in SIZES[kind].split()
     ]
+    if small := SMALL.get(name.rpartition("/")[2]):
+        sizes.append(f"--trainer.callbacks.{small}")
     samples = "SampleText" if "language_model" in given else "SampleImages"
     return ["fit", *given, *sizes, *FEW.split(), *(["--without", samples] if {*given} & {*TASKS} else [])]
 
@@ -103,6 +111,7 @@ def outcome(arguments: list[str], threads: int = 1) -> tuple[dict[str, Any], lis
     content = load(run / "last.ckpt")
     for key in [key for key in content["callbacks"] if "Checkpoint" in key]:  # paths, which have the time in them
         del content["callbacks"][key]
+    content["callbacks"].get("MaxBatchSize", {}).pop("budget_bytes", None)  # of the memory that is free just then
     table = csv.DictReader((run / "metrics.csv").read_text().splitlines())
     return content, [{key: value for key, value in row.items() if key not in TIMED} for row in table]
 
