@@ -31,8 +31,10 @@ LEFT_OUT |= {"loggers/tensorboard", "loggers/wandb"}  # rows are compared as CSV
 LEFT_OUT |= {f"techniques/{name}" for name in ("activation_offload", "block_swap", "offload_optimizer", "empty_cache")}
 LEFT_OUT |= {f"techniques/{name}" for name in ("float8_precision", "latent_alignment", "hidden_alignment")}
 LEFT_OUT |= {f"techniques/{name}" for name in ("fast_matmul", "exact_resume", "feature_matching")}
+LEFT_OUT |= {f"techniques/{name}" for name in ("no_bias_before_norm", "replace_head")}
 LEFT_OUT |= {f"scale/{path.stem}" for path in (CONFIGS / "scale").glob("zero_*.yaml")} | {"scale/long_rows"}
-SMALL = {"apollo": "rank=2", "galore": "rank=2", "low_bit_optimizer": "min_size=64"}
+LEFT_OUT |= {"techniques/neftune", "techniques/prompt_tuning"}  # beside llm/lora, as above
+SMALL = {"token_routing": "before=0", "apollo": "rank=2", "galore": "rank=2", "low_bit_optimizer": "min_size=64"}
 
 SIZES = {
     "LanguageModeling": "model.dim=32 model.depth=2 model.num_heads=2 model.max_length=64",
