@@ -125,6 +125,8 @@ def test_a_writer_that_replaces_a_file_while_it_is_mapped_mixes_nothing(tmp_path
     assert load_verified(path, mapped=True)["state_dict"]["w"].unique().tolist() == [2.0]
     assert not other.exists()
     assert load_verified(path, mapped=True)["state_dict"]["w"].unique().tolist() == [3.0]
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", None)  # nothing is mapped that nobody asked to map
+    assert load_verified(path)["state_dict"]["w"].unique().tolist() == [3.0]
 
 
 def test_without_verification_a_flipped_bit_goes_unnoticed(tmp_path):
