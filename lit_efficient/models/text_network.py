@@ -270,7 +270,7 @@ def _configuration(spec: TextEncoderConfig, tokens: CaptionTokens) -> "Pretraine
     from transformers import CONFIG_MAPPING, AutoConfig
 
     values = dict(spec.config_fields or {})
-    if (known := str(values.get("model_type"))) in CONFIG_MAPPING:
+    if spec.name_or_path is not None and (known := str(values.get("model_type"))) in CONFIG_MAPPING:
         _check_names(known, values)
     named = spec.name_or_path or spec.config_fields
     with read_by_others(f"{_OWNER}: {named} has no configuration that can be read"):

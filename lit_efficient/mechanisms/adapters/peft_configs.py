@@ -62,10 +62,8 @@ def peft_config(options: Mapping[str, Any]) -> Any:
         raise ConfigurationError(f"PeftAdapter: {kind} has no option {odd[0]!r}{near} ({', '.join(names)})")
     for one in fields(known[kind]):
         if one.name in options and type(one.default) in (int, float):  # which peft computes with, whatever it is
-            above, null = (
-                0 if "alpha" in one.name else None,
-                any(word in str(one.type) for word in ("None", "Optional")),
-            )
+            above = 0 if "alpha" in one.name else None
+            null = any(word in str(one.type) for word in ("None", "Optional"))
             check_number("PeftAdapter", f"config.{one.name}", options[one.name], above=above, null=null)
     rest = {name: value for name, value in options.items() if name not in ("peft_type", "inference_mode")}
     try:
