@@ -150,7 +150,7 @@ class Killed:
             if said := self.intact(folder, whole.result):
                 return said
             log = folder.with_name("log")
-            log.unlink()
+            log.unlink(missing_ok=True)  # killed before it has one
             process = self.start(folder, self.again)
             process.join()
             if process.exitcode:
