@@ -38,8 +38,8 @@ def largest(tensors: Iterable[Tensor]) -> float:
     for tensor in tensors:
         values = tensor.coalesce().values() if tensor.is_sparse else tensor
         if values.numel():
-            kinds.setdefault(getattr(values, "device_mesh", None), []).append(values)
-    sizes = [_largest_shard(found, mesh) for mesh, found in kinds.items()]
+            kinds.setdefault((getattr(values, "device_mesh", None), values.device), []).append(values)
+    sizes = [_largest_shard(found, mesh) for (mesh, _), found in kinds.items()]
     return math.nan if any(map(math.isnan, sizes)) else max(sizes, default=0.0)
 
 
