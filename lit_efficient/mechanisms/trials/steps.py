@@ -21,7 +21,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import distributed
 
-from lit_efficient.errors import OutOfMemoryError
+from lit_efficient.errors import OutOfMemoryError, is_out_of_memory
 from lit_efficient.internals.lightning_data import validate_on
 from lit_efficient.internals.lightning_loops import forget_restart
 from lit_efficient.internals.lightning_strategies import traits_of
@@ -33,7 +33,7 @@ from lit_efficient.internals.lightning_trainer import (
 )
 from lit_efficient.internals.wraps import unwrap_method, wrap_method
 from lit_efficient.mechanisms.rewind import Rewind, random_states
-from lit_efficient.mechanisms.trials.memory import collected, is_out_of_memory, release_frames
+from lit_efficient.mechanisms.trials.memory import collected, release_frames
 from lit_efficient.surgery import reshard
 from lit_efficient.technique import Technique
 
