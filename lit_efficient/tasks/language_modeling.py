@@ -185,8 +185,9 @@ class LanguageModeling(LightningModule):
     def configure_optimizers(self) -> Any:
         """AdamW over what trains, with `warmup_cosine` over the steps of the run."""
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        decay = {"weight_decay": self.weight_decay, "decay_norm_and_bias": False}
-        optimizer = FusedAdamW(trained, self.learning_rate, betas=(0.9, 0.95), **decay)
+        optimizer = FusedAdamW(
+            trained, self.learning_rate, (0.9, 0.95), weight_decay=self.weight_decay, decay_norm_and_bias=False
+        )
         schedule = partial(warmup_cosine, warmup=self.warmup_steps, total=self.trainer.estimated_stepping_batches)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
