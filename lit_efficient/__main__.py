@@ -17,7 +17,7 @@ import signal
 from collections.abc import Sequence
 
 from lit_efficient import __version__
-from lit_efficient.errors import EXIT_CODES, LitEfficientError, OutOfMemoryError
+from lit_efficient.errors import EXIT_CODES, LitEfficientError, OutOfMemoryError, is_out_of_memory
 
 # Files in lit_efficient/commands.
 COMMANDS = {
@@ -172,9 +172,7 @@ def _run_command(name: str, arguments: list[str]) -> int:
     except Exception as error:
         code = getattr(error, "exit_code", 2) if isinstance(error, LitEfficientError | OSError) else None
         if code is None:
-            from lit_efficient.mechanisms.trials.memory import is_out_of_memory  # torch, for these alone
-
-            code = OutOfMemoryError.exit_code if is_out_of_memory(error) else None
+            code = OutOfMemoryError.exit_code if is_out_of_memory(error) else None  # imports torch, for these alone
         if code is None or "--debug" in arguments:
             raise
         print(f"error: {error}", file=sys.stderr)

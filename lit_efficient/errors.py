@@ -56,6 +56,17 @@ class DivergedError(LitEfficientError, RuntimeError):
     exit_code = 4
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory has run out: ours, torch's on any device, or the CPU allocator's."""
+    import torch  # which the command line may not have needed
+
+    if isinstance(error, OutOfMemoryError | torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error).lower()
+    phrases = ("out of memory", "can't allocate memory", "cudnn_status_not_supported", "cublas_status_alloc_failed")
+    return isinstance(error, RuntimeError) and any(phrase in text for phrase in phrases)
+
+
 def refusal(owner: str, name: str, allowed: str, value: object) -> ConfigurationError:
     """The error of an argument that is not what it must be: ``refusal("LoRA", "rank", "at least 1", 0)``.
 

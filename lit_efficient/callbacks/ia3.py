@@ -7,20 +7,18 @@ Costs: three products with a vector a block until merged; far less capacity than
 Source: Liu et al. (2022), https://arxiv.org/abs/2205.05638
 """
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import nn
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.mechanisms.adapters.base import adapter_parameters, check, freeze_base, left_to_train, trim
+from lit_efficient.mechanisms.adapters.base import freeze_base
 from lit_efficient.mechanisms.adapters.ia3 import IA3Scaled, add_ia3
 from lit_efficient.mechanisms.adapters.low_rank import kind_of
 from lit_efficient.mechanisms.adapters.peft_vectors import ia3_placement
-from lit_efficient.mechanisms.adapters.sharded import restore_without_base
+from lit_efficient.mechanisms.adapters.technique import AdapterTechnique
 from lit_efficient.surgery import call_layers, count, match_modules
-from lit_efficient.technique import Technique
 
 # Ends of names: Llama, Mistral, Qwen and Gemma; GPT-2; this package's GPT. Queries are never scaled.
 _FAMILIES = (
@@ -30,7 +28,7 @@ _FAMILIES = (
 )
 
 
-class IA3(Technique):
+class IA3(AdapterTechnique):
     """Freeze the network and train factors on keys, values and feed-forward layers.
 
     Args:
@@ -45,8 +43,6 @@ class IA3(Technique):
     """
 
     phase = Phase.ADAPT
-    refuses_early = True
-    alters = ("weights",)
     keeps = "ia3"
     needs_numbers = False
     conflicts: ClassVar[dict[str, str]] = {
@@ -66,10 +62,6 @@ class IA3(Technique):
         self.targets = targets
         self.feedforward = feedforward
         self.save_base = save_base
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        restore_without_base(trainer.strategy)
 
     def transform(self, module: nn.Module) -> Report:
         outputs, inputs = self._patterns(module)
@@ -113,24 +105,13 @@ class IA3(Technique):
             f"targets=[...] and its projections down in feedforward=[...], among: {', '.join(names[:8])}"
         )
 
-    def trains(self, module: nn.Module) -> list[nn.Parameter]:
-        return left_to_train(module)
-
-    def adapters(self, module: nn.Module) -> list[nn.Parameter]:
-        return adapter_parameters(module)
-
     @classmethod
-    def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:
-        trim(module, checkpoint)
-        checkpoint["lit_efficient"][cls.keeps] = ia3_placement(module)
+    def placement(cls, module: nn.Module) -> dict[str, Any]:
+        return ia3_placement(module)
 
     @classmethod
     def is_in(cls, module: nn.Module) -> bool:
         return any(isinstance(part, IA3Scaled) for part in module.modules())
-
-    @classmethod
-    def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-        check(module, checkpoint)
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -24,7 +24,7 @@ from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.internals.torch_foreach import foreach_add_, foreach_copy_, foreach_mul_
 from lit_efficient.internals.torch_optimizers import HOOKS
-from lit_efficient.mechanisms.adapters.base import adapter_parameters, check, freeze_base, is_added, left_to_train, trim
+from lit_efficient.mechanisms.adapters.base import freeze_base, is_added
 from lit_efficient.mechanisms.adapters.capacity import capacity_line, learned_tokens
 from lit_efficient.mechanisms.adapters.experts import LowRankExperts, add_experts
 from lit_efficient.mechanisms.adapters.int4 import Int4Linear
@@ -33,7 +33,6 @@ from lit_efficient.mechanisms.adapters.peft_folder import read_adapter, start_ad
 from lit_efficient.mechanisms.adapters.peft_format import placement
 from lit_efficient.mechanisms.adapters.quantized import elements, is_bitsandbytes, quantization_of
 from lit_efficient.mechanisms.adapters.several import active_mix, check_fields, mix_adapters, rest_beside
-from lit_efficient.mechanisms.adapters.sharded import restore_without_base
 from lit_efficient.mechanisms.adapters.targets import (
     ALL_LINEAR,
     WITH_EXPERTS,
@@ -41,13 +40,13 @@ from lit_efficient.mechanisms.adapters.targets import (
     find_targets,
     other_targets,
 )
+from lit_efficient.mechanisms.adapters.technique import AdapterTechnique
 from lit_efficient.mechanisms.ranks import readers
 from lit_efficient.models.weight_slices import weights_wait
 from lit_efficient.surgery import call_layers, count, expert_stacks, local, match_modules
-from lit_efficient.technique import Technique
 
 
-class LoRA(Technique):
+class LoRA(AdapterTechnique):
     """Freeze the network and train low-rank adapters beside its layers, under names that leave the base's as they are.
 
     Works on ``nn.Linear``, transformers' ``Conv1D``, ``nn.Conv2d`` without groups, ``nn.Embedding`` and bitsandbytes'
@@ -81,8 +80,6 @@ class LoRA(Technique):
     """
 
     phase = Phase.ADAPT
-    refuses_early = True
-    alters = ("weights",)
     keeps = "adapters"
     needs_numbers = False
     conflicts: ClassVar[dict[str, str]] = {
@@ -154,10 +151,6 @@ class LoRA(Technique):
         own = {name: value for name, value in super().arguments().items() if name != "start_from"}
         return own | ({"beside": self._beside} if self.beside else {})
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        restore_without_base(trainer.strategy)
-
     def transform(self, module: nn.Module) -> Report:
         saved = match_modules(module, self.modules_to_save, who="LoRA: modules_to_save") if self.modules_to_save else []
         whole = {id(part) for _, root in saved for part in root.modules()}
@@ -224,19 +217,14 @@ class LoRA(Technique):
         if tokens and held:
             rank_zero_info(f"LoRA: {capacity_line(tokens * batches * readers(trainer), held, self.rank)}")
 
-    def trains(self, module: nn.Module) -> list[nn.Parameter]:
-        """The factors, ``modules_to_save`` and biases."""
-        return left_to_train(module)
-
-    def adapters(self, module: nn.Module) -> list[nn.Parameter]:
-        return adapter_parameters(module)
+    @classmethod
+    def placement(cls, module: nn.Module) -> dict[str, Any]:
+        mix = active_mix(module)
+        return placement(module) | ({} if mix is None else {"mix": mix})
 
     @classmethod
     def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:
-        trim(module, checkpoint)
-        checkpoint["lit_efficient"][cls.keeps] = placement(module)
-        if (mix := active_mix(module)) is not None:
-            checkpoint["lit_efficient"][cls.keeps]["mix"] = mix
+        super().trim_checkpoint(module, checkpoint)
         checkpoint["lit_efficient"]["quantized"] = quantization_of(module)
 
     @classmethod
@@ -246,7 +234,7 @@ class LoRA(Technique):
     @classmethod
     def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
         """Compare the base with the one that the adapters were trained beside, and mix as when it was saved."""
-        check(module, checkpoint)
+        super().check_checkpoint(module, checkpoint)
         mix = (checkpoint.get("lit_efficient", {}).get(cls.keeps) or {}).get("mix")
         if mix is not None and cls.is_in(module):
             mix_adapters(module, mix)

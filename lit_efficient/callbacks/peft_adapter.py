@@ -18,24 +18,23 @@ from torch import nn
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_installed, check_number, refusal
-from lit_efficient.mechanisms.adapters.base import adapter_parameters, check, freeze_base, left_to_train, trim
+from lit_efficient.mechanisms.adapters.base import freeze_base
 from lit_efficient.mechanisms.adapters.peft_configs import config_options, peft_config
 from lit_efficient.mechanisms.adapters.peft_layers import PeftLayer, networks, outermost
 from lit_efficient.mechanisms.adapters.peft_methods import check_forward, inject, network_of, switch_adapters
 from lit_efficient.mechanisms.adapters.peft_saved import peft_placement, read_peft_folder, start_from
 from lit_efficient.mechanisms.adapters.quantized import elements, is_bitsandbytes
-from lit_efficient.mechanisms.adapters.sharded import restore_without_base
+from lit_efficient.mechanisms.adapters.technique import AdapterTechnique
 from lit_efficient.models.causal_lm import Primitive
 from lit_efficient.models.config_fields import meant
 from lit_efficient.surgery import call_layers, count
-from lit_efficient.technique import Technique
 
 _FIELDS = "fields of a peft configuration with peft_type, or its object"
 
 Field = Primitive | list[Primitive] | dict[str, Primitive | list[Primitive]]
 
 
-class PeftAdapter(Technique):
+class PeftAdapter(AdapterTechnique):
     """Freeze the network and train adapters of any method that peft can put into it, or go on with those it has saved.
 
     Methods that need peft's own model around the network (prompts, state that layers share) are refused by name.
@@ -58,8 +57,6 @@ class PeftAdapter(Technique):
     """
 
     phase = Phase.ADAPT
-    refuses_early = True
-    alters = ("weights",)
     keeps = "peft"
     conflicts: ClassVar[dict[str, str]] = {
         "LoRA": "each freezes all but its own parameters; keep one of them (several of peft's go into one config)",
@@ -124,10 +121,6 @@ class PeftAdapter(Technique):
         peft_config(options)
         return options | {"peft_type": str(options["peft_type"]).upper()}
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        restore_without_base(trainer.strategy)
-
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_fit_start(trainer, pl_module)
         if trainer.precision in ("bf16-true", "16-true"):
@@ -182,20 +175,13 @@ class PeftAdapter(Technique):
             details={"trainable_share": count(trained) / max(1, total), "adapter_bytes": size},
         )
 
-    def trains(self, module: nn.Module) -> list[nn.Parameter]:
-        return left_to_train(module)
-
-    def adapters(self, module: nn.Module) -> list[nn.Parameter]:
-        return adapter_parameters(module)
-
     def arguments(self) -> dict[str, Any]:
         """With what the folders said in the place of their names: a checkpoint holds what they gave."""
         return super().arguments() | {"config": self.config}
 
     @classmethod
-    def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:
-        trim(module, checkpoint)
-        checkpoint["lit_efficient"][cls.keeps] = peft_placement(module)
+    def placement(cls, module: nn.Module) -> dict[str, Any]:
+        return peft_placement(module)
 
     @classmethod
     def is_in(cls, module: nn.Module) -> bool:
@@ -204,7 +190,7 @@ class PeftAdapter(Technique):
     @classmethod
     def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
         """Compare the base with the one that the adapters were trained beside, and switch as when it was saved."""
-        check(module, checkpoint)
+        super().check_checkpoint(module, checkpoint)
         switched = checkpoint.get("lit_efficient", {}).get(cls.keeps, {}).get("active")
         if switched is not None and cls.is_in(module):
             switch_adapters(module, switched)

@@ -123,8 +123,8 @@ class PromptTuning(VirtualTokens):
             rank_zero_info(f"PromptTuning: the virtual tokens come nearest to {words}")
 
     @classmethod
-    def placement(cls, decoder: Any) -> dict[str, Any]:
-        place = super().placement(decoder) | {"prompt": True}
+    def described(cls, decoder: Any) -> dict[str, Any]:
+        place = super().described(decoder) | {"prompt": True}
         if not isinstance(decoder, GPT):
             text = decoder.config.get_text_config()
             place |= {"layers": text.num_hidden_layers, "heads": text.num_attention_heads}

@@ -20,6 +20,7 @@ from lit_efficient.application import own_training_step
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number
 from lit_efficient.internals.lightning_strategies import traits_of
+from lit_efficient.internals.wraps import does_nothing
 from lit_efficient.losses.selection import choose, selection_odds, share_of
 from lit_efficient.mechanisms.moving import rebuilt, tensors_in
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
@@ -165,17 +166,13 @@ def _unlogged(module: Any) -> Iterator[None]:
     """Let ``log`` and ``log_dict`` do nothing."""
     names = ("log", "log_dict")
     before = {name: module.__dict__[name] for name in names if name in module.__dict__}
-    module.__dict__.update(dict.fromkeys(names, _nothing))
+    module.__dict__.update(dict.fromkeys(names, does_nothing))
     try:
         yield
     finally:
         for name in names:
             module.__dict__.pop(name, None)
         module.__dict__.update(before)
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
 
 
 def _differs(batch: Any, chosen: Any) -> bool:

@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 import lit_efficient
 from lit_efficient.catalog import helping, read_cards
 from lit_efficient.declaration import Declaration, Phase, check_conflicts, overrides, parts_of
-from lit_efficient.errors import LitEfficientError
-from lit_efficient.mechanisms.trials.memory import is_out_of_memory
+from lit_efficient.errors import LitEfficientError, is_out_of_memory
 
 _MOST = 6
 

@@ -20,12 +20,18 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lit_efficient import PUBLIC
 from lit_efficient.cli.parsing import ALLOWED_IMPORTS
-from lit_efficient.errors import ConfigurationError, LitEfficientError, OutOfMemoryError, did_you_mean, install_line
+from lit_efficient.errors import (
+    ConfigurationError,
+    LitEfficientError,
+    OutOfMemoryError,
+    did_you_mean,
+    install_line,
+    is_out_of_memory,
+)
 from lit_efficient.files import configs
 from lit_efficient.files.moved import moved_path
 from lit_efficient.internals.torch_loaders import broke_off
 from lit_efficient.mechanisms.rank_line import ENDED
-from lit_efficient.mechanisms.trials.memory import is_out_of_memory
 
 MAX_LINES = 10
 _FEWER = "where it is killed, memory may have run out: set fewer num_workers"

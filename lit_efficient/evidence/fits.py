@@ -249,6 +249,18 @@ def _described(part: Any, depth: int = 4) -> str:
     return f"{type(part).__qualname__}{found}"
 
 
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings, by their names in a config, as the mappings that it has for them."""
+    tree: dict[str, Any] = {}
+    for name, value in settings.items():
+        *parents, last = name.split(".")
+        leaf = tree
+        for parent in parents:
+            leaf = leaf.setdefault(parent, {})
+        leaf[last] = value
+    return tree
+
+
 def give_arguments(trainer: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Make techniques anew with those settings that name one (``LoRA.rank``), and return the others.
 

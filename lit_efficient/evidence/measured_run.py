@@ -67,11 +67,12 @@ def measured(
     check_number("measured", "validations", validations, least=0, whole=True)
     change = replace(change, seed=seed)
     asked = _Asked(steps, seed, validations, counts, elsewhere, cpu_time)
-    try:
-        record = own_process(_measure, source, change, asked, heard=heard, log=log, most_seconds=most_seconds)
-    except TaskFailed as error:
-        return Measured(change.name, seed, failed=error.reason, refused=error.refused, late=error.late)
-    return Measured.of(record)
+    with tempfile.TemporaryDirectory(prefix="measured-", ignore_cleanup_errors=True) as folder:  # outlives a killed one
+        try:
+            task = (_measure, source, change, asked, Path(folder))
+            return Measured.of(own_process(*task, heard=heard, log=log, most_seconds=most_seconds))
+        except TaskFailed as error:
+            return Measured(change.name, seed, failed=error.reason, refused=error.refused, late=error.late)
 
 
 @dataclass
@@ -84,10 +85,11 @@ class _Asked:
     cpu_time: bool = False
 
 
-def _measure(source: FitSource, change: Change, asked: _Asked, tell: Callable[[int], None]) -> dict[str, Any]:
+def _measure(
+    source: FitSource, change: Change, asked: _Asked, folder: Path, tell: Callable[[int], None]
+) -> dict[str, Any]:
     found = Measured(change.name, asked.seed)
-    with tempfile.TemporaryDirectory(prefix="measured-", ignore_cleanup_errors=True) as folder:
-        _train(source, change, asked, found, Path(folder), tell)
+    _train(source, change, asked, found, folder, tell)
     return asdict(found)
 
 

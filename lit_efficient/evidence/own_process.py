@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from lit_efficient.errors import LitEfficientError
-from lit_efficient.mechanisms.trials.memory import is_out_of_memory
+from lit_efficient.errors import LitEfficientError, is_out_of_memory
 
 
 class TaskFailed(Exception):

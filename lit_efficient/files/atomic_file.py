@@ -26,7 +26,7 @@ def replacing(target: Path) -> Iterator[IO[bytes]]:
 
     Missing folders are made. If it cannot be written, the target is as it was, and nothing is left behind.
     """
-    with _new_beside(target) as temporary, _naming(target):
+    with _new_beside(target) as temporary:
         with open(temporary, "xb") as file:
             yield file
             file.flush()
@@ -55,7 +55,7 @@ def write_folder(target: Path, write: Callable[[Path], object], sums: bool = Tru
 
     ``sums`` writes SHA256SUMS beside that, for :func:`~lit_efficient.files.sums.check_sums`.
     """
-    with _new_beside(target) as temporary, _naming(target):
+    with _new_beside(target) as temporary:
         temporary.mkdir()
         write(temporary)
         if sums:
@@ -132,21 +132,16 @@ def remove_whole(target: Path) -> None:
 
 @contextlib.contextmanager
 def _new_beside(target: Path) -> Iterator[Path]:
-    """A hidden name beside a target, in a folder that is there and has nothing of killed processes in it."""
+    """A hidden name beside a target, in a folder that is there and has nothing of killed processes in it.
+
+    Errors of the system that name no file, as those of a write, name the target. So do those that a library in Rust
+    (safetensors, tokenizers) has in words alone: ``... (os error 28)``.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(target.parent)
-    with hidden_beside(target) as hidden:
-        yield hidden
-
-
-@contextlib.contextmanager
-def _naming(target: Path) -> Iterator[None]:
-    """Errors of the system that name no file, as those of a write, name the target.
-
-    So do those that a library in Rust (safetensors, tokenizers) has in words alone: ``... (os error 28)``.
-    """
     try:
-        yield
+        with hidden_beside(target) as hidden:
+            yield hidden
     except OSError as error:
         if error.errno:
             error.filename = error.filename or str(target)

@@ -14,6 +14,10 @@ _WRAPS = "_lit_efficient_wraps"  # of an object: name of a method -> the functio
 _ABSENT = "absent"  # nothing but the class's method: a string, so that it survives a deep copy
 
 
+def does_nothing(*_: Any, **__: Any) -> None:
+    """What takes the place of a method that is not to act."""
+
+
 def wrap_method(target: Any, name: str, function: Callable[..., Any]) -> None:
     """Let ``target.name(...)`` be ``function(target, ...)``, which may call :func:`inner_method`; once for a function.
 

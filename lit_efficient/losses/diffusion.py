@@ -137,12 +137,6 @@ def convert(
     return target(x0, eps, t, process, wanted)
 
 
-def preconditioning(sigma: Tensor, sigma_data: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """EDM's c_skip, c_out, c_in and c_noise at noise levels ``sigma`` above 0 (any shape); the same shape each."""
-    norm = sigma.square() + sigma_data**2
-    return sigma_data**2 / norm, sigma * sigma_data * norm.rsqrt(), norm.rsqrt(), sigma.log() / 4.0
-
-
 def check_prediction(owner: str, prediction: Prediction, process: DiffusionProcess) -> None:
     """Raise ConfigurationError for a target that the process cannot be trained with or sampled from."""
     check_choice(owner, "prediction", prediction, get_args(Prediction))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lit_efficient.errors import ConfigurationError, LitEfficientError, did_you_mean, refusal
+from lit_efficient.errors import ConfigurationError, LitEfficientError, did_you_mean, is_out_of_memory, refusal
 
 _MOST = 2**32
 
@@ -25,13 +25,11 @@ def read_by_others(said: str, fields: Mapping[str, Any] | None = None) -> Iterat
     """
     try:
         yield
-    except (LitEfficientError, MemoryError, torch.OutOfMemoryError):
-        raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        weightless = torch.get_default_device().type == "meta"
-        if isinstance(error, RuntimeError) and (weightless or "allocate memory" in reason):
+        weightless = isinstance(error, RuntimeError) and torch.get_default_device().type == "meta"
+        if weightless or isinstance(error, LitEfficientError) or is_out_of_memory(error):
             raise
+        reason = " ".join(str(error).split())[:300]
         plain = reason if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {reason}"
         raise ConfigurationError(f"{said}: {plain}{unusual(fields or {})}") from error
 

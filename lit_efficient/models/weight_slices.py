@@ -1,6 +1,6 @@
 """Weights for a network larger than a host: each process reads from safetensors what it holds, and nothing else.
 
-    build on the meta device -> change -> shard -> to_empty -> load_slices(network, folder)
+    built_empty(make) -> change -> shard -> fill_waiting(network, device)
 
 Files are mapped, in one piece or in the several that an index of Hugging Face lists; of a shard only its own bytes are
 read. A layer that makes something else of a weight, codes or experts, is given it whole, and keeps its slices of that.
@@ -48,36 +48,6 @@ class Waiting:
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
 
 
-def load_slices(
-    module: nn.Module, path: str | os.PathLike[str], names: Mapping[str, str] | None = None, strict: bool = True
-) -> list[str]:
-    """Give a module the weights of a folder, in place: to each process its own slices of what is sharded.
-
-    Args:
-        module: A network with memory for its weights (after ``to_empty``), sharded by DTensors or not.
-        path: A safetensors file; or a folder with one, or with several and an index of Hugging Face. Where hashes lie
-            beside the files, the first process compares them.
-        names: What tensors are called in the files that have another name in ``module.state_dict()``.
-        strict: Refuse a tensor of the module that the files lack, unless it is tied to one that they have.
-
-    Returns:
-        The names in the module of what the files lack.
-
-    Raises:
-        CheckpointError: If a file is missing or damaged, or a tensor is missing or of another shape.
-        ConfigurationError: If a tensor is on the meta device, holds codes in the place of numbers, or is sharded such
-            that no process has a slice of it.
-    """
-    found = _Reading(module, path, names or {}, {})
-    missing = found.missing()
-    if missing and strict:
-        raise CheckpointError(
-            f"{os.fspath(path)} lacks {len(missing)} tensors of {type(module).__name__}, first {missing[0]!r}; it has "
-            f"{len(found.places)}, first {min(found.places, default='')!r}"
-        )
-    return missing
-
-
 def built_empty(make: Callable[[], nn.Module]) -> nn.Module:
     """The network that ``make`` gives, whose weights are drawn, but for small ones when all of it is sharded.
 
@@ -110,7 +80,9 @@ def fill_waiting(root: nn.Module, device: torch.device, noted: Noted | None = No
         How many there were.
 
     Raises:
-        CheckpointError, ConfigurationError: As of :func:`load_slices`.
+        CheckpointError: If a file is missing or damaged, or a tensor is missing or of another shape.
+        ConfigurationError: If a tensor holds codes in the place of numbers, or is sharded such that no process has a
+            slice of it.
     """
     waiting = [(name, network) for name, network in root.named_modules() if WAITS in network.__dict__]
     empty = [_on_meta(network) for _, network in waiting]
@@ -118,7 +90,7 @@ def fill_waiting(root: nn.Module, device: torch.device, noted: Noted | None = No
         give_memory(root, device)
     for (prefix, network), names in zip(waiting, empty):
         note: Waiting = network.__dict__.pop(WAITS)
-        found = _Reading(network, note.source, {}, note.dtypes, names, noted, f"{prefix}." if prefix else "")
+        found = _Reading(network, note.source, note.dtypes, names, noted, f"{prefix}." if prefix else "")
         if missing := found.missing():
             raise CheckpointError(f"{note.source} lacks {len(missing)} tensors, first {missing[0]!r}")
     return len(waiting)
@@ -130,18 +102,17 @@ def _on_meta(network: nn.Module) -> set[str]:
 
 
 class _Reading:
-    """One pass over a network, which reads what is ``wanted`` of it (``None``: all)."""
+    """One pass over a network, which reads what is ``wanted`` of it."""
 
     @torch.no_grad()
     def __init__(
         self,
         network: nn.Module,
         source: str | os.PathLike[str] | DeferredDraws,
-        names: Mapping[str, str],
         dtypes: Mapping[str, torch.dtype],
-        wanted: Collection[str] | None = None,
-        noted: Noted | None = None,
-        prefix: str = "",
+        wanted: Collection[str],
+        noted: Noted | None,
+        prefix: str,
     ) -> None:
         self.places: Mapping[str, Any]
         self.opened: dict[Any, Any] = {}
@@ -151,11 +122,11 @@ class _Reading:
             if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
                 check_sums(source)
             self.places = stored_places(Path(source))
-        self.names, self.dtypes, self.noted, self.prefix = names, dtypes, noted, prefix
+        self.dtypes, self.noted, self.prefix = dtypes, noted, prefix
         self.loaded, self.lacking = set[int](), dict[str, int]()
         for layer, part in network.named_modules(remove_duplicate=False):
             own = {name: f"{layer}.{name}" if layer else name for name in saved_names(part)}
-            own = {name: full for name, full in own.items() if wanted is None or full in wanted}
+            own = {name: full for name, full in own.items() if full in wanted}
             if own and (isinstance(part, Loads) or (isinstance(part, FollowsWeight) and part.made_of_weight)):
                 self._through(part, layer, own)
                 give_back()  # of codes and their making 20 MiB a block of a 1B network were kept
@@ -168,39 +139,36 @@ class _Reading:
         return [name for name, tensor in self.lacking.items() if tensor not in self.loaded]
 
     def _file(self, name: str) -> Any:
-        """The file of a tensor, and its name there; ``None`` where it is in none."""
-        key = self.names.get(name, name)
-        if key not in self.places:
+        """The file of a tensor; ``None`` where it is in none."""
+        if name not in self.places:
             return None
-        place = self.places[key]
+        place = self.places[name]
         self.opened[place] = self.opened.get(place) or map_tensors(place)
-        return self.opened[place], key
+        return self.opened[place]
 
     def _slice(self, tensor: Any, name: str) -> None:
         if id(tensor) in self.loaded:
             return
-        found = self._file(name)
-        if found is None:
+        file = self._file(name)
+        if file is None:
             self.lacking[name] = id(tensor)
             return
-        file, key = found
-        part = _own_part(file.get_slice(key), tensor, name, self.places[key])
+        part = _own_part(file.get_slice(name), tensor, name, self.places[name])
         if not part:
-            tensor.copy_(file.get_tensor(key))
+            tensor.copy_(file.get_tensor(name))
         elif all(each.start < each.stop for each in part):
-            local(tensor).copy_(file.get_slice(key)[part])
+            local(tensor).copy_(file.get_slice(name)[part])
         self.loaded.add(id(tensor))
         if self.noted is not None:
-            self.noted(self.prefix + name, file.get_tensor(key), tensor.dtype)
+            self.noted(self.prefix + name, file.get_tensor(name), tensor.dtype)
 
     def _through(self, part: Any, layer: str, own: Mapping[str, str]) -> None:
         """What a layer makes of its weights, of which each process keeps its slices."""
         before = f"{layer}." if layer else ""
         state: dict[str, Any] = {}
         for full in own.values():
-            if (found := self._file(full)) is not None:
-                file, key = found
-                whole = file.get_tensor(key)
+            if (file := self._file(full)) is not None:
+                whole = file.get_tensor(full)
                 state[full] = whole.to(self.dtypes.get(full, whole.dtype))
         twin = whole_twin(part, own)
         if isinstance(part, Loads):
@@ -276,10 +244,8 @@ def stored_places(path: Path) -> dict[str, Path]:
 
 def _own_part(stored: Any, tensor: Any, name: str, file: Path) -> tuple[slice, ...]:
     """What this process holds of a tensor; nothing of a single number, which has no parts."""
-    if tensor.device.type == "meta":
-        raise ConfigurationError(f"load_slices: {name!r} is on the meta device: call to_empty(device=...) first")
     if tensor.is_floating_point() is not str(stored.get_dtype()).lstrip("B").startswith("F"):
-        raise ConfigurationError(f"load_slices: {name!r} is {tensor.dtype} here and {stored.get_dtype()} in {file}")
+        raise ConfigurationError(f"{name!r} is {tensor.dtype} here and {stored.get_dtype()} in {file}")
     if tuple(stored.get_shape()) != tuple(tensor.shape):
         raise CheckpointError(f"{name!r} is {tuple(tensor.shape)} here and {tuple(stored.get_shape())} in {file}")
     return _slices_of(tensor, name)
@@ -288,5 +254,5 @@ def _own_part(stored: Any, tensor: Any, name: str, file: Path) -> tuple[slice, .
 def _slices_of(tensor: Any, name: str) -> tuple[slice, ...]:
     own = own_slices(tensor) if is_sharded(tensor) else tuple(slice(0, size) for size in tensor.shape)
     if own is None:
-        raise ConfigurationError(f"load_slices: {name!r} is sharded in strides, which are no slices of a file")
+        raise ConfigurationError(f"{name!r} is sharded in strides, which are no slices of a file")
     return own

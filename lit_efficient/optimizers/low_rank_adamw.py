@@ -16,11 +16,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.adam import adam
 
 from lit_efficient.errors import DivergedError
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
-from lit_efficient.optimizers.stepping import loss_of, with_gradient
+from lit_efficient.optimizers.stepping import adamw, loss_of, with_gradient
 from lit_efficient.optimizers.subspaces import (
     gradient_scales,
     into_subspace,
@@ -160,7 +159,8 @@ class LowRankAdamW(Optimizer):
         loss = loss_of(closure)
         for group in self.param_groups:
             parameters = with_gradient(group)
-            self._step_together(group, [p for p in parameters if p not in self.numbers and p not in self.low_bit])
+            others = [p for p in parameters if p not in self.numbers and p not in self.low_bit]
+            adamw(self, group, others, fused=self.fused)
             for p in parameters:
                 if p in self.numbers or p in self.low_bit:
                     self._step_alone(group, p)
@@ -197,32 +197,6 @@ class LowRankAdamW(Optimizer):
         state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         root = state["exp_avg_sq"].sqrt().div_(math.sqrt(1 - beta2**steps)).add_(eps)
         return state["exp_avg"].div(root).div_(1 - beta1**steps)
-
-    def _step_together(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        for p in parameters:
-            if not self.state[p]:
-                steps = torch.zeros((), device=p.device if self.fused else "cpu", dtype=torch.float32)
-                self.state[p] |= {"step": steps, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-        states = [self.state[p] for p in parameters]
-        if parameters:
-            adam(
-                parameters,
-                [p.grad for p in parameters],  # type: ignore[misc]
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                [],
-                [state["step"] for state in states],
-                fused=self.fused or None,
-                has_complex=any(map(torch.is_complex, parameters)),
-                decoupled_weight_decay=True,
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=float(group["lr"]),
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` gave; torch would give all of it the parameters' type."""

@@ -22,14 +22,13 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.adam import adam
 
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.internals.torch_muon import adjusted_rate, orthogonalised
 from lit_efficient.mechanisms.averages.weights import placed_like
 from lit_efficient.optimizers.groups import Groups, parameter_groups
 from lit_efficient.optimizers.spectra import upper_outlier_ratio
-from lit_efficient.optimizers.stepping import loss_of, with_gradient
+from lit_efficient.optimizers.stepping import adamw, loss_of, with_gradient
 from lit_efficient.surgery import expert_stacks, is_sharded, local
 
 _TRAINED = 1.2  # ratio of singular values; fresh matrices have 0.5 to 1.1
@@ -181,31 +180,12 @@ class MuonAdamW(Optimizer):
             matrix.add_(update, alpha=-rate)
 
     def _adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        for p in parameters:
-            if not self.state[p]:
-                zeros = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-                self.state[p] = {"step": torch.tensor(0.0, dtype=torch.float32), **zeros}
-        states = [self.state[p] for p in parameters]
-        if group.get("cautious_decay"):
-            for p, state in zip(parameters, states, strict=True):  # the new first moment has the update's sign
-                moment = state["exp_avg"].lerp(p.grad, 1 - group["betas"][0])
-                decay(p, moment, float(group["lr"]) * group["weight_decay"], True)
-        adam(
-            parameters,
-            [p.grad for p in parameters],  # type: ignore[misc]
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            decoupled_weight_decay=True,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=0.0 if group.get("cautious_decay") else group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        if not group.get("cautious_decay"):
+            return adamw(self, group, parameters)
+        for p in parameters:  # the new first moment has the update's sign
+            moment = self.state[p].get("exp_avg", torch.zeros_like(p)).lerp(p.grad, 1 - group["betas"][0])
+            decay(p, moment, float(group["lr"]) * group["weight_decay"], True)
+        adamw(self, group, parameters, decays=False)
 
 
 def _orthogonal(update: Any, steps: int) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.adam import adam
 
 from lit_efficient.internals.torch_optimizers import mark_counted, mark_stepped
 
@@ -22,6 +23,37 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
 def with_gradient(group: dict[str, Any]) -> list[Tensor]:
     """The tensors of a group that a step moves."""
     return [p for p in group["params"] if p.grad is not None]
+
+
+def adamw(
+    optimizer: Optimizer, group: dict[str, Any], parameters: list[Tensor], decays: bool = True, fused: bool = False
+) -> None:
+    """Step some parameters of a group by torch's AdamW."""
+    for p in parameters:
+        if not optimizer.state[p]:
+            steps = torch.zeros((), device=p.device if fused else "cpu", dtype=torch.float32)
+            moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            optimizer.state[p] |= {"step": steps, **moments}
+    states = [optimizer.state[p] for p in parameters]
+    if parameters:
+        adam(
+            parameters,
+            [p.grad for p in parameters],  # type: ignore[misc]
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=fused or None,
+            has_complex=any(map(torch.is_complex, parameters)),
+            decoupled_weight_decay=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"] if decays else 0.0,
+            eps=group["eps"],
+            maximize=False,
+        )
 
 
 def pieces(parameters: list[Tensor], piece_bytes: int) -> Iterator[list[Tensor]]:

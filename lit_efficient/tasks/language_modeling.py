@@ -185,11 +185,9 @@ class LanguageModeling(LightningModule):
     def configure_optimizers(self) -> Any:
         """AdamW over what trains, with `warmup_cosine` over the steps of the run."""
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        groups = [
-            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": self.weight_decay},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        optimizer = FusedAdamW([g for g in groups if g["params"]], self.learning_rate, betas=(0.9, 0.95))
+        optimizer = FusedAdamW(
+            trained, self.learning_rate, (0.9, 0.95), weight_decay=self.weight_decay, decay_norm_and_bias=False
+        )
         schedule = partial(warmup_cosine, warmup=self.warmup_steps, total=self.trainer.estimated_stepping_batches)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

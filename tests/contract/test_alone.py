@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +19,12 @@ HOOKS = ("on_before_backward", "on_validation_start", "on_train_end")
 AMONG_OTHERS = (check_cleans_up, check_deep_copy, check_loads_safely, check_standalone)
 
 
-def test_every_public_technique_has_a_row() -> None:
+def test_every_public_technique_has_a_row_and_a_test_of_its_own() -> None:
     public = {name: getattr(lit_efficient, name) for name in lit_efficient.PUBLIC}
     kinds = {name for name, value in public.items() if isinstance(value, type) and issubclass(value, Declaration)}
     assert sorted(kinds - {"Technique", "LossHooks"}) == NAMES
+    files = {name: "{}/test_{}.py".format(*lit_efficient.PUBLIC[name].split(".")) for name in NAMES}
+    assert [file for file in files.values() if not (Path(__file__).parents[1] / file).is_file()] == []
 
 
 def _rows() -> list[Any]:

@@ -62,6 +62,22 @@ def answers(data: LanguageData, loader) -> list[str]:
     return found
 
 
+def test_of_a_hubs_data_set_validation_has_a_split_of_its_own_and_both_the_subset(tmp_path: Path, monkeypatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    asked, splits = set(), {"train": range(3), "dev": [7]}
+
+    def load_dataset(name: str, subset: str, split: str, streaming: bool) -> object:
+        asked.add((name, subset, split))
+        return datasets.Dataset.from_list([chat(i) for i in splits[split]])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)  # there is no network
+    rows = LanguageRows(val_split="dev", subset="de")
+    data = ready(language_data(tmp_path, train="somebody/chats", val="somebody/chats", rows=rows))
+    assert asked == {("somebody/chats", "de", split) for split in splits}
+    assert sorted(answers(data, data.train_dataloader())) == [f"w{i} w{i} w{i}" for i in splits["train"]]
+    assert answers(data, data.val_dataloader()) == ["w7 w7 w7"]
+
+
 def test_every_answer_is_learned_once_an_epoch_packed_or_not(tmp_path: Path) -> None:
     expected = sorted(" ".join([f"w{i}"] * (1 + i % 7)) for i in range(COUNT))
     for pack in (True, False):

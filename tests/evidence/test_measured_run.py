@@ -3,6 +3,7 @@
 import copy
 import os
 import signal
+import tempfile
 
 import lightning.pytorch as L
 import pytest
@@ -159,6 +160,8 @@ class Hangs(L.Callback):
         signal.pause()
 
 
-def test_a_run_that_takes_too_long_is_ended(source):
+def test_a_run_that_takes_too_long_is_ended_and_leaves_nothing(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     one = measured(source, Change(callbacks=lambda: [Hangs()]), steps=2, most_seconds=1.5)
     assert "more than 1.5 seconds" in one.failed
+    assert list(tmp_path.iterdir()) == []

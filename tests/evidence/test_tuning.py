@@ -242,6 +242,7 @@ def test_a_run_that_hangs_does_not_hold_the_search(tmp_path):
     source = LiveFit(trainer([Hangs()], max_steps=2, limit_val_batches=0), Toy(), data())
     with pytest.raises(ConfigurationError, match="more minutes"):
         tune(source, "1GiB", only=["batch_size"], folder=tmp_path, steps=1, minutes=0.05)
+    assert "took more than 3 seconds" in (tmp_path / "rows.jsonl").read_text("utf-8")
 
 
 class HangsInPlans(L.Callback):

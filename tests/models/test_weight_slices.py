@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lit_efficient import GPT, GPTConfig, MixtureOfExperts
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.models.deferred_draws import DeferredDraws
-from lit_efficient.models.weight_slices import built_empty, fill_waiting, load_slices
+from lit_efficient.models.weight_slices import built_empty, fill_waiting
 from tests.processes import run_ranks
 from tests.ranks import slices
 from tests.support import assert_equal
@@ -139,23 +140,27 @@ def test_a_folder_of_transformers_is_read_as_transformers_reads_it(tmp_path: Pat
     model = llama().bfloat16()
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert (tmp_path / "model.safetensors.index.json").is_file()
-    found = llama()
-    assert load_slices(found, tmp_path) == []
+    with torch.device("meta"):
+        found = llama()
+    found.tie_weights()
+    torch.__future__.set_swap_module_params_on_conversion(True)  # as of shards: what is tied stays so
+    try:
+        slices.read(found, str(tmp_path))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
     assert_equal(dict(found.state_dict()), {name: t.float() for name, t in model.state_dict().items()})
 
 
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     folder = split(nn.Linear(3, 2), tmp_path / "base")
-    with pytest.raises(CheckpointError, match=r"'weight' is \(2, 4\) here and \(2, 3\) in"):
-        load_slices(nn.Linear(4, 2), folder)
-    with pytest.raises(CheckpointError, match=r"lacks 2 tensors of Sequential, first .0.weight.; it has 2"):
-        load_slices(nn.Sequential(nn.Linear(3, 2)), folder)
-    wrapped = nn.Sequential(nn.Linear(3, 2))
-    assert load_slices(wrapped, folder, {"0.weight": "weight"}, strict=False) == ["0.bias"]
-    assert load_slices(wrapped, folder, {"0.weight": "weight", "0.bias": "bias"}) == []
-    with pytest.raises(ConfigurationError, match=r"'weight' is on the meta device: call to_empty"):
-        load_slices(nn.Linear(3, 2, device="meta"), folder)
-    with pytest.raises(ConfigurationError, match=r"'weight' is torch.int8 here and F32"):
-        load_slices(nn.ParameterDict({"weight": nn.Parameter(torch.zeros(2, 3, dtype=torch.int8), False)}), folder)
+    codes = nn.Parameter(torch.zeros(2, 3, dtype=torch.int8, device="meta"), False)
+    linear = partial(nn.Linear, 3, 2, device="meta")
+    for network, said in (
+        (nn.Linear(4, 2, device="meta"), r"'weight' is \(2, 4\) here and \(2, 3\) in"),
+        (nn.Sequential(linear()), r"base lacks 2 tensors, first .0.weight."),
+        (nn.ParameterDict({"weight": codes}), r"'weight' is torch.int8 here and F32"),
+    ):
+        with pytest.raises((CheckpointError, ConfigurationError), match=said):
+            slices.read(network, folder)
     with pytest.raises(CheckpointError, match="0 indexes and 0 files"):
-        load_slices(nn.Linear(3, 2), tmp_path / "none")
+        slices.read(linear(), str(tmp_path / "none"))

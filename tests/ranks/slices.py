@@ -36,7 +36,6 @@ from lit_efficient.mechanisms.adapters.base import is_added, noting_digests
 from lit_efficient.mechanisms.adapters.quantized import is_bitsandbytes, stored_bytes
 from lit_efficient.mechanisms.trials.memory import AllocationMeter
 from lit_efficient.models import causal_lm, diffusers_model, weight_slices
-from lit_efficient.models.weight_slices import load_slices
 from lit_efficient.surgery import local
 from lit_efficient.tasks import language_modeling
 from lit_efficient.tasks.latent_generator import Samples
@@ -104,14 +103,19 @@ def whole(network: nn.Module) -> dict[str, torch.Tensor]:
     return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in state.items()}
 
 
+def read(network: nn.Module, folder: str) -> None:
+    """Give a network on the meta device the weights of a folder."""
+    network.__dict__[weight_slices.WAITS] = weight_slices.Waiting(folder)
+    weight_slices.fill_waiting(network, torch.device("cpu"))
+
+
 def each_its_own(folder: str) -> None:
     dist.init_process_group("gloo")
     weight_slices.map_tensors = Counted  # type: ignore[assignment]
     with torch.device("meta"):
         network = sharded(made())
     with AllocationMeter() as meter:
-        network.to_empty(device="cpu")
-        load_slices(network, folder)
+        read(network, folder)
     total = sum(t.numel() * 4 for t in network.state_dict().values())
     shard = sum(t.to_local().nbytes if hasattr(t, "to_local") else t.nbytes for t in network.state_dict().values())
     assert shard < 0.55 * total
@@ -135,11 +139,10 @@ def stepped_over() -> list[Any]:
 
 def codes_of_one_layer(folder: str, make: Callable[[], list[Any]]) -> None:
     """Adapters and codes for an empty network are those of a whole one, and are made a layer at a time."""
-    plain = made()
-    load_slices(plain, folder)
-    apply(plain, make())
     with torch.device("meta"):
-        network = made()
+        plain, network = made(), made()
+    read(plain, folder)
+    apply(plain, make())
     network.__dict__[weight_slices.WAITS] = weight_slices.Waiting(folder)
     apply(network, make())
     assert all(p.is_meta is not is_added(name) for name, p in network.named_parameters())

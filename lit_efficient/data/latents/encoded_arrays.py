@@ -4,12 +4,13 @@ import math
 import re
 import zipfile
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lit_efficient.data.latents.encoded_rows import Value, locate, pickled, rows_in
+from lit_efficient.data.latents.encoded_rows import Value, locate, pickled
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.tensors import map_tensors
 
@@ -48,7 +49,7 @@ class ArrayFiles:
                     "out."
                 )
         self._parts = {field: [parts[name].read for name in named[first]] for field, parts in named.items()}
-        self._ends = rows_in([part.rows for part in named[first].values()])
+        self._ends = list(accumulate(part.rows for part in named[first].values()))
 
     @property
     def fields(self) -> list[str]:

@@ -9,12 +9,13 @@ Source: https://github.com/mosaicml/streaming (docs: preparing_datasets/dataset_
 
 import json
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lit_efficient.data.latents.encoded_rows import Value, locate, np_bytes, pickled, rows_in
+from lit_efficient.data.latents.encoded_rows import Value, locate, np_bytes, pickled
 from lit_efficient.errors import ConfigurationError, refusal
 
 _VALUES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4", 64: "u8", 65: "i8", 66: "f8"}
@@ -48,7 +49,7 @@ class MosaicShards:
                 given = shard["format"], shard["column_names"]
                 raise refusal("EncodedData", f"the shards of {folder}", f"MDS with the columns {self._names}", given)
             self._check(shard)
-        self._ends = rows_in([int(shard["samples"]) for shard in self._shards])
+        self._ends = list(accumulate(int(shard["samples"]) for shard in self._shards))
         self._opened: dict[int, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:

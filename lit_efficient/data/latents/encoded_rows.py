@@ -2,7 +2,6 @@
 
 import bisect
 import io
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,13 +22,8 @@ def pickled(name: str) -> ConfigurationError:
     )
 
 
-def rows_in(lengths: Sequence[int]) -> list[int]:
-    """Where each of several files ends, counted in rows of all."""
-    return list(itertools.accumulate(lengths))
-
-
 def locate(row: int, ends: Sequence[int]) -> tuple[int, int]:
-    """Number of the file that a row is in, and its row there."""
+    """Number of the file that a row is in, by where each ends in rows of all, and its row there."""
     number = bisect.bisect_right(ends, row)
     return number, row - (ends[number - 1] if number else 0)
 

@@ -201,7 +201,8 @@ class Comparing:
 
     def _planned(self, name: str) -> int | None:
         try:
-            return int(own_process(_peak, self.planner, self.variants[name], most_seconds=_PLANNING))
+            most = min(_PLANNING, 60 * self.schedule.minutes)
+            return int(own_process(_peak, self.planner, self.variants[name], most_seconds=most))
         except TaskFailed:
             return None
 

@@ -14,7 +14,7 @@ import yaml
 import lit_efficient
 from lit_efficient.catalog import helping, overlay_of, read_cards
 from lit_efficient.declaration import Declaration
-from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit
+from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, nested
 from lit_efficient.evidence.planning.plan_search import Predictions, Refusal, changed
 from lit_efficient.files import configs
 from lit_efficient.mechanisms.trials.batch_size import divisors, largest_fitting
@@ -66,12 +66,7 @@ class Advice:
         tree: dict[str, Any] = {}
         for overlay in self.change.overlays:
             _lay_over(tree, overlay_tree(overlay))
-        for name, value in self.change.settings.items():
-            *parents, last = name.split(".")
-            leaf = tree
-            for parent in parents:
-                leaf = leaf.setdefault(parent, {})
-            leaf[last] = value
+        _lay_over(tree, nested(self.change.settings))
         return yaml.safe_dump(tree, sort_keys=False)
 
 

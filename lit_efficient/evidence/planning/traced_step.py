@@ -47,6 +47,7 @@ from lit_efficient.internals.torch_operators import (
     writes,
 )
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
+from lit_efficient.internals.wraps import does_nothing
 from lit_efficient.mechanisms.flops import FlopMeter
 from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.mechanisms.trials.steps import leaves_traces, quiet
@@ -128,7 +129,7 @@ def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode, bloc
     loader = _Loader(faked.tree(batch), batches)
     if fit.datamodule is not None:
         for name in ("prepare_data", "setup", "teardown"):
-            setattr(fit.datamodule, name, _nothing)
+            setattr(fit.datamodule, name, does_nothing)
         fit.datamodule.train_dataloader = lambda: loader
         data: dict[str, Any] = {"datamodule": fit.datamodule}
     else:
@@ -161,7 +162,7 @@ def _silence(trainer: Any, observer: Any, folder: str) -> None:
     trainer.loggers = [DummyLogger()] if trainer.loggers else []
     trainer.profiler = PassThroughProfiler()
     set_default_root_dir(trainer, folder)
-    trainer.save_checkpoint = trainer.strategy.teardown = _nothing
+    trainer.save_checkpoint = trainer.strategy.teardown = does_nothing
     trainer.limit_val_batches = trainer.num_sanity_val_steps = 0
 
 
@@ -450,7 +451,3 @@ def _callback_behind(error: BaseException, callbacks: list[Any]) -> Any:
         guilty = next((one for one in callbacks if one is owner), guilty)
         place = place.tb_next
     return guilty
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None

@@ -20,7 +20,7 @@ import lit_efficient
 from lit_efficient.catalog import SLOTS, helping, read_cards
 from lit_efficient.declaration import Declaration, check_conflicts, parts_of
 from lit_efficient.errors import ConfigurationError, ConflictError, did_you_mean
-from lit_efficient.evidence.fits import Change, Fit, batch_setting
+from lit_efficient.evidence.fits import Change, Fit, batch_setting, nested
 from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.mechanisms.trials.batch_size import halvings, places_of, value_at
 
@@ -134,13 +134,7 @@ class Space:
 
     def overlay(self, candidate: Candidate) -> str:
         """The same as YAML, to be laid over the fit's config."""
-        tree: dict[str, Any] = {}
-        for name, value in self.settings(candidate).items():
-            *parts, last = name.split(".")
-            inner = tree
-            for part in parts:
-                inner = inner.setdefault(part, {})
-            inner[last] = value
+        tree = nested(self.settings(candidate))
         if names := [name for name in candidate.options if self.options[name].technique]:
             tree.setdefault("trainer", {})["callbacks+"] = [{"class_path": name} for name in names]
         return yaml.safe_dump(tree, sort_keys=False)

@@ -81,7 +81,7 @@ def tune(
     limit = limit or _free(device)
     search = Search(
         Space(fit, allow_changes, only, batch),
-        partial(_planned, sketch),
+        partial(_planned, sketch, min(_PLANNING, 60 * minutes)),
         measure or partial(_measured, source, limit, folder, 60 * minutes),
         limit,
         steps=steps,
@@ -209,12 +209,12 @@ def _machine(device: torch.device) -> str:
     return f"lit_efficient {__version__}, {versions}, {name} ({torch.get_num_threads()} threads)"
 
 
-def _planned(sketch: FitSource, change: Change) -> tuple[int, float]:
+def _planned(sketch: FitSource, most_seconds: float, change: Change) -> tuple[int, float]:
     """Bytes at the peak, and operations of a step; in a process of its own, which may hang and be ended."""
     if not forks():  # a new one would import all anew for each
         return _plan(sketch, change)
     try:
-        peak, flops = own_process(_plan, sketch, change, most_seconds=_PLANNING)
+        peak, flops = own_process(_plan, sketch, change, most_seconds=most_seconds)
     except TaskFailed as error:
         raise (ConfigurationError if error.refused else RuntimeError)(error.reason) from error
     return peak, flops

@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from lit_efficient.declaration import held
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource
+from lit_efficient.evidence.verifying.recorded_calls import detached, floats, recorded
 from lit_efficient.internals.lightning_data import combined_loader
 from lit_efficient.internals.lightning_loops import accumulates
 from lit_efficient.internals.lightning_strategies import run_alone, traits_of
 from lit_efficient.internals.lightning_trainer import arrived, set_default_root_dir, set_trainer, trainer_of
-from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 from lit_efficient.mechanisms.adapters.merge import whole_state
 from lit_efficient.mechanisms.averages.batch_norm import silent
 from lit_efficient.mechanisms.metering import gradients_of
@@ -326,9 +326,9 @@ def drawn_batches(trainer: Any, count: int) -> list[Any]:
     return found
 
 
-def first_batches(trainer: Any, count: int) -> list[Any]:
-    """The first training batches, as the training step gets them."""
-    return [arrived(trainer, drawn) for drawn in drawn_batches(trainer, count)]
+def first_batch(trainer: Any) -> Any:
+    """The first training batch, as the training step gets it."""
+    return arrived(trainer, drawn_batches(trainer, 1)[0])
 
 
 def twin(module: Any) -> Any:
@@ -385,27 +385,21 @@ def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[s
     return found
 
 
-def order_of(module: Any, batch: Any, seed: int = 0) -> list[str]:
+def order_of(module: Any, batch: Any) -> list[str]:
     """Names of the modules in the order in which a training step is done with them, and last those it does not call."""
-    done: dict[str, None] = {}
     automatic = module.automatic_optimization  # else the step goes back by itself, and returns no loss
     no_loss = contextlib.nullcontext() if automatic else contextlib.suppress(ConfigurationError)
-    with _hooked(module, lambda name, output: done.setdefault(name)), torch.set_grad_enabled(not automatic), no_loss:
-        loss_of(module, batch, seed=seed)
-    return [*done, *(name for name, _ in module.named_modules() if name not in done)]
+    with recorded(module, lambda _: None) as calls, torch.set_grad_enabled(not automatic), no_loss:
+        loss_of(module, batch)
+    return list(dict.fromkeys([*(call.name for call in calls), *(name for name, _ in module.named_modules())]))
 
 
-def outputs_of(module: Any, batch: Any, seed: int = 0) -> dict[str, Any]:
+def outputs_of(module: Any, batch: Any) -> dict[str, Any]:
     """What each module returns in a training step, in order of computation, and the loss; without gradients."""
-    outputs: dict[str, Any] = {}
-
-    def note(name: str, output: Any) -> None:
-        outputs.pop(name, None)  # the last call counts: a network may be probed first
-        outputs[name] = _copied(output)
-
-    with _hooked(module, note), torch.no_grad():
-        loss = loss_of(module, copy.deepcopy(batch), seed=seed)
-    return {**outputs, "the loss": loss.detach()}
+    with recorded(module, detached) as calls, torch.no_grad():
+        loss = loss_of(module, copy.deepcopy(batch))
+    last = {call.name: call for call in calls}  # a network may be probed first
+    return {**{call.name: call.output for call in calls if call is last[call.name]}, "the loss": loss.detach()}
 
 
 def output_differences(right: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, float]:
@@ -413,7 +407,7 @@ def output_differences(right: Mapping[str, Any], found: Mapping[str, Any]) -> di
     off = {}
     for name, output in right.items():
         if name in found:
-            a, b = ({str(i): t for i, t in enumerate(_tensors(one))} for one in (output, found[name]))
+            a, b = ({str(i): t for i, t in enumerate(floats(one))} for one in (output, found[name]))
             off[name] = max(difference(a, b).values(), default=0.0)
     return off
 
@@ -429,30 +423,6 @@ def first_layer(differences: Mapping[str, float], tolerance: float, order: list[
     place = {name: i for i, name in enumerate(order)}
     wrong = [name for name, by in differences.items() if not by <= tolerance]
     return min(wrong, key=lambda name: place.get(name.rpartition(".")[0], len(place)), default="")
-
-
-@contextlib.contextmanager
-def _hooked(module: nn.Module, note: Callable[[str, Any], object]) -> Iterator[None]:
-    def hook(name: str) -> Callable[..., None]:
-        def called(part: nn.Module, given: Any, output: Any) -> None:
-            note(name, output)
-
-        return called
-
-    handles = [part.register_forward_hook(hook(name)) for name, part in module.named_modules() if name]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-
-
-def _copied(output: Any) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), output)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from lit_efficient.evidence.verifying.claims import (
     Subject,
     Verdict,
     difference,
-    first_batches,
+    first_batch,
     output_differences,
     outputs_of,
     tolerance_of,
@@ -172,7 +172,7 @@ class Merged(Claim):
     def _compared(self, trainer: Any, module: Any) -> Verdict:
         if not has_adapters(module) and not networks(module):
             return self.idle("there are no adapters")
-        batch = first_batches(trainer, 1)[0]
+        batch = first_batch(trainer)
         module.eval()
         _stir([p for technique in techniques_of(trainer) for p in technique.adapters(module)])
         merged = twin(module)
@@ -207,7 +207,7 @@ class Exported(Claim):
         if not loaders:
             return self.idle("nothing is validated")
         _stir([p for p in module.parameters() if p.requires_grad])  # an average is far from the weights then
-        batch, look = first_batches(trainer, 1)[0], _Look()
+        batch, look = first_batch(trainer), _Look()
         look.batch = batch
         path, output = folder / "export.ckpt", folder / "exported"
         trainer.save_checkpoint(path, weights_only=False)

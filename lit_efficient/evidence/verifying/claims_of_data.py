@@ -11,17 +11,16 @@ from lit_efficient.evidence.verifying.claims import Claim, Verdict
 from lit_efficient.evidence.verifying.layer_calls import (
     Bench,
     BenchClaim,
-    Call,
     aligned,
     by_rows,
     by_tokens,
     cut,
     ends,
     few_rows,
-    floats,
     most,
     ratio,
 )
+from lit_efficient.evidence.verifying.recorded_calls import Call, floats
 from lit_efficient.evidence.verifying.token_batches import NO_TOKENS, TokenBatch, token_batch
 from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.internals.torch_trees import tree_leaves

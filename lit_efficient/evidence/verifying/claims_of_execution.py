@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from lit_efficient.evidence.verifying.claims import Claim, Subject, Verdict, difference
-from lit_efficient.evidence.verifying.layer_calls import Bench, BenchClaim, aligned, floats
+from lit_efficient.evidence.verifying.layer_calls import Bench, BenchClaim, aligned
+from lit_efficient.evidence.verifying.recorded_calls import floats
 from lit_efficient.internals.torch_checkpoint import without_recomputation
 from lit_efficient.internals.torch_compiler import counts, draws_as_uncompiled, is_compiled, wraps_compiled
 from lit_efficient.internals.torch_layers import BatchNorm

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from lit_efficient.declaration import overrides, techniques_of
 from lit_efficient.evidence.verifying.claims import Claim, Verdict
-from lit_efficient.evidence.verifying.layer_calls import Bench, BenchClaim, Call, as_it_is, few_rows, floats, recorded
+from lit_efficient.evidence.verifying.layer_calls import Bench, BenchClaim, few_rows
+from lit_efficient.evidence.verifying.recorded_calls import Call, as_it_is, floats, recorded
 from lit_efficient.evidence.verifying.token_batches import NO_TOKENS, TokenBatch, token_batch
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.losses.next_token import IGNORE

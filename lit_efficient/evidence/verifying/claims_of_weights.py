@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lit_efficient.declaration import Phase, techniques_of
-from lit_efficient.evidence.verifying.claims import Claim, Subject, Verdict, first_batches, loss_of, order_of
+from lit_efficient.evidence.verifying.claims import Claim, Subject, Verdict, first_batch, loss_of, order_of
 from lit_efficient.internals.torch_optimizers import INNER_SCHEDULERS
 
 
@@ -95,7 +95,7 @@ def _used(trainer: Any, module: Any) -> set[str]:
 
     for name, part in module.named_modules():
         part.register_forward_pre_hook(hook(name))
-    loss_of(module, first_batches(trainer, 1)[0])
+    loss_of(module, first_batch(trainer))
     return used
 
 
@@ -109,7 +109,7 @@ def _owner(module: nn.Module, name: str) -> str:
 
 def _first(subject: Subject, wrong: Mapping[str, str]) -> str:
     """The first parameter in the order of computation, and what is wrong with it."""
-    order = subject.within(lambda trainer, module: order_of(module, first_batches(trainer, 1)[0]))
+    order = subject.within(lambda trainer, module: order_of(module, first_batch(trainer)))
     place = {name: i for i, name in enumerate(order)}
     own = list(subject.plain.end)
     first = min(wrong, key=lambda name: (place.get(name.rpartition(".")[0], len(place)), own.index(name)))

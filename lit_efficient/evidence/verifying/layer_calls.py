@@ -7,10 +7,8 @@ A fit is tried before its first batch, again and again from one state; nothing o
 
 import contextlib
 import inspect
-import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,79 +16,13 @@ from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.evidence.verifying.claims import Claim, Subject, Verdict, first_batches, gradients, loss_of
-from lit_efficient.internals.torch_dispatch import backward_runs
+from lit_efficient.evidence.verifying.claims import Claim, Subject, Verdict, first_batch, gradients, loss_of
+from lit_efficient.evidence.verifying.recorded_calls import Call, as_it_is, detached, recorded
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 from lit_efficient.mechanisms.rewind import Rewind
 from lit_efficient.models.modes import whole_precision
 
 ROWS = 4  # of a batch that are looked at
-
-
-@dataclass
-class Call:
-    """One call of a layer."""
-
-    name: str  # the layer's, in the module
-    part: nn.Module  # the layer
-    nth: int  # how many calls of it came before
-    outer: int  # the number of the outermost call that it is a part of
-    outermost: bool  # whether it is that itself
-    args: tuple[Any, ...] = ()  # what it got; without a graph that of outermost ones alone
-    kwargs: dict[str, Any] = field(default_factory=dict)  # what it got by name
-    output: Any = None  # what it gave
-
-    @property
-    def key(self) -> tuple[str, int]:
-        """What the same call of another step has, too."""
-        return self.name, self.nth
-
-    @property
-    def described(self) -> str:
-        """The layer's name and class."""
-        return f"{self.name} ({type(self.part).__name__})"
-
-
-def floats(tree: Any) -> list[Tensor]:
-    """The tensors of a tree that hold fractions."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-
-
-@contextlib.contextmanager
-def recorded(module: nn.Module, keep: Callable[[Any], Any]) -> Iterator[list[Call]]:
-    """The calls of all layers of ``module``, in the order in which they end; not those that a checkpoint repeats."""
-    done: list[Call] = []
-    stack: list[Call] = []
-    counts: dict[str, int] = {}
-    outer = itertools.count()
-
-    def begins(name: str) -> Callable[..., None]:
-        def hook(part: nn.Module, args: Any, kwargs: Any) -> None:
-            if not backward_runs():
-                number = stack[0].outer if stack else next(outer)
-                stack.append(Call(name, part, counts.get(name, 0), number, not stack))
-                counts[name] = counts.get(name, 0) + 1
-                if not stack[1:] or keep is as_it_is:
-                    stack[-1].args, stack[-1].kwargs = keep(args), keep(kwargs)
-
-        return hook
-
-    def ends(part: nn.Module, args: Any, output: Any) -> None:
-        if stack and stack[-1].part is part and not backward_runs():
-            call = stack.pop()
-            call.output = keep(output)
-            done.append(call)
-
-    handles = []
-    for name, part in module.named_modules():
-        if name:
-            handles.append(part.register_forward_pre_hook(begins(name), with_kwargs=True, prepend=True))
-            handles.append(part.register_forward_hook(ends))
-    try:
-        yield done
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class Bench:
@@ -101,7 +33,7 @@ class Bench:
 
     def __init__(self, trainer: Any, module: Any) -> None:
         self.trainer, self.module = trainer, module
-        self.batch = first_batches(trainer, 1)[0]
+        self.batch = first_batch(trainer)
         device = trainer.strategy.root_device
         self.coarse = not whole_precision(module, device) or "16" in str(trainer.precision)
         self.coarse |= device.type != "cpu" and torch.get_float32_matmul_precision() != "highest"
@@ -131,7 +63,7 @@ class Bench:
             part.eval()
         for part in self.awake:
             part.training = True
-        keep = as_it_is if graph else _detached
+        keep = as_it_is if graph else detached
         batch = tree_map_only(Tensor, Tensor.clone, batch)
         with recorded(self.module, keep) as calls, torch.compiler.set_stance("force_eager"):
             if self.module.automatic_optimization:
@@ -261,12 +193,3 @@ def _gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 def _closure_alone(closure: Callable[[], Any] | None = None, **_: Any) -> Any:
     return None if closure is None else closure()
-
-
-def as_it_is(tree: Any) -> Any:
-    """What keeps a call's tensors with their graph."""
-    return tree
-
-
-def _detached(tree: Any) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), tree)

@@ -1,27 +1,22 @@
 """What the techniques share that train virtual tokens in front of a frozen decoder: their starts, and what is kept."""
 
-from collections.abc import Mapping
 from itertools import cycle, islice
 from typing import Any
 
 from torch import nn
 
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
-from lit_efficient.mechanisms.adapters.base import adapter_parameters, check, left_to_train, trim
 from lit_efficient.mechanisms.adapters.peft_format import model_placement
 from lit_efficient.mechanisms.adapters.prefix import PrefixedDecoder, embeddings, find_decoder, read_tokens
-from lit_efficient.mechanisms.adapters.sharded import restore_without_base
+from lit_efficient.mechanisms.adapters.technique import AdapterTechnique
 from lit_efficient.models.gpt import GPT
-from lit_efficient.technique import Technique
 
 
-class VirtualTokens(Technique):
+class VirtualTokens(AdapterTechnique):
     """The virtual tokens are all that trains; they start from real tokens, or from a draw."""
 
-    alters = ("weights",)
     needs = ("init_tokens",)
     keeps = "prefix"
-    refuses_early = True
 
     def __init__(
         self,
@@ -66,10 +61,6 @@ class VirtualTokens(Technique):
             arguments |= {"init_tokens": list(self._text_tokens), "init_text": None, "tokenizer": None}
         return arguments
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        restore_without_base(trainer.strategy)
-
     def find(self, module: nn.Module) -> tuple[str, Any]:
         """Name and decoder that the virtual tokens will stand in front of.
 
@@ -101,25 +92,12 @@ class VirtualTokens(Technique):
             raise ConfigurationError(f"{type(self).__name__}: {message}")
         return length, list(islice(cycle(source), length)) if source else []
 
-    def trains(self, module: nn.Module) -> list[nn.Parameter]:
-        return left_to_train(module)
-
-    def adapters(self, module: nn.Module) -> list[nn.Parameter]:
-        return adapter_parameters(module)
-
     @classmethod
-    def placement(cls, decoder: nn.Module) -> dict[str, Any]:
+    def described(cls, decoder: nn.Module) -> dict[str, Any]:
         """What a reader must know of the decoder."""
         return {"transformers": not isinstance(decoder, GPT)}
 
     @classmethod
-    def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:
-        trim(module, checkpoint)
+    def placement(cls, module: nn.Module) -> dict[str, Any]:
         name, decoder = find_decoder(module, cls.__name__)
-        place = {"decoder": name} | cls.placement(decoder) | model_placement(module, [name])
-        checkpoint["lit_efficient"][cls.keeps] = place
-
-    @classmethod
-    def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-        """Compare the base with the one that the virtual tokens were trained beside."""
-        check(module, checkpoint)
+        return {"decoder": name} | cls.described(decoder) | model_placement(module, [name])

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from lit_efficient.declaration import LossHooks
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_layers import BatchNorm
-from lit_efficient.internals.wraps import unwrap_method, wrap_method
+from lit_efficient.internals.wraps import does_nothing, unwrap_method, wrap_method
 from lit_efficient.mechanisms.order.keyed_batch_sampler import KeyedBatchSampler
 from lit_efficient.mechanisms.rewind import Rewind
 from lit_efficient.surgery import reshard
@@ -97,15 +97,11 @@ def _random_loader(loader: Any, batches: int, who: str) -> DataLoader:
 def silent(module: Any) -> Iterator[None]:
     """What the training step logs here belongs to no epoch."""
     for name in ("log", "log_dict"):
-        wrap_method(module, name, _nothing)
+        wrap_method(module, name, does_nothing)
     if module.trainer.loggers:
         module.trainer.loggers = [DummyLogger()]
     try:
         yield
     finally:
         for name in ("log", "log_dict"):
-            unwrap_method(module, name, _nothing)
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
+            unwrap_method(module, name, does_nothing)

@@ -212,15 +212,6 @@ def accelerator_limit(device: torch.device, limit: int | None) -> Iterator[None]
             backend.set_per_process_memory_fraction(before, device)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory has run out: ours, torch's on any device, or the CPU allocator's."""
-    if isinstance(error, OutOfMemoryError | torch.OutOfMemoryError | MemoryError):
-        return True
-    text = str(error).lower()
-    phrases = ("out of memory", "can't allocate memory", "cudnn_status_not_supported", "cublas_status_alloc_failed")
-    return isinstance(error, RuntimeError) and any(phrase in text for phrase in phrases)
-
-
 def release_frames(error: BaseException) -> None:
     """Let go of every tensor that the frames of an error, and of the errors behind it, still hold."""
     seen: set[int] = set()

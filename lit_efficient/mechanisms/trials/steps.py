@@ -21,7 +21,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import distributed
 
-from lit_efficient.errors import OutOfMemoryError
+from lit_efficient.errors import OutOfMemoryError, is_out_of_memory
 from lit_efficient.internals.lightning_data import validate_on
 from lit_efficient.internals.lightning_loops import forget_restart
 from lit_efficient.internals.lightning_strategies import traits_of
@@ -31,9 +31,9 @@ from lit_efficient.internals.lightning_trainer import (
     logger_connector,
     set_default_root_dir,
 )
-from lit_efficient.internals.wraps import unwrap_method, wrap_method
+from lit_efficient.internals.wraps import does_nothing, unwrap_method, wrap_method
 from lit_efficient.mechanisms.rewind import Rewind, random_states
-from lit_efficient.mechanisms.trials.memory import collected, is_out_of_memory, release_frames
+from lit_efficient.mechanisms.trials.memory import collected, release_frames
 from lit_efficient.surgery import reshard
 from lit_efficient.technique import Technique
 
@@ -74,7 +74,7 @@ class Trials:
                 trainer.loggers = [DummyLogger()] if trainer.loggers else []
                 trainer.profiler = PassThroughProfiler()
                 set_default_root_dir(trainer, folder)
-                trainer.save_checkpoint = _nothing
+                trainer.save_checkpoint = does_nothing
                 trainer.accumulate_grad_batches = accumulate
                 for callback in trainer.callbacks if alone else ():
                     if isinstance(callback, Technique):
@@ -149,7 +149,7 @@ class Trials:
         if self.trainer.world_size > 1 and traits_of(strategy).replicates:
             strategy.model = self.trainer.lightning_module
             strategy.reduce = _itself
-            strategy.barrier = _nothing
+            strategy.barrier = does_nothing
 
     def _acts(self, callback: object) -> bool:
         return not leaves_traces(callback) and not {base.__name__ for base in type(callback).__mro__} & self._idle
@@ -202,10 +202,6 @@ class _One:
 
     def __iter__(self) -> Iterator[Any]:
         yield self._make()
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
 
 
 def _itself(value: Any, *_: Any, **__: Any) -> Any:
