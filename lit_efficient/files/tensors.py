@@ -5,9 +5,14 @@
 
 import hashlib
 import json
+import math
+import mmap
 import os
 import re
-from collections.abc import Mapping
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
 
@@ -78,6 +83,29 @@ def load_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         raise CheckpointError(f"there is no file {os.fspath(path)}") from None
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{os.fspath(path)} cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def empty_in_file(kinds: Sequence[tuple[Sequence[int], torch.dtype]], folder: Path) -> list[Tensor]:
+    """Tensors to be filled, in the pages of a file without a name: the system writes them out where memory is short.
+
+    Where ``folder`` may not be written to, the file is in ``TMPDIR``; without room for it twice they are in memory.
+    """
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
+    *begins, end = accumulate((size + -size % 64 for size in sizes), initial=0)
+    try:
+        with tempfile.TemporaryFile(dir=folder if os.access(folder, os.W_OK) else None) as file:
+            if 2 * end > shutil.disk_usage(file.fileno()).free:
+                raise OSError
+            os.posix_fallocate(file.fileno(), 0, end)  # a page without a place on the disk would end the process
+            data = mmap.mmap(file.fileno(), end)
+    except (OSError, AttributeError):  # also of no bytes, and where nothing is reserved
+        return [torch.empty(shape, dtype=dtype) for shape, dtype in kinds]
+    return [
+        torch.frombuffer(data, dtype=dtype, count=math.prod(shape), offset=begin).view(shape)
+        if size
+        else torch.empty(shape, dtype=dtype)
+        for (shape, dtype), size, begin in zip(kinds, sizes, begins)
+    ]
 
 
 def metadata_of(path: str | os.PathLike[str]) -> dict[str, str]:
