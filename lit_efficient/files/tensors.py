@@ -85,8 +85,8 @@ def load_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         raise CheckpointError(f"{os.fspath(path)} cannot be read: {str(error).splitlines()[0]}") from error
 
 
-def empty_in_file(kinds: Sequence[tuple[Sequence[int], torch.dtype]], folder: Path) -> list[Tensor]:
-    """Tensors to be filled, in the pages of a file without a name: the system writes them out where memory is short.
+def zeros_in_file(kinds: Sequence[tuple[Sequence[int], torch.dtype]], folder: Path) -> list[Tensor]:
+    """Zeros to be filled, in the pages of a file without a name: the system writes them out where memory is short.
 
     Where ``folder`` may not be written to, the file is in ``TMPDIR``; without room for it twice they are in memory.
     """
@@ -99,11 +99,11 @@ def empty_in_file(kinds: Sequence[tuple[Sequence[int], torch.dtype]], folder: Pa
             os.posix_fallocate(file.fileno(), 0, end)  # a page without a place on the disk would end the process
             data = mmap.mmap(file.fileno(), end)
     except (OSError, AttributeError):  # also of no bytes, and where nothing is reserved
-        return [torch.empty(shape, dtype=dtype) for shape, dtype in kinds]
+        return [torch.zeros(shape, dtype=dtype) for shape, dtype in kinds]
     return [
         torch.frombuffer(data, dtype=dtype, count=math.prod(shape), offset=begin).view(shape)
         if size
-        else torch.empty(shape, dtype=dtype)
+        else torch.zeros(shape, dtype=dtype)
         for (shape, dtype), size, begin in zip(kinds, sizes, begins)
     ]
 

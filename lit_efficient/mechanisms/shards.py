@@ -19,7 +19,7 @@ from lit_efficient.files.atomic_file import begin_folder, end_folder
 from lit_efficient.files.checkpoints import DamagedError, check_piece, load_verified, local_file, read
 from lit_efficient.files.runs import LATEST
 from lit_efficient.files.sums import check_sums, sha256_of, write_sums
-from lit_efficient.files.tensors import empty_in_file
+from lit_efficient.files.tensors import zeros_in_file
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.internals.torch_shards import shards_metadata
 from lit_efficient.internals.wraps import inner_method, wrap_method
@@ -122,7 +122,7 @@ def read_shards(folder: Path, optimizers: bool = True) -> dict[str, Any]:
         if path[-1] not in tied if path[0] == "state_dict" else optimizers:
             kinds[key] = kind
     wholes = {key: (kind.size, kind.properties.dtype) for key, kind in kinds.items() if hasattr(kind, "chunks")}
-    tensors = dict(zip(wholes, empty_in_file([*wholes.values()], folder.parent)))
+    tensors = dict(zip(wholes, zeros_in_file([*wholes.values()], folder.parent)))
     for key in kinds:
         inner, (*parts, last) = held, metadata.planner_data[key]
         for part in parts:
