@@ -75,14 +75,17 @@ class ShadowWeights(Technique):
         parameters, self._raw = dict(module.named_parameters()), {}
         # What an average() makes anew at each call is not kept for the way back.
         self._held = average if isinstance(average, dict) and self.average(module) is average else {}
-        for name, tensor in average.items():
-            own = parameters[name]
-            self._raw[name] = raw = placed_like(own, tensor, own.dtype)
-            local(own).copy_(local(tensor))
-            if name in self._held and tensor.dtype == own.dtype:
-                self._held[name] = own
-                local(tensor).copy_(local(raw))
-                self._raw[name] = tensor
+        for name in average:
+            self._put_in(name, parameters[name], average[name])
+
+    def _put_in(self, name: str, own: Any, average: Tensor) -> None:
+        assert self._raw is not None
+        self._raw[name] = raw = placed_like(own, average, own.dtype)
+        local(own).copy_(local(average))
+        if name in self._held and average.dtype == own.dtype:
+            self._held[name] = own
+            local(average).copy_(local(raw))
+            self._raw[name] = average
 
     @outside_autograd
     def swap_out(self, module: Any) -> None:
@@ -91,17 +94,20 @@ class ShadowWeights(Technique):
             return
         reshard(module)
         parameters = dict(module.named_parameters())
-        for name in [*self._raw]:
-            own, raw = parameters[name], self._raw[name]
-            average = placed_like(own, raw, own.dtype) if self._held.get(name) is own else None
-            if average is not None:
-                self._held[name] = average
-            local(own).copy_(local(raw))
-            del self._raw[name]
-            if average is not None:
-                local(raw).copy_(local(average))
-                self._held[name] = raw
+        for name, raw in [*self._raw.items()]:
+            self._put_back(name, parameters[name], raw)
         self._raw, self._held = None, {}
+
+    def _put_back(self, name: str, own: Any, raw: Tensor) -> None:
+        assert self._raw is not None
+        average = placed_like(own, raw, own.dtype) if self._held.get(name) is own else None
+        if average is not None:
+            self._held[name] = average
+        local(own).copy_(local(raw))
+        del self._raw[name]
+        if average is not None:
+            local(raw).copy_(local(average))
+            self._held[name] = raw
 
     @contextmanager
     def averaged(self, module: Any) -> Iterator[None]:
