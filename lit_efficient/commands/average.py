@@ -71,9 +71,10 @@ def average_files(
         for name, tensor in state.items():
             _add(total, name, tensor, share, str(path))
     mean, tied = dict[str, Tensor](), dict[object, str]()
-    for name in [*total]:  # what is converted is dropped, and tied weights are one again
-        mean[name], first = total.pop(name).to(dtypes[name]), tied.setdefault(memory_of(state[name]), name)
-        mean[name] = mean[first] if torch.equal(mean[first], mean[name]) else mean[name]
+    for name, summed_ in total.items():  # tied weights are one again
+        first = tied.setdefault(memory_of(state[name]), name)
+        same = first != name and torch.equal(total[first], summed_)
+        mean[name] = mean[first] if same else summed_.to(dtypes[name])
     return weights_alone(checkpoint, {**checkpoint["state_dict"], **mean}, f"average of {kinds[0]}")
 
 

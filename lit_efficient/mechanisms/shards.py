@@ -146,6 +146,7 @@ def _filled(folder: Path, key: str, pieces: Iterable[tuple[Any, Any]], whole: Te
         if type(piece) is not Tensor:
             raise CheckpointError(f"{folder}: {key} is a {type(piece).__name__}, which is not made whole here")
         whole[tuple(slice(at, at + size) for at, size in zip(offset or (), piece.shape))] = piece
+        del piece  # before the next one is read
     return whole
 
 
