@@ -3,6 +3,7 @@
 "__metadata__": {"sha256": hash of the whole file with 64 zeros in the place of the hash}
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -90,22 +91,18 @@ def zeros_in_file(kinds: Sequence[tuple[Sequence[int], torch.dtype]], folder: Pa
 
     Where ``folder`` may not be written to, the file is in ``TMPDIR``; without room for it twice they are in memory.
     """
-    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
-    *begins, end = accumulate((size + -size % 64 for size in sizes), initial=0)
-    try:
-        with tempfile.TemporaryFile(dir=folder if os.access(folder, os.W_OK) else None) as file:
-            if 2 * end > shutil.disk_usage(file.fileno()).free:
-                raise OSError
+    counts = [math.prod(shape) for shape, _ in kinds]
+    sizes = (max(count, 1) * dtype.itemsize for count, (_, dtype) in zip(counts, kinds))
+    (*begins, end), data = accumulate((size + -size % 64 for size in sizes), initial=0), bytearray()
+    with (
+        contextlib.suppress(OSError, AttributeError),  # also of no bytes, and where nothing can be reserved
+        tempfile.TemporaryFile(dir=folder if os.access(folder, os.W_OK) else None) as file,
+    ):
+        if shutil.disk_usage(file.fileno()).free > 2 * end:
             os.posix_fallocate(file.fileno(), 0, end)  # a page without a place on the disk would end the process
-            data = mmap.mmap(file.fileno(), end)
-    except (OSError, AttributeError):  # also of no bytes, and where nothing is reserved
-        return [torch.zeros(shape, dtype=dtype) for shape, dtype in kinds]
-    return [
-        torch.frombuffer(data, dtype=dtype, count=math.prod(shape), offset=begin).view(shape)
-        if size
-        else torch.zeros(shape, dtype=dtype)
-        for (shape, dtype), size, begin in zip(kinds, sizes, begins)
-    ]
+            data = mmap.mmap(file.fileno(), end)  # type: ignore[assignment]
+    places, data = zip(kinds, counts, begins), data or bytearray(end)
+    return [torch.frombuffer(data, dtype=d, count=n or 1, offset=at)[:n].view(shape) for (shape, d), n, at in places]
 
 
 def metadata_of(path: str | os.PathLike[str]) -> dict[str, str]:

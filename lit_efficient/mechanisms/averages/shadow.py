@@ -39,7 +39,7 @@ class ShadowWeights(Technique):
     def __init__(self) -> None:
         super().__init__()
         self._raw: dict[str, Tensor] | None = None  # the module's own weights, while the average stands in the module
-        self._held: dict[str, Tensor] = {}  # the average, whose tensors hold the raw weights meanwhile
+        self._held: dict[str, Tensor] = {}  # the average, whose memory is the raw weights' meanwhile
         self._module: int | None = None  # whose average it is: another module must not get it
 
     def average(self, module: Any) -> Mapping[str, Tensor] | None:
