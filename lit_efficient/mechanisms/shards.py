@@ -138,9 +138,7 @@ def read_shards(folder: Path, optimizers: bool = True) -> dict[str, Any]:
 def _filled(folder: Path, key: str, pieces: Iterable[tuple[Any, Any]], whole: Tensor | None) -> Any:
     """``whole`` with all its pieces, or what else was saved under a key."""
     for place, offset in pieces:
-        with open(folder / place.relative_path, "rb") as file:
-            file.seek(place.offset)
-            piece = check_piece(file.read(place.length), f"{folder} ({key})")
+        piece = _piece(folder / place.relative_path, place, key)
         if whole is None:
             return piece
         if type(piece) is not Tensor:
@@ -148,6 +146,12 @@ def _filled(folder: Path, key: str, pieces: Iterable[tuple[Any, Any]], whole: Te
         whole[tuple(slice(at, at + size) for at, size in zip(offset or (), piece.shape))] = piece
         del piece  # before the next one is read
     return whole
+
+
+def _piece(file: Path, place: Any, key: str) -> Any:
+    with open(file, "rb") as opened:
+        opened.seek(place.offset)
+        return check_piece(opened.read(place.length), f"{file} ({key})")
 
 
 def _numbered(optimizer: dict[str, Any]) -> dict[str, Any]:
@@ -207,8 +211,6 @@ def check_shards(folder: Path) -> None:
         try:
             if not 0 <= place.offset <= place.offset + place.length <= file.stat().st_size:
                 raise DamagedError(f"{file} ends before {index.fqn}")
-            with open(file, "rb") as opened:
-                opened.seek(place.offset)
-                check_piece(opened.read(place.length), f"{file} ({index.fqn})")
+            _piece(file, place, index.fqn)
         except OSError as error:
             raise DamagedError(f"cannot read {file}: {error.strerror or error}") from error

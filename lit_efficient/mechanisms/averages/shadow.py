@@ -76,16 +76,15 @@ class ShadowWeights(Technique):
         # What an average() makes anew at each call is not kept for the way back.
         self._held = average if isinstance(average, dict) and self.average(module) is average else {}
         for name in average:
-            self._put_in(name, parameters[name], average[name])
+            self._put_in(self._raw, name, parameters[name], average[name])
 
-    def _put_in(self, name: str, own: Any, average: Tensor) -> None:
-        assert self._raw is not None
-        self._raw[name] = raw = placed_like(own, average, own.dtype)
+    def _put_in(self, raws: dict[str, Tensor], name: str, own: Any, average: Tensor) -> None:
+        raws[name] = raw = placed_like(own, average, own.dtype)
         local(own).copy_(local(average))
         if name in self._held and average.dtype == own.dtype:
             self._held[name] = own
             local(average).copy_(local(raw))
-            self._raw[name] = average
+            raws[name] = average
 
     @outside_autograd
     def swap_out(self, module: Any) -> None:
@@ -94,18 +93,18 @@ class ShadowWeights(Technique):
             return
         reshard(module)
         parameters = dict(module.named_parameters())
-        for name, raw in [*self._raw.items()]:
-            self._put_back(name, parameters[name], raw)
+        for name in [*self._raw]:
+            self._put_back(self._raw, name, parameters[name])
         self._raw, self._held = None, {}
 
-    def _put_back(self, name: str, own: Any, raw: Tensor) -> None:
-        assert self._raw is not None
-        average = placed_like(own, raw, own.dtype) if self._held.get(name) is own else None
-        if average is not None:
+    def _put_back(self, raws: dict[str, Tensor], name: str, own: Any) -> None:
+        raw, exchanged = raws[name], self._held.get(name) is own
+        average = placed_like(own, raw, own.dtype) if exchanged else own
+        if exchanged:
             self._held[name] = average
         local(own).copy_(local(raw))
-        del self._raw[name]
-        if average is not None:
+        del raws[name]
+        if exchanged:
             local(raw).copy_(local(average))
             self._held[name] = raw
 
