@@ -19,12 +19,14 @@ from collections.abc import Sequence
 from lit_efficient import __version__
 from lit_efficient.errors import EXIT_CODES, LitEfficientError, OutOfMemoryError
 
-_NAMED = (
-    "configs", "copy", "report", "preview", "cache-latents", "average", "convert", "ema-sweep", "export", "generate",
-    "sample", "tokenizer", "write-data", "completion", "schema", "check", "plan", "verify", "compare", "tune",
-)  # fmt: skip
 # Files in lit_efficient/commands.
-COMMANDS = {"techniques": "catalog_text", **{name: name.replace("-", "_") for name in _NAMED}}
+COMMANDS = {
+    "techniques": "catalog_text", "configs": "configs", "copy": "copy", "report": "report", "preview": "preview",
+    "cache-latents": "cache_latents", "average": "average", "convert": "convert", "ema-sweep": "ema_sweep",
+    "export": "export", "generate": "generate", "sample": "sample", "tokenizer": "tokenizer",
+    "write-data": "write_data", "completion": "completion", "schema": "schema", "check": "check", "plan": "plan",
+    "verify": "verify", "compare": "compare", "tune": "tune", "-": "_",
+}  # fmt: skip
 RUNS = ("fit", "validate", "test", "predict")
 SUBCOMMANDS = (*RUNS, *COMMANDS)
 
