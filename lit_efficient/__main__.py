@@ -25,7 +25,7 @@ COMMANDS = {
     "cache-latents": "cache_latents", "average": "average", "convert": "convert", "ema-sweep": "ema_sweep",
     "export": "export", "generate": "generate", "sample": "sample", "tokenizer": "tokenizer",
     "write-data": "write_data", "completion": "completion", "schema": "schema", "check": "check", "plan": "plan",
-    "verify": "verify", "compare": "compare", "tune": "tune", "-": "_",
+    "verify": "verify", "compare": "compare", "tune": "tune",
 }  # fmt: skip
 RUNS = ("fit", "validate", "test", "predict")
 SUBCOMMANDS = (*RUNS, *COMMANDS)
