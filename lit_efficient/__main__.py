@@ -21,28 +21,12 @@ from lit_efficient.errors import EXIT_CODES, LitEfficientError, OutOfMemoryError
 
 # Files in lit_efficient/commands.
 COMMANDS = {
-    "techniques": "catalog_text",
-    "configs": "configs",
-    "copy": "copy",
-    "report": "report",
-    "preview": "preview",
-    "cache-latents": "cache_latents",
-    "average": "average",
-    "convert": "convert",
-    "ema-sweep": "ema_sweep",
-    "export": "export",
-    "generate": "generate",
-    "sample": "sample",
-    "tokenizer": "tokenizer",
-    "write-data": "write_data",
-    "completion": "completion",
-    "schema": "schema",
-    "check": "check",
-    "plan": "plan",
-    "verify": "verify",
-    "compare": "compare",
-    "tune": "tune",
-}
+    "techniques": "catalog_text", "configs": "configs", "copy": "copy", "report": "report", "preview": "preview",
+    "cache-latents": "cache_latents", "average": "average", "convert": "convert", "ema-sweep": "ema_sweep",
+    "export": "export", "generate": "generate", "sample": "sample", "tokenizer": "tokenizer",
+    "write-data": "write_data", "completion": "completion", "schema": "schema", "check": "check", "plan": "plan",
+    "verify": "verify", "compare": "compare", "tune": "tune",
+}  # fmt: skip
 RUNS = ("fit", "validate", "test", "predict")
 SUBCOMMANDS = (*RUNS, *COMMANDS)
 

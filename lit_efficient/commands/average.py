@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice, refusal
 from lit_efficient.files.checkpoints import weights_alone, write
+from lit_efficient.files.tensors import zeros_in_file
 from lit_efficient.mechanisms.averages.weights import position_weights, precise
 from lit_efficient.mechanisms.restore import Weights, weights_of
 from lit_efficient.mechanisms.shards import read_checkpoint
@@ -21,7 +22,7 @@ _STATISTICS = ("running_mean", "running_var")
 def average_files(
     paths: Sequence[str | Path], weights: Sequence[float] | str = "uniform", of: Weights = "auto"
 ) -> dict[str, Any]:
-    """The weighted mean of the weights in files, in the memory of two of them, however many there are.
+    """The weighted mean of the weights in files, in the memory of one of them, however many there are.
 
     Floating-point entries are added up in float32 at least and returned in their own format; others, such as counters,
     are those of the last file.
@@ -62,14 +63,18 @@ def average_files(
         state = {name: tensor for name, tensor in chosen.items() if isinstance(tensor, Tensor)}
         if not dtypes:
             dtypes = {name: tensor.dtype for name, tensor in state.items()}
+            summed = {n: t for n, t in state.items() if t.is_floating_point() or t.is_complex()}
+            sums = zeros_in_file([(t.shape, precise(t.dtype)) for t in summed.values()], Path(path).absolute().parent)
+            total = dict(zip(summed, sums))
         elif different := dtypes.keys() ^ state.keys():
             raise ConfigurationError(f"{path} and {paths[0]} differ in {len(different)} names: {min(different)!r}")
         for name, tensor in state.items():
             _add(total, name, tensor, share, str(path))
     mean, tied = dict[str, Tensor](), dict[object, str]()
-    for name in [*total]:  # what is converted is dropped, and tied weights are one again
-        mean[name], first = total.pop(name).to(dtypes[name]), tied.setdefault(memory_of(state[name]), name)
-        mean[name] = mean[first] if torch.equal(mean[first], mean[name]) else mean[name]
+    for name, summed_ in total.items():  # tied weights are one again
+        first = tied.setdefault(memory_of(state[name]), name)
+        same = first != name and torch.equal(total[first], summed_)
+        mean[name] = mean[first] if same else summed_.to(dtypes[name])
     return weights_alone(checkpoint, {**checkpoint["state_dict"], **mean}, f"average of {kinds[0]}")
 
 
@@ -87,9 +92,7 @@ def _add(total: dict[str, Tensor], name: str, tensor: Tensor, share: float, path
     before = total.get(name)
     if before is not None and before.shape != tensor.shape:
         raise ConfigurationError(f"{path}: {name!r} is {list(tensor.shape)}, and {list(before.shape)} in the others")
-    if tensor.is_floating_point() or tensor.is_complex():
-        if before is None:
-            total[name] = before = torch.zeros_like(tensor, dtype=precise(tensor.dtype))
+    if before is not None and (tensor.is_floating_point() or tensor.is_complex()):
         rows = max(1, 2**20 * len(tensor) // tensor.numel()) if tensor.dim() and tensor.numel() else 1
         pieces = zip(before.split(rows), tensor.split(rows)) if tensor.dim() else [(before, tensor)]
         for sums, piece in pieces:  # torch converts a whole tensor before it adds it to another format
@@ -100,7 +103,7 @@ def _add(total: dict[str, Tensor], name: str, tensor: Tensor, share: float, path
             f"{path}: {name!r} holds {tensor.dtype} and differs between files: quantised weights have no mean; "
             "dequantise them first"
         )
-    total[name] = tensor.clone()
+    total[name] = tensor
 
 
 def run(argv: list[str]) -> int:

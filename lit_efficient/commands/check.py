@@ -102,6 +102,7 @@ def _fit_without_steps(cli: Any, device: str, prepared: bool) -> list[str]:
     from lit_efficient.cli.rehearsal import check_parts, steps_guessed
     from lit_efficient.declaration import Phase, techniques_of
     from lit_efficient.internals.lightning_trainer import begin_fit
+    from lit_efficient.models.weight_slices import WAITS, Waiting
 
     trainer, module, data = cli.trainer, cli.model, cli.datamodule
     left = [] if prepared else [f"the data: {type(data).__name__} was not prepared (--with_data does)"]
@@ -132,12 +133,17 @@ def _fit_without_steps(cli: Any, device: str, prepared: bool) -> list[str]:
         left.append(f"the {trainer.world_size} processes: this is one")
     with _retried_with_data(may_lack_data), _retried(device, lambda: _bytes(module)), torch.device(device):
         type(module).configure_model(module)
-    _give_memory(module)
+    size = _bytes(module)
     reads_all = any(technique.phase is Phase.QUANTIZE for technique in techniques_of(trainer))
-    if reads_all and _bytes(module) > _MOST_BYTES:
-        raise _TooLarge(f"{_bytes(module) / 2**30:.1f} GiB")
-    with _retried(device, lambda: _bytes(module)):
+    waits = {WAITS: Waiting("")} if reads_all and size > _MOST_BYTES else {}
+    if not waits:  # else codes and factors are empty, too, as beside slices of a base
+        _give_memory(module)
+    with _retried(device, lambda: size):
+        module.__dict__.update(waits)
         module.configure_model()  # and the techniques
+        if waits:
+            del module.__dict__[WAITS]
+            _give_memory(module)
         trainer.precision_plugin.convert_module(module)
     if hasattr(trainer.strategy, "check_network"):
         trainer.strategy.check_network(module, trainer.world_size)

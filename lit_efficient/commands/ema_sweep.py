@@ -23,6 +23,7 @@ from lit_efficient.files.checkpoints import weights_alone, write
 from lit_efficient.mechanisms.averages.snapshots import find_snapshots, synthesize
 from lit_efficient.mechanisms.restore import without_heads
 from lit_efficient.mechanisms.shards import read_checkpoint
+from lit_efficient.surgery import memory_of
 
 if TYPE_CHECKING:  # it imports Lightning, which takes seconds
     from lit_efficient.cli.evaluate import Validator
@@ -107,12 +108,9 @@ def _completed(base: dict[str, Any], average: dict[str, Tensor], path: str) -> d
     average = without_heads(average, base)
     if unknown := sorted(average.keys() - state.keys()):
         raise ConfigurationError(f"{path} has no {unknown[0]!r}, which the snapshots hold: is it of the same run?")
-    alias = {tensor.data_ptr(): name for name, tensor in state.items() if name in average}
-    completed = dict(state)
-    for name, tensor in state.items():
-        source = name if name in average else alias.get(tensor.data_ptr() if isinstance(tensor, Tensor) else None)
-        if source is not None:
-            completed[name] = average[source].to(tensor.dtype)
+    alias = {memory_of(tensor): name for name, tensor in state.items() if name in average}
+    found = {name: alias.get(memory_of(tensor)) for name, tensor in state.items()}
+    completed = {n: t if found[n] is None else average[found[n]].to(t.dtype) for n, t in state.items()}
     return weights_alone(base, completed, "ema")
 
 

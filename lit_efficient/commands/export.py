@@ -40,29 +40,17 @@ def run(argv: Sequence[str]) -> int:
     diffusers = arguments.format == "diffusers"
     if arguments.lora is not None and not diffusers:
         parser.error(f"--lora does not belong to --format {arguments.format}")
+    asked = {"weights": arguments.weights, "base": arguments.base, "check": arguments.check}
     try:
         if diffusers:
             from lit_efficient.export.pipelines import export_pipeline
 
-            folder = export_pipeline(
-                arguments.checkpoint,
-                arguments.output,
-                arguments.weights,
-                lora=arguments.lora or "merged",
-                base=arguments.base,
-                check=arguments.check,
-            )
+            lora = arguments.lora or "merged"
+            folder = export_pipeline(arguments.checkpoint, arguments.output, lora=lora, **asked)
         else:
             from lit_efficient.export.adapters import export_checkpoint
 
-            folder = export_checkpoint(
-                arguments.checkpoint,
-                arguments.output,
-                arguments.format,
-                base=arguments.base,
-                weights=arguments.weights,
-                check=arguments.check,
-            )
+            folder = export_checkpoint(arguments.checkpoint, arguments.output, arguments.format, **asked)
     except LitEfficientError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -192,16 +192,8 @@ class LanguageData(ChatDataModule):
         encoder = ChatTokens(self.chat_tokenizer, self.chat.train_on, self.chat.untrained_end)
         if self.chat_tokenizer.chat_template is not None and (wrong := encoder.check_end_of_turn()):
             rank_zero_warn(f"LanguageData: {wrong}: a model trained on it may never stop")
-        return StreamedRows(
-            reader,
-            encoder,
-            self.max_length,
-            self.chat.truncation,
-            self.pack,
-            self.stream.buffer,
-            self.rows.max_malformed,
-            self.seed,
-        )
+        rows = self.max_length, self.chat.truncation, self.pack
+        return StreamedRows(reader, encoder, *rows, self.stream.buffer, self.rows.max_malformed, self.seed)
 
 
 def collate_rows(

@@ -34,7 +34,7 @@ from lit_efficient.files.cache import cache_root
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
 from lit_efficient.models.autoencoder import AutoencoderConfig
 from lit_efficient.models.diffusers_model import DiffusersModelConfig
-from lit_efficient.models.latent_codec import LatentCodec, find_autoencoder
+from lit_efficient.models.latent_codec import AutoencoderOnDisk, LatentCodec, find_autoencoder
 from lit_efficient.models.text_encoder import TextEncoder, TextEncoderConfig
 
 MEASURED_IMAGES = 256
@@ -177,12 +177,7 @@ class LatentData(KeyedModule):
         self.text_encoder = encoders.text
         if self.cached:
             self._store = self._open(thorough=False)
-        autoencoder = encoders.codec.held
-        if self.statistics == "declared":
-            self.codec = LatentCodec.declared(autoencoder)
-        else:
-            statistics = self._measured() if self._store is None else self._store.statistics
-            self.codec = LatentCodec(autoencoder, *statistics)
+        self.codec = self._codec(self._store)
         buckets = Counter(self.images.bucket_of(index) for index in self.images.train_index)
         self._bucket = max(sorted(buckets), key=lambda bucket: buckets[bucket])
 
@@ -200,7 +195,17 @@ class LatentData(KeyedModule):
             "text_encoder": described(self.text_encoder_config),
             "teacher": described(None if self.features is None else self.features.teacher),
         }
-        return build_latents(self.cache_folder(), self.images, self.encoders(), self.identity(), about=names, **options)
+        encoders = self.encoders()
+        made = build_latents(self.cache_folder(), self.images, encoders, self.identity(), about=names, **options)
+        if isinstance(encoders.codec.held, AutoencoderOnDisk) and encoders.codec.held.loaded:
+            self._codec(self._open(thorough=False)).fingerprint()  # a checkpoint would load it for that alone
+        return made
+
+    def _codec(self, store: LatentStore | None) -> LatentCodec:
+        held = self.encoders().codec.held
+        if self.statistics == "declared":
+            return LatentCodec.declared(held)
+        return LatentCodec(held, *(self._measured() if store is None else store.statistics))
 
     def cache_folder(self) -> Path:
         """Where the cache is."""

@@ -19,6 +19,7 @@ from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.export.check import refuse_own_layers
 from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.hugging_face import from_config
+from lit_efficient.internals.hugging_face_loading import empty_from_config
 from lit_efficient.mechanisms.adapters.merge import dequantize_layers, merge_adapters, whole_state, without_adapters
 from lit_efficient.mechanisms.adapters.peft_layers import plain_name
 from lit_efficient.mechanisms.adapters.quantized import is_quantized
@@ -96,7 +97,7 @@ def _own(checkpoint: Mapping[str, Any], base: str | None, random: bool) -> tuple
         lost = [name for name in names if f"{prefix}{name}" not in present]
         if random or not lost:
             with own_draws():
-                return _built(entries, where), where["root"], None
+                return _built(entries, where, empty_from_config if not lost else from_config), where["root"], None
         base = where.get("base")
         if base is None:
             raise ConfigurationError(
@@ -115,11 +116,11 @@ def _kind(name: str | None) -> Any:
     return kind if known else transformers.AutoModelForCausalLM
 
 
-def _built(entries: Mapping[str, Any], where: Mapping[str, Any]) -> Any:
+def _built(entries: Mapping[str, Any], where: Mapping[str, Any], make: Any = from_config) -> Any:
     from transformers import AutoConfig
 
     dtype = getattr(torch, where.get("dtype") or "float32")
-    return from_config(_kind(where.get("class")), AutoConfig.for_model(**entries), dtype=dtype)
+    return make(_kind(where.get("class")), AutoConfig.for_model(**entries), dtype=dtype)
 
 
 def _loaded(base: str, where: Mapping[str, Any]) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lit_efficient.internals.heap import give_back
+from lit_efficient.internals.hugging_face import from_config
 
 _METHOD = "lit_efficient"
 
@@ -27,13 +28,14 @@ class Replacing(Protocol):
         """What a layer that has its weight becomes."""
 
 
-def empty_from_config(config: Any, dtype: torch.dtype, **options: Any) -> Any:
-    """A causal model whose weights are neither drawn nor tied: ``transformers.initialization.no_init_weights``."""
-    from transformers import AutoModelForCausalLM
+def empty_from_config(kind: Any, config: Any, **options: Any) -> Any:
+    """A model whose weights are tied and not drawn, nor in memory: ``transformers.initialization.no_init_weights``."""
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **options)
+        model = from_config(kind, config, **options)
+    model.tie_weights()
+    return model
 
 
 def replacing_config(replacing: Replacing) -> Any:

@@ -7,11 +7,10 @@ Costs: one more read of the folder, and one when it is written.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lit_efficient.declaration import Phase, techniques_of
@@ -20,6 +19,7 @@ from lit_efficient.files.atomic_file import begin_folder, end_folder
 from lit_efficient.files.checkpoints import DamagedError, check_piece, load_verified, local_file, read
 from lit_efficient.files.runs import LATEST
 from lit_efficient.files.sums import check_sums, sha256_of, write_sums
+from lit_efficient.files.tensors import zeros_in_file
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.internals.torch_shards import shards_metadata
 from lit_efficient.internals.wraps import inner_method, wrap_method
@@ -112,17 +112,22 @@ def read_shards(folder: Path, optimizers: bool = True) -> dict[str, Any]:
 
     The states of optimizers get the numbers that their parameters have in the groups, as in a checkpoint of one file.
     """
-    metadata = read_metadata(folder)
+    metadata, pieces = read_metadata(folder), dict[str, list[Any]]()
+    for index, place in metadata.storage_data.items():
+        pieces.setdefault(index.fqn, []).append((place, index.offset))
     found = load_verified(folder / "meta.pt") if (folder / "meta.pt").exists() else {}
-    held, tied = dict[str, Any](), found.pop(TIED, {})
+    held, tied, kinds = dict[str, Any](), found.pop(TIED, {}), dict[str, Any]()
     for key, kind in metadata.state_dict_metadata.items():
         path = metadata.planner_data[key]
-        if path[-1] in tied if path[0] == "state_dict" else not optimizers:
-            continue
-        inner = held
-        for part in path[:-1]:
+        if path[-1] not in tied if path[0] == "state_dict" else optimizers:
+            kinds[key] = kind
+    wholes = {key: (kind.size, kind.properties.dtype) for key, kind in kinds.items() if hasattr(kind, "chunks")}
+    tensors = dict(zip(wholes, zeros_in_file([*wholes.values()], folder.parent)))
+    for key in kinds:
+        inner, (*parts, last) = held, metadata.planner_data[key]
+        for part in parts:
             inner = inner.setdefault(part, {})
-        inner[path[-1]] = _whole(folder, metadata.storage_data, key, kind)
+        inner[last] = _filled(folder, key, pieces.get(key, ()), tensors.get(key))
     weights = held.pop("state_dict", {})
     found["state_dict"] = weights | {name: weights[first] for name, first in tied.items() if first in weights}
     if optimizers:
@@ -130,21 +135,23 @@ def read_shards(folder: Path, optimizers: bool = True) -> dict[str, Any]:
     return found
 
 
-def _whole(folder: Path, places: Any, key: str, kind: Any) -> Any:
-    """A tensor of all its pieces, or what else was saved under a key."""
-    chunks = getattr(kind, "chunks", None)
-    pieces = [(place, index.offset) for index, place in places.items() if index.fqn == key]
-    whole = None if chunks is None else torch.empty(kind.size, dtype=kind.properties.dtype)
+def _filled(folder: Path, key: str, pieces: Iterable[tuple[Any, Any]], whole: Tensor | None) -> Any:
+    """``whole`` with all its pieces, or what else was saved under a key."""
     for place, offset in pieces:
-        with open(folder / place.relative_path, "rb") as file:
-            file.seek(place.offset)
-            piece = check_piece(file.read(place.length), f"{folder} ({key})")
+        piece = _piece(folder / place.relative_path, place, key)
         if whole is None:
             return piece
         if type(piece) is not Tensor:
             raise CheckpointError(f"{folder}: {key} is a {type(piece).__name__}, which is not made whole here")
         whole[tuple(slice(at, at + size) for at, size in zip(offset or (), piece.shape))] = piece
+        del piece  # before the next one is read
     return whole
+
+
+def _piece(file: Path, place: Any, key: str) -> Any:
+    with open(file, "rb") as opened:
+        opened.seek(place.offset)
+        return check_piece(opened.read(place.length), f"{file} ({key})")
 
 
 def _numbered(optimizer: dict[str, Any]) -> dict[str, Any]:
@@ -204,8 +211,6 @@ def check_shards(folder: Path) -> None:
         try:
             if not 0 <= place.offset <= place.offset + place.length <= file.stat().st_size:
                 raise DamagedError(f"{file} ends before {index.fqn}")
-            with open(file, "rb") as opened:
-                opened.seek(place.offset)
-                check_piece(opened.read(place.length), f"{file} ({index.fqn})")
+            _piece(file, place, index.fqn)
         except OSError as error:
             raise DamagedError(f"cannot read {file}: {error.strerror or error}") from error

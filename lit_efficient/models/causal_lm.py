@@ -245,11 +245,13 @@ def build_empty(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None
         stored = stored_places(folder).keys()
     except (OSError, ValueError, CheckpointError):
         return None  # which `build` says
+    from transformers import AutoModelForCausalLM
+
     dtype = getattr(config, "dtype", None) if spec.dtype == "auto" else getattr(torch, spec.dtype)
-    options: dict[str, Any] = {} if spec.attention is None else {"attn_implementation": spec.attention}
+    options: dict[str, Any] = {"dtype": dtype or torch.float32, "trust_remote_code": False}
+    options |= {} if spec.attention is None else {"attn_implementation": spec.attention}
     with torch.device("cpu"), DeferredDraws():
-        model = empty_from_config(config, dtype or torch.float32, **options)
-    model.tie_weights()
+        model = empty_from_config(AutoModelForCausalLM, config, **options)
     # What is tied to another weight, and in the files beside it, may be another one there: `build` looks.
     needed = {name for name in model.state_dict() if name not in model.all_tied_weights_keys}
     if needed != stored or any(buffer.device.type == "meta" for buffer in model.buffers()):
@@ -310,11 +312,12 @@ def _quantization(spec: CausalLMConfig, dtype: Any, config: "PretrainedConfig") 
     )  # fmt: skip
 
 
-def from_json(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> "PreTrainedModel":
-    """An empty model for weights that a checkpoint brings, from its configuration as stored in it."""
+def from_json(config: Mapping[str, Any], dtype: torch.dtype = torch.float32, whole: bool = True) -> "PreTrainedModel":
+    """A model for weights that a checkpoint brings, all if it is ``whole``, from its configuration as stored in it."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = str(config["model_type"])
     fields = {key: value for key, value in config.items() if key not in ("model_type", "quantization_config")}
-    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**fields), dtype=dtype, trust_remote_code=False)
+    make = empty_from_config if whole else from_config
+    return make(AutoModelForCausalLM, CONFIG_MAPPING[kind](**fields), dtype=dtype, trust_remote_code=False)

@@ -193,17 +193,8 @@ def read_starts() -> None:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         if attention_mask is None or attention_mask.dtype != torch.int64:
-            out: tuple[Tensor, None] = plain(
-                module,
-                query,
-                key,
-                value,
-                attention_mask,
-                dropout=dropout,
-                scaling=scaling,
-                is_causal=is_causal,
-                **kwargs,
-            )
+            how = {**kwargs, "dropout": dropout, "scaling": scaling, "is_causal": is_causal}
+            out: tuple[Tensor, None] = plain(module, query, key, value, attention_mask, **how)
             return out
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         further = [name for name in _UNKNOWN if kwargs.get(name) is not None]

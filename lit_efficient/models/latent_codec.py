@@ -52,6 +52,11 @@ class AutoencoderOnDisk:
         self.declared = torch.tensor(facts["declared"][0]), torch.tensor(facts["declared"][1])
         self._loaded: Any = None
 
+    @property
+    def loaded(self) -> bool:
+        """Whether its weights are in memory."""
+        return self._loaded is not None
+
     def load(self) -> Any:
         """The model, frozen; loaded once. Draws no random number."""
         if self._loaded is None:

@@ -48,17 +48,8 @@ class _Twin(QuantisedAdam):
         self.keep_32bit = keep_32bit
         self.no_decay = no_decay
         self.min_size = min_size
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad=False,
-            block_size=_BLOCKS[bits],
-            bf16_stochastic_round=False,
-            is_adamw=self.adamw,
-        )
+        fixed: Any = {"amsgrad": False, "block_size": _BLOCKS[bits], "bf16_stochastic_round": False}
+        super().__init__(params, lr, betas, eps, weight_decay, is_adamw=self.adamw, **fixed)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, and leave its rate a float: torchao's own method makes it a tensor."""

@@ -356,7 +356,7 @@ class LanguageModeling(LightningModule):
         dtype = self.model.dtype if isinstance(self.model, CausalLMConfig) else "float32"
         dtypes = {value.dtype for name, value in state.items() if name in needed and value.is_floating_point()}
         exact = next(iter(dtypes)) if dtype == "auto" and len(dtypes) == 1 else getattr(torch, dtype, torch.float32)
-        return causal_lm.from_json(config, exact)
+        return causal_lm.from_json(config, exact, whole)
 
     def _replacing(self, checkpoint: Mapping[str, Any] | None = None) -> Replacing | None:
         """What is replaced while weights are read: nothing where others have a hand in the network before it is."""

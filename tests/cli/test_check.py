@@ -149,10 +149,14 @@ def test_a_network_of_any_size_takes_no_memory(capsys):
     said = capsys.readouterr().out
     assert "10,000,100,000 parameters" not in said  # those of the adapters are there, too
     assert "built on the meta device" in said
-    assert check("--model", f"{HERE}.Huge", "--trainer.callbacks+=QuantizeBase") == 0
+    quantized = ["--model", f"{HERE}.Huge", "--trainer.callbacks+=QuantizeBase", "--trainer.callbacks+=LoRA"]
+    assert check(*quantized, "--trainer.callbacks+=EMA", "--optimizer=AdamW") == 0
     said = capsys.readouterr().out
-    assert "the optimizer, which need the weights (37.3 GiB)" in said
-    assert " train, " not in said  # of which the techniques decide
+    assert "2,400,008 train" in said  # the factors, beside codes that are empty
+    assert all(f"\n  {name}: " in said for name in ("QuantizeBase", "LoRA", "EMA"))
+    assert "need the weights" not in said
+    assert check(*quantized, "--trainer.callbacks.targets=[nothing]") == 2
+    assert "the pattern 'nothing' matches none of the 2 modules" in capsys.readouterr().err
 
 
 class Greedy(ToyModel):

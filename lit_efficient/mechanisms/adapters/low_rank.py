@@ -300,7 +300,7 @@ def merged_matrix(weight: Tensor, added: Mapping[str, Tensor], scale: float) -> 
         delta = delta - flat["lora_B0"].flatten(1) @ flat["lora_A0"].flatten(1)
     if delta.shape[1] != weight.shape[1]:
         delta = delta.repeat_interleave(weight.shape[1] // delta.shape[1], dim=1)
-    weight = weight.to(wide) + scale * delta
+    weight = delta.mul_(scale).add_(weight.to(wide))
     if "lora_magnitude" in flat:
         weight = weight * (flat["lora_magnitude"] / weight.norm(dim=1))[:, None]
     return weight

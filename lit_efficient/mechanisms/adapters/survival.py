@@ -34,9 +34,9 @@ def surviving(module: nn.Module) -> dict[str, tuple[float, float]]:
             "double_quant": getattr(part, "quant_double", True),
             "group_size": getattr(part, "group_size", 32),
         }
-        again = dequantize(quantize_linear(plain, part.quant_format, **how)).float()
-        update = (merged - base).flatten()
-        found[name] = ((again - base).flatten() @ update).item(), (update @ update).item()
+        again = dequantize(quantize_linear(plain, part.quant_format, **how)).float().sub_(base).flatten()
+        update = merged.sub_(base).flatten()
+        found[name] = (again @ update).item(), (update @ update).item()
     return {name: pair for name, pair in found.items() if pair[1] > 0}
 
 

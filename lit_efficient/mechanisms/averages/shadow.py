@@ -1,7 +1,8 @@
 """What techniques share that keep a second set of weights: evaluation uses it, training never notices.
 
-The second set is copied into the module before each validation, test and prediction, and the raw weights are copied
-back after it or after an exception anywhere. Only parameters are exchanged: buffers are always those of the module.
+The second set is put into the module before each validation, test and prediction, and the raw weights are put back
+after it or after an exception anywhere. Only parameters are exchanged: buffers are always those of the module.
+Where both have one format their numbers change places, tensor by tensor: there is no third copy.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase
-from lit_efficient.internals.torch_foreach import foreach_copy_
 from lit_efficient.mechanisms.averages.weights import placed_like, whole
 from lit_efficient.surgery import is_sharded, local, reshard
 from lit_efficient.technique import Technique
@@ -39,6 +39,7 @@ class ShadowWeights(Technique):
     def __init__(self) -> None:
         super().__init__()
         self._raw: dict[str, Tensor] | None = None  # the module's own weights, while the average stands in the module
+        self._held: dict[str, Tensor] = {}  # the average, whose memory is the raw weights' meanwhile
         self._module: int | None = None  # whose average it is: another module must not get it
 
     def average(self, module: Any) -> Mapping[str, Tensor] | None:
@@ -71,17 +72,41 @@ class ShadowWeights(Technique):
         if average is None:
             return
         reshard(module)
-        parameters = dict(module.named_parameters())
-        self._raw = {n: placed_like(parameters[n], t, parameters[n].dtype) for n, t in average.items()}
-        _copy(average, parameters)
+        parameters, self._raw = dict(module.named_parameters()), {}
+        # What an average() makes anew at each call is not kept for the way back.
+        self._held = average if isinstance(average, dict) and self.average(module) is average else {}
+        for name in average:
+            self._put_in(self._raw, name, parameters[name], average[name])
+
+    def _put_in(self, raws: dict[str, Tensor], name: str, own: Any, average: Tensor) -> None:
+        raws[name] = raw = placed_like(own, average, own.dtype)
+        local(own).copy_(local(average))
+        if name in self._held and average.dtype == own.dtype:
+            self._held[name] = own
+            local(average).copy_(local(raw))
+            raws[name] = average
 
     @outside_autograd
     def swap_out(self, module: Any) -> None:
-        """Put the raw weights back, bit for bit."""
-        raw, self._raw = self._raw, None
-        if raw is not None:
-            reshard(module)
-            _copy(raw, dict(module.named_parameters()))
+        """Put the raw weights back, bit for bit; whatever interrupts it, or :meth:`swap_in`, it can be done again."""
+        if self._raw is None:
+            return
+        reshard(module)
+        parameters = dict(module.named_parameters())
+        for name in [*self._raw]:
+            self._put_back(self._raw, name, parameters[name])
+        self._raw, self._held = None, {}
+
+    def _put_back(self, raws: dict[str, Tensor], name: str, own: Any) -> None:
+        raw, exchanged = raws[name], self._held.get(name) is own
+        average = placed_like(own, raw, own.dtype) if exchanged else own
+        if exchanged:
+            self._held[name] = average
+        local(own).copy_(local(raw))
+        del raws[name]
+        if exchanged:
+            local(raw).copy_(local(average))
+            self._held[name] = raw
 
     @contextmanager
     def averaged(self, module: Any) -> Iterator[None]:
@@ -156,8 +181,3 @@ def put_into_state_dict(state_dict: dict[str, Any], source: Mapping[str, Tensor]
             if key in state_dict:  # adapters-only checkpoints leave some out, other ranks leave all out
                 tensor = tensor.to(state_dict[key].device, state_dict[key].dtype)  # once for all that are tied
                 state_dict[key] = tensor
-
-
-def _copy(source: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-    targets = [local(parameters[name]) for name in source]
-    foreach_copy_(targets, [local(tensor) for tensor in source.values()])

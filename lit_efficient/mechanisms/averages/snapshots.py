@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lit_efficient.errors import CheckpointError, refusal
 from lit_efficient.files.checkpoints import local_file, read
-from lit_efficient.files.tensors import metadata_of, save_tensors
+from lit_efficient.files.tensors import metadata_of, save_tensors, zeros_in_file
 from lit_efficient.mechanisms.averages.weights import precise, synthesis_weights
 
 _NAME = re.compile(r"average-step=(\d+)-sigma_rel=([0-9.e-]+)\.safetensors")
@@ -81,13 +80,15 @@ def synthesize(folder: str | Path, sigma_rels: Sequence[float], step: int | None
     _check_complete(Path(folder), used)
     stored = [snapshot.sigma_rel for snapshot in used]
     shares = [synthesis_weights([snapshot.step for snapshot in used], stored, end, s) for s in sigma_rels]
-    built: list[dict[str, Tensor]] = [{} for _ in sigma_rels]
+    built: list[dict[str, Tensor]] = []
     for i, snapshot in enumerate(used):
-        for name, tensor in read(Path(folder) / snapshot.filename)["state_dict"].items():
-            for width, share in zip(built, shares):
-                if i == 0:
-                    width[name] = torch.zeros_like(tensor, dtype=precise(tensor.dtype))
-                width[name].add_(tensor, alpha=share[i])
+        state = read(Path(folder) / snapshot.filename)["state_dict"]
+        for j, share in enumerate(shares):
+            if i == 0:
+                kinds = [(tensor.shape, precise(tensor.dtype)) for tensor in state.values()]
+                built.append(dict(zip(state, zeros_in_file(kinds, Path(folder)))))
+            for name, tensor in state.items():
+                built[j][name].add_(tensor, alpha=share[i])
     return built
 
 

@@ -157,6 +157,7 @@ def whole(tensor: Any) -> Tensor:
 
     A DTensor must not be pickled as it is: the file would hold one shard, without a word.
     """
+    tensor = tensor.detach()  # a parameter, while an average stands in the module
     return tensor.full_tensor().cpu() if is_sharded(tensor) else tensor
 
 

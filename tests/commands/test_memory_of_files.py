@@ -1,0 +1,91 @@
+"""What checkpoints are turned into, in the memory of one model at most: by count, and read by torch and safetensors."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch.distributed import checkpoint as dcp
+
+from benchmarks.real_size import peak_of
+from lit_efficient.commands import average, convert
+from lit_efficient.export.adapters import export_checkpoint
+from lit_efficient.files.checkpoints import save_atomically
+from lit_efficient.internals.heap import give_back
+from lit_efficient.mechanisms.averages.snapshots import Snapshot, synthesize, write_snapshot
+from lit_efficient.mechanisms.shards import TIED
+from tests import processes
+from tests.support import assert_equal
+
+MODEL, SLACK = 128, 96  # MiB; pieces on their way, and what is free in the heap between others
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    """128 MiB in 32 tensors of bfloat16, and what is unusual."""
+    generator = torch.Generator().manual_seed(seed)
+    state = {f"w{i}": torch.randn(1024, 2048, generator=generator).bfloat16() for i in range(MODEL // 4)}
+    state |= {"number": torch.tensor(float(seed)), "none": torch.empty(0, 3), "turned": torch.arange(6.0).view(2, 3).T}
+    return state | {"codes": torch.arange(8, dtype=torch.int8), "count": torch.tensor(seed), "tied": state["w0"]}
+
+
+def shards(folder: Path, state: dict[str, torch.Tensor]) -> Path:
+    moments = {name: {"exp_avg": tensor.float()} for name, tensor in state.items() if name.startswith("w")}
+    optimizer = {"state": moments, "param_groups": [{"lr": 0.1, "params": [*moments]}]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch, of its own processes
+        dcp.save({"state_dict": state, "optimizer_0": optimizer}, checkpoint_id=folder, no_dist=True)
+    save_atomically({"epoch": 1, TIED: {"tied": "w0"}}, folder / "meta.pt")
+    return folder
+
+
+def peaks_at(most: int, work: Callable[[], Any]) -> Any:
+    """What ``work`` gives, if it took so many MiB at most."""
+    found: list[Any] = []
+    give_back()  # or what is free in the heap is taken without being seen
+    assert (peak := peak_of(lambda: found.append(work()))) <= most, peak
+    return found.pop()
+
+
+def test_no_second_model_is_ever_in_memory(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    for part in (_write, _turn):
+        assert processes.run(part, tmp_path, log=log) == 0, log.read_text()
+
+
+def _write(place: Path) -> None:
+    for seed in range(3):
+        state = weights(seed)
+        shards(place / f"{seed}.ckpt", state)
+        torch.save({"state_dict": state}, place / f"{seed}.pt")
+        write_snapshot(place, Snapshot(seed + 1, 0.1), {n: t for n, t in state.items() if t.is_floating_point()})
+
+
+def _turn(place: Path) -> None:
+    """The folder holds a model of bfloat16, and two in float32 that are the optimizer's."""
+    folder, one = str(place / "0.ckpt"), place / "one"
+    peaks_at(SLACK, lambda: convert.run([folder, "--output", str(one.with_suffix(".ckpt"))]))
+    peaks_at(SLACK, lambda: convert.run([folder, "--output", str(one.with_suffix(".safetensors"))]))
+    peaks_at(SLACK, lambda: export_checkpoint(folder, one, "safetensors", check=False))
+    for kind in ("ckpt", "pt"):
+        asked = [*(str(place / f"{seed}.{kind}") for seed in range(3)), "--output", str(place / f"mean.{kind}")]
+        peaks_at(MODEL + SLACK, lambda asked=asked: average.run(asked))  # type: ignore[misc]
+    built = peaks_at(SLACK, lambda: synthesize(place, [0.08, 0.1, 0.12]))
+    states = [weights(seed) for seed in range(3)]
+    floats = [name for name, tensor in states[0].items() if tensor.is_floating_point()]
+    torch.testing.assert_close(
+        {n: t.to(states[2][n].dtype) for n, t in built[1].items()}, {n: states[2][n] for n in floats}
+    )
+    for kind in ("ckpt", "pt"):
+        state = torch.load(place / f"mean.{kind}", weights_only=True)["state_dict"]
+        mean = {n: (sum(s[n].double() for s in states) / 3).to(states[0][n].dtype) for n in floats}
+        torch.testing.assert_close({name: state.pop(name) for name in floats}, mean)
+        assert_equal(state, {name: tensor for name, tensor in states[2].items() if name not in floats})
+    found = torch.load(one.with_suffix(".ckpt"), weights_only=True)
+    assert found["state_dict"]["tied"].data_ptr() == found["state_dict"]["w0"].data_ptr()
+    assert_equal(found["optimizer_states"][0]["state"][1], {"exp_avg": states[0]["w1"].float()})
+    for one_ in (found["state_dict"], load_file(one.with_suffix(".safetensors")), load_file(one / "model.safetensors")):
+        assert_equal(one_, states[0])
