@@ -221,8 +221,7 @@ def _cause(line: str, allowed: str, given: str) -> tuple[float, str, str] | None
         return 8, f"two classes are named {match[1]!r}; write one of them in full: {match[2]}", ""
     if match := re.search(r"Expected a dot import path string: (\S+)", line):
         if any(basic in allowed.split(", ") for basic in ("int", "float", "bool", "str")):
-            of_class = any(kind[:1].isupper() for kind in allowed.split(", "))
-            near = did_you_mean(match[1], _known_classes()) if of_class else ""
+            near = did_you_mean(match[1], _known_classes()) if _has_class(allowed) else ""
             return 5.1 if near else 5, _wrong_type(allowed, match[1]) + near, ""
         return 7, f"there is no class {match[1]!r}{did_you_mean(match[1], _known_classes())}", match[1]
     if match := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", line):
@@ -237,7 +236,8 @@ def _cause(line: str, allowed: str, given: str) -> tuple[float, str, str] | None
     if match := re.search(r"Expected an? (.+?)\.? Got value: ?(.*)", line):
         return 6, _wrong_type(_readable_types(match[1]), match[2]), ""
     if re.match(r"Expected an? ", line):
-        return (5, _wrong_type(allowed, given), "") if allowed else None
+        priority = 5 if _has_class(allowed) else 5.95  # before an option that another class does not have
+        return (priority, _wrong_type(allowed, given), "") if allowed else None
     if "Subclasses are disabled for" in line:  # one of several classes, of which another may stand there
         return 3, line, ""
     if line.startswith("Not a valid subclass of"):
@@ -261,6 +261,10 @@ def _refused_import(path: str) -> tuple[float, str, str]:
             near = did_you_mean(package, {allowed.split(".")[0] for allowed in ALLOWED_IMPORTS})
             return 7, f"there is no module {package!r}{near}", name
     return 9, f"{refusal} trusted packages only.\n  If you trust it: --allow-import {package}", ""
+
+
+def _has_class(allowed: str) -> bool:
+    return any(kind[:1].isupper() for kind in allowed.split(", "))
 
 
 def _wrong_type(allowed: str, value: str) -> str:

@@ -187,6 +187,10 @@ WRONG_YAML = {
         "model:\n  class_path: LanguageModeling\n  init_args:\n    model:\n      configfields: {model_type: llama}\n",
         ["did you mean 'config_fields'"],
     ),
+    "no such choice or null where another class could stand": (
+        "model:\n  class_path: LanguageModeling\n  init_args:\n    model: {name_or_path: x, quantize: 4bit}\n",
+        ["CausalLMConfig.model.quantize", "4bit", "'nf4', 'int8', null", "bad.yaml, line 4"],
+    ),
     "no class_path beside its arguments": (
         "model:\n  class_path: LatentDiffusion\n  init_args:\n    backbone:\n      clas_path: DiTConfig\n"
         "      init_args: {channels: 4}\n",
