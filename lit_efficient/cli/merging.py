@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace
 
-from lit_efficient.cli.config_text import SPEC, load_yaml
+from lit_efficient.cli.config_text import SPEC, full_name, load_yaml
 from lit_efficient.errors import did_you_mean
 from lit_efficient.internals.jsonargparse_parser import ChangesValues, nested, type_hint
 
@@ -45,17 +45,26 @@ class MergesMappings(ChangesValues):
             return given
         arguments = _as_mapping(before.get("init_args")) if "class_path" in before else before
         if arguments is None or (isinstance(earlier, Namespace) and not now.keys() <= {*arguments, *fields}):
-            return given  # of another class
+            return self._of_another_class(now) or given
         merged = _merged(arguments, now)
         return merged if arguments is before else {**before, "init_args": merged}
 
     def _fields(self, path: str) -> list[str]:
         """What the dataclass at a path takes, if it is one that may stand here."""
+        return self._classes().get(path.rpartition(".")[2], [])
+
+    def _classes(self) -> dict[str, list[str]]:
         hint = type_hint(self)
-        parts = typing.get_args(hint) or (hint,)
-        known = [part for part in parts if isinstance(part, type) and dataclasses.is_dataclass(part)]
-        named = next((part for part in known if part.__name__ == path.rpartition(".")[2]), None)
-        return [field.name for field in dataclasses.fields(named)] if named else []
+        known = [
+            one for one in typing.get_args(hint) or (hint,) if isinstance(one, type) and dataclasses.is_dataclass(one)
+        ]
+        return {one.__name__: [field.name for field in dataclasses.fields(one)] for one in known}
+
+    def _of_another_class(self, now: dict[str, Any]) -> dict[str, Any]:
+        """The arguments with the class that most of them are of, in the place of the class of an earlier config."""
+        shared = {name: len(now.keys() & fields) for name, fields in self._classes().items()}
+        best = max(shared, key=shared.__getitem__, default="")
+        return {"class_path": full_name(best), "init_args": now} if shared.get(best) else {}
 
 
 def _as_mapping(value: Any) -> dict[str, Any] | None:

@@ -42,6 +42,8 @@ def check_config(config: Mapping[str, Any]) -> None:
                 f"{key}: {HIDDEN} stands where a run that saved this config left a secret out; give it once more"
             )
         if name in _FOLDERS and key.startswith("trainer.") and isinstance(value, str):
+            if "$" in value:
+                raise refusal(key, "the folder", "written in full ($NAME is not replaced)", value)
             check_writable(key, Path(value))
         if name == "filename" and isinstance(value, str) and (Path(value).is_absolute() or ".." in Path(value).parts):
             raise refusal(key, "the name", "a name in its folder, which dirpath gives", value)
@@ -163,8 +165,11 @@ def check_devices(accelerator: str, devices: int | str | list[int]) -> None:
         count, kind = gpus, "GPUs"
     else:
         return
-    if isinstance(devices, str) and devices != "auto" and not re.fullmatch(r"\s*-?\d+(\s*,\s*\d+)*\s*,?\s*", devices):
-        raise refusal("trainer", "devices", "auto, a number, or numbers with commas", devices)
+    several, allowed = r"\[?\s*-?\d+(\s*,\s*\d+)*\s*,?\s*\]?", "auto, a number, or numbers with commas"
+    if kind == "CPU cores":
+        several, allowed = r"\s*0*[1-9]\d*\s*", "auto, a number of processes above 0 on the CPU"
+    if devices != "auto" and not re.fullmatch(several, str(devices)):
+        raise refusal("trainer", "devices", allowed, devices)
     wanted = _requested(devices)
     if wanted is not None and wanted > count:
         raise ConfigurationError(f"trainer.devices: {devices} asks for {wanted}, but there are {count} {kind}")
