@@ -4,6 +4,7 @@ import ast
 import errno
 import os
 import re
+import sys
 import traceback
 from argparse import ArgumentError
 from collections.abc import Collection, Iterator, Sequence
@@ -227,8 +228,9 @@ def _cause(line: str, allowed: str, given: str) -> tuple[float, str, str] | None
             return 5.1 if near else 5, _wrong_type(allowed, match[1]) + near, ""
         return 7, f"there is no class {match[1]!r}{did_you_mean(match[1], _known_classes())}", match[1]
     if match := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", line):
-        known = [*PUBLIC] if match[2] in PUBLIC else _names_in(match[1])
-        advice = moved_path(f"{match[1]}.{match[2]}") or did_you_mean(match[2], known)
+        ours = match[2] in PUBLIC or match[1] == "lit_efficient"
+        near = did_you_mean(match[2], PUBLIC if ours else dir(sys.modules.get(match[1])))
+        advice = moved_path(f"{match[1]}.{match[2]}") or near
         return 7, f"there is no {match[2]!r} in {match[1]}{advice}", ""
     if match := re.search(r"No module named '([\w.]+)'", line):
         return 7, f"there is no module {match[1]!r}{moved_path(match[1])}", ""
@@ -292,9 +294,8 @@ def _wrong_type(allowed: str, value: str) -> str:
     value = "null" if value == "None" and not word else value
     choices = re.findall(r"[\w.-]+", allowed)
     hint = ", did you mean null?" if word else did_you_mean(value, choices) if "one of" in allowed else ""
-    return f"{value} is not allowed{hint or ','} expected {allowed}".replace("?,", "?").replace(
-        "? expected", "? Expected"
-    )
+    said = f"{value} is not allowed{hint or ','} expected {allowed}"
+    return said.replace("?,", "?").replace("? expected", "? Expected")
 
 
 def _readable_types(text: str) -> str:
@@ -314,12 +315,6 @@ def _known_classes(bases: Sequence[type] = ()) -> list[str]:
         found += [cls.__name__ for cls in below if not cls.__name__.startswith("_")]
         stack += below
     return found
-
-
-def _names_in(module: str) -> list[str]:
-    import sys
-
-    return list(PUBLIC) if module == "lit_efficient" else dir(sys.modules.get(module))
 
 
 def _config_files(argv: Sequence[str]) -> list[str]:

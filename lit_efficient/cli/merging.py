@@ -24,7 +24,7 @@ class MergesMappings(ChangesValues):
     def changed(self, value: Any, earlier: Any) -> Any:
         given, before = value, _as_mapping(earlier)
         path = (before or {}).get("class_path", "")
-        fields = self._fields(path)
+        fields = self._classes().get(path.rpartition(".")[2], [])
         if (option := nested(value)) is not None:
             key, value = option
             if isinstance(earlier, str):
@@ -49,11 +49,8 @@ class MergesMappings(ChangesValues):
         merged = _merged(arguments, now)
         return merged if arguments is before else {**before, "init_args": merged}
 
-    def _fields(self, path: str) -> list[str]:
-        """What the dataclass at a path takes, if it is one that may stand here."""
-        return self._classes().get(path.rpartition(".")[2], [])
-
     def _classes(self) -> dict[str, list[str]]:
+        """What each dataclass takes that may stand here."""
         hint = type_hint(self)
         known = [
             one for one in typing.get_args(hint) or (hint,) if isinstance(one, type) and dataclasses.is_dataclass(one)

@@ -261,8 +261,11 @@ class Parser(ChecksValues, LightningArgumentParser):
             below = [dest[len(level) :].lstrip(".").split(".")[0] for dest in dests if dest.startswith(level)]
             accepted = ", ".join(dict.fromkeys(filter(None, below)))
             key, dot, _ = name[len(level) :].lstrip(".").partition(".")
-            kin = [one for one in SPEC if one[:3] == key[:3] and one != key]
-            near = _near(name, dests) or did_you_mean(key, [*below, *kin, *map(leaf, dests)])
+            near = did_you_mean(name, dests)
+            if not did_you_mean(last, [leaf(near.rpartition("'")[0])]):  # the section alone makes them no kin
+                near = did_you_mean(
+                    key, [*below, *(s for s in SPEC if s[:3] == key[:3] and s != key), *map(leaf, dests)]
+                )
             moved = moved_key(parser.described, name) or _elsewhere(parser.described, last)
             if not (dot and did_you_mean(key, below)):  # else it is the group that is misspelt
                 moved = moved_key(parser.described, last) or moved
@@ -276,12 +279,6 @@ class Parser(ChecksValues, LightningArgumentParser):
         if is_section(action) and isinstance(value, int | float | list | None):  # a text is a file
             shown = "null" if value is None else value
             raise TypeError(f'Parser key "{key}":\n  Expected a mapping of keys to values. Got value: {shown}')
-
-
-def _near(name: str, dests: Sequence[str]) -> str:
-    """The option that is meant; that two stand in one section alone makes them no kin."""
-    near = did_you_mean(name, dests)
-    return near if did_you_mean(leaf(name), [leaf(near.rpartition("'")[0])]) else ""
 
 
 def _elsewhere(owner: type | None, name: str) -> str:

@@ -177,14 +177,10 @@ def check_devices(accelerator: str, devices: int | str | list[int]) -> None:
 
 def _requested(devices: int | str | list[int]) -> int | None:
     """How many devices must exist; ``None`` for "auto", -1 and what Lightning will refuse by itself."""
-    if isinstance(devices, str):
-        numbers = [int(part) for part in devices.split(",") if part.strip().isdigit()]
-        if not numbers:
-            return None
-        return max(numbers) + 1 if "," in devices else numbers[0]
-    if isinstance(devices, list):
-        return max(devices, default=-1) + 1
-    return devices if devices >= 0 else None
+    numbers = [int(number) for number in re.findall(r"-?\d+", str(devices))]
+    if min(numbers, default=-1) < 0:
+        return None
+    return max(numbers) + 1 if isinstance(devices, list) or "," in str(devices) else numbers[0]
 
 
 def go_offline_without_key(config: Mapping[str, Any], environment: MutableMapping[str, str] = os.environ) -> bool:
