@@ -16,6 +16,7 @@ from lit_efficient.internals.jsonargparse_parser import ChangesValues, nested, t
 
 # Fields of a mapping that say what it describes: another value is another thing, and nothing of the first remains.
 _KINDS = ("model_type", "_class_name")
+_NAMES = {"name_or_path", "config_fields"}
 
 
 class MergesMappings(ChangesValues):
@@ -58,10 +59,9 @@ class MergesMappings(ChangesValues):
         return {one.__name__: [field.name for field in dataclasses.fields(one)] for one in known}
 
     def _of_another_class(self, now: dict[str, Any]) -> dict[str, Any]:
-        """The arguments with the class that most of them are of, in the place of the class of an earlier config."""
-        shared = {name: len(now.keys() & fields) for name, fields in self._classes().items()}
-        best = max(shared, key=shared.__getitem__, default="")
-        return {"class_path": full_name(best), "init_args": now} if shared.get(best) else {}
+        """Fields of which one names a model, with the class that takes it: no longer that of an earlier config."""
+        kind = next((name for name, fields in self._classes().items() if now.keys() & _NAMES & {*fields}), "")
+        return {"class_path": full_name(kind), "init_args": now} if kind else {}
 
 
 def _as_mapping(value: Any) -> dict[str, Any] | None:
