@@ -318,12 +318,8 @@ def _known_classes(bases: Sequence[type] = ()) -> list[str]:
 
 
 def _config_files(argv: Sequence[str]) -> list[str]:
-    pairs = zip(argv, [*argv[1:], ""])
-    given = [
-        value if flag in ("-c", "--config") else flag.partition("=")[2]
-        for flag, value in pairs
-        if flag.split("=")[0] in ("-c", "--config")
-    ]
+    pairs, flags = zip(argv, [*argv[1:], ""]), ("-c", "--config")
+    given = [after if one in flags else one.partition("=")[2] for one, after in pairs if one.split("=")[0] in flags]
     return [path for path in map(configs.located, given) if os.path.isfile(path)]
 
 

@@ -37,6 +37,8 @@ def check_config(config: Mapping[str, Any]) -> None:
         name = key.split(".")[-1]
         if isinstance(value, float) and math.isnan(value):
             raise ConfigurationError(f"{key}: nan is no number")
+        if isinstance(value, str) and "\0" in value:
+            raise refusal(key, "the text", "without the character 0", value)
         if isinstance(value, str) and (f"://{HIDDEN}@" in value or (value == HIDDEN and names_a_secret(key))):
             raise ConfigurationError(
                 f"{key}: {HIDDEN} stands where a run that saved this config left a secret out; give it once more"
@@ -151,11 +153,8 @@ def check_devices(accelerator: str, devices: int | str | list[int]) -> None:
         ConfigurationError: Naming what was asked for and what there is.
     """
     gpus = torch.cuda.device_count()
-    if (
-        accelerator in ("gpu", "cuda")
-        and gpus == 0
-        and not (accelerator == "gpu" and torch.backends.mps.is_available())
-    ):
+    mps = accelerator == "gpu" and torch.backends.mps.is_available()
+    if accelerator in ("gpu", "cuda") and gpus == 0 and not mps:
         raise ConfigurationError(f"trainer.accelerator: {accelerator}, but torch finds no GPU here; allowed: auto, cpu")
     if isinstance(devices, int) and (devices == 0 or devices < -1):
         raise refusal("trainer", "devices", "auto, -1 (all), or a number above 0", devices)

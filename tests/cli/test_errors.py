@@ -86,6 +86,7 @@ WRONG = {
         ["--trainer.default_root_dir=${HOME}/x"],
         ["default_root_dir", "$NAME", "${HOME}"],
     ),
+    "the character 0": (["--ckpt_path=a\0.ckpt"], ["ckpt_path", "without the character 0"]),
     "too many devices": (["--trainer.devices", "4096"], ["trainer.devices", "4096", str(os.cpu_count())]),
     "devices that are no number": (["--trainer.devices", "abc"], ["trainer: devices must be auto, a number", "'abc'"]),
     "a seed below 0": (["--seed_everything", "-1"], ["seed_everything", "at least 0", "-1"]),
