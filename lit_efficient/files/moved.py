@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 _TABLES = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
-MOVED_KEYS: dict[str, dict[str, str]] = _TABLES["keys"]
-"""Of a class: an argument that is gone, and where its value stands now (with dots: in a group)."""
-MOVED_PATHS: dict[str, str] = _TABLES["paths"]
-"""Configs, and modules that a ``class_path`` could name."""
+MOVED_KEYS: dict[str, dict[str, str]] = _TABLES["keys"]  # of a class: an argument, and where its value stands now
+MOVED_PATHS: dict[str, str] = _TABLES["paths"]  # configs, and modules that a ``class_path`` could name
 
 
 def moved_key(owner: type | None, key: str) -> str:
