@@ -149,8 +149,6 @@ def _states_not_finite(checkpoint: dict[str, Any]) -> list[str]:
     """Names of optimizers' tensors that hold NaN or infinity: a weight whose second moment is infinite stands still."""
     named: list[tuple[str, Any]] = [("optimizer", checkpoint.get("optimizer_states"))]
     for name, value in named:  # which grows: optimizers keep numbers, lists and mappings, of tensors and of all at once
-        inner = (
-            value.items() if isinstance(value, Mapping) else enumerate(value if isinstance(value, list | tuple) else ())
-        )
-        named += [(f"{name} {key}", one) for key, one in inner]
+        inner = dict(enumerate(value)) if isinstance(value, list | tuple) else value
+        named += [(f"{name} {key}", one) for key, one in (inner.items() if isinstance(inner, Mapping) else ())]
     return [name for name, value in named if is_floating(value) and not value.isfinite().all()]
