@@ -31,7 +31,7 @@ from lit_efficient.declaration import (
     parts_of,
     techniques_of,
 )
-from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.errors import ConfigurationError, ConflictError, refusal
 from lit_efficient.files.moved import translate
 from lit_efficient.files.records import rebuild
 from lit_efficient.internals.hugging_face_loading import Replacing
@@ -99,8 +99,11 @@ def apply(module: nn.Module, techniques: Iterable[Declaration]) -> dict[str, Rep
     Raises:
         ConfigurationError: If a technique matches nothing, was applied before with other arguments, or comes too late.
     """
+    given = [techniques] if isinstance(techniques, Declaration) else [*techniques]
+    if wrong := [one for one in (module, *given) if not isinstance(one, nn.Module | Declaration)]:
+        raise refusal("apply", "module and techniques", "instances, as MyModule() and LoRA()", wrong)
     done: list[Entry] = module.__dict__.setdefault("_lit_efficient_ledger", [])
-    for technique in in_order(technique for technique in techniques if overrides(technique, "transform")):
+    for technique in in_order(technique for technique in given if overrides(technique, "transform")):
         record = technique.record()
         earlier = next((entry.record for entry in done if entry.record["name"] == record["name"]), None)
         if earlier is None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.internals.torch_optimizers import HOOKS, is_counted, mark_counted, mark_stepped
 
 
@@ -222,6 +222,8 @@ def name_pattern(pattern: str, who: str) -> re.Pattern[str]:
     Raises:
         ConfigurationError: If it is no regular expression.
     """
+    if not isinstance(pattern, str):
+        raise refusal(who, "a pattern", "a text, for the end of a dotted name", pattern)
     try:
         return re.compile(rf"(?:.*\.)?(?:{pattern})")
     except re.error as error:
@@ -231,7 +233,7 @@ def name_pattern(pattern: str, who: str) -> re.Pattern[str]:
 def _matching(names: Mapping[str, Sequence[str]], patterns: Sequence[str], who: str, what: str) -> list[str]:
     """Those of the keys of ``names`` for which a pattern matches one of the values; each pattern must match one."""
     matched: set[str] = set()
-    for pattern in patterns:
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
         expression = name_pattern(pattern, who)
         hits = {key for key, aliases in names.items() if any(map(expression.fullmatch, aliases))}
         if not hits:

@@ -21,7 +21,6 @@ SLOTS = ("callbacks", "precision", "plugins", "strategies", "optimizers")
 TECHNIQUES = {name for name, module in PUBLIC.items() if module.split(".")[0] in SLOTS and name[0].isupper()}
 MESSAGES = {name for name, value in vars(errors).items() if inspect.isfunction(value)}
 ALLOWED = {
-    "files/moved.py": {"HiddenAlignment", "LatentAlignment"},  # whose arguments have moved: for one release
     "mechanisms/adapters/peft_vectors.py": {"IA3"},  # the word of peft's format
     # what the task is composed with, and the optimizer that it builds; no decision
     "tasks/language_modeling.py": {"FusedAdamW", "TokenWeightedAccumulation"},

@@ -12,7 +12,7 @@ of the distance between average and weights, as close as any combination of them
 the error n^2 times smaller.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -69,9 +69,9 @@ class PowerEMA(Technique):
         dtype: str = "float32",
     ) -> None:
         super().__init__()
-        self.sigma_rels = tuple(sigma_rels)
+        self.sigma_rels = tuple(sigma_rels) if isinstance(sigma_rels, Iterable) else ()
         if not self.sigma_rels or len(set(self.sigma_rels)) < len(self.sigma_rels):
-            raise refusal("PowerEMA", "sigma_rels", "widths, each once", list(sigma_rels))
+            raise refusal("PowerEMA", "sigma_rels", "a list of widths, each once", sigma_rels)
         for sigma_rel in self.sigma_rels:
             gamma_of(sigma_rel)
         check_number("PowerEMA", "snapshot_every_n_steps", snapshot_every_n_steps, least=1, whole=True)

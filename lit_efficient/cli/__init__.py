@@ -127,10 +127,11 @@ class LitEfficientCLI(OpenCLI):
     def _name_root(self) -> None:
         """Runs lie below ``trainer.default_root_dir``; left unset it is named after the first config file."""
         trainer, configs = self.part(self.config, "trainer"), self.part(self.config, "config") or []
-        if trainer.get("default_root_dir") is None:
+        if (root := trainer.get("default_root_dir")) is None:
             model = getattr(self.part(self.config, "model"), "class_path", "run")
             name = Path(str(configs[0])).stem if configs and configs[0] else model.rpartition(".")[2]
-            trainer["default_root_dir"] = os.path.join("runs", name)
+            root = os.path.join("runs", name)
+        trainer["default_root_dir"] = os.path.expanduser(root)
 
     def _resume(self) -> None:
         """Read the checkpoint that is given, and say where its config is another."""

@@ -164,7 +164,7 @@ def _check_spec(lines: dict[str, int], values: dict[str, yaml.Node], slot: str) 
             raise yaml.YAMLError(f"class_path in line {lines['class_path']} names no class")
     if misspelt:
         name, accepted = misspelt[0], ", ".join(SPEC)
-        advice = did_you_mean(name, SPEC)
+        advice = did_you_mean(name, SPEC) or f": {how.format('NAME')}"
         raise yaml.YAMLError(f"no option {name!r} in line {lines[name]}{advice} (accepted: {accepted})")
     if slot in LISTS and lines and not lines.keys() & {*SPEC}:
         name, line = next(iter(lines.items()))

@@ -4,6 +4,7 @@ import ast
 import errno
 import os
 import re
+import sys
 import traceback
 from argparse import ArgumentError
 from collections.abc import Collection, Iterator, Sequence
@@ -140,15 +141,16 @@ def _explain_parsing(message: str, argv: Sequence[str]) -> list[str]:
     file = ""
     if match := re.match(r"In file (.+):\n", message):
         file, message = match[1], message[match.end() :]
+    message = message.removeprefix("Problems parsing config: ")
     causes = list(_causes(message))
     if not causes:
-        lines = re.sub(r'^Problems parsing config: |"<unicode string>", ', "", message).splitlines()
+        lines = message.replace('"<unicode string>", ', "").splitlines()
         return [f"{file}: {lines[0]}" if file else lines[0], *lines[1:]]
     _, _, place, cause, leaf = max(causes, key=lambda entry: entry[:2])
     lines = [f"{place}: {cause}" if place else cause]
     head, _, accepted = lines[0].partition(" (accepted: ")
     name = leaf or place.split(":")[0]
-    typed = any(name.split(".")[-1] in token for token in argv)  # then no file is to blame
+    typed = any(name.split(".")[-1] in token.replace("-", "_") for token in argv)  # then no file is to blame
     where = _line_of(name, [file] if file else [] if typed else _config_files(argv))
     return [head, *([f"  {where}"] if where else []), *([f"  accepted: {accepted.rstrip(')')}"] if accepted else [])]
 
@@ -175,7 +177,8 @@ def _causes(message: str) -> Iterator[tuple[float, int, str, str, str]]:
                 found = 5.5, line.strip(" -"), ""  # what an import or a constructor says
             if found:
                 priority, cause, leaf = found
-                other = re.match(r"(\S+) is not a \w+$|there is no class '(\w+)'", cause)
+                cause = (_base_itself(classes[-1:]) if cause.startswith("no option") else "") or cause
+                other = re.match(r"(\S+) is not a \w+|there is no class '(\w+)'", cause)
                 if other and re.search(rf"given class_path '(\S+\.)?{re.escape(other[1] or other[2])}':", message):
                     priority = 4  # it may stand there as another
                 if accepted := re.search(r"\(accepted: (.+)\)", cause):  # of several classes, the one that fits best
@@ -227,23 +230,33 @@ def _cause(line: str, allowed: str, given: str) -> tuple[float, str, str] | None
         return 8, f"two classes are named {match[1]!r}; write one of them in full: {match[2]}", ""
     if match := re.search(r"Expected a dot import path string: (\S+)", line):
         if any(basic in allowed.split(", ") for basic in ("int", "float", "bool", "str")):
-            of_class = any(kind[:1].isupper() for kind in allowed.split(", "))
-            near = did_you_mean(match[1], _known_classes()) if of_class else ""
+            near = did_you_mean(match[1], _known_classes()) if _has_class(allowed) else ""
             return 5.1 if near else 5, _wrong_type(allowed, match[1]) + near, ""
         return 7, f"there is no class {match[1]!r}{did_you_mean(match[1], _known_classes())}", match[1]
     if match := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", line):
-        advice = moved_path(f"{match[1]}.{match[2]}") or did_you_mean(match[2], _names_in(match[1]))
+        ours = match[2] in PUBLIC or match[1] == "lit_efficient"
+        near = did_you_mean(match[2], PUBLIC if ours else dir(sys.modules.get(match[1])))
+        advice = moved_path(f"{match[1]}.{match[2]}") or near
         return 7, f"there is no {match[2]!r} in {match[1]}{advice}", ""
     if match := re.search(r"No module named '([\w.]+)'", line):
         return 7, f"there is no module {match[1]!r}{moved_path(match[1])}", ""
     if match := re.search(r"[Ii]mport path (\S* ?)does not correspond to a subclass of (\w+)", line):
-        return 7, f"{match[1].strip() or given or 'the class'} is not a {match[2]}", ""
+        name, bases = match[1].strip() or given, [base for base in _BASES if base.__name__ == match[2]]
+        near = did_you_mean(name.rpartition(".")[2], _known_classes(bases)) if bases else ""
+        return 7, f"{name or 'the class'} is not a {match[2]}{near}", ""
     if match := re.search(r"File does not exist: '?([^']+)'?", line):
         return 7, f"there is no file {match[1]!r}{moved_path(match[1])}", ""
+    if match := re.search(r"Unexpected import path format: (\S+)", line):
+        name = match[1].split("(")[0]
+        hub = " (a model's name on a hub stands in name_or_path)" if "/" in name else ""
+        return 7, f"{match[1]!r} is no class{hub or did_you_mean(name, _known_classes())}", name
+    if match := re.search(r"Unable to load config ['\"](.+)['\"]", line):
+        return 7, f"{match[1]!r} is no mapping of keys to values, and no file (after a key: a colon, and a space)", ""
     if match := re.search(r"Expected an? (.+?)\.? Got value: ?(.*)", line):
         return 6, _wrong_type(_readable_types(match[1]), match[2]), ""
     if re.match(r"Expected an? ", line):
-        return (5, _wrong_type(allowed, given), "") if allowed else None
+        priority = 5 if _has_class(allowed) else 5.95  # before an option that another class does not have
+        return (priority, _wrong_type(allowed, given), "") if allowed else None
     if "Subclasses are disabled for" in line:  # one of several classes, of which another may stand there
         return 3, line, ""
     if line.startswith("Not a valid subclass of"):
@@ -257,8 +270,8 @@ def _refused_import(path: str) -> tuple[float, str, str]:
     """What to say of a class that is not imported; a package to trust only if it is there and none of ours."""
     package, name = path.split(".", maxsplit=1)[0], path.rpartition(".")[2]
     trusted = [allowed for allowed in ALLOWED_IMPORTS if allowed.split(".")[0] == package]
-    if trusted and name in {base.__name__ for base in _BASES}:  # what jsonargparse takes where nothing is named
-        return 4, f"{name} itself cannot stand here: write class_path: NAME, and its arguments below init_args", ""
+    if trusted and (itself := _base_itself([name])):  # what jsonargparse takes where nothing is named
+        return 4, itself, ""
     refusal = f"importing {path!r} is refused: a config may name classes of"
     if trusted:
         return 9, f"{refusal} {', '.join(trusted)} there{did_you_mean(name, _known_classes())}", name
@@ -269,15 +282,26 @@ def _refused_import(path: str) -> tuple[float, str, str]:
     return 9, f"{refusal} trusted packages only.\n  If you trust it: --allow-import {package}", ""
 
 
+def _base_itself(names: Sequence[str]) -> str:
+    """What to say of a class that others extend, which stands where nothing is named."""
+    how = "{} itself cannot stand here: write class_path: NAME, and its arguments below init_args"
+    return next((how.format(base.__name__) for base in _BASES if base.__name__ in names), "")
+
+
+def _has_class(allowed: str) -> bool:
+    return any(kind[:1].isupper() for kind in allowed.split(", "))
+
+
 def _wrong_type(allowed: str, value: str) -> str:
     if option := re.match(r"NestedArg\(key='(.+?)', val=(.*)\)", value):
         value = "=".join(part.strip("'") for part in option.groups())
-    value = "null" if value.strip("'") == "None" else value.strip("'") or "''"
+    value = value.strip("'") or "''"
+    word = value == "None" and "null" in allowed.split(", ")  # where null may stand, it is the word that may not
+    value = "null" if value == "None" and not word else value
     choices = re.findall(r"[\w.-]+", allowed)
-    hint = did_you_mean(value, choices) if "one of" in allowed else ""
-    return f"{value} is not allowed{hint or ','} expected {allowed}".replace("?,", "?").replace(
-        "? expected", "? Expected"
-    )
+    hint = ", did you mean null?" if word else did_you_mean(value, choices) if "one of" in allowed else ""
+    said = f"{value} is not allowed{hint or ','} expected {allowed}"
+    return said.replace("?,", "?").replace("? expected", "? Expected")
 
 
 def _readable_types(text: str) -> str:
@@ -289,9 +313,9 @@ def _readable_types(text: str) -> str:
     return text[1:-1] if text.startswith("[") and text.endswith("]") else text
 
 
-def _known_classes() -> list[str]:
-    found = list(PUBLIC)
-    stack: list[type] = list(_BASES)
+def _known_classes(bases: Sequence[type] = ()) -> list[str]:
+    found = [] if bases else [name for name in PUBLIC if name[:1].isupper()]
+    stack: list[type] = list(bases or _BASES)
     while stack:
         below: list[type] = stack.pop().__subclasses__()
         found += [cls.__name__ for cls in below if not cls.__name__.startswith("_")]
@@ -299,19 +323,9 @@ def _known_classes() -> list[str]:
     return found
 
 
-def _names_in(module: str) -> list[str]:
-    import sys
-
-    return list(PUBLIC) if module == "lit_efficient" else dir(sys.modules.get(module))
-
-
 def _config_files(argv: Sequence[str]) -> list[str]:
-    pairs = zip(argv, [*argv[1:], ""])
-    given = [
-        value if flag in ("-c", "--config") else flag.partition("=")[2]
-        for flag, value in pairs
-        if flag.split("=")[0] in ("-c", "--config")
-    ]
+    pairs, flags = zip(argv, [*argv[1:], ""]), ("-c", "--config")
+    given = [after if one in flags else one.partition("=")[2] for one, after in pairs if one.split("=")[0] in flags]
     return [path for path in map(configs.located, given) if os.path.isfile(path)]
 
 

@@ -10,12 +10,13 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace
 
-from lit_efficient.cli.config_text import SPEC, load_yaml
+from lit_efficient.cli.config_text import SPEC, full_name, load_yaml
 from lit_efficient.errors import did_you_mean
 from lit_efficient.internals.jsonargparse_parser import ChangesValues, nested, type_hint
 
 # Fields of a mapping that say what it describes: another value is another thing, and nothing of the first remains.
 _KINDS = ("model_type", "_class_name")
+_NAMES = {"name_or_path", "config_fields"}
 
 
 class MergesMappings(ChangesValues):
@@ -24,7 +25,7 @@ class MergesMappings(ChangesValues):
     def changed(self, value: Any, earlier: Any) -> Any:
         given, before = value, _as_mapping(earlier)
         path = (before or {}).get("class_path", "")
-        fields = self._fields(path)
+        fields = self._classes().get(path.rpartition(".")[2], [])
         if (option := nested(value)) is not None:
             key, value = option
             if isinstance(earlier, str):
@@ -45,17 +46,22 @@ class MergesMappings(ChangesValues):
             return given
         arguments = _as_mapping(before.get("init_args")) if "class_path" in before else before
         if arguments is None or (isinstance(earlier, Namespace) and not now.keys() <= {*arguments, *fields}):
-            return given  # of another class
+            return self._of_another_class(now) or given
         merged = _merged(arguments, now)
         return merged if arguments is before else {**before, "init_args": merged}
 
-    def _fields(self, path: str) -> list[str]:
-        """What the dataclass at a path takes, if it is one that may stand here."""
+    def _classes(self) -> dict[str, list[str]]:
+        """What each dataclass takes that may stand here."""
         hint = type_hint(self)
-        parts = typing.get_args(hint) or (hint,)
-        known = [part for part in parts if isinstance(part, type) and dataclasses.is_dataclass(part)]
-        named = next((part for part in known if part.__name__ == path.rpartition(".")[2]), None)
-        return [field.name for field in dataclasses.fields(named)] if named else []
+        known = [
+            one for one in typing.get_args(hint) or (hint,) if isinstance(one, type) and dataclasses.is_dataclass(one)
+        ]
+        return {one.__name__: [field.name for field in dataclasses.fields(one)] for one in known}
+
+    def _of_another_class(self, now: dict[str, Any]) -> dict[str, Any]:
+        """Fields of which one names a model, with the class that takes it: no longer that of an earlier config."""
+        kind = next((name for name, fields in self._classes().items() if now.keys() & _NAMES & {*fields}), "")
+        return {"class_path": full_name(kind), "init_args": now} if kind else {}
 
 
 def _as_mapping(value: Any) -> dict[str, Any] | None:

@@ -261,8 +261,12 @@ class Parser(ChecksValues, LightningArgumentParser):
             below = [dest[len(level) :].lstrip(".").split(".")[0] for dest in dests if dest.startswith(level)]
             accepted = ", ".join(dict.fromkeys(filter(None, below)))
             key, dot, _ = name[len(level) :].lstrip(".").partition(".")
-            near = did_you_mean(name, dests) or did_you_mean(key, [*below, *SPEC, *map(leaf, dests)])
-            moved = moved_key(parser.described, name)
+            near = did_you_mean(name, dests)
+            if not did_you_mean(last, [leaf(near.rpartition("'")[0])]):  # the section alone makes them no kin
+                near = did_you_mean(
+                    key, [*below, *(s for s in SPEC if s[:3] == key[:3] and s != key), *map(leaf, dests)]
+                )
+            moved = moved_key(parser.described, name) or _elsewhere(parser.described, last)
             if not (dot and did_you_mean(key, below)):  # else it is the group that is misspelt
                 moved = moved_key(parser.described, last) or moved
             message = f"no option {name!r}{moved or f'{near} (accepted: {accepted})'}"
@@ -275,6 +279,13 @@ class Parser(ChecksValues, LightningArgumentParser):
         if is_section(action) and isinstance(value, int | float | list | None):  # a text is a file
             shown = "null" if value is None else value
             raise TypeError(f'Parser key "{key}":\n  Expected a mapping of keys to values. Got value: {shown}')
+
+
+def _elsewhere(owner: type | None, name: str) -> str:
+    """What is here for an option that other trainers have, as the end of a sentence; else ""."""
+    here = json.loads(Path(__file__).parent.with_name("names_elsewhere.json").read_text("utf-8"))
+    found = here.get(f"{owner and owner.__name__}.{name}", here.get(name))
+    return f": here it is {found}" if found else ""
 
 
 def _through(path: Any) -> str:

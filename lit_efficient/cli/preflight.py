@@ -37,11 +37,15 @@ def check_config(config: Mapping[str, Any]) -> None:
         name = key.split(".")[-1]
         if isinstance(value, float) and math.isnan(value):
             raise ConfigurationError(f"{key}: nan is no number")
+        if isinstance(value, str) and "\0" in value:
+            raise refusal(key, "the text", "without the character 0", value)
         if isinstance(value, str) and (f"://{HIDDEN}@" in value or (value == HIDDEN and names_a_secret(key))):
             raise ConfigurationError(
                 f"{key}: {HIDDEN} stands where a run that saved this config left a secret out; give it once more"
             )
         if name in _FOLDERS and key.startswith("trainer.") and isinstance(value, str):
+            if "$" in value:
+                raise refusal(key, "the folder", "written in full ($NAME is not replaced)", value)
             check_writable(key, Path(value))
         if name == "filename" and isinstance(value, str) and (Path(value).is_absolute() or ".." in Path(value).parts):
             raise refusal(key, "the name", "a name in its folder, which dirpath gives", value)
@@ -149,11 +153,8 @@ def check_devices(accelerator: str, devices: int | str | list[int]) -> None:
         ConfigurationError: Naming what was asked for and what there is.
     """
     gpus = torch.cuda.device_count()
-    if (
-        accelerator in ("gpu", "cuda")
-        and gpus == 0
-        and not (accelerator == "gpu" and torch.backends.mps.is_available())
-    ):
+    mps = accelerator == "gpu" and torch.backends.mps.is_available()
+    if accelerator in ("gpu", "cuda") and gpus == 0 and not mps:
         raise ConfigurationError(f"trainer.accelerator: {accelerator}, but torch finds no GPU here; allowed: auto, cpu")
     if isinstance(devices, int) and (devices == 0 or devices < -1):
         raise refusal("trainer", "devices", "auto, -1 (all), or a number above 0", devices)
@@ -163,8 +164,11 @@ def check_devices(accelerator: str, devices: int | str | list[int]) -> None:
         count, kind = gpus, "GPUs"
     else:
         return
-    if isinstance(devices, str) and devices != "auto" and not re.fullmatch(r"\s*-?\d+(\s*,\s*\d+)*\s*,?\s*", devices):
-        raise refusal("trainer", "devices", "auto, a number, or numbers with commas", devices)
+    several, allowed = r"\[?\s*-?\d+(\s*,\s*\d+)*\s*,?\s*\]?", "auto, a number, or numbers with commas"
+    if kind == "CPU cores":
+        several, allowed = r"\s*0*[1-9]\d*\s*", "auto, a number of processes above 0 on the CPU"
+    if devices != "auto" and not re.fullmatch(several, str(devices)):
+        raise refusal("trainer", "devices", allowed, devices)
     wanted = _requested(devices)
     if wanted is not None and wanted > count:
         raise ConfigurationError(f"trainer.devices: {devices} asks for {wanted}, but there are {count} {kind}")
@@ -172,14 +176,10 @@ def check_devices(accelerator: str, devices: int | str | list[int]) -> None:
 
 def _requested(devices: int | str | list[int]) -> int | None:
     """How many devices must exist; ``None`` for "auto", -1 and what Lightning will refuse by itself."""
-    if isinstance(devices, str):
-        numbers = [int(part) for part in devices.split(",") if part.strip().isdigit()]
-        if not numbers:
-            return None
-        return max(numbers) + 1 if "," in devices else numbers[0]
-    if isinstance(devices, list):
-        return max(devices, default=-1) + 1
-    return devices if devices >= 0 else None
+    numbers = [int(number) for number in re.findall(r"-?\d+", str(devices))]
+    if min(numbers, default=-1) < 0:
+        return None
+    return max(numbers) + 1 if isinstance(devices, list) or "," in str(devices) else numbers[0]
 
 
 def go_offline_without_key(config: Mapping[str, Any], environment: MutableMapping[str, str] = os.environ) -> bool:

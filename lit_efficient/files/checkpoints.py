@@ -131,9 +131,7 @@ def load_verified(path: str | os.PathLike[str], verify: bool = True, mapped: boo
     """
     source = local_file(path)
     if source.is_dir():
-        raise CheckpointError(
-            f"{source} is a folder: a sharded checkpoint, which only the strategy that wrote it can load"
-        )
+        raise CheckpointError(f"{source} is a folder: a sharded checkpoint, which only its own strategy can load")
     try:
         # One handle for check and load: what was checked is what is loaded, whatever is renamed meanwhile.
         with open(source, "rb") as file:
@@ -259,11 +257,13 @@ def local_file(path: str | os.PathLike[str]) -> Path:
     """The path of a file on a disk, by way of a run's ``latest``.
 
     Raises:
-        CheckpointError: For a URL.
+        CheckpointError: For a URL, a pipe or a device.
     """
     if "://" in os.fspath(path):
         raise CheckpointError(f"{os.fspath(path)} is a URL; checkpoints are only written to and read from local files")
-    return through_latest(Path(path))
+    if (found := through_latest(Path(path))).exists() and not (found.is_file() or found.is_dir()):
+        raise CheckpointError(f"{found} is a pipe or a device, and no file")
+    return found
 
 
 @contextlib.contextmanager
@@ -357,6 +357,11 @@ def _load(file: IO[bytes], source: Path, mapped: bool, verified: bool) -> Any:
     except OSError:
         raise
     except Exception as error:  # torch reports damage as RuntimeError, UnpicklingError, EOFError, KeyError, ...
+        if mapped and "unable to mmap" in str(error):  # by the file system, or for want of memory
+            file.seek(0)
+            return _load(file, source, False, verified)
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):  # which says nothing of the file
+            raise
         if isinstance(error, pickle.UnpicklingError) and verified:  # these are the bytes that were written
             raise CheckpointError(f"refused to load {source}. {_refused(source, error)}") from error
         raise DamagedError(f"the checkpoint {source} is damaged ({str(error).splitlines()[0][:200]})") from error

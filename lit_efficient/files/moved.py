@@ -4,69 +4,14 @@ A config with an old key, path or module is refused with the new one. A checkpoi
 """
 
 import functools
+import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-_VIEW = ("resolution", "channels", "buckets", "crop", "horizontal_flip", "variants", "resample")
-_ROWS = {name: f"rows.{name}" for name in ("columns", "max_rows", "max_malformed", "split", "val_split", "subset")}
-_CHAT = {"chat_template": "chat.template", "vocab_size": "chat.vocab_size", "untrained_end": "chat.untrained_end"}
-
-MOVED_KEYS: dict[str, dict[str, str]] = {
-    "LanguageData": {
-        **_ROWS,
-        **_CHAT,
-        "format": "rows.format",
-        "train_on": "chat.train_on",
-        "truncation": "chat.truncation",
-        "streaming": "stream.enabled",
-        "epoch_batches": "stream.epoch_batches",
-        "buffer": "stream.buffer",
-    },
-    "PreferenceData": {**_ROWS, **_CHAT, "strings_as": "rows.strings_as", "too_long": "chat.too_long"},
-    "PythonCorpus": {name: f"files.{name}" for name in ("paths", "suffixes", "exclude")},
-    "ImageData": {
-        "split": "splits.train",
-        "val_split": "splits.val",
-        "test_split": "splits.test",
-        "image_column": "columns.image",
-        "label_column": "columns.label",
-        "caption_column": "columns.caption",
-        **{name: f"view.{name}" for name in _VIEW},
-        "judge": "scores.judge",
-        "judge_images": "scores.images",
-    },
-    "LatentDiffusion": {
-        "validation_samples": "samples.count",
-        **{name: f"samples.{name}" for name in ("prompts", "preview")},
-    },
-    "HiddenAlignment": {name: f"head.{name}" for name in ("widths", "seed")},
-    "LatentAlignment": {
-        **{name: f"loss.{name}" for name in ("adaptive", "distance_margin", "cosine_margin")},
-        **{name: f"head.{name}" for name in ("widths", "seed")},
-    },
-    "GPTConfig": {name: f"constants.{name}" for name in ("rope_theta", "norm_eps")},
-    "TextEncoderConfig": {
-        **{name: f"captions.{name}" for name in ("tokenizer", "padding", "padding_side")},
-        "tokenizer_subfolder": "captions.subfolder",
-    },
-    "DiTConfig": {name: f"variant.{name}" for name in ("positions", "qk_norm", "time_embedding")},
-}
-"""Of a class: an argument that is gone, and where its value stands now (with dots: in a group)."""
-
-MOVED_PATHS = {
-    "configs/techniques/min_snr.yaml": "configs/techniques/snr_weighting.yaml",
-    "lit_efficient.data.digits": "lit_efficient.data.digit_images",
-    "lit_efficient.data.encoded_fields": "lit_efficient.data.latents.encoded_fields",
-    "lit_efficient.data.image_buckets": "lit_efficient.data.images.aspect_buckets",
-    "lit_efficient.data.teacher_features": "lit_efficient.data.latents.teacher_features",
-    "lit_efficient.losses.perceptual": "lit_efficient.models.perceptual",
-    "lit_efficient.optimizers.adafactor": "lit_efficient.optimizers.grouped_adafactor",
-    "lit_efficient.optimizers.adamw": "lit_efficient.optimizers.fused_adamw",
-    "lit_efficient.optimizers.muon": "lit_efficient.optimizers.muon_adamw",
-    "lit_efficient.optimizers.schedule_free": "lit_efficient.optimizers.schedule_free_adamw",
-    "lit_efficient.plugins.checkpoint_io": "lit_efficient.plugins.safe_checkpoint_io",
-}
-"""Configs, and modules that a ``class_path`` could name."""
+_TABLES = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
+MOVED_KEYS: dict[str, dict[str, str]] = _TABLES["keys"]  # of a class: an argument, and where its value stands now
+MOVED_PATHS: dict[str, str] = _TABLES["paths"]  # configs, and modules that a ``class_path`` could name
 
 
 def moved_key(owner: type | None, key: str) -> str:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 import torch.nn.functional as F
 from torch import Tensor
 
+from lit_efficient.errors import refusal
+
 IGNORE = -100  # a label that counts for nothing
 
 
@@ -46,6 +48,9 @@ def targets_of(batch: Mapping[str, Tensor]) -> Tensor:
         batch: with ``shift_labels`` ``[B, T]``, already shifted, or else ``labels`` ``[B, T]`` that stand under their
             own token, as transformers has them.
     """
+    if not isinstance(batch, Mapping) or not batch.keys() & {"labels", "shift_labels"}:
+        given = [*batch] if isinstance(batch, Mapping) else type(batch)
+        raise refusal("a language model", "a batch", "a mapping with input_ids and labels", given)
     if "shift_labels" in batch:
         return batch["shift_labels"]
     return F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE)

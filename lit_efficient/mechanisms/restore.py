@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lit_efficient.application import replay, technique_of
-from lit_efficient.errors import CheckpointError, check_choice
+from lit_efficient.errors import CheckpointError, check_choice, refusal
 from lit_efficient.files.records import rebuild
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights
 from lit_efficient.mechanisms.shards import read_checkpoint
@@ -48,6 +48,8 @@ def restore(
         ConfigurationError: for a technique of somebody else's whose class is not imported.
     """
     check_choice("restore", "weights", weights, get_args(Weights))
+    if not isinstance(module, nn.Module):
+        raise refusal("restore", "module", "an instance, as MyModule()", module)
     checkpoint: Any = path_or_checkpoint
     if not isinstance(checkpoint, Mapping):
         checkpoint = read_checkpoint(checkpoint)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lit_efficient.errors import check_choice, refusal
 from lit_efficient.models.backbone_shape import BackboneShape, Sides
 from lit_efficient.models.condition import Condition
-from lit_efficient.models.diffusers_model import DiffusersModelConfig, model_class, resolve
+from lit_efficient.models.diffusers_model import DiffusersModelConfig, misfit, model_class, resolve
 from lit_efficient.surgery import moved
 
 _PIXELS = 8  # of an image for each position of a latent, where the condition has no sizes
@@ -43,15 +43,18 @@ def shape_of(spec: DiffusersModelConfig) -> BackboneShape:
     name = fields["_class_name"]
     check_choice("backbone", f"the _class_name of {spec.described!r}", name, _ADAPTERS)
     size = fields.get("sample_size")
-    return BackboneShape(
-        **{
-            "name": name,
-            "channels": fields["in_channels"],
-            "size": (size, size) if isinstance(size, int) else None if size is None else tuple(size),
-            "learned_variance": (fields.get("out_channels") or fields["in_channels"]) == 2 * fields["in_channels"],
-            **_ADAPTERS[name].shape(fields),
-        }
-    )
+    try:
+        return BackboneShape(
+            **{
+                "name": name,
+                "channels": fields["in_channels"],
+                "size": (size, size) if isinstance(size, int) else None if size is None else tuple(size),
+                "learned_variance": (fields.get("out_channels") or fields["in_channels"]) == 2 * fields["in_channels"],
+                **_ADAPTERS[name].shape(fields),
+            }
+        )
+    except (TypeError, LookupError, ArithmeticError) as error:  # of null, a list or 0 where a number is meant
+        raise misfit(fields, error) from error
 
 
 def prepared(network: Any, spec: DiffusersModelConfig) -> nn.Module:

@@ -165,17 +165,22 @@ def from_fields(fields: dict[str, Any]) -> "ModelMixin":
     try:
         made = kind(**{name: value for name, value in fields.items() if not name.startswith("_")})
     except Exception as error:  # each model validates in its own way
-        reason = " ".join(str(error).split())
-        taken = inspect.signature(kind.__init__).parameters
-        odd = [
-            f"{name}: {'null' if value is None else value}"
-            for name, value in fields.items()
-            if name in taken and not _is_like(value, taken[name].default)
-        ]
-        hint = f" ({', '.join(odd)})" if odd else unusual(fields)
-        raise ConfigurationError(f"{_OWNER}: config_fields do not make a {kind.__name__}: {reason}{hint}") from error
+        raise misfit(fields, error) from error
     check_whole(_OWNER, made, fields)
     return cast("ModelMixin", made)
+
+
+def misfit(fields: dict[str, Any], error: Exception) -> ConfigurationError:
+    """What to say of fields that make no model: the reason, and the fields that are unlike their defaults."""
+    kind = model_class(str(fields.get("_class_name")))
+    taken = inspect.signature(kind.__init__).parameters
+    odd = [
+        f"{name}: {'null' if value is None else value}"
+        for name, value in fields.items()
+        if name in taken and not _is_like(value, taken[name].default)
+    ]
+    hint, reason = f" ({', '.join(odd)})" if odd else unusual(fields), " ".join(str(error).split())
+    return ConfigurationError(f"{_OWNER}: config_fields do not make a {kind.__name__}: {reason}{hint}")
 
 
 def _is_like(value: Any, default: Any) -> bool:
@@ -215,9 +220,10 @@ def _stored(spec: DiffusersModelConfig) -> dict[str, Any]:
     try:
         fields: Any = reader.load_config(name, subfolder=spec.subfolder or None, revision=spec.revision)
     except (OSError, ValueError) as error:
-        hint = " (a pipeline's folder needs subfolder: vae, unet or transformer)" if not spec.subfolder else ""
+        subfolder = f"subfolder: {spec.subfolder}"
+        hint = subfolder if spec.subfolder else f"a pipeline's folder needs {subfolder}vae, unet or transformer"
         raise ConfigurationError(
-            f"{_OWNER}: {spec.described!r} has no config.json that can be read{hint}: "
+            f"{_OWNER}: {spec.described!r} has no config.json that can be read ({hint}): "
             f"{str(error).strip().splitlines()[0]}"
         ) from error
     return dict(fields)

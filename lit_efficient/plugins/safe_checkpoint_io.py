@@ -12,6 +12,7 @@ Source: torch.serialization's zip format, https://docs.pytorch.org/docs/stable/n
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -146,7 +147,8 @@ class SafeCheckpointIO(CheckpointIO):
 
 def _states_not_finite(checkpoint: dict[str, Any]) -> list[str]:
     """Names of optimizers' tensors that hold NaN or infinity: a weight whose second moment is infinite stands still."""
-    states = enumerate(optimizer.get("state", {}) for optimizer in checkpoint.get("optimizer_states", ()))
-    named = [(f"optimizer {i}, {key}, {name}", value) for i, state in states for key, own in state.items()
-             for name, value in own.items()]  # fmt: skip
+    named: list[tuple[str, Any]] = [("optimizer", checkpoint.get("optimizer_states"))]
+    for name, value in named:  # which grows: optimizers keep numbers, lists and mappings, of tensors and of all at once
+        inner = dict(enumerate(value)) if isinstance(value, list | tuple) else value
+        named += [(f"{name} {key}", one) for key, one in (inner.items() if isinstance(inner, Mapping) else ())]
     return [name for name, value in named if is_floating(value) and not value.isfinite().all()]

@@ -102,6 +102,8 @@ class LanguageModeling(LightningModule):
         if isinstance(model, Mapping):  # as hyper-parameters are stored: a safe load gives primitives only
             named = "config_fields" in model
             model = rebuild(CausalLMConfig, model) if named else rebuild(GPTConfig, model)
+        if not isinstance(model, GPTConfig | CausalLMConfig):
+            raise refusal("LanguageModeling", "model", "a GPTConfig or a CausalLMConfig", model)
         check_number("LanguageModeling", "learning_rate", learning_rate, above=0)
         check_number("LanguageModeling", "weight_decay", weight_decay, least=0)
         check_number("LanguageModeling", "warmup_steps", warmup_steps, least=0, whole=True)

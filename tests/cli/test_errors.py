@@ -1,11 +1,20 @@
 """An error is a sentence of ten lines at most that names key, value and what was meant."""
 
+import inspect
+import json
 import os
+import re
 import threading
+from pathlib import Path
 
 import pytest
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 
+import lit_efficient
+from lit_efficient import PUBLIC, LanguageData, LanguageModeling
+from lit_efficient.__main__ import main
+from lit_efficient.catalog import PACKAGE
 from lit_efficient.cli import parsing
 from lit_efficient.cli.preflight import check_devices, check_monitors
 from lit_efficient.errors import ConfigurationError
@@ -69,6 +78,15 @@ WRONG = {
         ["--data=lit_efficient.data.digits.DigitImages"],
         ["'digits'", "it is now 'lit_efficient.data.digit_images'"],
     ),
+    "a part taken out as a file does": (["--trainer.callbacks-=EMA"], ["callbacks_", "--without NAME"]),
+    "numbers of CPU cores": (["--trainer.devices=0,1"], ["trainer: devices must be auto, a number", "CPU", "'0,1'"]),
+    "a list of CPU cores": (["--trainer.devices=[0]"], ["trainer: devices must be auto, a number", "CPU", "[0]"]),
+    "all CPU cores": (["--trainer.devices=-1"], ["trainer: devices must be auto, a number", "CPU", "-1"]),
+    "a variable of the environment": (
+        ["--trainer.default_root_dir=${HOME}/x"],
+        ["default_root_dir", "$NAME", "${HOME}"],
+    ),
+    "the character 0": (["--ckpt_path=a\0.ckpt"], ["ckpt_path", "without the character 0"]),
     "too many devices": (["--trainer.devices", "4096"], ["trainer.devices", "4096", str(os.cpu_count())]),
     "devices that are no number": (["--trainer.devices", "abc"], ["trainer: devices must be auto, a number", "'abc'"]),
     "a seed below 0": (["--seed_everything", "-1"], ["seed_everything", "at least 0", "-1"]),
@@ -187,10 +205,46 @@ WRONG_YAML = {
         "model:\n  class_path: LanguageModeling\n  init_args:\n    model:\n      configfields: {model_type: llama}\n",
         ["did you mean 'config_fields'"],
     ),
+    "no such choice or null where another class could stand": (
+        "model:\n  class_path: LanguageModeling\n  init_args:\n    model: {name_or_path: x, quantize: 4bit}\n",
+        ["CausalLMConfig.model.quantize", "4bit", "'nf4', 'int8', null", "bad.yaml, line 4"],
+    ),
     "no class_path beside its arguments": (
         "model:\n  class_path: LatentDiffusion\n  init_args:\n    backbone:\n      clas_path: DiTConfig\n"
         "      init_args: {channels: 4}\n",
         ["'clas_path' in line 5", "did you mean 'class_path'"],
+    ),
+    "the word None": ("trainer:\n  gradient_clip_val: None\n", ["gradient_clip_val: None", "did you mean null?"]),
+    "no space after a colon": ("trainer:\n  max_epochs:3\n", ["trainer: 'max_epochs:3' is no mapping", "line 1"]),
+    "an equals sign": ("trainer:\n  max_epochs = 3\n", ["trainer: 'max_epochs = 3' is no mapping"]),
+    "arguments beside their class": (
+        "optimizer:\n  class_path: SGD\n  lr: 0.1\n",
+        ["error: no option 'lr'", "below init_args", "bad.yaml, line 3"],
+    ),
+    "a type instead of a class": ("optimizer:\n  type: SGD\n", ["Optimizer itself cannot stand", "class_path: NAME"]),
+    "a section within another": ("trainer:\n  optimizer: SGD\n", ["trainer.optimizer", "did you mean 'optimizer'?"]),
+    "a name of Hugging Face's": (
+        "trainer:\n  gradient_checkpointing: true\n",
+        ["trainer.gradient_checkpointing", "ActivationCheckpointing in trainer.callbacks", "bad.yaml, line 2"],
+    ),
+    "a name of peft's": (
+        "trainer:\n  callbacks:\n  - class_path: LoRA\n    init_args: {lora_alpha: 8}\n",
+        ["LoRA", "'lora_alpha': here it is alpha", "bad.yaml, line 4"],
+    ),
+    "a name of Hydra's": ("model:\n  _target_: ToyModel\n", ["_target_", "class_path"]),
+    "a hub's name for a class": ("model: meta-llama/Llama-3.1-8B\n", ["'meta-llama/Llama-3.1-8B'", "name_or_path"]),
+    "a call for a class": ("trainer:\n  callbacks: [EMA(decay=0.9)]\n", ["'EMA(decay=0.9)'", "did you mean 'EMA'?"]),
+    "ours as Lightning's": (
+        "trainer:\n  callbacks: [lightning.pytorch.callbacks.LoRA]\n",
+        ["no 'LoRA' in lightning.pytorch.callbacks, did you mean 'LoRA'?"],
+    ),
+    "of the other Lightning": (
+        "trainer:\n  callbacks: [pytorch_lightning.callbacks.EarlyStopping]\n",
+        ["pytorch_lightning.callbacks.EarlyStopping is not a Callback", "did you mean 'EarlyStopping'?"],
+    ),
+    "half a name of a schedule": (
+        "optimizer: SGD\nlr_scheduler: cosine\n",
+        ["'cosine'", "did you mean 'WarmupCosine'"],
     ),
     "no number": ("trainer:\n  limit_val_batches: .nan\n", ["trainer.limit_val_batches: nan is no number"]),
     "an epoch that is none": ("trainer:\n  check_val_every_n_epoch: 0\n", ["check_val_every_n_epoch must be", "got 0"]),
@@ -316,8 +370,47 @@ def test_debug_and_bugs_show_the_traceback(monkeypatch):
 
 def test_devices_are_counted(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    for devices in ("auto", 1, 2, "2", "0,1", -1, [0, 1]):
+    for devices in ("auto", 1, 2, "2"):
         check_devices("cpu", devices)
-    for devices in (3, "3", "0,2", [2], 0, -7):
+    for devices in (3, "3", "0,1", [0, 1], -1, "-1", "2,", 0, -7):  # of numbers Lightning knows nothing on a CPU
         with pytest.raises(ConfigurationError, match=r"trainer(\.|: )devices"):
             check_devices("cpu", devices)
+
+
+def test_names_elsewhere_lead_to_what_is_here():
+    """Each begins with an option of a part that exists, or of the class in front of its dot."""
+    table = json.loads((PACKAGE / "names_elsewhere.json").read_text("utf-8"))
+    parts = {"trainer": Trainer, "model": LanguageModeling, "data": LanguageData}
+    own = {"ckpt_path", "seed_everything", "optimizer", "lr_scheduler", "class_path", "--without"}
+    for name, here in table.items():
+        owner, _, old = name.rpartition(".")
+        first, *rest = re.split(r"[ ,:]+", here)
+        part, _, option = first.rpartition(".")
+        holder = parts.get(part) or getattr(lit_efficient, owner or (rest or ["no"])[-1], None)
+        known = set(inspect.signature(holder).parameters) if holder else own
+        assert (option or first) in known or (first in {*PUBLIC, "ModelCheckpoint"} and "trainer.callbacks" in here), (
+            name
+        )
+        assert not owner or old not in known, name
+
+
+def test_fields_of_another_class_replace_those_of_an_earlier_config(capsys, tmp_path):
+    def printed(fields: str) -> str:
+        path = tmp_path / "mine.yaml"
+        path.write_text(f"model:\n  init_args:\n    model: {fields}\n")
+        code = main(["fit", "-c", "language_model", "-c", str(path), "--print_config"])
+        text = capsys.readouterr()
+        return text.err if code else text.out
+
+    said = printed("{name_or_path: gpt2, quantize: int8}")
+    assert "name_or_path: gpt2" in said
+    assert "num_heads" not in said
+    said = printed("{name_or_path: gpt2, load_in_4bit: true}")
+    assert "CausalLMConfig.model: no option 'load_in_4bit': here it is quantize: nf4" in said
+
+
+def test_a_tilde_is_the_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert fit("--trainer.default_root_dir=~/runs", "--trainer.max_steps=1") == 0
+    assert [*(tmp_path / "home/runs").glob("*/config.yaml")]
+    assert not Path("~").exists()

@@ -4,6 +4,8 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import time
 import zipfile
 from pathlib import Path
@@ -127,6 +129,39 @@ def test_a_writer_that_replaces_a_file_while_it_is_mapped_mixes_nothing(tmp_path
     assert load_verified(path, mapped=True)["state_dict"]["w"].unique().tolist() == [3.0]
     monkeypatch.setattr(torch.UntypedStorage, "from_file", None)  # nothing is mapped that nobody asked to map
     assert load_verified(path)["state_dict"]["w"].unique().tolist() == [3.0]
+
+
+_LITTLE_MEMORY = """
+import resource, sys
+from lit_efficient.files.checkpoints import load_verified
+from lit_efficient.mechanisms.trials.memory import is_out_of_memory
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, 2 * [4096 * pages + 2**27])
+try:
+    print(load_verified(sys.argv[1], mapped=True)["weight"].shape)
+except Exception as error:
+    print(is_out_of_memory(error), error)
+"""
+
+
+def test_what_cannot_be_mapped_is_read_and_want_of_memory_is_no_damage(tmp_path):
+    small, large = tmp_path / "small.ckpt", tmp_path / "large.ckpt"
+    save_atomically({"weight": torch.zeros(3)}, small)
+    with zipfile.ZipFile(small, "a") as archive:
+        archive.writestr("archive/unused", bytes(2**28))
+    save_atomically({"weight": torch.zeros(2**26)}, large)
+    for path, said in ((small, "torch.Size([3])"), (large, "True")):
+        command = [sys.executable, "-c", _LITTLE_MEMORY, str(path)]
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.startswith(said)
+
+
+def test_a_pipe_is_refused_before_anybody_waits_for_it(tmp_path):
+    os.mkfifo(tmp_path / "a.ckpt")
+    for reader in (read, load_verified):
+        with pytest.raises(CheckpointError, match=r"a\.ckpt is a pipe or a device"):
+            reader(tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match="pipe or a device"):
+        save_atomically({}, "/dev/null")
 
 
 def test_without_verification_a_flipped_bit_goes_unnoticed(tmp_path):

@@ -311,6 +311,8 @@ def test_what_checkpoints_keep_names_no_file(tmp_path):
         ({**UNET, "num_class_embeds": 1}, "num_class_embeds of UNet2DModel must be the number of classes and 1 more"),
         ({**SDXL, "addition_embed_type": "image"}, "addition_embed_type .* must be null or text_time, got 'image'"),
         ({**CONDITIONED, "encoder_hid_dim_type": "image_proj"}, "encoder_hid_dim_type .* must be null or text_proj"),
+        ({**UNET, "in_channels": None}, "do not make a UNet2DModel: .*in_channels: null"),
+        ({**CONDITIONED, "cross_attention_dim": None}, "UNet2DConditionModel: .*cross_attention_dim: null"),
     ],
 )
 def test_what_cannot_be_a_backbone_is_refused(fields, message):

@@ -87,3 +87,5 @@ def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
 def test_a_pipelines_folder_asks_for_the_subfolder(folder: str) -> None:
     with pytest.raises(ConfigurationError, match="needs subfolder"):
         build(DiffusersModelConfig(folder))
+    with pytest.raises(ConfigurationError, match="subfolder: nothing"):
+        build(DiffusersModelConfig(folder, subfolder="nothing"))

@@ -202,8 +202,19 @@ def test_weights_that_are_not_finite_replace_none_that_are(tmp_path):
             io.save_checkpoint({"state_dict": {**sound, "w": tensor}}, path)
         assert torch.equal(load_verified(path)["state_dict"]["w"], torch.ones(3))
     states = [{"state": {0: {"step": torch.tensor(3.0), "moment": torch.full((3,), torch.inf)}}}]
-    with pytest.raises(DivergedError, match=r"it is not finite in optimizer 0, 0, moment$"):
+    with pytest.raises(DivergedError, match=r"it is not finite in optimizer 0 state 0 moment$"):
         io.save_checkpoint({"state_dict": sound, "optimizer_states": states}, path)
+    nan = torch.tensor([torch.nan])
+    for state, name in (
+        ({0: {"old": [nan]}}, "0 old 0"),
+        ({0: {"in": {"m": nan}}}, "0 in m"),
+        ({"all": nan}, "all"),
+    ):
+        with pytest.raises(DivergedError, match=f"it is not finite in optimizer 0 state {name}$"):
+            io.save_checkpoint({"state_dict": sound, "optimizer_states": [{"state": state}]}, path)
+    kept = {"calls": 3, "all": torch.ones(2), 0: {"old": [torch.ones(2)], "last": None}}
+    io.save_checkpoint({"state_dict": sound, "optimizer_states": [{"state": kept}]}, path)
+    assert load_verified(path)["optimizer_states"][0]["state"]["calls"] == 3
     assert [file.name for file in tmp_path.iterdir()] == ["a.ckpt"]
     SafeCheckpointIO(finite=False).save_checkpoint({"state_dict": {"w": bad[0]}}, path)
     assert load_verified(path)["state_dict"]["w"].isnan().any()

@@ -28,7 +28,7 @@ def find_targets(root: nn.Module, targets: str | Sequence[str], *, who: str) -> 
         ConfigurationError: If there is no such layer, or a pattern matches none; it lists those that could match.
     """
     if targets not in (ALL_LINEAR, WITH_EXPERTS):
-        patterns = [targets] if isinstance(targets, str) else list(targets)
+        patterns = [targets] if isinstance(targets, str) else list(targets or ())
         if not patterns:
             raise refusal(who, "targets", f"{ALL_LINEAR}, {WITH_EXPERTS} or a list of patterns", targets)
         stacked = {pattern for found in _matched(root, targets, who).values() for pattern in found}
