@@ -44,7 +44,7 @@ def check_config(config: Mapping[str, Any]) -> None:
                 f"{key}: {HIDDEN} stands where a run that saved this config left a secret out; give it once more"
             )
         if name in _FOLDERS and key.startswith("trainer.") and isinstance(value, str):
-            if "$" in value:
+            if "$" in value and name != "save_dir":  # there TensorBoardLogger replaces it
                 raise refusal(key, "the folder", "written in full ($NAME is not replaced)", value)
             check_writable(key, Path(value))
         if name == "filename" and isinstance(value, str) and (Path(value).is_absolute() or ".." in Path(value).parts):
