@@ -11,7 +11,7 @@ from torch import Tensor
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice, refusal
 from lit_efficient.files.checkpoints import weights_alone, write
 from lit_efficient.files.tensors import zeros_in_file
-from lit_efficient.mechanisms.averages.weights import position_weights, precise
+from lit_efficient.mechanisms.averages.weights import add_share, position_weights, precise
 from lit_efficient.mechanisms.restore import Weights, weights_of
 from lit_efficient.mechanisms.shards import read_checkpoint
 from lit_efficient.surgery import memory_of
@@ -93,11 +93,7 @@ def _add(total: dict[str, Tensor], name: str, tensor: Tensor, share: float, path
     if before is not None and before.shape != tensor.shape:
         raise ConfigurationError(f"{path}: {name!r} is {list(tensor.shape)}, and {list(before.shape)} in the others")
     if before is not None and (tensor.is_floating_point() or tensor.is_complex()):
-        rows = max(1, 2**20 * len(tensor) // tensor.numel()) if tensor.dim() and tensor.numel() else 1
-        pieces = zip(before.split(rows), tensor.split(rows)) if tensor.dim() else [(before, tensor)]
-        for sums, piece in pieces:  # torch converts a whole tensor before it adds it to another format
-            sums.add_(piece, alpha=share)
-        return
+        return add_share(before, tensor, share)
     if before is not None and tensor.numel() > 1 and not torch.equal(before, tensor):
         raise ConfigurationError(
             f"{path}: {name!r} holds {tensor.dtype} and differs between files: quantised weights have no mean; "

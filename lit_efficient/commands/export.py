@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from lit_efficient.errors import LitEfficientError
 
@@ -40,13 +41,13 @@ def run(argv: Sequence[str]) -> int:
     diffusers = arguments.format == "diffusers"
     if arguments.lora is not None and not diffusers:
         parser.error(f"--lora does not belong to --format {arguments.format}")
-    asked = {"weights": arguments.weights, "base": arguments.base, "check": arguments.check}
+    asked: dict[str, Any] = {"weights": arguments.weights, "base": arguments.base, "check": arguments.check}
     try:
         if diffusers:
             from lit_efficient.export.pipelines import export_pipeline
 
-            lora = arguments.lora or "merged"
-            folder = export_pipeline(arguments.checkpoint, arguments.output, lora=lora, **asked)
+            asked["lora"] = arguments.lora or "merged"
+            folder = export_pipeline(arguments.checkpoint, arguments.output, **asked)
         else:
             from lit_efficient.export.adapters import export_checkpoint
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from lit_efficient.errors import CheckpointError, refusal
 from lit_efficient.files.checkpoints import local_file, read
 from lit_efficient.files.tensors import metadata_of, save_tensors, zeros_in_file
-from lit_efficient.mechanisms.averages.weights import precise, synthesis_weights
+from lit_efficient.mechanisms.averages.weights import add_share, precise, synthesis_weights
 
 _NAME = re.compile(r"average-step=(\d+)-sigma_rel=([0-9.e-]+)\.safetensors")
 
@@ -88,7 +88,7 @@ def synthesize(folder: str | Path, sigma_rels: Sequence[float], step: int | None
                 kinds = [(tensor.shape, precise(tensor.dtype)) for tensor in state.values()]
                 built.append(dict(zip(state, zeros_in_file(kinds, Path(folder)))))
             for name, tensor in state.items():
-                built[j][name].add_(tensor, alpha=share[i])
+                add_share(built[j][name], tensor, share[i])
     return built
 
 

@@ -152,6 +152,13 @@ def precise(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def add_share(total: Tensor, tensor: Tensor, share: float) -> None:
+    """Add ``share`` times a tensor of any format, in pieces: torch converts a whole tensor before it adds it."""
+    room = torch.empty(min(tensor.numel(), 2**20), dtype=total.dtype)  # what is made anew each time fragments the heap
+    for sums, piece in zip(total.view(-1).split(2**20), tensor.reshape(-1).split(2**20)):
+        sums.add_(room[: len(piece)].copy_(piece), alpha=share)
+
+
 def whole(tensor: Any) -> Tensor:
     """All of a DTensor, gathered by all its processes and moved to the CPU, or the tensor itself.
 
