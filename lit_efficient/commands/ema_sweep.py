@@ -109,7 +109,7 @@ def _completed(base: dict[str, Any], average: dict[str, Tensor], path: str) -> d
     if unknown := sorted(average.keys() - state.keys()):
         raise ConfigurationError(f"{path} has no {unknown[0]!r}, which the snapshots hold: is it of the same run?")
     alias = {memory_of(tensor): name for name, tensor in state.items() if name in average}
-    found = {name: alias.get(memory_of(tensor)) for name, tensor in state.items()}
+    found: dict[str, Any] = {name: alias.get(memory_of(tensor)) for name, tensor in state.items()}
     completed = {n: t if found[n] is None else average[found[n]].to(t.dtype) for n, t in state.items()}
     return weights_alone(base, completed, "ema")
 

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from lit_efficient.errors import LitEfficientError
 
@@ -45,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
         if diffusers:
             from lit_efficient.export.pipelines import export_pipeline
 
-            lora = arguments.lora or "merged"
+            lora: Any = arguments.lora or "merged"
             folder = export_pipeline(arguments.checkpoint, arguments.output, lora=lora, **asked)
         else:
             from lit_efficient.export.adapters import export_checkpoint
