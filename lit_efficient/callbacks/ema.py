@@ -3,7 +3,7 @@
     average <- average + (1 - decay_n) (weights - average),    decay_n = min(decay, 1 - (1 + n)^-power)
 
 Saves: learning-rate decay and training steps to the same quality; diffusion models are hardly usable without it
-Costs: 4 bytes a parameter, as much as the weights again in validation, and one pass over memory each update
+Costs: 4 bytes a parameter, in validation 16-bit weights once more, and one pass over memory each update
 Source: Polyak and Juditsky (1992); warm-ups of ema-pytorch and diffusers; switch EMA: https://arxiv.org/abs/2402.09240
 """
 

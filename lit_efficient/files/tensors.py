@@ -86,23 +86,24 @@ def load_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         raise CheckpointError(f"{os.fspath(path)} cannot be read: {str(error).splitlines()[0]}") from error
 
 
-def zeros_in_file(kinds: Sequence[tuple[Sequence[int], torch.dtype]], folder: Path) -> list[Tensor]:
+def zeros_in_file(kinds: Sequence[tuple[Sequence[int], torch.dtype]], folder: Path | None) -> list[Tensor]:
     """Zeros to be filled, in the pages of a file without a name: the system writes them out where memory is short.
 
-    Where ``folder`` may not be written to, the file is in ``TMPDIR``; without room for it twice they are in memory.
+    Where ``folder`` may not be written to, the file is in ``TMPDIR``; without room for it twice, or without ``folder``,
+    they are in memory.
     """
     counts = [math.prod(shape) for shape, _ in kinds]
     sizes = (max(count, 1) * dtype.itemsize for count, (_, dtype) in zip(counts, kinds))
-    (*begins, end), data = accumulate((size + -size % 64 for size in sizes), initial=0), bytearray()
+    *begins, end = accumulate((size + -size % 64 for size in sizes), initial=0)
     with (
         contextlib.suppress(OSError, AttributeError),  # also of no bytes, and where nothing can be reserved
-        tempfile.TemporaryFile(dir=folder if os.access(folder, os.W_OK) else None) as file,
+        tempfile.TemporaryFile(dir=folder if folder and os.access(folder, os.W_OK) else None) as file,
     ):
-        if shutil.disk_usage(file.fileno()).free > 2 * end:
+        if folder is not None and shutil.disk_usage(file.fileno()).free > 2 * end:
             os.posix_fallocate(file.fileno(), 0, end)  # a page without a place on the disk would end the process
-            data = mmap.mmap(file.fileno(), end)  # type: ignore[assignment]
-    places, data = zip(kinds, counts, begins), data or bytearray(end)
-    return [torch.frombuffer(data, dtype=d, count=n or 1, offset=at)[:n].view(shape) for (shape, d), n, at in places]
+            data, places = mmap.mmap(file.fileno(), end), zip(kinds, counts, begins)
+            return [torch.frombuffer(data, dtype=d, count=n or 1, offset=at)[:n].view(s) for (s, d), n, at in places]
+    return [torch.zeros(shape, dtype=dtype) for shape, dtype in kinds]  # each of which is freed alone
 
 
 def metadata_of(path: str | os.PathLike[str]) -> dict[str, str]:

@@ -104,13 +104,14 @@ def read_checkpoint(path: str | os.PathLike[str], optimizers: bool = False) -> d
     if folder is None:
         return read(path)
     check_shards(folder)
-    return read_shards(folder, optimizers)
+    return read_shards(folder, optimizers, in_file=True)
 
 
-def read_shards(folder: Path, optimizers: bool = True) -> dict[str, Any]:
+def read_shards(folder: Path, optimizers: bool = True, in_file: bool = False) -> dict[str, Any]:
     """A checkpoint of Lightning from the folder that holds it in shards, which has been checked; in one process.
 
     The states of optimizers get the numbers that their parameters have in the groups, as in a checkpoint of one file.
+    ``in_file``: tensors are in the pages of one, as an optimizer that goes on with them would not want its states.
     """
     metadata, pieces = read_metadata(folder), dict[str, list[Any]]()
     for index, place in metadata.storage_data.items():
@@ -122,7 +123,7 @@ def read_shards(folder: Path, optimizers: bool = True) -> dict[str, Any]:
         if path[-1] not in tied if path[0] == "state_dict" else optimizers:
             kinds[key] = kind
     wholes = {key: (kind.size, kind.properties.dtype) for key, kind in kinds.items() if hasattr(kind, "chunks")}
-    tensors = dict(zip(wholes, zeros_in_file([*wholes.values()], folder.parent)))
+    tensors = dict(zip(wholes, zeros_in_file([*wholes.values()], folder.parent if in_file else None)))
     for key in kinds:
         inner, (*parts, last) = held, metadata.planner_data[key]
         for part in parts:

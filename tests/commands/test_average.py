@@ -1,4 +1,4 @@
-"""The mean of files: equal to the mean, in the memory of two, and refused where there is none."""
+"""The mean of files: equal to the mean, in the memory of one, and refused where there is none."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ from lit_efficient.cli.checkpoint import read, read_last
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.checkpoints import save_atomically
 from lit_efficient.mechanisms.adapters.sharded import checkpoint_keys
-from lit_efficient.mechanisms.shards import check_shards, sum_shards
+from lit_efficient.mechanisms.shards import check_shards, read_checkpoint, sum_shards
+from lit_efficient.plugins.safe_checkpoint_io import SafeCheckpointIO
 from tests.plugins.test_safe_checkpoint_io import Bomb
 
 GROUPS = [{"lr": 0.1, "betas": (0.9, 0.99), "params": ["w"]}]
@@ -149,3 +150,15 @@ def test_a_place_outside_a_missing_file_and_deepspeed_are_refused(folder: Path, 
         read(str(tmp_path / "theirs"), "fit")
     with pytest.warns(UserWarning, match="DeepSpeed.*None is left"), pytest.raises(CheckpointError, match="DeepSpeed"):
         read_last([tmp_path / "theirs"])  # a job that is queued again would begin anew
+
+
+def test_what_an_optimizer_goes_on_with_is_in_memory_and_all_else_in_a_file(folder: Path) -> None:
+    def mapped(tensor: torch.Tensor) -> bool:
+        spans = (line.split() for line in Path("/proc/self/maps").read_text().splitlines())
+        ranges = [tuple(int(end, 16) for end in span[0].split("-")) for span in spans if "(deleted)" in span]
+        return any(begin <= tensor.data_ptr() < end for begin, end in ranges)
+
+    for found, in_file in ((read_checkpoint(folder, True), True), (SafeCheckpointIO().load_checkpoint(folder), False)):
+        held = [*found["state_dict"].values(), found["optimizer_states"][0]["state"][0]["step"]]
+        assert [mapped(tensor) for tensor in held] == [in_file] * 3
+        assert all(torch.equal(found["state_dict"][name], one) for name, one in content()["state_dict"].items())

@@ -232,3 +232,17 @@ def test_a_model_that_is_built_wider_than_its_files_says_so(tmp_path: Path) -> N
     )
     assert causal_lm.widened(replace(named, dtype="auto")) is None
     assert build(replace(named, dtype="auto")).dtype == torch.bfloat16
+
+
+def test_a_network_that_a_checkpoint_fills_is_tied_from_the_start_and_not_drawn() -> None:
+    fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = {"model_type": "llama", **fields, "num_key_value_heads": 2, "vocab_size": 50, "tie_word_embeddings": True}
+    state = torch.get_rng_state()
+    empty = causal_lm.from_json(config)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert empty.get_input_embeddings().weight is empty.get_output_embeddings().weight
+    drawn = causal_lm.from_json(config, whole=False)
+    assert not torch.equal(torch.get_rng_state(), state)
+    empty.load_state_dict(drawn.state_dict())
+    tokens = torch.arange(6)[None]
+    assert torch.equal(empty.eval()(tokens).logits, drawn.eval()(tokens).logits)

@@ -83,12 +83,12 @@ def synthesize(folder: str | Path, sigma_rels: Sequence[float], step: int | None
     built: list[dict[str, Tensor]] = []
     for i, snapshot in enumerate(used):
         state = read(Path(folder) / snapshot.filename)["state_dict"]
-        for j, share in enumerate(shares):
-            if i == 0:
-                kinds = [(tensor.shape, precise(tensor.dtype)) for tensor in state.values()]
-                built.append(dict(zip(state, zeros_in_file(kinds, Path(folder)))))
-            for name, tensor in state.items():
-                add_share(built[j][name], tensor, share[i])
+        if i == 0:
+            kinds = [(tensor.shape, precise(tensor.dtype)) for tensor in state.values()]
+            built = [dict(zip(state, zeros_in_file(kinds, Path(folder)))) for _ in shares]
+        for name, tensor in state.items():
+            for width, share in zip(built, shares):
+                add_share(width[name], tensor, share[i])
     return built
 
 

@@ -22,7 +22,7 @@ from lit_efficient.mechanisms.adapters.low_rank import (
     merged_matrix,
 )
 from lit_efficient.mechanisms.adapters.targets import find_targets
-from lit_efficient.mechanisms.trials.memory import SavedTensors
+from lit_efficient.mechanisms.trials.memory import AllocationMeter, SavedTensors
 
 
 def _conv1d() -> nn.Module:
@@ -223,3 +223,13 @@ def test_adapters_start_as_the_papers_code_does() -> None:
     assert layer.lora_A.abs().max() <= bound
     assert layer.lora_A.mean().abs() < 0.05 * bound
     assert layer.lora_A.std().item() == pytest.approx(bound / 3**0.5, rel=0.05)
+
+
+def test_a_merge_takes_two_float32_copies_of_a_layer() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(256, 512, generator=generator).bfloat16()
+    added = {"lora_A": torch.randn(4, 512, generator=generator), "lora_B": torch.randn(256, 4, generator=generator)}
+    with AllocationMeter() as meter:
+        merged = merged_matrix(weight, added, 0.3)
+    assert torch.equal(merged, weight.float() + 0.3 * (added["lora_B"] @ added["lora_A"]))
+    assert meter.peak < 2.5 * merged.nbytes
