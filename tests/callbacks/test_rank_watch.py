@@ -52,6 +52,18 @@ def test_processes_with_unlike_numbers_of_batches_end_with_a_sentence(sized: boo
     assert ("process 1 has left training (it validates after 3 batches)" in said) is not sized, said[-4000:]
 
 
+@pytest.mark.turns(3, family="ranks")
+def test_a_connection_that_is_closed_by_an_earlier_end_is_explained(tmp_path: Path) -> None:
+    """gloo's error says "Connection closed by peer", and that the other process crashed: it ended well."""
+    ranks, logs = start_ranks(watching.outlasted, tmp_path)
+    for rank in ranks:
+        rank.join(60)
+        rank.kill()
+    assert [rank.exitcode for rank in ranks] == [1, 0], logs[0].read_text()[-4000:]
+    said = "would wait for ever: process 1 has left training (it ended its training after 3 steps)"
+    assert said in logs[0].read_text()
+
+
 @pytest.mark.turns(6, family="ranks")
 def test_processes_that_end_together_are_left_in_peace(tmp_path: Path) -> None:
     run_ranks(watching.ended_together, tmp_path)

@@ -73,6 +73,13 @@ def uneven(sized: bool) -> None:
         run.fit(Toy(), DataLoader(rows, 8), data())
 
 
+def outlasted() -> None:
+    """The first rank has a batch more than the second one, which ends well, and whose connections are closed then."""
+    rows = Rows(24 if os.environ["RANK"] == "1" else 32)
+    run = trainer([RankWatch()], devices=2, strategy="ddp", use_distributed_sampler=False, limit_val_batches=0)
+    run.fit(Toy(), DataLoader(rows, 8))
+
+
 def ended_together() -> None:
     watch = RankWatch(0.5, 0.5)
     run = trainer([watch], devices=2, strategy="ddp", max_epochs=1)
