@@ -17,9 +17,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.plugins import DeepSpeedPrecision
 
-from lit_efficient.errors import ConfigurationError, check_choice, check_installed, check_number, refusal
+from lit_efficient.errors import (
+    ConfigurationError,
+    ConflictError,
+    check_choice,
+    check_installed,
+    check_number,
+    refusal,
+)
+from lit_efficient.internals.lightning_zero import ZeroBase
 
 _PLACES = ("gpu", "cpu", "nvme")
 # What the trainer and the module say, and DeepSpeed's name for it.
@@ -32,6 +40,15 @@ _TRAINERS = {
     "fp16": "trainer.precision: 16-mixed",
     "optimizer": "the config's optimizer",
     "scheduler": "the config's lr_scheduler",
+}
+
+_MATRICES = "looks at whole matrices, and DeepSpeed steps pieces of one long vector: use AdamW, or ShardedStrategy"
+# Optimizers, and what techniques make of one.
+_REFUSED = {
+    **dict.fromkeys(("Adafactor", "GroupedAdafactor", "Muon", "MuonAdamW"), _MATRICES),
+    "ScheduleFreeAdamW": "switches weights, of which DeepSpeed has copies: use AdamW, or ShardedStrategy",
+    "Float32Step": "rounds bfloat16 weights, and DeepSpeed steps float32 copies: leave out what rounds or compensates",
+    "Streamed": "keeps states in CPU memory by itself: leave OffloadOptimizer out, and set states_on to cpu",
 }
 
 
@@ -88,7 +105,7 @@ def zero_config(
     return config
 
 
-class ZeroStrategy(DeepSpeedStrategy):
+class ZeroStrategy(ZeroBase):
     """Lightning's DeepSpeedStrategy by a few arguments; needs the package deepspeed and GPUs.
 
     Args:
@@ -103,6 +120,7 @@ class ZeroStrategy(DeepSpeedStrategy):
     Raises:
         ConfigurationError: For an argument out of range or one that its stage does not know; for a key that contradicts
             the trainer's; without the package.
+        ConflictError: With an optimizer that cannot step pieces of a vector.
     """
 
     helps: ClassVar[dict[str, tuple[int, str]]] = {
@@ -142,6 +160,10 @@ class ZeroStrategy(DeepSpeedStrategy):
         check_agreement(trainer, self.node_size)
         super().setup(trainer)
 
+    def check_optimizer(self, optimizer: Any) -> None:
+        for reason in (_REFUSED[kind.__name__] for kind in type(optimizer).__mro__ if kind.__name__ in _REFUSED):
+            raise ConflictError(f"ZeroStrategy: {type(optimizer).__name__} {reason}")
+
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Nothing: what is built in shards has no numbers where weights are drawn, read or changed right after."""
@@ -180,6 +202,9 @@ def check_agreement(trainer: Any, node_size: int = 1) -> None:
         raise refusal("ZeroStrategy", "node_size", f"a divisor of the {trainer.world_size} processes", node_size)
     if trainer.precision not in ("bf16-mixed", "16-mixed", "bf16-true", "16-true", "32-true"):
         raise refusal("trainer", "precision", "bf16-mixed, 16-mixed, bf16-true, 16-true or 32-true", trainer.precision)
+    if not isinstance(trainer.precision_plugin, DeepSpeedPrecision):
+        plugin = type(trainer.precision_plugin).__name__
+        raise ConfigurationError(f"ZeroStrategy: {plugin} sends no gradients to DeepSpeed: set trainer.precision")
     if not trainer.lightning_module.automatic_optimization:
         raise ConfigurationError(
             "ZeroStrategy: DeepSpeed steps by itself: set the module's automatic_optimization to true"

@@ -7,8 +7,22 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from lightning.pytorch.plugins import DeepSpeedPrecision
 
-from lit_efficient import ConfigurationError, ZeroStrategy
+from lit_efficient import (
+    ConfigurationError,
+    ConflictError,
+    Float8Precision,
+    FusedAdamW,
+    GroupedAdafactor,
+    Lion,
+    LoRA,
+    MuonAdamW,
+    ScheduleFreeAdamW,
+    ZeroStrategy,
+)
+from lit_efficient.optimizers.float32_step import step_in_float32
+from lit_efficient.optimizers.host_states import stream_states
 from lit_efficient.strategies.zero_strategy import check_agreement, check_windows, zero_config
 from tests.support import Toy, data, trainer
 
@@ -58,16 +72,61 @@ def test_what_contradicts_is_refused_before_the_package_is_asked_for(arguments: 
         ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "clips by norm"),
         ({"world_size": 6}, "node_size must be a divisor of the 6 processes"),
         ({"precision": "64-true"}, "precision must be bf16-mixed"),
+        ({"precision_plugin": Float8Precision()}, "Float8Precision sends no gradients to DeepSpeed"),
         ({"lightning_module": types.SimpleNamespace(automatic_optimization=False)}, "DeepSpeed steps by itself"),
     ],
 )
 def test_what_deepspeed_would_do_otherwise_is_refused(given: dict[str, Any], said: str) -> None:
     module = types.SimpleNamespace(automatic_optimization=True)
-    usual = {"gradient_clip_val": None, "gradient_clip_algorithm": None, "world_size": 8, "precision": "bf16-mixed"}
+    usual: dict[str, Any] = {
+        "gradient_clip_val": None,
+        "gradient_clip_algorithm": None,
+        "world_size": 8,
+        "precision": "bf16-mixed",
+    }
+    usual["precision_plugin"] = DeepSpeedPrecision("bf16-mixed")
     fine = types.SimpleNamespace(**usual, lightning_module=module)
     check_agreement(fine, 4)
     with pytest.raises(ConfigurationError, match=said):
         check_agreement(types.SimpleNamespace(**{**vars(fine), **given}), 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (MuonAdamW, "MuonAdamW looks at whole matrices"),  # died in the first step
+        (GroupedAdafactor, "GroupedAdafactor looks at whole matrices"),  # trained otherwise, silently
+        (torch.optim.Adafactor, "Adafactor looks at whole matrices"),
+        (ScheduleFreeAdamW, "ScheduleFreeAdamW switches weights"),
+        (lambda p: rounded(torch.optim.AdamW(p)), "AdamW.* rounds bfloat16 weights"),  # DeepSpeed's are float32
+        (lambda p: streamed(torch.optim.AdamW(p)), "keeps states in CPU memory by itself"),
+    ],
+)
+def test_optimizers_that_cannot_step_pieces_of_a_vector_are_refused(make: Any, said: str) -> None:
+    strategy = ZeroStrategy.__new__(ZeroStrategy)
+    layer = torch.nn.Linear(2, 2, dtype=torch.bfloat16 if "rounds" in said else None)
+    for fine in (torch.optim.AdamW, Lion, FusedAdamW):
+        strategy.check_optimizer(fine(layer.parameters()))
+    with pytest.raises(ConflictError, match=f"ZeroStrategy: .*{said}"):
+        strategy.check_optimizer(make(layer.parameters()))
+
+
+def rounded(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    step_in_float32(optimizer, compensated=True, seed=0, later=set(), who="KahanSummation")
+    return optimizer
+
+
+def streamed(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    stream_states(optimizer, 2**20, False, who="OffloadOptimizer")
+    return optimizer
+
+
+def test_lora_s_ratio_is_refused() -> None:
+    """The B matrices learned at the rate of the others: other tensors than the module's parameters are stepped."""
+    run = types.SimpleNamespace(strategy=ZeroStrategy.__new__(ZeroStrategy))
+    LoRA().check(run, Toy())
+    with pytest.raises(ConflictError, match=r"lr_ratio=4\.0 .* DeepSpeedStrategy steps other tensors: leave lr_ratio"):
+        LoRA(lr_ratio=4.0).check(run, Toy())
 
 
 def test_a_network_is_built_whole_before_it_is_sharded() -> None:
