@@ -23,8 +23,8 @@ class ZeroOnCPU(ZeroStrategy):
     def __init__(self, stage: int, **arguments: Any) -> None:
         super().__init__(stage, **arguments)
         self._timeout = timedelta(seconds=60)
-        # Else a toy's weights, which are small, stay whole once they are gathered.
-        self.config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        if stage == 3:  # a toy's weights are small, and stay whole once they are gathered
+            self.config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
 
     @property
     def root_device(self) -> torch.device:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import sys
 import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,9 @@ from lit_efficient import (
 from lit_efficient.optimizers.float32_step import step_in_float32
 from lit_efficient.optimizers.host_states import stream_states
 from lit_efficient.strategies.zero_strategy import check_agreement, check_windows, zero_config
+from tests.processes import run_ranks
+from tests.ranks import zero
+from tests.strategies.test_sharded_strategy import as_one_process
 from tests.support import Toy, data, trainer
 
 ZERO = sorted((Path(__file__).parents[2] / "configs" / "scale").glob("zero_*.yaml"))
@@ -143,6 +148,59 @@ def test_an_epoch_that_ends_within_a_window_is_refused() -> None:
     check_windows(types.SimpleNamespace(accumulate_grad_batches=4, num_training_batches=float("inf")))
     with pytest.raises(ConfigurationError, match=r"the last 2 of 8 batches are no window of 3 .* to 6$"):
         check_windows(types.SimpleNamespace(accumulate_grad_batches=3, num_training_batches=8))
+
+
+class Taken(Exception):
+    """What DeepSpeed is given."""
+
+
+@pytest.mark.parametrize(
+    ("precision", "said"),
+    [
+        ("32-true", {}),
+        ("bf16-mixed", {"bf16": {"enabled": True}}),
+        ("16-mixed", {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000,
+                               "hysteresis": 2, "min_loss_scale": 1}}),
+    ],
+)  # fmt: skip
+def test_deepspeed_is_told_what_the_trainer_says(
+    precision: Any, said: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in takes the place of the package up to the call that would build its engine."""
+
+    def initialize(**given: Any) -> None:
+        raise Taken(given)
+
+    logger = types.SimpleNamespace(setLevel=lambda level: None)
+    package: Any = types.ModuleType("deepspeed")
+    package.__spec__ = ModuleSpec("deepspeed", None)
+    package.initialize, package.init_distributed = initialize, lambda *_, **__: None
+    package.utils = types.SimpleNamespace(logging=types.SimpleNamespace(logger=logger))
+    monkeypatch.setitem(sys.modules, "deepspeed", package)
+    monkeypatch.setitem(sys.modules, "deepspeed.comm.torch", types.ModuleType("deepspeed.comm.torch"))
+    for name in ("_DEEPSPEED_AVAILABLE", "_DEEPSPEED_GREATER_EQUAL_0_16"):
+        monkeypatch.setattr(f"lightning.pytorch.strategies.deepspeed.{name}", True)
+    strategy = zero.ZeroOnCPU(2, states_on="cpu", extra={"wall_clock_breakdown": False})
+    run = trainer([], strategy=strategy, precision=precision, accumulate_grad_batches=2, gradient_clip_val=0.5)
+    module = Toy()
+    with pytest.raises(Taken) as taken:
+        run.fit(module, data(32, batch_size=8), data())
+    given = taken.value.args[0]
+    trainers = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5, "train_micro_batch_size_per_gpu": 8}
+    assert given["config"] == {**zero_config(2, "cpu"), "wall_clock_breakdown": False, **trainers, **said}
+    assert given["model"] is module
+    assert isinstance(given["optimizer"], torch.optim.Optimizer)
+    assert [id(p) for p in given["model_parameters"]] == [id(p) for p in module.parameters()]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_processes_train_as_one_does_and_resume(stage: int, tmp_path: Path) -> None:
+    """Where DeepSpeed is installed; it needs no GPU for this."""
+    pytest.importorskip("deepspeed")
+    names = ("clipping", "accumulation", "PeftAdapter", "NonFiniteGuard")
+    run_ranks(zero.techniques, tmp_path, names, stage)
+    assert set(as_one_process(names, tmp_path).values()) == {"works"}
 
 
 @pytest.mark.gpu
