@@ -19,14 +19,7 @@ from typing import Any, ClassVar
 
 from lightning.pytorch.plugins import DeepSpeedPrecision
 
-from lit_efficient.errors import (
-    ConfigurationError,
-    ConflictError,
-    check_choice,
-    check_installed,
-    check_number,
-    refusal,
-)
+from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_installed, check_number, refusal
 from lit_efficient.internals.lightning_zero import ZeroBase
 
 _PLACES = ("gpu", "cpu", "nvme")
@@ -50,6 +43,10 @@ _REFUSED = {
     "Float32Step": "rounds bfloat16 weights, and DeepSpeed steps float32 copies: leave out what rounds or compensates",
     "Streamed": "keeps states in CPU memory by itself: leave OffloadOptimizer out, and set states_on to cpu",
 }
+
+# They read weights, or leave layers out, where stage 3 gathers and frees them.
+_NOT_IN_THIRD = {"CheckpointAverage", "Compile", "ContrastiveFlowMatching", "EMA", "FeatureMatching", "HiddenAlignment"}
+_NOT_IN_THIRD |= {"PowerEMA", "StochasticDepth", "TokenRouting"}
 
 
 def zero_config(
@@ -157,7 +154,7 @@ class ZeroStrategy(ZeroBase):
         self.extra = extra
 
     def setup(self, trainer: Any) -> None:
-        check_agreement(trainer, self.node_size)
+        check_agreement(trainer, self.node_size, self.stage)
         super().setup(trainer)
 
     def check_optimizer(self, optimizer: Any) -> None:
@@ -190,12 +187,19 @@ def check_windows(trainer: Any) -> None:
         )
 
 
-def check_agreement(trainer: Any, node_size: int = 1) -> None:
+def check_agreement(trainer: Any, node_size: int = 1, stage: int = 2) -> None:
     """Refuse what of a trainer DeepSpeed would do otherwise, or not at all.
 
     Raises:
         ConfigurationError: Naming it.
+        ConflictError: For a technique that stage 3 leaves without weights.
     """
+    for one in trainer.callbacks if stage == 3 else ():
+        if type(one).__name__ in _NOT_IN_THIRD or getattr(one, "variant", "") == "dora":
+            raise ConflictError(
+                f"ZeroStrategy: {type(one).__name__} finds no weights where stage 3 has freed them: use stage 2, or "
+                "ShardedStrategy" + ", or another variant" * hasattr(one, "variant")
+            )
     if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
         raise ConfigurationError("ZeroStrategy: DeepSpeed clips by norm: set trainer.gradient_clip_algorithm to norm")
     if trainer.world_size % node_size:

@@ -12,6 +12,7 @@ import yaml
 from lightning.pytorch.plugins import DeepSpeedPrecision
 
 from lit_efficient import (
+    EMA,
     ConfigurationError,
     ConflictError,
     Float8Precision,
@@ -21,8 +22,11 @@ from lit_efficient import (
     LoRA,
     MuonAdamW,
     ScheduleFreeAdamW,
+    StochasticDepth,
     ZeroStrategy,
 )
+from lit_efficient.errors import CheckpointError
+from lit_efficient.mechanisms.adapters.base import check, digests, freeze_base
 from lit_efficient.optimizers.float32_step import step_in_float32
 from lit_efficient.optimizers.host_states import stream_states
 from lit_efficient.strategies.zero_strategy import check_agreement, check_windows, zero_config
@@ -89,6 +93,7 @@ def test_what_deepspeed_would_do_otherwise_is_refused(given: dict[str, Any], sai
         "world_size": 8,
         "precision": "bf16-mixed",
     }
+    usual["callbacks"] = []
     usual["precision_plugin"] = DeepSpeedPrecision("bf16-mixed")
     fine = types.SimpleNamespace(**usual, lightning_module=module)
     check_agreement(fine, 4)
@@ -124,6 +129,30 @@ def rounded(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def streamed(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     stream_states(optimizer, 2**20, False, who="OffloadOptimizer")
     return optimizer
+
+
+@pytest.mark.parametrize("technique", [EMA(), StochasticDepth(), LoRA(variant="dora")])
+def test_what_stage_3_leaves_without_weights_is_refused(technique: Any) -> None:
+    module, plugin = types.SimpleNamespace(automatic_optimization=True), DeepSpeedPrecision("32-true")
+    run = types.SimpleNamespace(gradient_clip_val=None, world_size=2, precision="32-true", precision_plugin=plugin)
+    run.lightning_module, run.callbacks = module, [LoRA(), technique]
+    check_agreement(run, stage=2)
+    with pytest.raises(ConflictError, match=f"{type(technique).__name__} finds no weights where stage 3 has freed"):
+        check_agreement(run, stage=3)
+
+
+def test_a_base_that_stage_3_has_emptied_keeps_its_digests() -> None:
+    """A run that went on was told that all of its base was another one."""
+    module = Toy()
+    freeze_base(module, [])
+    noted = digests(module)
+    for parameter in module.parameters():
+        parameter.data = torch.empty(0)
+    assert len(noted) == 28
+    check(module, {"lit_efficient": {"base": noted}})
+    noted["net.stem.weight"] = "another"
+    with pytest.raises(CheckpointError, match="1 of 28 frozen tensors differ"):
+        check(module, {"lit_efficient": {"base": noted}})
 
 
 def test_lora_s_ratio_is_refused() -> None:
