@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from lightning.pytorch.plugins import DeepSpeedPrecision
 
 from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_installed, check_number, refusal
-from lit_efficient.internals.lightning_zero import ZeroBase
+from lit_efficient.internals.lightning_sharding import ZeroBase
 
 _PLACES = ("gpu", "cpu", "nvme")
 # What the trainer and the module say, and DeepSpeed's name for it.

@@ -45,6 +45,9 @@ class ZeroOnCPU(ZeroStrategy):
         return deepspeed.zero.GatheredParameters([*module.parameters()], enabled=self.stage == 3)
 
 
+ZeroOnCPU.__name__ = ZeroStrategy.__name__  # for the words of refusals
+
+
 def techniques(names: Sequence[str], stage: int, **arguments: Any) -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     sharded.techniques(names, partial(ZeroOnCPU, stage, **arguments))

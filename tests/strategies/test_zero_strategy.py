@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import sys
 import types
 from importlib.machinery import ModuleSpec
@@ -25,6 +26,7 @@ from lit_efficient import (
     StochasticDepth,
     ZeroStrategy,
 )
+from lit_efficient.catalog import PACKAGE
 from lit_efficient.errors import CheckpointError
 from lit_efficient.mechanisms.adapters.base import check, digests, freeze_base
 from lit_efficient.optimizers.float32_step import step_in_float32
@@ -142,7 +144,7 @@ def test_what_stage_3_leaves_without_weights_is_refused(technique: Any) -> None:
 
 
 def test_a_base_that_stage_3_has_emptied_keeps_its_digests() -> None:
-    """A run that went on was told that all of its base was another one."""
+    """A run that went on was refused, as if all of its base were another one."""
     module = Toy()
     freeze_base(module, [])
     noted = digests(module)
@@ -192,7 +194,7 @@ class Taken(Exception):
                                "hysteresis": 2, "min_loss_scale": 1}}),
     ],
 )  # fmt: skip
-def test_deepspeed_is_told_what_the_trainer_says(
+def test_deepspeed_is_given_what_the_trainer_says(
     precision: Any, said: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stand-in takes the place of the package up to the call that would build its engine."""
@@ -230,6 +232,15 @@ def test_two_processes_train_as_one_does_and_resume(stage: int, tmp_path: Path) 
     names = ("clipping", "accumulation", "PeftAdapter", "NonFiniteGuard")
     run_ranks(zero.techniques, tmp_path, names, stage)
     assert set(as_one_process(names, tmp_path).values()) == {"works"}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_table_of_strategies_says_what_was_tried(stage: int, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    said = json.loads((PACKAGE / "tested.json").read_text("utf-8"))[f"ZeRO-{stage}"]
+    run_ranks(zero.techniques, tmp_path, tuple(said), stage, timeout=1800)
+    assert as_one_process(tuple(said), tmp_path) == said
 
 
 @pytest.mark.gpu
