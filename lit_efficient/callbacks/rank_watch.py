@@ -2,7 +2,7 @@
 
     another one raises, is killed or loses its machine -> this one ends within `failed` seconds
     another one ends its training while this one trains -> this one ends within `left` seconds
-    another one validates after fewer batches           -> the same: what they send would meet the wrong thing
+    another one has fewer batches in its epoch          -> the same: what they send would meet the wrong thing
     this one is sent SIGTERM, which nobody else answers -> it exits with 143, and the others end within `failed` seconds
 
 Saves: the half hour, or the days, that the others of a run would wait in a collective, and the search for who began it.
@@ -29,6 +29,7 @@ from lit_efficient.mechanisms.rank_line import DONE, ENDED, FAILED, LEFT, RankLi
 from lit_efficient.mechanisms.ranks import check_batches
 
 _EXIT_CODE = 2
+_LAST = "its epoch ends after "
 
 
 class RankWatch(Callback):
@@ -83,6 +84,8 @@ class RankWatch(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._begun += 1
+        if trainer.is_last_batch:
+            self._leave(self._begun, f"{_LAST}{self._begun} batches")
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         if not trainer.sanity_checking:
@@ -152,7 +155,9 @@ class RankWatch(Callback):
             return
         if left is not None:
             own = self._place(left)
-            if own == begun or (own is None and self._begun <= begun and not _in_collective()):
+            # One that is slow has begun fewer; who ends an epoch here waits for its last gradients, and not for others.
+            behind = self._begun < begun if _LAST in why else self._begun <= begun and not _in_collective()
+            if own == begun or (own is None and behind):
                 return
         print(f"error: {ENDED}{why}", file=sys.stderr, flush=True)
         os._exit(_EXIT_CODE)
