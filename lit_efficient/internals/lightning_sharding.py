@@ -37,7 +37,10 @@ class ShardingBase(ModelParallelStrategy):
 
 
 class ZeroBase(DeepSpeedStrategy):
-    """Has ``check_optimizer`` called before DeepSpeed takes the optimizer."""
+    """Lets a subclass look at the optimizer before DeepSpeed takes it."""
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Refuse it, or nothing."""
 
     def _init_optimizers(self) -> Any:
         found = super()._init_optimizers()

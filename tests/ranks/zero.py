@@ -23,6 +23,7 @@ class ZeroOnCPU(ZeroStrategy):
     def __init__(self, stage: int, **arguments: Any) -> None:
         super().__init__(stage, **arguments)
         self._timeout = timedelta(seconds=60)
+        assert self.config is not None
         if stage == 3:  # a toy's weights are small, and stay whole once they are gathered
             self.config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
 
