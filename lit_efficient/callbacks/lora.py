@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
+from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number, refusal
+from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_foreach import foreach_add_, foreach_copy_, foreach_mul_
 from lit_efficient.internals.torch_optimizers import HOOKS
 from lit_efficient.mechanisms.adapters.base import freeze_base, is_added
@@ -186,6 +187,14 @@ class LoRA(AdapterTechnique):
         freeze_base(module, trained, save_base=self.save_base)
         call_layers(module)
         return self._report(module, (*(name for name, _ in targets), *(name for name, _, _ in experts)))
+
+    def check(self, trainer: Any, module: Any) -> None:
+        traits = traits_of(trainer.strategy)
+        if self.lr_ratio is not None and traits.flattens:
+            raise ConflictError(
+                f"LoRA: lr_ratio={self.lr_ratio} changes the module's parameters after each step, and {traits.name} "
+                "steps other tensors: leave lr_ratio out, or use strategy='ddp'"
+            )
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
         """For LoRA+, multiply what each step does to the B matrices; groups, schedulers and states stay as they are."""

@@ -2,7 +2,7 @@
 
     another one raises, is killed or loses its machine -> this one ends within `failed` seconds
     another one ends its training while this one trains -> this one ends within `left` seconds
-    another one validates after fewer batches           -> the same: what they send would meet the wrong thing
+    another one has fewer batches in its epoch          -> the same: what they send would meet the wrong thing
     this one is sent SIGTERM, which nobody else answers -> it exits with 143, and the others end within `failed` seconds
 
 Saves: the half hour, or the days, that the others of a run would wait in a collective, and the search for who began it.
@@ -29,6 +29,7 @@ from lit_efficient.mechanisms.rank_line import DONE, ENDED, FAILED, LEFT, RankLi
 from lit_efficient.mechanisms.ranks import check_batches
 
 _EXIT_CODE = 2
+_LAST = "its epoch ends after "
 
 
 class RankWatch(Callback):
@@ -61,11 +62,12 @@ class RankWatch(Callback):
         self._signal = ""  # it has been sent one
         self._begun = 0  # batches of training
         self._places: list[int] = []  # the number of them each time that this process left off training
+        self._left: list[tuple[str, int, int]] = []  # what others said when they did
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if trainer.world_size > 1 and self._line is None and distributed.is_initialized():
             trainer.callbacks = [self, *(one for one in trainer.callbacks if one is not self)]  # the first to leave
-            self._why, self._signal, self._begun, self._places = "", "", 0, []
+            self._why, self._signal, self._begun, self._places, self._left = "", "", 0, [], []
             self._said.clear()
             host = trainer.strategy.cluster_environment.main_address
             answer_sigterm(trainer, _end_by_sigterm)
@@ -82,6 +84,8 @@ class RankWatch(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._begun += 1
+        if trainer.is_last_batch:
+            self._leave(self._begun, f"{_LAST}{self._begun} batches")
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         if not trainer.sanity_checking:
@@ -107,6 +111,9 @@ class RankWatch(Callback):
             return
         if isinstance(exception, RuntimeError):  # which a collective raises at once where the other end is closed
             self._said.wait(2)
+            apart = [why for why, left, begun in self._left if self._place(left) != begun]
+            if apart and not self._why and _is_collectives(exception):
+                self._why = apart[0]
         if self._why and not isinstance(exception, SystemExit):  # by which all may end together, after a signal
             exception.add_note(ENDED + self._why)
         self._line.say(FAILED, self._signal or f"{type(exception).__name__}: {exception}")
@@ -129,11 +136,15 @@ class RankWatch(Callback):
             timer = threading.Timer(self.failed, self._end, (f"process {rank} has failed ({why})",))
         else:
             left, begun, why = why.split(" ", 2)
-            said = f"process {rank} has left training ({why})"
-            timer = threading.Timer(self.left, self._end, (said, int(left), int(begun)))
+            self._left.append((f"process {rank} has left training ({why})", int(left), int(begun)))
+            timer = threading.Timer(self.left, self._end, self._left[-1])
         timer.daemon = True
         self._timers.append(timer)
         timer.start()
+
+    def _place(self, left: int) -> int | None:
+        """After how many batches this one left off training for the ``left``-th time, if it has."""
+        return self._places[left - 1] if left <= len(self._places) else None
 
     def _end(self, why: str, left: int | None = None, begun: int = 0) -> None:
         """In the timer's thread: the main one is in a collective, which nothing else would end.
@@ -143,8 +154,10 @@ class RankWatch(Callback):
         if self._line is None:
             return
         if left is not None:
-            own = self._places[left - 1] if left <= len(self._places) else None
-            if own == begun or (own is None and self._begun <= begun and not _in_collective()):
+            own = self._place(left)
+            # One that is slow has begun fewer; who ends an epoch here waits for its last gradients, and not for others.
+            behind = self._begun < begun if _LAST in why else self._begun <= begun and not _in_collective()
+            if own == begun or (own is None and behind):
                 return
         print(f"error: {ENDED}{why}", file=sys.stderr, flush=True)
         os._exit(_EXIT_CODE)
@@ -158,6 +171,11 @@ def _end_by_sigterm(self: Any, number: int, frame: Any) -> None:
         if isinstance(one, RankWatch):
             one._signal = "it was sent SIGTERM"
     raise SystemExit(128 + number)
+
+
+def _is_collectives(error: RuntimeError) -> bool:
+    """Whether another process's end closed the connection: of gloo's errors only the text is theirs."""
+    return isinstance(error, distributed.DistError) or "gloo" in str(error)
 
 
 def _in_collective() -> bool:

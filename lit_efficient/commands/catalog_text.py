@@ -191,7 +191,6 @@ def strategies(cards: Sequence[Card], width: int) -> str:
     ``tested.json`` in the package holds what a test has found on two processes, with the words of the refusals.
     """
     tested: dict[str, dict[str, str]] = json.loads((PACKAGE / "tested.json").read_text("utf-8"))
-    tested["DeepSpeed"] = {}  # needs GPUs
     techniques = [c for c in cards if c.is_technique and c.slot not in ("model", "data", "trainer.strategy")]
     names = max((len(card.name) for card in techniques), default=0)
     columns = ("one device", *tested)
@@ -204,9 +203,8 @@ def strategies(cards: Sequence[Card], width: int) -> str:
             lines += wrapped(f"  {kind}: {text}", width, "    ") if text not in ("works", "") else []
     said = (
         "works: on two processes the losses are those of one process to 1e-5 (what rounds by the rows it sees: close), "
-        "and a resumed run ends with the same bits. not tried: no test has run it there (DeepSpeed and EmptyCache need "
-        "GPUs; what DeepSpeed cannot do is refused when a run starts, and by `check --devices`). One device: each has "
-        "tests."
+        "and a resumed run ends with the same bits. not tried: no test has run it there (EmptyCache needs GPUs). "
+        "ZeRO-2 and ZeRO-3 are stages of DeepSpeed, tried on its CPU backend. One device: each has tests."
     )
     return "\n".join([*lines, "", *wrapped(said, width)])
 

@@ -1,14 +1,14 @@
-"""Lightning's ModelParallelStrategy with sizes by the world's, and steps that are forward passes.
+"""Lightning's ModelParallelStrategy with sizes by the world's and steps that are forward passes; DeepSpeedStrategy.
 
-By private attributes: its sizes, ``_save_distributed_checkpoint`` and ``_forward_redirection``. Checked with lightning
-2.6.6.
+By private attributes: its sizes, ``_save_distributed_checkpoint`` and ``_forward_redirection``; ``_init_optimizers``.
+Checked with lightning 2.6.6.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 
@@ -34,6 +34,18 @@ class ShardingBase(ModelParallelStrategy):
         finally:
             if not had_own:
                 module.__dict__.pop("forward", None)  # what it puts there cannot be pickled
+
+
+class ZeroBase(DeepSpeedStrategy):
+    """Lets a subclass look at the optimizer before DeepSpeed takes it."""
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Refuse it, or nothing."""
+
+    def _init_optimizers(self) -> Any:
+        found = super()._init_optimizers()
+        self.check_optimizer(found[0])
+        return found
 
 
 @contextmanager

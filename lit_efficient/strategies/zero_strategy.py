@@ -17,9 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.plugins import DeepSpeedPrecision
 
-from lit_efficient.errors import ConfigurationError, check_choice, check_installed, check_number, refusal
+from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_installed, check_number, refusal
+from lit_efficient.internals.lightning_sharding import ZeroBase
 
 _PLACES = ("gpu", "cpu", "nvme")
 # What the trainer and the module say, and DeepSpeed's name for it.
@@ -33,6 +34,19 @@ _TRAINERS = {
     "optimizer": "the config's optimizer",
     "scheduler": "the config's lr_scheduler",
 }
+
+_MATRICES = "looks at whole matrices, and DeepSpeed steps pieces of one long vector: use AdamW, or ShardedStrategy"
+# Optimizers, and what techniques make of one.
+_REFUSED = {
+    **dict.fromkeys(("Adafactor", "GroupedAdafactor", "Muon", "MuonAdamW"), _MATRICES),
+    "ScheduleFreeAdamW": "switches weights, of which DeepSpeed has copies: use AdamW, or ShardedStrategy",
+    "Float32Step": "rounds bfloat16 weights, and DeepSpeed steps float32 copies: leave out what rounds or compensates",
+    "Streamed": "keeps states in CPU memory by itself: leave OffloadOptimizer out, and set states_on to cpu",
+}
+
+# They read weights, or leave layers out, where stage 3 gathers and frees them.
+_NOT_IN_THIRD = {"CheckpointAverage", "Compile", "ContrastiveFlowMatching", "EMA", "FeatureMatching", "HiddenAlignment"}
+_NOT_IN_THIRD |= {"PowerEMA", "StochasticDepth", "TokenRouting"}
 
 
 def zero_config(
@@ -88,7 +102,7 @@ def zero_config(
     return config
 
 
-class ZeroStrategy(DeepSpeedStrategy):
+class ZeroStrategy(ZeroBase):
     """Lightning's DeepSpeedStrategy by a few arguments; needs the package deepspeed and GPUs.
 
     Args:
@@ -103,6 +117,7 @@ class ZeroStrategy(DeepSpeedStrategy):
     Raises:
         ConfigurationError: For an argument out of range or one that its stage does not know; for a key that contradicts
             the trainer's; without the package.
+        ConflictError: With an optimizer that cannot step pieces of a vector.
     """
 
     helps: ClassVar[dict[str, tuple[int, str]]] = {
@@ -139,8 +154,12 @@ class ZeroStrategy(DeepSpeedStrategy):
         self.extra = extra
 
     def setup(self, trainer: Any) -> None:
-        check_agreement(trainer, self.node_size)
+        check_agreement(trainer, self.node_size, self.stage)
         super().setup(trainer)
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        for reason in (_REFUSED[kind.__name__] for kind in type(optimizer).__mro__ if kind.__name__ in _REFUSED):
+            raise ConflictError(f"ZeroStrategy: {type(optimizer).__name__} {reason}")
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
@@ -168,18 +187,28 @@ def check_windows(trainer: Any) -> None:
         )
 
 
-def check_agreement(trainer: Any, node_size: int = 1) -> None:
+def check_agreement(trainer: Any, node_size: int = 1, stage: int = 2) -> None:
     """Refuse what of a trainer DeepSpeed would do otherwise, or not at all.
 
     Raises:
         ConfigurationError: Naming it.
+        ConflictError: For a technique that stage 3 leaves without weights.
     """
+    for one in trainer.callbacks if stage == 3 else ():
+        if type(one).__name__ in _NOT_IN_THIRD or getattr(one, "variant", "") == "dora":
+            raise ConflictError(
+                f"ZeroStrategy: {type(one).__name__} finds no weights where stage 3 has freed them: use stage 2, or "
+                "ShardedStrategy" + ", or another variant" * hasattr(one, "variant")
+            )
     if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
         raise ConfigurationError("ZeroStrategy: DeepSpeed clips by norm: set trainer.gradient_clip_algorithm to norm")
     if trainer.world_size % node_size:
         raise refusal("ZeroStrategy", "node_size", f"a divisor of the {trainer.world_size} processes", node_size)
     if trainer.precision not in ("bf16-mixed", "16-mixed", "bf16-true", "16-true", "32-true"):
         raise refusal("trainer", "precision", "bf16-mixed, 16-mixed, bf16-true, 16-true or 32-true", trainer.precision)
+    if not isinstance(trainer.precision_plugin, DeepSpeedPrecision):
+        plugin = type(trainer.precision_plugin).__name__
+        raise ConfigurationError(f"ZeroStrategy: {plugin} sends no gradients to DeepSpeed: set trainer.precision")
     if not trainer.lightning_module.automatic_optimization:
         raise ConfigurationError(
             "ZeroStrategy: DeepSpeed steps by itself: set the module's automatic_optimization to true"

@@ -49,7 +49,30 @@ def test_processes_with_unlike_numbers_of_batches_end_with_a_sentence(sized: boo
         rank.kill()
     said = "".join(log.read_text() for log in logs)
     assert all(rank.exitcode == 0 for rank in ranks) is sized, said[-4000:]
-    assert ("process 1 has left training (it validates after 3 batches)" in said) is not sized, said[-4000:]
+    assert ("process 1 has left training (its epoch ends after 3 batches)" in said) is not sized, said[-4000:]
+
+
+@pytest.mark.turns(3, family="ranks")
+def test_a_connection_that_is_closed_by_an_earlier_end_is_explained(tmp_path: Path) -> None:
+    """gloo's error says "Connection closed by peer", and that the other process crashed: it ended well."""
+    ranks, logs = start_ranks(watching.outlasted, tmp_path, 1)
+    for rank in ranks:
+        rank.join(60)
+        rank.kill()
+    assert [rank.exitcode for rank in ranks] == [1, 0], logs[0].read_text()[-4000:]
+    said = "would wait for ever: process 1 has left training (its epoch ends after 3 batches)"
+    assert said in logs[0].read_text()
+
+
+@pytest.mark.turns(3, family="ranks")
+def test_an_epoch_that_ends_earlier_within_a_window_ends_both(tmp_path: Path) -> None:
+    """Neither leaves training: both waited until the strategy's timeout."""
+    ranks, logs = start_ranks(watching.outlasted, tmp_path, 2)
+    for rank in ranks:
+        rank.join(50)
+        rank.kill()
+    assert [rank.exitcode for rank in ranks] == [2, 1], logs[0].read_text()[-4000:]
+    assert "process 1 has left training (its epoch ends after 3 batches)" in logs[0].read_text()
 
 
 @pytest.mark.turns(6, family="ranks")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
@@ -127,7 +128,7 @@ def fit(
     network: Any,
     epochs: int = 2,
     ckpt_path: str | None = None,
-    sharding: dict[str, Any] | str | None = None,
+    sharding: dict[str, Any] | str | Callable[[], Any] | None = None,
     **arguments: Any,
 ) -> tuple[Any, torch.Tensor, dict[str, torch.Tensor]]:
     """A fit on this rank, or of one process: the trainer, the losses [S] of all ranks, and the whole weights."""
@@ -137,6 +138,7 @@ def fit(
     # Rows r, r + 2, ... of a batch.
     sampler: Any = DistributedSampler(dataset, world // shared, rank // shared, shuffle=False)
     chosen = strategy(**sharding) if isinstance(sharding, dict) else sharding or "auto"
+    chosen = chosen() if callable(chosen) else chosen
     arguments |= {"devices": world, "strategy": chosen}
     losses = Losses()
     torch.manual_seed(rank)  # ranks differ in what nobody seeds
@@ -144,7 +146,8 @@ def fit(
     module = Trained("init", network=network)
     run.fit(module, DataLoader(dataset, 8 * shared // world, sampler=sampler), data(), ckpt_path=ckpt_path)
     seen = torch.stack(losses.seen)
-    weights = {name: tensor.detach().clone() for name, tensor in whole(module.state_dict()).items()}
+    with getattr(run.strategy, "gathered", nullcontext)(module):
+        weights = {name: tensor.detach().clone() for name, tensor in whole(module.state_dict()).items()}
     return run, torch.stack(everyones(seen)).mean(0) if world > 1 else seen, weights
 
 

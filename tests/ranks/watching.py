@@ -73,6 +73,17 @@ def uneven(sized: bool) -> None:
         run.fit(Toy(), DataLoader(rows, 8), data())
 
 
+def outlasted(window: int) -> None:
+    """The first rank has a batch more than the second one, which ends well, and whose connections are closed then.
+
+    In windows of two, the second rank's last gradients meet what Lightning sends before the first one's next batch.
+    """
+    rows = Rows(24 if os.environ["RANK"] == "1" else 32)
+    more: dict[str, Any] = {"use_distributed_sampler": False, "limit_val_batches": 0}
+    run = trainer([RankWatch(10, 3)], devices=2, strategy="ddp", accumulate_grad_batches=window, **more)
+    run.fit(Toy(), DataLoader(rows, 8))
+
+
 def ended_together() -> None:
     watch = RankWatch(0.5, 0.5)
     run = trainer([watch], devices=2, strategy="ddp", max_epochs=1)

@@ -1,15 +1,40 @@
 from __future__ import annotations
 
+import json
+import sys
 import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from lightning.pytorch.plugins import DeepSpeedPrecision
 
-from lit_efficient import ConfigurationError, ZeroStrategy
+from lit_efficient import (
+    EMA,
+    ConfigurationError,
+    ConflictError,
+    Float8Precision,
+    FusedAdamW,
+    GroupedAdafactor,
+    Lion,
+    LoRA,
+    MuonAdamW,
+    ScheduleFreeAdamW,
+    StochasticDepth,
+    ZeroStrategy,
+)
+from lit_efficient.catalog import PACKAGE
+from lit_efficient.errors import CheckpointError
+from lit_efficient.mechanisms.adapters.base import check, digests, freeze_base
+from lit_efficient.optimizers.float32_step import step_in_float32
+from lit_efficient.optimizers.host_states import stream_states
 from lit_efficient.strategies.zero_strategy import check_agreement, check_windows, zero_config
+from tests.processes import run_ranks
+from tests.ranks import zero
+from tests.strategies.test_sharded_strategy import as_one_process
 from tests.support import Toy, data, trainer
 
 ZERO = sorted((Path(__file__).parents[2] / "configs" / "scale").glob("zero_*.yaml"))
@@ -58,16 +83,86 @@ def test_what_contradicts_is_refused_before_the_package_is_asked_for(arguments: 
         ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "clips by norm"),
         ({"world_size": 6}, "node_size must be a divisor of the 6 processes"),
         ({"precision": "64-true"}, "precision must be bf16-mixed"),
+        ({"precision_plugin": Float8Precision()}, "Float8Precision sends no gradients to DeepSpeed"),
         ({"lightning_module": types.SimpleNamespace(automatic_optimization=False)}, "DeepSpeed steps by itself"),
     ],
 )
 def test_what_deepspeed_would_do_otherwise_is_refused(given: dict[str, Any], said: str) -> None:
     module = types.SimpleNamespace(automatic_optimization=True)
-    usual = {"gradient_clip_val": None, "gradient_clip_algorithm": None, "world_size": 8, "precision": "bf16-mixed"}
+    usual: dict[str, Any] = {
+        "gradient_clip_val": None,
+        "gradient_clip_algorithm": None,
+        "world_size": 8,
+        "precision": "bf16-mixed",
+    }
+    usual["callbacks"] = []
+    usual["precision_plugin"] = DeepSpeedPrecision("bf16-mixed")
     fine = types.SimpleNamespace(**usual, lightning_module=module)
     check_agreement(fine, 4)
     with pytest.raises(ConfigurationError, match=said):
         check_agreement(types.SimpleNamespace(**{**vars(fine), **given}), 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (MuonAdamW, "MuonAdamW looks at whole matrices"),  # died in the first step
+        (GroupedAdafactor, "GroupedAdafactor looks at whole matrices"),  # trained otherwise, silently
+        (torch.optim.Adafactor, "Adafactor looks at whole matrices"),
+        (ScheduleFreeAdamW, "ScheduleFreeAdamW switches weights"),
+        (lambda p: rounded(torch.optim.AdamW(p)), "AdamW.* rounds bfloat16 weights"),  # DeepSpeed's are float32
+        (lambda p: streamed(torch.optim.AdamW(p)), "keeps states in CPU memory by itself"),
+    ],
+)
+def test_optimizers_that_cannot_step_pieces_of_a_vector_are_refused(make: Any, said: str) -> None:
+    strategy = ZeroStrategy.__new__(ZeroStrategy)
+    layer = torch.nn.Linear(2, 2, dtype=torch.bfloat16 if "rounds" in said else None)
+    for fine in (torch.optim.AdamW, Lion, FusedAdamW):
+        strategy.check_optimizer(fine(layer.parameters()))
+    with pytest.raises(ConflictError, match=f"ZeroStrategy: .*{said}"):
+        strategy.check_optimizer(make(layer.parameters()))
+
+
+def rounded(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    step_in_float32(optimizer, compensated=True, seed=0, later=set(), who="KahanSummation")
+    return optimizer
+
+
+def streamed(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    stream_states(optimizer, 2**20, False, who="OffloadOptimizer")
+    return optimizer
+
+
+@pytest.mark.parametrize("technique", [EMA(), StochasticDepth(), LoRA(variant="dora")])
+def test_what_stage_3_leaves_without_weights_is_refused(technique: Any) -> None:
+    module, plugin = types.SimpleNamespace(automatic_optimization=True), DeepSpeedPrecision("32-true")
+    run = types.SimpleNamespace(gradient_clip_val=None, world_size=2, precision="32-true", precision_plugin=plugin)
+    run.lightning_module, run.callbacks = module, [LoRA(), technique]
+    check_agreement(run, stage=2)
+    with pytest.raises(ConflictError, match=f"{type(technique).__name__} finds no weights where stage 3 has freed"):
+        check_agreement(run, stage=3)
+
+
+def test_a_base_that_stage_3_has_emptied_keeps_its_digests() -> None:
+    """A run that went on was refused, as if all of its base were another one."""
+    module = Toy()
+    freeze_base(module, [])
+    noted = digests(module)
+    for parameter in module.parameters():
+        parameter.data = torch.empty(0)
+    assert len(noted) == 28
+    check(module, {"lit_efficient": {"base": noted}})
+    noted["net.stem.weight"] = "another"
+    with pytest.raises(CheckpointError, match="1 of 28 frozen tensors differ"):
+        check(module, {"lit_efficient": {"base": noted}})
+
+
+def test_lora_s_ratio_is_refused() -> None:
+    """The B matrices learned at the rate of the others: other tensors than the module's parameters are stepped."""
+    run = types.SimpleNamespace(strategy=ZeroStrategy.__new__(ZeroStrategy))
+    LoRA().check(run, Toy())
+    with pytest.raises(ConflictError, match=r"lr_ratio=4\.0 .* DeepSpeedStrategy steps other tensors: leave lr_ratio"):
+        LoRA(lr_ratio=4.0).check(run, Toy())
 
 
 def test_a_network_is_built_whole_before_it_is_sharded() -> None:
@@ -84,6 +179,68 @@ def test_an_epoch_that_ends_within_a_window_is_refused() -> None:
     check_windows(types.SimpleNamespace(accumulate_grad_batches=4, num_training_batches=float("inf")))
     with pytest.raises(ConfigurationError, match=r"the last 2 of 8 batches are no window of 3 .* to 6$"):
         check_windows(types.SimpleNamespace(accumulate_grad_batches=3, num_training_batches=8))
+
+
+class Taken(Exception):
+    """What DeepSpeed is given."""
+
+
+@pytest.mark.parametrize(
+    ("precision", "said"),
+    [
+        ("32-true", {}),
+        ("bf16-mixed", {"bf16": {"enabled": True}}),
+        ("16-mixed", {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000,
+                               "hysteresis": 2, "min_loss_scale": 1}}),
+    ],
+)  # fmt: skip
+def test_deepspeed_is_given_what_the_trainer_says(
+    precision: Any, said: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in takes the place of the package up to the call that would build its engine."""
+
+    def initialize(**given: Any) -> None:
+        raise Taken(given)
+
+    logger = types.SimpleNamespace(setLevel=lambda level: None)
+    package: Any = types.ModuleType("deepspeed")
+    package.__spec__ = ModuleSpec("deepspeed", None)
+    package.initialize, package.init_distributed = initialize, lambda *_, **__: None
+    package.utils = types.SimpleNamespace(logging=types.SimpleNamespace(logger=logger))
+    monkeypatch.setitem(sys.modules, "deepspeed", package)
+    monkeypatch.setitem(sys.modules, "deepspeed.comm.torch", types.ModuleType("deepspeed.comm.torch"))
+    for name in ("_DEEPSPEED_AVAILABLE", "_DEEPSPEED_GREATER_EQUAL_0_16"):
+        monkeypatch.setattr(f"lightning.pytorch.strategies.deepspeed.{name}", True)
+    strategy = zero.ZeroOnCPU(2, states_on="cpu", extra={"wall_clock_breakdown": False})
+    run = trainer([], strategy=strategy, precision=precision, accumulate_grad_batches=2, gradient_clip_val=0.5)
+    module = Toy()
+    with pytest.raises(Taken) as taken:
+        run.fit(module, data(32, batch_size=8), data())
+    given = taken.value.args[0]
+    trainers = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5, "train_micro_batch_size_per_gpu": 8}
+    assert given["config"] == {**zero_config(2, "cpu"), "wall_clock_breakdown": False, **trainers, **said}
+    assert given["model"] is module
+    assert isinstance(given["optimizer"], torch.optim.Optimizer)
+    assert [id(p) for p in given["model_parameters"]] == [id(p) for p in module.parameters()]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_processes_train_as_one_does_and_resume(stage: int, tmp_path: Path) -> None:
+    """Where DeepSpeed is installed; it needs no GPU for this."""
+    pytest.importorskip("deepspeed")
+    names = ("clipping", "accumulation", "PeftAdapter", "NonFiniteGuard")
+    run_ranks(zero.techniques, tmp_path, names, stage)
+    assert set(as_one_process(names, tmp_path).values()) == {"works"}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_table_of_strategies_says_what_was_tried(stage: int, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    said = json.loads((PACKAGE / "tested.json").read_text("utf-8"))[f"ZeRO-{stage}"]
+    run_ranks(zero.techniques, tmp_path, tuple(said), stage, timeout=1800)
+    assert as_one_process(tuple(said), tmp_path) == said
 
 
 @pytest.mark.gpu

@@ -102,7 +102,7 @@ def digests(module: nn.Module) -> dict[str, str]:
     Values are rounded to bfloat16 first: a base is the same in any precision.
     """
     frozen = ((name, p) for name, p in module.named_parameters() if not p.requires_grad and name not in held(module))
-    return {name: _digest(p) for name, p in frozen if not (is_sharded(p) or p.is_meta)}
+    return {name: _digest(p) for name, p in frozen if not (_is_shared(p) or p.is_meta)}
 
 
 def noting_digests(module: nn.Module) -> Callable[[str, Tensor, torch.dtype], None]:
@@ -120,7 +120,12 @@ def _all_digests(module: nn.Module) -> dict[str, str]:
     """:func:`digests`, and of parameters that have been sharded since, those of before."""
     now, named = digests(module), dict(module.named_parameters())
     earlier: dict[str, str] = module.__dict__[_MARK]["digests"] if has_frozen_base(module) else {}
-    return {name: d for name, d in earlier.items() if name in named and is_sharded(named[name])} | now
+    return {name: d for name, d in earlier.items() if name in named and _is_shared(named[name])} | now
+
+
+def _is_shared(p: Tensor) -> bool:
+    """Whether processes hold shards of it; DeepSpeed's third stage leaves nothing in the parameter itself."""
+    return is_sharded(p) or not p.numel()
 
 
 def _digest(tensor: Tensor, dtype: torch.dtype | None = None) -> str:

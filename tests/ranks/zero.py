@@ -1,0 +1,54 @@
+"""ZeroStrategy on two gloo ranks of a CPU, for which DeepSpeed has an accelerator, and Lightning asks for a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+
+from lit_efficient import ZeroStrategy
+from tests.ranks import sharded
+
+
+class ZeroOnCPU(ZeroStrategy):
+    """Asks for no GPU, and compiles no kernel."""
+
+    def __init__(self, stage: int, **arguments: Any) -> None:
+        super().__init__(stage, **arguments)
+        self._timeout = timedelta(seconds=60)
+        assert self.config is not None
+        if stage == 3:  # a toy's weights are small, and stay whole once they are gathered
+            self.config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+
+    @property
+    def root_device(self) -> torch.device:
+        return torch.device("cpu", 0)  # DeepSpeed asks for the number
+
+    def setup_environment(self) -> None:
+        DDPStrategy.setup_environment(self)
+
+    def setup_distributed(self) -> None:
+        import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    def gathered(self, module: Any) -> AbstractContextManager[Any]:
+        """Whole weights, where the third stage has sharded them."""
+        import deepspeed
+
+        return deepspeed.zero.GatheredParameters([*module.parameters()], enabled=self.stage == 3)
+
+
+ZeroOnCPU.__name__ = ZeroStrategy.__name__  # for the words of refusals
+
+
+def techniques(names: Sequence[str], stage: int, **arguments: Any) -> None:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    sharded.techniques(names, partial(ZeroOnCPU, stage, **arguments))
