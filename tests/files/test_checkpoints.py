@@ -134,7 +134,7 @@ def test_a_writer_that_replaces_a_file_while_it_is_mapped_mixes_nothing(tmp_path
 _LITTLE_MEMORY = """
 import resource, sys
 from lit_efficient.files.checkpoints import load_verified
-from lit_efficient.mechanisms.trials.memory import is_out_of_memory
+from lit_efficient.errors import is_out_of_memory
 pages = int(open("/proc/self/statm").read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, 2 * [4096 * pages + 2**27])
 try:
