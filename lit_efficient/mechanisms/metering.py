@@ -133,8 +133,9 @@ def gradient_norm(gradients: Iterable[Tensor]) -> Tensor | None:
 def peak_memory(device: torch.device) -> int | None:
     """The most bytes that tensors took on an accelerator, or this process on a CPU; ``None`` where nobody counts."""
     if device.type != "cpu":
+        here = torch.accelerator.current_accelerator()
         try:
-            return int(torch.accelerator.max_memory_allocated(device))
+            return int(torch.accelerator.max_memory_allocated(device)) if here and here.type == device.type else None
         except (AttributeError, NotImplementedError, RuntimeError):
             return None
     try:

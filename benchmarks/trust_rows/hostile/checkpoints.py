@@ -8,7 +8,6 @@ import io
 import json
 import os
 import pickle
-import sys
 import zipfile
 import zlib
 from pathlib import Path
@@ -93,22 +92,24 @@ def _bomb_file(name: str) -> Act:
         saved(checkpoint(state_dict={"layer.weight": torch.zeros(1).expand(shape)}))
     elif name == "huge-shape":
         saved({"state_dict": {"layer.weight": torch.zeros(7, 3)}, "optimizer_states": []})
-        with zipfile.ZipFile(path) as archive:
-            records = {member: archive.read(member) for member in archive.namelist()}
-        with zipfile.ZipFile(path, "w") as archive:
-            for member, content in records.items():
-                archive.writestr(member, content.replace(b"K\x07K\x03\x86", b"J\xff\xff\xff\x7fK\x03\x86"))
+        _with_opcodes(path, b"K\x07K\x03\x86", b"J\xff\xff\xff\x7fK\x03\x86")
+    elif name == "deep":  # Python 3.12 writes no such thing itself
+        saved(checkpoint(hyper_parameters={"x": "inner"}))
+        _with_opcodes(path, b"X\x05\x00\x00\x00inner", b"]" * 900 + b"a" * 899)
     else:
-        inner: Any = []
-        if name == "loop":
-            inner.append(inner)
-        else:
-            sys.setrecursionlimit(20_000)
-            for _ in range(900):
-                inner = [inner]
+        inner: list[Any] = []
+        inner.append(inner)
         saved(checkpoint(hyper_parameters={"x": inner}))
-        sys.setrecursionlimit(1_000)
     return COMMANDS["average" if name in ("expanded", "wide", "huge-shape") else "fit"](str(path))
+
+
+def _with_opcodes(path: Path, old: bytes, new: bytes) -> None:
+    """Write other opcodes of pickle into a checkpoint."""
+    with zipfile.ZipFile(path) as archive:
+        records = {member: archive.read(member) for member in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for member, content in records.items():
+            archive.writestr(member, content.replace(old, new))
 
 
 def _with_zeros(path: Path, overlapping: bool) -> None:
