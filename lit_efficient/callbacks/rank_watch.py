@@ -30,6 +30,7 @@ from lit_efficient.mechanisms.ranks import check_batches
 
 _EXIT_CODE = 2
 _LAST = "its epoch ends after "
+_UNWATCHED = "another process has ended, or does not answer; what it printed last says why"
 
 
 class RankWatch(Callback):
@@ -108,6 +109,8 @@ class RankWatch(Callback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         leave_sigterm(trainer, _end_by_sigterm)
         if self._line is None:
+            if isinstance(exception, RuntimeError) and trainer.world_size > 1 and _is_collectives(exception):
+                exception.add_note(ENDED + _UNWATCHED)  # before `setup`: while the data are prepared
             return
         if isinstance(exception, RuntimeError):  # which a collective raises at once where the other end is closed
             self._said.wait(2)

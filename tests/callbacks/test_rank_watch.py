@@ -39,6 +39,19 @@ def test_a_process_that_is_left_alone_ends_with_a_sentence(how: str, tmp_path: P
             rank.kill()
 
 
+@pytest.mark.turns(3, family="ranks", always=["0"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_is_killed_while_data_are_prepared_is_waited_for_by_nobody(victim: int, tmp_path: Path) -> None:
+    """Nobody is watched yet, and gloo's error was all that was said."""
+    ranks, logs = start_ranks(watching.prepared, tmp_path, victim)
+    for rank in ranks:
+        rank.join(60)
+        rank.kill()
+    said = logs[1 - victim].read_text()
+    assert (ranks[victim].exitcode, ranks[1 - victim].exitcode) == (-signal.SIGKILL, 1), said[-4000:]
+    assert "this process ends, as it would wait for ever: another process has ended" in said, said[-4000:]
+
+
 @pytest.mark.turns(3, family="ranks", always=["False"])
 @pytest.mark.parametrize("sized", [True, False])
 def test_processes_with_unlike_numbers_of_batches_end_with_a_sentence(sized: bool, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 import json
 import json.decoder
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -413,6 +414,26 @@ def test_bad_sources_are_sentences_and_leave_no_cache(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=sentence):
             language_data(tmp_path, train=train).prepare_data()
     assert not (tmp_path / "cache" / "language").exists() or not caches(tmp_path)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+@pytest.mark.parametrize("kind", ["auto", "text"])
+def test_an_empty_shard_takes_no_row_from_the_others(tmp_path: Path, suffix: str, kind: Any) -> None:
+    (tmp_path / "rows").mkdir()
+    for i in range(6):
+        rows = json.dumps({"text": f"w{i}"}) if suffix == "jsonl" else f"text\nw{i}"
+        (tmp_path / "rows" / f"{i}.{suffix}").write_text("" if i in (0, 3) else rows + "\n")
+    changes = {"train": str(tmp_path / "rows"), "rows": LanguageRows(format=kind), "batch_size": 1}
+    data = ready(language_data(tmp_path, **changes))
+    said = [text.split("<")[0] for loader in (data.train_dataloader(), data.val_dataloader())
+            for batch in loader for text in [data.chat_tokenizer.decode(batch["input_ids"][0])]]  # fmt: skip
+    assert f"0.{suffix}: no rows" in data.report["formats"]
+    assert data.report["counts"]["train"]["rows"] + data.report["counts"]["val"]["rows"] == 4
+    assert "w1" in " ".join(said)
+    for shard in (tmp_path / "rows").iterdir():
+        shard.write_text("")
+    with pytest.raises(ConfigurationError, match="LanguageData: 0 different rows cannot be split"):
+        ready(language_data(tmp_path, **changes))
 
 
 def test_too_large_a_batch_is_a_sentence(tmp_path: Path) -> None:

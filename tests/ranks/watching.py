@@ -51,6 +51,33 @@ def waited_for(how: str) -> None:
             time.sleep(0.05)
 
 
+class Tokenising(L.LightningDataModule):
+    """The first rank prepares the data, in which one of the two is killed."""
+
+    def __init__(self, victim: int) -> None:
+        super().__init__()
+        self.victim = victim
+
+    def prepare_data(self) -> None:
+        if self.victim == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while not Path("killed").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def train_dataloader(self) -> DataLoader:
+        return data(32)
+
+
+def prepared(victim: int) -> None:
+    run = trainer([RankWatch()], devices=2, strategy="ddp", max_epochs=1, limit_val_batches=0)
+    if os.environ["RANK"] == str(victim) == "1":
+        run.strategy.setup_environment()
+        Path("killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    run.fit(Toy(), datamodule=Tokenising(victim))
+
+
 class Rows(IterableDataset):
     """As many rows as nobody can ask for."""
 

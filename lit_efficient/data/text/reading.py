@@ -36,7 +36,7 @@ class Reader:
     ) -> None:
         self._columns = dict(columns or {})
         self._max_rows = max_rows
-        self._sources = [(source, *self._format(source, kind)) for source in sources]
+        self._sources = [(source, *self._recognised(source, kind)) for source in sources]
         self.rows = 0
         self.malformed = 0
         self.shown: list[tuple[str, str]] = []
@@ -66,6 +66,11 @@ class Reader:
         self.malformed += 1
         if len(self.shown) < SHOWN:
             self.shown.append((place, reason))
+
+    def _recognised(self, source: Source, kind: Any) -> tuple[Any, str]:
+        if source.is_text or any(True for _ in source.rows()):
+            return self._format(source, kind)
+        return None, f"{source.name}: no rows"  # a shard may be empty where others are not
 
     def _read(self, row: Mapping[str, Any], kind: Any) -> Example:
         return read_row(row, kind)
