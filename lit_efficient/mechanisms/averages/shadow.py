@@ -76,8 +76,8 @@ class ShadowWeights(Technique):
         reshard(module)
         parameters = dict(module.named_parameters())
         places = Counter(local(parameters[name]).data_ptr() for name in average)
-        doubled = [name for name in average if places[local(parameters[name]).data_ptr()] > 1]  # tied by their memory
-        self._raw = {n: placed_like(parameters[n], average[n], parameters[n].dtype) for n in doubled}
+        tied = (name for name in average if places[local(parameters[name]).data_ptr()] > 1)  # by their memory
+        self._raw = {n: placed_like(parameters[n], average[n], parameters[n].dtype) for n in tied}
         # What an average() makes anew at each call is not kept for the way back.
         self._held = average if isinstance(average, dict) and self.average(module) is average else {}
         for name in average:
