@@ -285,8 +285,9 @@ class LoRA(AdapterTechnique):
                     f"{name!r} is a {type(layer).__name__} without them: put "
                     "QuantizeBase(format='int4', group_size=32) beside it, or leave the layer out of targets"
                 )
-            limit = min(weight.shape[0], weight[0].numel()) if weight.is_floating_point() else self.rank
-            if self.variant == "pissa" and self.rank > limit:
+            linear = isinstance(layer, nn.Linear)  # whose weight may be codes of another shape
+            shape = (layer.in_features, layer.out_features) if linear else (len(weight), weight[0].numel())
+            if self.variant == "pissa" and self.rank > (limit := min(shape)):
                 raise refusal("LoRA", "rank", f"at most {limit} for pissa on {name!r}", self.rank)
 
     def _report(self, module: nn.Module, names: tuple[str, ...]) -> Report:

@@ -63,7 +63,7 @@ def average_files(
         state = {name: tensor for name, tensor in chosen.items() if isinstance(tensor, Tensor)}
         if not dtypes:
             dtypes = {name: tensor.dtype for name, tensor in state.items()}
-            summed = {n: t for n, t in state.items() if t.is_floating_point() or t.is_complex()}
+            summed = {name: tensor for name, tensor in state.items() if _kind(tensor)}
             sums = zeros_in_file([(t.shape, precise(t.dtype)) for t in summed.values()], Path(path).absolute().parent)
             total = dict(zip(summed, sums))
         elif different := dtypes.keys() ^ state.keys():
@@ -73,7 +73,7 @@ def average_files(
     mean, tied = dict[str, Tensor](), dict[object, str]()
     for name, summed_ in total.items():  # tied weights are one again
         first = tied.setdefault(memory_of(state[name]), name)
-        same = first != name and torch.equal(total[first], summed_)
+        same = first != name and bool((total[first] == summed_).all())
         mean[name] = mean[first] if same else summed_.to(dtypes[name])
     return weights_alone(checkpoint, {**checkpoint["state_dict"], **mean}, f"average of {kinds[0]}")
 
@@ -88,13 +88,19 @@ def _shares(count: int, weights: Sequence[float] | str) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
+def _kind(tensor: Tensor) -> str:
+    """What has a mean is ``complex`` or ``real``; integers have none, nor have floats of one byte, which are codes."""
+    return "complex" if tensor.is_complex() else "real" * (tensor.is_floating_point() and tensor.itemsize > 1)
+
+
 def _add(total: dict[str, Tensor], name: str, tensor: Tensor, share: float, path: str) -> None:
     before = total.get(name)
-    if before is not None and before.shape != tensor.shape:
-        raise ConfigurationError(f"{path}: {name!r} is {list(tensor.shape)}, and {list(before.shape)} in the others")
-    if before is not None and (tensor.is_floating_point() or tensor.is_complex()):
+    if before is not None and (before.shape != tensor.shape or _kind(before) != _kind(tensor)):
+        one, other = (f"{list(t.shape)} of {t.dtype}" for t in (tensor, before))
+        raise ConfigurationError(f"{path}: {name!r} is {one}, and {other} in the others")
+    if before is not None and _kind(tensor):
         return add_share(before, tensor, share)
-    if before is not None and tensor.numel() > 1 and not torch.equal(before, tensor):
+    if before is not None and tensor.numel() > 1 and not bool((before == tensor).all()):
         raise ConfigurationError(
             f"{path}: {name!r} holds {tensor.dtype} and differs between files: quantised weights have no mean; "
             "dequantise them first"

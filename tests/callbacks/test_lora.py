@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,14 @@ def test_bad_targets_are_refused_before_anything_changes(arguments: dict[str, An
         apply(module, [LoRA(**arguments)])
     assert module.state_dict().keys() == before
     assert all(p.requires_grad for p in module.parameters())
+
+
+@pytest.mark.parametrize("number_format", ["int4", "int8", "nf4"])
+def test_pissa_of_a_higher_rank_than_a_quantised_layer_has_is_refused(number_format: str) -> None:
+    bound = "LoRA: rank must be at most 16 for pissa on '0', got 17"
+    for rank, expected in ((16, contextlib.nullcontext()), (17, pytest.raises(ConfigurationError, match=bound))):
+        with expected:
+            apply(nn.Sequential(nn.Linear(32, 16)), [QuantizeBase(number_format), LoRA(rank, variant="pissa")])
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,13 @@ def test_tied_weights_are_one_in_the_mean(tmp_path: Path) -> None:
     assert_equal(mean, {"a": tied, "b": tied, "c": tied + 1})
 
 
+def test_equal_codes_of_one_byte_stay(tmp_path: Path) -> None:
+    codes = torch.tensor([-2.0, 0.5]).to(torch.float8_e4m3fn)
+    file = write(tmp_path / "x.ckpt", a=codes, b=codes, scale=torch.ones(1))
+    mean = average_files([file, write(tmp_path / "y.ckpt", a=codes, b=codes, scale=torch.ones(1))])["state_dict"]
+    assert_equal({name: mean[name].view(torch.uint8) for name in "ab"}, dict.fromkeys("ab", codes.view(torch.uint8)))
+
+
 def test_the_command_writes_what_the_trainer_validates(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     files, states = [], []
     for epochs in (1, 2):
@@ -114,7 +121,20 @@ def _average_many(path: Path) -> None:
     ("states", "weights_", "message"),
     [
         ([{"a": torch.ones(2)}, {"b": torch.ones(2)}], "uniform", "differ in 2 names: 'a'"),
-        ([{"a": torch.ones(2)}, {"a": torch.ones(3)}], "uniform", r"'a' is \[3\], and \[2\] in the others"),
+        ([{"a": torch.ones(2)}, {"a": torch.ones(3)}], "uniform", r"'a' is \[3\] of torch.float32, and \[2\] of"),
+        *(
+            ([{"a": one}, {"a": other}], "uniform", f"of torch.{name}, and .* of torch.{before} in the others")
+            for one, other, before, name in [
+                (torch.tensor([1, 2]), torch.ones(2), "int64", "float32"),
+                (torch.ones(2), torch.ones(2) * 1j, "float32", "complex64"),
+                (torch.ones(2), torch.ones(2).to(torch.float8_e4m3fn), "float32", "float8_e4m3fn"),
+            ]
+        ),
+        (
+            [{"a": torch.full([2], float(i)).to(torch.float8_e4m3fn)} for i in range(2)],
+            "uniform",
+            "'a' holds torch.float8_e4m3fn and differs between files: quantised weights have no mean",
+        ),
         ([{"a": torch.tensor([1, 2])}, {"a": torch.tensor([1, 3])}], "uniform", "quantised weights have no mean"),
         ([{"a": torch.ones(2)}], [1.0, 2.0], r"one number a file \(1\) with a sum above 0, got \[1.0, 2.0\]"),
         ([{"a": torch.ones(2)}], [float("inf")], r"one number a file \(1\) with a sum above 0, got \[inf\]"),

@@ -2,9 +2,11 @@
 
 The second set is put into the module before each validation, test and prediction, and the raw weights are put back
 after it or after an exception anywhere. Only parameters are exchanged: buffers are always those of the module.
-Where both have one format their numbers change places, tensor by tensor: there is no third copy.
+Where both have one format their numbers change places, tensor by tensor, and there is no third copy: what is written
+into the weights meanwhile, or rounds them, is done to the average.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -72,16 +74,20 @@ class ShadowWeights(Technique):
         if average is None:
             return
         reshard(module)
-        parameters, self._raw = dict(module.named_parameters()), {}
+        parameters = dict(module.named_parameters())
+        places = Counter(local(parameters[name]).data_ptr() for name in average)
+        tied = (name for name in average if places[local(parameters[name]).data_ptr()] > 1)  # by their memory
+        self._raw = {n: placed_like(parameters[n], average[n], parameters[n].dtype) for n in tied}
         # What an average() makes anew at each call is not kept for the way back.
         self._held = average if isinstance(average, dict) and self.average(module) is average else {}
         for name in average:
             self._put_in(self._raw, name, parameters[name], average[name])
 
     def _put_in(self, raws: dict[str, Tensor], name: str, own: Any, average: Tensor) -> None:
-        raws[name] = raw = placed_like(own, average, own.dtype)
+        exchanged = name in self._held and name not in raws and average.dtype == own.dtype
+        raws[name] = raw = raws[name] if name in raws else placed_like(own, average, own.dtype)
         local(own).copy_(local(average))
-        if name in self._held and average.dtype == own.dtype:
+        if exchanged:
             self._held[name] = own
             local(average).copy_(local(raw))
             raws[name] = average
@@ -93,12 +99,14 @@ class ShadowWeights(Technique):
             return
         reshard(module)
         parameters = dict(module.named_parameters())
-        for name in [*self._raw]:
+        for name in reversed([*self._raw]):
             self._put_back(self._raw, name, parameters[name])
         self._raw, self._held = None, {}
 
     def _put_back(self, raws: dict[str, Tensor], name: str, own: Any) -> None:
-        raw, exchanged = raws[name], self._held.get(name) is own
+        raw, held = raws[name], self._held.get(name)
+        # By memory: another parameter may have been made of it meanwhile.
+        exchanged = held is not None and local(held).data_ptr() == local(own).data_ptr()
         average = placed_like(own, raw, own.dtype) if exchanged else own
         if exchanged:
             self._held[name] = average

@@ -110,3 +110,27 @@ def test_an_average_that_is_replaced_meanwhile_is_left_alone() -> None:
     technique.forget()
     technique.swap_out(module)
     assert_equal(bits(weights(module)), raw)
+
+
+def test_two_parameters_of_one_memory_come_back() -> None:
+    technique, module = trained(EMA)
+    module[3].weight.data = module[2].weight.data
+    average, raw = bits(technique.average(module)), bits(weights(module))
+    technique.swap_in(module)
+    checkpoint = {"state_dict": dict(module.state_dict()), "callbacks": {}}
+    technique.write_checkpoint(checkpoint, module)
+    assert_equal(bits(checkpoint["state_dict"]), raw)
+    technique.swap_out(module)
+    assert_equal(bits(weights(module)), raw)
+    assert_equal(bits(technique.average(module)), average)
+
+
+def test_a_parameter_that_is_made_anew_of_its_memory_takes_nothing_from_the_average() -> None:
+    technique, module = trained(EMA)
+    average, raw = bits(technique.average(module)), bits(weights(module))
+    technique.swap_in(module)
+    module[2].weight = nn.Parameter(module[2].weight.data, requires_grad=False)
+    technique.swap_out(module)
+    assert_equal(bits(weights(module)), raw)
+    assert_equal(bits(technique.average(module)), average)
+    assert technique.average(module)["2.weight"].data_ptr() != module[2].weight.data_ptr()
