@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,9 @@ _NOISE = (
     "Experiment logs directory",
     "could not find the monitored key",  # before a validation has run; after one it is an error
 )
+# What loader workers raise that nobody waits for any more: as a batch is served, and as an iterator is deleted.
+_ORPHANED: dict[Any, Any] = {("multiprocessing.resource_sharer", "_serve"): (ConnectionError, EOFError)}
+_ORPHANED["torch.utils.data.dataloader", "__del__"] = RuntimeError
 
 
 def add_default_parts(
@@ -198,6 +202,14 @@ class _NoAdvertising(logging.Filter):
         return not record.getMessage().startswith(_CHATTER)
 
 
+def _unless_orphaned(hook: Any, *given: Any) -> None:
+    """Call a hook of :mod:`sys`, but not for what :data:`_ORPHANED` lists; processes that are forked inherit it."""
+    error = given[1] if len(given) > 1 else given[0].exc_value
+    frame = error and error.__traceback__ and error.__traceback__.tb_frame
+    if not frame or not isinstance(error, _ORPHANED.get((frame.f_globals.get("__name__"), frame.f_code.co_name), ())):
+        hook(*given)
+
+
 def quiet() -> None:
     """Silence advertisements and warnings that ask for nothing."""
     from lightning_utilities.core import rank_zero  # its logger is that of the Lightning namespace imported last
@@ -207,3 +219,6 @@ def quiet() -> None:
         logger.addFilter(_NoAdvertising())
     for pattern in _NOISE:
         warnings.filterwarnings("ignore", f".*{pattern}.*")
+    for name in ("excepthook", "unraisablehook"):
+        if getattr(hook := getattr(sys, name), "func", None) is not _unless_orphaned:
+            setattr(sys, name, partial(_unless_orphaned, hook))
