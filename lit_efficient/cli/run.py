@@ -38,7 +38,6 @@ DEFAULTS = {
     "ScheduleFreeAdamW": "ScheduleFree",  # beside an optimizer of that name
     "prefetch": "DevicePrefetcher",  # where a fit's device is a GPU
 }
-# Those of folders: they are the command line's to choose.
 _NOISE = (
     "does not have many workers",
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
@@ -133,9 +132,7 @@ def default_part(key: str) -> Any:
 
 
 def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list | tuple) else [value]
+    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
 class CheckSharding(Callback):
@@ -214,9 +211,8 @@ def quiet() -> None:
     """Silence advertisements and warnings that ask for nothing."""
     from lightning_utilities.core import rank_zero  # its logger is that of the Lightning namespace imported last
 
-    logger = rank_zero.log
-    if not any(isinstance(existing, _NoAdvertising) for existing in logger.filters):
-        logger.addFilter(_NoAdvertising())
+    if not any(isinstance(existing, _NoAdvertising) for existing in rank_zero.log.filters):
+        rank_zero.log.addFilter(_NoAdvertising())
     for pattern in _NOISE:
         warnings.filterwarnings("ignore", f".*{pattern}.*")
     for name in ("excepthook", "unraisablehook"):
