@@ -153,6 +153,8 @@ class LoRA(AdapterTechnique):
         return own | ({"beside": self._beside} if self.beside else {})
 
     def transform(self, module: nn.Module) -> Report:
+        if any(kind.__name__ == "LoraLayer" for part in module.modules() for kind in type(part).__mro__):
+            raise ConfigurationError("LoRA: the model has layers of peft's LoRA already: merge them, or leave LoRA out")
         saved = match_modules(module, self.modules_to_save, who="LoRA: modules_to_save") if self.modules_to_save else []
         whole = {id(part) for _, root in saved for part in root.modules()}
         targets = [item for item in find_targets(module, self.targets, who="LoRA: targets") if id(item[1]) not in whole]

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lit_efficient import PUBLIC
-from lit_efficient.cli.parsing import ALLOWED_IMPORTS
+from lit_efficient.cli.parsing import ALLOWED_IMPORTS, elsewhere
 from lit_efficient.errors import (
     ConfigurationError,
     LitEfficientError,
@@ -300,8 +300,8 @@ def _wrong_type(allowed: str, value: str) -> str:
     value = "null" if value == "None" and not word else value
     choices = re.findall(r"[\w.-]+", allowed)
     hint = ", did you mean null?" if word else did_you_mean(value, choices) if "one of" in allowed else ""
-    said = f"{value} is not allowed{hint or ','} expected {allowed}"
-    return said.replace("?,", "?").replace("? expected", "? Expected")
+    hint = elsewhere(None, value) + "," if value == "fp16" and "16-mixed" in choices else hint
+    return f"{value} is not allowed{hint or ','} expected {allowed}".replace("? expected", "? Expected")
 
 
 def _readable_types(text: str) -> str:

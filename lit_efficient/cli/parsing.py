@@ -266,7 +266,7 @@ class Parser(ChecksValues, LightningArgumentParser):
                 near = did_you_mean(
                     key, [*below, *(s for s in SPEC if s[:3] == key[:3] and s != key), *map(leaf, dests)]
                 )
-            moved = moved_key(parser.described, name) or _elsewhere(parser.described, last)
+            moved = moved_key(parser.described, name) or elsewhere(parser.described, last)
             if not (dot and did_you_mean(key, below)):  # else it is the group that is misspelt
                 moved = moved_key(parser.described, last) or moved
             message = f"no option {name!r}{moved or f'{near} (accepted: {accepted})'}"
@@ -281,7 +281,7 @@ class Parser(ChecksValues, LightningArgumentParser):
             raise TypeError(f'Parser key "{key}":\n  Expected a mapping of keys to values. Got value: {shown}')
 
 
-def _elsewhere(owner: type | None, name: str) -> str:
+def elsewhere(owner: type | None, name: str) -> str:
     """What is here for an option that other trainers have, as the end of a sentence; else ""."""
     here = json.loads(Path(__file__).parent.with_name("names_elsewhere.json").read_text("utf-8"))
     found = here.get(f"{owner and owner.__name__}.{name}", here.get(name))

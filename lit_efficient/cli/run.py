@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,6 @@ DEFAULTS = {
     "ScheduleFreeAdamW": "ScheduleFree",  # beside an optimizer of that name
     "prefetch": "DevicePrefetcher",  # where a fit's device is a GPU
 }
-# Those of folders: they are the command line's to choose.
 _NOISE = (
     "does not have many workers",
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
@@ -46,6 +46,9 @@ _NOISE = (
     "Experiment logs directory",
     "could not find the monitored key",  # before a validation has run; after one it is an error
 )
+# What loader workers raise that nobody waits for any more: as a batch is served, and as an iterator is deleted.
+_ORPHANED: dict[Any, Any] = {("multiprocessing.resource_sharer", "_serve"): (ConnectionError, EOFError)}
+_ORPHANED["torch.utils.data.dataloader", "__del__"] = RuntimeError
 
 
 def add_default_parts(
@@ -129,9 +132,7 @@ def default_part(key: str) -> Any:
 
 
 def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list | tuple) else [value]
+    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
 class CheckSharding(Callback):
@@ -198,12 +199,22 @@ class _NoAdvertising(logging.Filter):
         return not record.getMessage().startswith(_CHATTER)
 
 
+def _unless_orphaned(hook: Any, *given: Any) -> None:
+    """Call a hook of :mod:`sys`, but not for what :data:`_ORPHANED` lists; processes that are forked inherit it."""
+    error = given[1] if len(given) > 1 else given[0].exc_value
+    frame = error and error.__traceback__ and error.__traceback__.tb_frame
+    if not frame or not isinstance(error, _ORPHANED.get((frame.f_globals.get("__name__"), frame.f_code.co_name), ())):
+        hook(*given)
+
+
 def quiet() -> None:
     """Silence advertisements and warnings that ask for nothing."""
     from lightning_utilities.core import rank_zero  # its logger is that of the Lightning namespace imported last
 
-    logger = rank_zero.log
-    if not any(isinstance(existing, _NoAdvertising) for existing in logger.filters):
-        logger.addFilter(_NoAdvertising())
+    if not any(isinstance(existing, _NoAdvertising) for existing in rank_zero.log.filters):
+        rank_zero.log.addFilter(_NoAdvertising())
     for pattern in _NOISE:
         warnings.filterwarnings("ignore", f".*{pattern}.*")
+    for name in ("excepthook", "unraisablehook"):
+        if getattr(hook := getattr(sys, name), "func", None) is not _unless_orphaned:
+            setattr(sys, name, partial(_unless_orphaned, hook))

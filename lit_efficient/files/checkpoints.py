@@ -257,12 +257,14 @@ def local_file(path: str | os.PathLike[str]) -> Path:
     """The path of a file on a disk, by way of a run's ``latest``.
 
     Raises:
-        CheckpointError: For a URL, a pipe or a device.
+        CheckpointError: For a URL, a pipe, a device or a pointer of git lfs.
     """
     if "://" in os.fspath(path):
         raise CheckpointError(f"{os.fspath(path)} is a URL; checkpoints are only written to and read from local files")
     if (found := through_latest(Path(path))).exists() and not (found.is_file() or found.is_dir()):
         raise CheckpointError(f"{found} is a pipe or a device, and no file")
+    if found.is_file() and found.stat().st_size < 1024 and found.read_bytes().startswith(b"version https://git-lfs"):
+        raise CheckpointError(f"{found} is a pointer of git lfs, and not the file: fetch it with git lfs pull")
     return found
 
 

@@ -268,3 +268,13 @@ def test_torchs_encoder_calls_changed_layers_in_evaluation_too(technique: Any) -
         evaluated, trained = net.eval()(x), net.train()(x)
     torch.testing.assert_close(evaluated, trained, rtol=1e-4, atol=1e-5)
     assert not torch.equal(evaluated, plain)
+
+
+def test_a_model_that_has_layers_of_peft_is_refused() -> None:
+    peft = pytest.importorskip("peft")
+    module = Toy()
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["up"]), module.net)
+    before = weights(module)
+    with pytest.raises(ConfigurationError, match="has layers of peft's LoRA already"):
+        LoRA(rank=2).transform(module)
+    assert weights(module).keys() == before.keys()

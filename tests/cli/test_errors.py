@@ -38,6 +38,10 @@ WRONG = {
     "null on the command line": (["--model.hidden", "null"], ["ToyModel.hidden", "null", "int"]),
     "choice": (["--trainer.precision", "bf16-mixd"], ["trainer.precision", "did you mean 'bf16-mixed'"]),
     "an optimizer's value out of range": (["--optimizer=AdamW", "--optimizer.lr=-1"], ["AdamW", "(lr=-1.0)"]),
+    "another's precision": (
+        ["--trainer.precision=fp16"],
+        ["fp16 is not allowed: here it is trainer.precision: 16-mixed"],
+    ),
     "no duration": (["--trainer.max_time=2024-13-45"], ["trainer: max_time must be", "2024-13-45"]),
     "value out of range": (["--model.hidden", "0"], ["hidden must be at least 1, got 0", "support_cli.py"]),
     "unknown class": (

@@ -164,6 +164,14 @@ def test_a_pipe_is_refused_before_anybody_waits_for_it(tmp_path):
         save_atomically({}, "/dev/null")
 
 
+@pytest.mark.parametrize("name", ["a.ckpt", "a.safetensors"])
+def test_a_pointer_of_git_lfs_is_called_so(name, tmp_path):
+    oid = f"oid sha256:{'0' * 64}"
+    (tmp_path / name).write_text(f"version https://git-lfs.github.com/spec/v1\n{oid}\nsize 9\n")
+    with pytest.raises(CheckpointError, match="is a pointer of git lfs, and not the file"):
+        read(tmp_path / name)
+
+
 def test_without_verification_a_flipped_bit_goes_unnoticed(tmp_path):
     path = tmp_path / "a.ckpt"
     save_atomically(content(0, 300), path)
