@@ -359,7 +359,7 @@ def _load(file: IO[bytes], source: Path, mapped: bool, verified: bool) -> Any:
     except OSError:
         raise
     except Exception as error:  # torch reports damage as RuntimeError, UnpicklingError, EOFError, KeyError, ...
-        if mapped and "unable to mmap" in str(error):  # by the file system, or for want of memory
+        if "unable to mmap" in str(error):  # by the file system, or for want of memory
             file.seek(0)
             return _load(file, source, False, verified)
         if isinstance(error, MemoryError) or "allocate memory" in str(error):  # which says nothing of the file

@@ -11,7 +11,7 @@ import torch
 
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.atomic_file import write_folder
-from lit_efficient.files.tensors import load_tensors, metadata_of, save_tensors
+from lit_efficient.files.tensors import load_tensors, metadata_of, save_tensors, zeros_in_file
 from lit_efficient.mechanisms.trials.memory import AllocationMeter
 from tests.support import assert_equal
 
@@ -86,3 +86,14 @@ def test_a_killed_writer_leaves_nothing_for_long_and_others_may_read(tmp_path: P
     plain = tmp_path / "plain"
     plain.touch()
     assert file.stat().st_mode == plain.stat().st_mode
+
+
+def test_zeros_in_a_file_begin_where_kernels_want_them(tmp_path: Path) -> None:
+    kinds = [((), torch.int8), ((3, 0), torch.float32), ((5, 3), torch.bfloat16), ((7,), torch.complex128)]
+    zeros = zeros_in_file(kinds, tmp_path)
+    assert [(tensor.shape, tensor.dtype) for tensor in zeros] == kinds
+    assert not any(tensor.data_ptr() % 64 for tensor in zeros)
+    for number, tensor in enumerate(zeros):
+        assert not tensor.any()  # what the others were filled with is not in it
+        tensor.fill_(number + 1)
+    assert not [*tmp_path.iterdir()]

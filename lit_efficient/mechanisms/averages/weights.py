@@ -154,8 +154,8 @@ def precise(dtype: torch.dtype) -> torch.dtype:
 
 def add_share(total: Tensor, tensor: Tensor, share: float) -> None:
     """Add ``share`` times a tensor of any format, in pieces: torch converts a whole tensor before it adds it."""
-    room = torch.empty(min(tensor.numel(), 2**20), dtype=total.dtype)  # what is made anew each time fragments the heap
-    for sums, piece in zip(total.view(-1).split(2**20), tensor.reshape(-1).split(2**20)):
+    room = torch.empty(min(tensor.numel(), _ROWS), dtype=total.dtype)  # what is made anew each time fragments the heap
+    for sums, piece in zip(total.view(-1).split(_ROWS), tensor.reshape(-1).split(_ROWS)):
         sums.add_(room[: len(piece)].copy_(piece), alpha=share)
 
 
