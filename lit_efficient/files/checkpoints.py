@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.errors import CheckpointError, ConfigurationError, is_out_of_memory
 from lit_efficient.files.atomic_file import replacing
 from lit_efficient.files.runs import LATEST, read_record, real, through_latest
 from lit_efficient.files.tensors import load_tensors, save_tensors
@@ -362,7 +362,7 @@ def _load(file: IO[bytes], source: Path, mapped: bool, verified: bool) -> Any:
         if "unable to mmap" in str(error):  # by the file system, or for want of memory
             file.seek(0)
             return _load(file, source, False, verified)
-        if isinstance(error, MemoryError) or "allocate memory" in str(error):  # which says nothing of the file
+        if is_out_of_memory(error):  # which says nothing of the file
             raise
         if isinstance(error, pickle.UnpicklingError) and verified:  # these are the bytes that were written
             raise CheckpointError(f"refused to load {source}. {_refused(source, error)}") from error
