@@ -47,8 +47,10 @@ _NOISE = (
     "could not find the monitored key",  # before a validation has run; after one it is an error
 )
 # What loader workers raise that nobody waits for any more: as a batch is served, and as an iterator is deleted.
-_ORPHANED: dict[Any, Any] = {("multiprocessing.resource_sharer", "_serve"): (ConnectionError, EOFError)}
-_ORPHANED["torch.utils.data.dataloader", "__del__"] = RuntimeError
+_ORPHANED: dict[Any, Any] = {
+    ("multiprocessing.resource_sharer", "_serve"): (ConnectionError, EOFError),
+    ("torch.utils.data.dataloader", "__del__"): RuntimeError,
+}
 
 
 def add_default_parts(
@@ -132,7 +134,9 @@ def default_part(key: str) -> Any:
 
 
 def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 class CheckSharding(Callback):
