@@ -119,9 +119,15 @@ def _isolated_cache(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture(autouse=True)
 def _no_seed_left_set() -> Iterator[None]:
-    """What a command has seeded is in the environment, where ExactResume of the next test would find it."""
+    """A seed stays in the environment, where ExactResume of the next test would find it, and what a trainer has made
+    deterministic stays so for the process.
+    """
     yield
+    import torch
+
     os.environ.pop("PL_GLOBAL_SEED", None)
+    if torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True)

@@ -118,9 +118,12 @@ class FastMatmul(Technique):
         else:
             left.append(f"no TF32 on a GPU of compute capability {capability[0]}.{capability[1]}")
         deterministic = torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
-        wanted["cudnn_benchmark"] = self.cudnn_benchmark and not deterministic
-        if self.cudnn_benchmark and deterministic:
-            left.append("no search by cuDNN, as the run is deterministic")
+        if torch.backends.flags_frozen():
+            left.append("cuDNN's search stays as it is, as torch's flags are frozen")
+        else:
+            wanted["cudnn_benchmark"] = self.cudnn_benchmark and not deterministic
+            if self.cudnn_benchmark and deterministic:
+                left.append("no search by cuDNN, as the run is deterministic")
         before = swap_switches(wanted)
         self._runs.append((id(trainer), before))
         changed = [f"{name} {before[name]} -> {value}" for name, value in wanted.items() if before[name] != value]

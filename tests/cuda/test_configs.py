@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -55,7 +54,7 @@ OVERLAYS = sorted({path.stem for path in (CONFIGS / "techniques").glob("*.yaml")
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("bitsandbytes", "diffusers"):  # before there seems to be a GPU: they ask torch's build
         import_module(name)
 
@@ -63,8 +62,6 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     for number in range(4):
         Path(f"{number}.py").write_text("def main(reader, writer):\n    return reader.read(writer)\n" * 60)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def fit(task: str, *overlays: str, float64: bool = True) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import unittest.mock
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -34,11 +33,9 @@ def _imported() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _deterministic() -> Iterator[None]:
+def _deterministic() -> None:
     """As ``Trainer(deterministic=True)``, which ExactResume asks for on a GPU."""
     torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def fit(name: str, accelerator: str, techniques: bool = True) -> Run:
