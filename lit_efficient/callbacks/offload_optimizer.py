@@ -100,7 +100,7 @@ class OffloadOptimizer(Technique):
         for store in self._stores(trainer):
             for piece in store.all_pieces():
                 store.put_back(piece)
-            store.finish()
+            store.copies.finish()
         if self.gradients:
             wrap_method(pl_module, "backward", _backward)
             wrap_method(trainer.precision_plugin, "main_params", _main_params)

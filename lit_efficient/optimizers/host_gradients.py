@@ -41,11 +41,11 @@ class HostGradients:
         finally:
             for handle in handles:
                 handle.remove()
-            self.store.finish()
+            self.store.copies.finish()
 
     def arrived(self) -> dict[Tensor, nn.Parameter]:
         """What stands for each parameter whose gradient is in CPU memory, once all copies are done."""
-        self.store.finish()
+        self.store.copies.finish()
         return {p: stand for p, stand in self._stands.items() if stand.grad is not None}
 
     def clear(self, set_to_none: bool = True) -> None:
@@ -83,18 +83,18 @@ class HostGradients:
             stand = self._stands[p] = nn.Parameter(torch.empty((), dtype=p.dtype, device="cpu").expand(p.shape))
             left = sum(q.nbytes for q in self._parameters() if q.requires_grad and q not in self._memory)
             self._memory[p] = self.store.take(gradient, left)
-        self.store.begin()
-        with self.store.beside():
+        self.store.copies.begin()
+        with self.store.copies.beside():
             if stand.grad is not None:  # added on the device, as autograd adds
                 gradient = stand.grad.to(p.device, non_blocking=True, copy=True).add_(gradient)
             self._memory[p].copy_(gradient, non_blocking=True)
-            if self.store.stream is not None and p.grad is not None:
-                p.grad.record_stream(self.store.stream)
+            if self.store.copies.stream is not None and p.grad is not None:
+                p.grad.record_stream(self.store.copies.stream)
         stand.grad = self._memory[p]
         p.grad = None
         self._under_way += p.nbytes
         if self._under_way >= self.store.piece_bytes:  # or they would wait on the device for the bus
-            self.store.finish()
+            self.store.copies.finish()
             self._under_way = 0
 
     def _parameters(self) -> Iterator[Tensor]:

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Collection, Iterator, MutableMapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.mechanisms.blocks.side_copies import SideCopies
 from lit_efficient.optimizers.host_gradients import HostGradients
 from lit_efficient.optimizers.stepping import change_class, loss_of, pieces, unhooked, with_gradient, with_step
 
@@ -32,14 +32,9 @@ class HostStates:
         self._chunks: list[list[Any]] = []  # bytes, and how many of each are taken
 
     @functools.cached_property
-    def stream(self) -> torch.cuda.Stream | None:
-        """Of the copies; None on a CPU, where they are done at once."""
-        device = next(p.device for group in self.optimizer.param_groups for p in group["params"])
-        return torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def beside(self) -> AbstractContextManager[Any]:
-        """Run inside on the stream of the copies."""
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+    def copies(self) -> SideCopies:
+        """The stream of the copies."""
+        return SideCopies(next(p.device for group in self.optimizer.param_groups for p in group["params"]))
 
     @property
     def held(self) -> int:
@@ -56,34 +51,24 @@ class HostStates:
         for group in self.optimizer.param_groups:
             yield from pieces(group["params"], self.piece_bytes)
 
-    def begin(self) -> None:
-        """Copies start after all that was asked of the device until now."""
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-
     def fetch(self, piece: list[Tensor]) -> Any:
-        """Bring the states of a piece to its device; what `wait` takes."""
-        with self.beside():
+        """Bring the states of a piece to its device; what the copies' `wait` takes."""
+        with self.copies.beside():
             for p, key, value in self._states(piece):
                 if value is self._hosts.get((p, key)) or value.device != p.device:
                     moved = value.to(p.device, non_blocking=True, copy=True)
                     self.optimizer.state[p][key] = self._fetched[p, key] = moved
             if self.gradients is not None:
                 self.gradients.fetch(piece)
-        return None if self.stream is None else self.stream.record_event()
-
-    def wait(self, fetched: Any) -> None:
-        """Let the step wait for a fetch, not the CPU."""
-        if self.stream is not None:
-            torch.cuda.current_stream(self.stream.device).wait_event(fetched)
+            return self.copies.done()
 
     def put_back(self, piece: list[Tensor]) -> None:
         """Copy the states of a piece to CPU memory once its step is done."""
-        self.begin()
+        self.copies.begin()
         fresh = False
         states = self._states(piece)
         new = sum(value.nbytes for p, key, value in states if (p, key) not in self._hosts)
-        with self.beside():
+        with self.copies.beside():
             for p, key, value in states:
                 host = self._hosts.get((p, key))
                 if value is host:
@@ -95,17 +80,12 @@ class HostStates:
         if self.gradients is not None:
             self.gradients.release(piece)
         if fresh:  # made by the step, as in the first one: its memory is not this stream's to free
-            self.finish()
+            self.copies.finish()
 
     def allow_reads(self) -> None:
         """Let everybody look for gradients on the device again."""
         if self.gradients is not None:
             self.gradients.reads.stop()
-
-    def finish(self) -> None:
-        """Wait for the copies: what is in CPU memory may be read from now on."""
-        if self.stream is not None:
-            self.stream.synchronize()
 
     def _states(self, piece: list[Tensor]) -> list[tuple[Tensor, str, Tensor]]:
         """Without step counters, which stay where they are."""
@@ -128,7 +108,7 @@ class HostStates:
         chunk = next((chunk for chunk in self._chunks if chunk[1] + size <= chunk[0].nbytes), None)
         if chunk is None:
             room = 1 << max((size - 1).bit_length(), new.bit_length() - 1)
-            chunk = [pinned(room, pin=self.stream is not None), 0]
+            chunk = [self.copies.host(room), 0]
             self._chunks.append(chunk)
         memory, offset = chunk
         chunk[1] += size
@@ -136,11 +116,6 @@ class HostStates:
         shape = torch.empty_like(value, device="meta")
         empty = torch.empty(0, dtype=value.dtype, device="cpu")
         return empty.set_(part.untyped_storage(), 0, shape.shape, shape.stride())
-
-
-def pinned(size: int, pin: bool) -> Tensor:
-    """CPU memory that a device copies from and to by itself, if it is pinned."""
-    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin)
 
 
 class Streamed(Optimizer):
@@ -193,11 +168,11 @@ def streamed(base: type[Optimizer]) -> type[Optimizer]:
             store.allow_reads()
         has = with_gradient if store.gradients is None else store.gradients.of_group
         stepped = [(group, piece) for group in groups for piece in pieces(has(group), store.piece_bytes)]
-        store.begin()
+        store.copies.begin()
         fetched = store.fetch(stepped[0][1]) if stepped else None
         try:
             for number, (group, piece) in enumerate(stepped, 1):
-                store.wait(fetched)
+                store.copies.wait(fetched)
                 fetched = store.fetch(stepped[number][1]) if number < len(stepped) else None
                 self.param_groups = [group | {"params": piece}]
                 inner(self)
@@ -205,7 +180,7 @@ def streamed(base: type[Optimizer]) -> type[Optimizer]:
                 store.put_back(piece)
         finally:
             self.param_groups = groups
-            store.finish()
+            store.copies.finish()
         return loss
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:

@@ -25,6 +25,7 @@ from lit_efficient import (
     RunMetrics,
     TokenWeightedAccumulation,
 )
+from lit_efficient.mechanisms.blocks.side_copies import SideCopies
 from lit_efficient.mechanisms.metering import gradients_of
 from lit_efficient.mechanisms.trials.memory import AllocationMeter
 from lit_efficient.optimizers import host_states
@@ -105,8 +106,8 @@ def test_what_cannot_be_streamed_is_refused() -> None:
 
 def test_memory_is_taken_once_and_is_what_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    take = host_states.pinned
-    monkeypatch.setattr(host_states, "pinned", lambda size, pin: taken.append(size) or take(size, pin))
+    take = SideCopies.host
+    monkeypatch.setattr(SideCopies, "host", lambda self, size: taken.append(size) or take(self, size))
     module = network()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     stream_states(optimizer, piece_bytes=1)
@@ -207,14 +208,15 @@ def test_steps_and_copies_wait_for_each_other_and_the_memory_is_pinned(monkeypat
             return torch.optim.SGD.step.__wrapped__(self)
 
     pins: list[bool] = []
-    take = host_states.pinned
-    monkeypatch.setattr(host_states, "pinned", lambda size, pin: pins.append(pin) or take(size, False))
+    monkeypatch.setattr(
+        SideCopies, "host", lambda self, n: pins.append(self.stream is not None) or torch.empty(n, dtype=torch.uint8)
+    )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Stream())
-    monkeypatch.setattr(host_states.HostStates, "beside", lambda self: nullcontext())
+    monkeypatch.setattr(SideCopies, "beside", lambda self: nullcontext())
     p = nn.Parameter(torch.ones(4))
     optimizer = Noted([p], lr=0.1, momentum=0.9)
     stream_states(optimizer, piece_bytes=1)
-    optimizer.host_states.stream = Stream()
+    optimizer.host_states.copies.stream = Stream()
     p.grad = torch.ones(4)
     optimizer.step()
     assert set(pins) == {True}
@@ -237,16 +239,16 @@ def test_a_gradient_is_copied_when_it_is_complete_and_the_cpu_reads_it_when_it_h
         def synchronize(self) -> None:
             done.append("cpu waits")
 
-    monkeypatch.setattr(host_states, "pinned", lambda size, pin: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(SideCopies, "host", lambda self, size: torch.empty(size, dtype=torch.uint8))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Stream())
-    monkeypatch.setattr(host_states.HostStates, "beside", lambda self: nullcontext())
+    monkeypatch.setattr(SideCopies, "beside", lambda self: nullcontext())
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda tensor, stream: done.append("gradient is kept until then")
     )
     p = nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([p], lr=0.1)
     stream_states(optimizer, piece_bytes=2**20, gradients=True)
-    optimizer.host_states.stream = Stream()
+    optimizer.host_states.copies.stream = Stream()
     with optimizer.host_states.gradients.leaving():
         (p * p).sum().backward()
     assert done == ["copies wait", "gradient is kept until then", "cpu waits"]
@@ -257,7 +259,8 @@ def test_a_gradient_is_copied_when_it_is_complete_and_the_cpu_reads_it_when_it_h
 
 @pytest.mark.parametrize("pin", [True, False])
 def test_memory_is_pinned_where_a_device_copies(pin: bool) -> None:
-    asked = []
+    asked, copies = [], SideCopies(torch.device("cpu"))
+    copies.stream = object() if pin else None
 
     class Asked(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -266,7 +269,7 @@ def test_memory_is_pinned_where_a_device_copies(pin: bool) -> None:
             return function(*args, **kwargs)
 
     with Asked():
-        assert host_states.pinned(16, pin).nbytes == 16
+        assert copies.host(16).nbytes == 16
     assert any(asked) is pin
 
 
