@@ -8,7 +8,6 @@ file as one that was not. Under torchrun each process answers its part, and the 
 
 import argparse
 import contextlib
-import hashlib
 import itertools
 import json
 import os
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_efficient.commands.prompts import Turns, default_device, read_prompts
+from lit_efficient.files.cache import digest_of
 
 Row = dict[str, Any]
 
@@ -127,7 +127,7 @@ def resume(output: Path, prompts: Sequence[str | Turns], settings: dict[str, Any
     for line in whole.splitlines():
         row = json.loads(line)
         following = int(row["index"]) + 1
-        if following > len(prompts) or row["asked"] != _hash(prompts[following - 1]):
+        if following > len(prompts) or row["asked"] != digest_of(prompts[following - 1])[:16]:
             raise ConfigurationError(
                 f"write-data: prompt {following - 1} is not the one that {output} has an answer to. {other}"
             )
@@ -163,7 +163,7 @@ def write_rows(
                 cut += not ended
                 if not ended and not keep_cut:
                     continue
-                about = {"index": index, "asked": _hash(prompts[index])}
+                about = {"index": index, "asked": digest_of(prompts[index])[:16]}
                 file.write((json.dumps(row | about, ensure_ascii=False) + "\n").encode())  # one write: a line or less
                 written += 1
             if rank == 0:
@@ -215,7 +215,3 @@ def _alone(output: Path) -> Any:
         return lock.acquire(timeout=0)
     except Timeout as error:
         raise ConfigurationError(f"write-data: another process is writing {output}") from error
-
-
-def _hash(prompt: str | Turns) -> str:
-    return hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).hexdigest()[:16]

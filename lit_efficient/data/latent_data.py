@@ -11,8 +11,6 @@ Costs: one pass over all images and variants by `cache-latents`; disk: 16 kB a v
     shape in float16, 4 kB in int8
 """
 
-import hashlib
-import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +28,7 @@ from lit_efficient.data.latents.latent_store import COMMAND, VERSION, LatentStor
 from lit_efficient.data.latents.latent_writer import Encoders, build_latents, device_of
 from lit_efficient.data.latents.teacher_features import TeacherFeatures, stored_features
 from lit_efficient.errors import ConfigurationError, check_choice, refusal
-from lit_efficient.files.cache import cache_root
+from lit_efficient.files.cache import cache_root, digest_of
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
 from lit_efficient.models.autoencoder import AutoencoderConfig
 from lit_efficient.models.diffusers_model import DiffusersModelConfig
@@ -211,8 +209,7 @@ class LatentData(KeyedModule):
         """Where the cache is."""
         if self.folder is not None:
             return Path(self.folder).expanduser()
-        key = hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
-        return cache_root() / "latents" / key[:16]
+        return cache_root() / "latents" / digest_of(self.identity())[:16]
 
     def identity(self) -> dict[str, str]:
         """All that the cache's content depends on, by name; hashed once."""
@@ -228,7 +225,7 @@ class LatentData(KeyedModule):
                 **({} if encoders.teacher is None or not self.features else self.features.identity(encoders.teacher)),
                 "format": self.format,
                 "dtype": "uint8" if self.format == "int8" else self.dtype,
-                "split": hashlib.sha256(json.dumps(parts).encode()).hexdigest(),
+                "split": digest_of(parts),
                 **{f"images.{name}": value for name, value in images.items()},
             }
         return self._identity

@@ -30,9 +30,12 @@ def cache_root(cache_dir: str | None = None) -> Path:
 
 def cache_folder(cache_dir: str | None, kind: str, made_from: Any) -> Path:
     """The place of a cache, named by the hash of what it is made from; None as ``cache_dir`` is `cache_root`."""
-    return (
-        cache_root(cache_dir) / kind / hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:32]
-    )
+    return cache_root(cache_dir) / kind / digest_of(made_from)[:32]
+
+
+def digest_of(content: Any) -> str:
+    """SHA-256 of plain data, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def prepared_folder(folder: Path, build: Callable[[Path], None], problem: Callable[[Path], str | None]) -> Path:
@@ -108,14 +111,13 @@ def without_hash(found: Any) -> dict[str, Any]:
         ValueError: If it is damaged, or no mapping.
     """
     content: dict[str, Any] = dict(found)
-    if content.pop(_DIGEST, digest := _digest({k: v for k, v in content.items() if k != _DIGEST})) != digest:
+    if _DIGEST in content and content.pop(_DIGEST) != _digest(content):
         raise ValueError("it is not what was written: its hash differs")
     return content
 
 
 def _digest(content: Mapping[str, Any]) -> str:
-    plain = json.loads(json.dumps(content))
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+    return digest_of(json.loads(json.dumps(content)))  # with keys as JSON has them
 
 
 def map_numbers(path: Path, dtype: np.dtype | type) -> np.ndarray:

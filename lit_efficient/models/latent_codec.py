@@ -8,7 +8,6 @@ scaled, as measured on the user's own images or as the model's configuration dec
 """
 
 import hashlib
-import json
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lit_efficient.errors import CheckpointError, refusal
+from lit_efficient.files.cache import digest_of
 from lit_efficient.files.known_facts import content_key, known_facts, note_facts
 from lit_efficient.internals.torch_tensors import version
 from lit_efficient.models.autoencoder import AutoencoderConfig, check_images, sample_posterior
@@ -212,7 +212,7 @@ class LatentCodec:
         Of diffusers' models the class, and the fields of the configuration that are not the class's defaults. It is
         computed once; of an autoencoder in files once for these files.
         """
-        statistics = hashlib.sha256(json.dumps([self.mean.tolist(), self.std.tolist()]).encode()).hexdigest()
+        statistics = digest_of([self.mean.tolist(), self.std.tolist()])
         waits = isinstance(self.held, AutoencoderOnDisk)
         if waits and (known := known_facts(self.held.key).get(statistics)):
             return str(known)

@@ -6,8 +6,6 @@ strategy replicates it. Each process has a whole one, or, of one that all ask to
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from torch import nn
 
 from lit_efficient.data.text.tokenizer_state import token_ids, unpack_tokenizer
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.files.cache import digest_of
 from lit_efficient.files.checkpoints import missing_folder
 from lit_efficient.files.sums import sha256_of
 from lit_efficient.models import causal_lm
@@ -94,7 +93,8 @@ class TeacherSource:
         model = read_language_model(self.checkpoint)["hyper_parameters"]["model"]
         if not model.get("name_or_path") or model.get("random_weights"):
             return digest
-        return _hash([digest, _digest_of_files(CausalLMConfig(**model))])  # an adapter's base is not in its checkpoint
+        base = _digest_of_files(CausalLMConfig(**model))  # an adapter's base is not in its checkpoint
+        return digest_of([digest, base])
 
 
 class FrozenNetwork:
@@ -157,8 +157,4 @@ def _digest_of_files(spec: CausalLMConfig) -> str:
         ) from error
     files = sorted((*folder.glob("*.safetensors"), *folder.glob("*.json")))
     found = [(path.name, sha256_of(path)) for path in files]
-    return _hash([{key: value for key, value in asdict(spec).items() if key != "name_or_path"}, found])
-
-
-def _hash(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return digest_of([{key: value for key, value in asdict(spec).items() if key != "name_or_path"}, found])

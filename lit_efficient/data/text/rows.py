@@ -23,6 +23,7 @@ from typing import IO, Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_efficient.errors import ConfigurationError, refusal
+from lit_efficient.files.cache import digest_of
 from lit_efficient.files.file_hashes import hash_files
 from lit_efficient.files.sums import sha256_of
 from lit_efficient.internals.hugging_face import fingerprint, load_saved
@@ -97,7 +98,7 @@ def open_sources(
 
 def source_of_rows(name: str, rows: list[dict[str, Any]]) -> Source:
     """Rows that are in memory, as a source; the first one is called ``name:1``."""
-    return Source(name, partial(_enumerated, rows, name), digest_of_rows(rows))
+    return Source(name, partial(_enumerated, rows, name), digest_of(rows))
 
 
 def _enumerated(rows: list[dict[str, Any]], name: str) -> Iterator[Row]:
@@ -111,7 +112,7 @@ def _stdlib_packages() -> Source:
 
     files = find_files([standard_library()], [".py"], EXCLUDE)
     texts = read_texts((name, path) for name, path in files if "/" in name).files
-    digest = hashlib.sha256(json.dumps([[text.path, text.digest] for text in texts]).encode()).hexdigest()
+    digest = digest_of([[text.path, text.digest] for text in texts])
     rows = [(f"{STDLIB_PACKAGES}:{text.path}", {"text": text.text}) for text in texts]
     return Source(STDLIB_PACKAGES, partial(iter, rows), digest, is_text=True)
 
@@ -322,8 +323,3 @@ def streamed_rows(found: Any, name: str) -> Iterator[Row]:
         for values in zip(*batch.values()):
             number += 1
             yield f"{name}, row {number}", dict(zip(batch, values))
-
-
-def digest_of_rows(rows: list[dict[str, Any]]) -> str:
-    """Hash of rows that are in no file."""
-    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
