@@ -17,17 +17,9 @@ import signal
 from collections.abc import Sequence
 
 from lit_efficient import __version__
+from lit_efficient.commands import COMMANDS, RUNS
 from lit_efficient.errors import EXIT_CODES, LitEfficientError, OutOfMemoryError, is_out_of_memory
 
-# Files in lit_efficient/commands.
-COMMANDS = {
-    "techniques": "catalog_text", "configs": "configs", "copy": "copy", "report": "report", "preview": "preview",
-    "cache-latents": "cache_latents", "average": "average", "convert": "convert", "ema-sweep": "ema_sweep",
-    "export": "export", "generate": "generate", "sample": "sample", "tokenizer": "tokenizer",
-    "write-data": "write_data", "completion": "completion", "schema": "schema", "check": "check", "plan": "plan",
-    "verify": "verify", "compare": "compare", "tune": "tune",
-}  # fmt: skip
-RUNS = ("fit", "validate", "test", "predict")
 SUBCOMMANDS = (*RUNS, *COMMANDS)
 
 HELP = f"""lit_efficient {__version__}: training-efficiency techniques for PyTorch Lightning that compose,
@@ -110,7 +102,7 @@ def _run(command: str, arguments: list[str]) -> int:
 
     silence_imports()
     if command in COMMANDS:
-        return _run_command(COMMANDS[command], arguments[1:])
+        return _run_command(command, arguments[1:])
     if any(word in ("-h", "--help") or word.endswith(".help") for word in arguments):
         from lit_efficient.commands.fit_help import answer
 
@@ -137,7 +129,7 @@ def _fitted(text: str) -> str:
     return "\n".join(line for part in fitted for line in part)
 
 
-def _run_command(name: str, arguments: list[str]) -> int:
+def _run_command(command: str, arguments: list[str]) -> int:
     """Run a command that needs no trainer, and turn what the user can mend into a sentence."""
     from importlib import import_module
 
@@ -145,7 +137,7 @@ def _run_command(name: str, arguments: list[str]) -> int:
 
     try:
         given = spelt([argument for argument in arguments if argument != "--debug"])
-        return int(import_module(f"lit_efficient.commands.{name}").run(given))
+        return int(import_module(f"lit_efficient.commands.{command.replace('-', '_')}").run(given))
     except SystemExit as end:  # argparse's, of --help or a wrong option
         if isinstance(end.code, int):
             return end.code

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from lit_efficient import PUBLIC
 from lit_efficient.catalog import PACKAGE, read_cards
-from lit_efficient.commands.catalog_text import markdown
+from lit_efficient.commands.techniques import markdown
 
 STUB = PACKAGE / "__init__.pyi"  # what type checkers and editors read
 DOCUMENT = PACKAGE.parent / "docs" / "techniques.md"

@@ -12,7 +12,7 @@ from lit_efficient import PUBLIC
 from lit_efficient.__main__ import main
 from lit_efficient.catalog import PACKAGE, PURPOSES, SLOTS, Card, arguments_of, pairs, purpose_of, read_cards
 from lit_efficient.commands.card import card_text
-from lit_efficient.commands.catalog_text import listed, markdown, matrix, table
+from lit_efficient.commands.techniques import listed, markdown, matrix, table
 from tests import generated
 
 SOURCE = '''"""Drop blocks: train a shorter network.
@@ -214,7 +214,7 @@ def test_every_class_in_a_slot_has_a_card_that_agrees_with_the_class():
 
 
 def test_the_command_prints_cards_and_refuses_unknown_names(capsys, monkeypatch, cards):
-    monkeypatch.setattr("lit_efficient.commands.catalog_text.read_cards", lambda: cards)
+    monkeypatch.setattr("lit_efficient.commands.techniques.read_cards", lambda: cards)
     assert main(["techniques", "drop"]) == 0
     assert capsys.readouterr().out.startswith("Drop   (slot trainer.callbacks)")
     assert main(["techniques", "Dorp"]) == 2

@@ -7,9 +7,9 @@ import argparse
 import ast
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from lit_efficient.catalog import PACKAGE, PURPOSES, read_cards, source
+from lit_efficient.commands import COMMANDS, RUNS
 from lit_efficient.commands.plan import SOLVES
 from lit_efficient.files import configs
 
@@ -17,15 +17,6 @@ from lit_efficient.files import configs
 _OF_CLASSES = ("model", "data", "optimizer")
 
 
-def _table(name: str) -> Any:
-    """A table of ``__main__``, which lies above."""
-    tree = ast.parse((PACKAGE / "__main__.py").read_text("utf-8"))
-    assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
-    return ast.literal_eval(assigned[name])
-
-
-COMMANDS: dict[str, str] = _table("COMMANDS")
-RUNS: tuple[str, ...] = _table("RUNS")
 SHELLS = ("bash", "zsh", "fish")
 _PROGRAM = "lit-efficient"
 _HOW = {
@@ -65,8 +56,8 @@ def options() -> dict[str, list[str]]:
     """The options of each command."""
     of_runs = [*_OF_RUNS, *(f"--trainer.{name}" for name in _trainer_arguments())]
     found = dict.fromkeys(RUNS, of_runs)
-    for command, module in COMMANDS.items():
-        tree = _command(module)
+    for command in COMMANDS:
+        tree = _command(command)
         own = [*_added(tree), *_added_by_helpers(tree), "--help"]
         found[command] = list(dict.fromkeys([*own, *(of_runs if command in like_runs() else [])]))
     return found
@@ -77,14 +68,14 @@ def like_runs() -> tuple[str, ...]:
     """The commands that take the options of a run, beside their own."""
     passes_on = [
         command
-        for command, module in COMMANDS.items()
-        if any(isinstance(n, ast.Attribute) and n.attr == "parse_known_args" for n in ast.walk(_command(module)))
+        for command in COMMANDS
+        if any(isinstance(n, ast.Attribute) and n.attr == "parse_known_args" for n in ast.walk(_command(command)))
     ]
     return (*RUNS, *passes_on)
 
 
-def _command(module: str) -> ast.Module:
-    return ast.parse((PACKAGE / "commands" / f"{module}.py").read_text("utf-8"))
+def _command(name: str) -> ast.Module:
+    return ast.parse((PACKAGE / "commands" / f"{name.replace('-', '_')}.py").read_text("utf-8"))
 
 
 def _added_by_helpers(tree: ast.AST) -> Iterator[str]:
