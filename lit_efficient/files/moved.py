@@ -4,14 +4,67 @@ A config with an old key, path or module is refused with the new one. A checkpoi
 """
 
 import functools
-import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
-_TABLES = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
-MOVED_KEYS: dict[str, dict[str, str]] = _TABLES["keys"]  # of a class: an argument, and where its value stands now
-MOVED_PATHS: dict[str, str] = _TABLES["paths"]  # configs, and modules that a ``class_path`` could name
+
+def _into(group: str, *names: str) -> dict[str, str]:
+    return {name: f"{group}.{name}" for name in names}
+
+
+_ROWS = _into("rows", "columns", "max_rows", "max_malformed", "split", "val_split", "subset")
+_CHAT = {"chat_template": "chat.template", "vocab_size": "chat.vocab_size", "untrained_end": "chat.untrained_end"}
+
+# Of a class: an argument, and where its value stands now.
+MOVED_KEYS: dict[str, dict[str, str]] = {
+    "LanguageData": {
+        **_ROWS,
+        **_CHAT,
+        **_into("rows", "format"),
+        **_into("chat", "train_on", "truncation"),
+        **_into("stream", "epoch_batches", "buffer"),
+        "streaming": "stream.enabled",
+    },
+    "PreferenceData": {**_ROWS, **_CHAT, **_into("rows", "strings_as"), **_into("chat", "too_long")},
+    "PythonCorpus": _into("files", "paths", "suffixes", "exclude"),
+    "ImageData": {
+        "split": "splits.train",
+        "val_split": "splits.val",
+        "test_split": "splits.test",
+        "image_column": "columns.image",
+        "label_column": "columns.label",
+        "caption_column": "columns.caption",
+        **_into("view", "resolution", "channels", "buckets", "crop", "horizontal_flip", "variants", "resample"),
+        "judge": "scores.judge",
+        "judge_images": "scores.images",
+    },
+    "LatentDiffusion": {"validation_samples": "samples.count", **_into("samples", "prompts", "preview")},
+    "HiddenAlignment": _into("head", "widths", "seed"),
+    "LatentAlignment": {
+        **_into("loss", "adaptive", "distance_margin", "cosine_margin"),
+        **_into("head", "widths", "seed"),
+    },
+    "GPTConfig": _into("constants", "rope_theta", "norm_eps"),
+    "TextEncoderConfig": {
+        **_into("captions", "tokenizer", "padding", "padding_side"),
+        "tokenizer_subfolder": "captions.subfolder",
+    },
+    "DiTConfig": _into("variant", "positions", "qk_norm", "time_embedding"),
+}
+# Configs, and modules that a ``class_path`` could name.
+MOVED_PATHS = {
+    "configs/techniques/min_snr.yaml": "configs/techniques/snr_weighting.yaml",
+    "lit_efficient.data.digits": "lit_efficient.data.digit_images",
+    "lit_efficient.data.encoded_fields": "lit_efficient.data.latents.encoded_fields",
+    "lit_efficient.data.image_buckets": "lit_efficient.data.images.aspect_buckets",
+    "lit_efficient.data.teacher_features": "lit_efficient.data.latents.teacher_features",
+    "lit_efficient.losses.perceptual": "lit_efficient.models.perceptual",
+    "lit_efficient.optimizers.adafactor": "lit_efficient.optimizers.grouped_adafactor",
+    "lit_efficient.optimizers.adamw": "lit_efficient.optimizers.fused_adamw",
+    "lit_efficient.optimizers.muon": "lit_efficient.optimizers.muon_adamw",
+    "lit_efficient.optimizers.schedule_free": "lit_efficient.optimizers.schedule_free_adamw",
+    "lit_efficient.plugins.checkpoint_io": "lit_efficient.plugins.safe_checkpoint_io",
+}
 
 
 def moved_key(owner: type | None, key: str) -> str:
