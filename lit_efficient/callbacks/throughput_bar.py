@@ -59,9 +59,8 @@ class ThroughputBar(TQDMProgressBar):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        self._interactive = (
-            bool(sys.stdout and sys.stdout.isatty()) or "ipykernel" in sys.modules
-        )  # a notebook draws bars, too
+        notebook = "ipykernel" in sys.modules  # which draws bars, too
+        self._interactive = notebook or bool(sys.stdout and sys.stdout.isatty())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the bar where the run stands, which is not 0 after a resume."""

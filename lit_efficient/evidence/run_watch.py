@@ -177,9 +177,8 @@ class LastWatch(Callback):
         self.steps.stepped(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        if (
-            self.validates is not None and trainer.enable_validation and self.steps.moved
-        ):  # steps of several optimizers are not those of batches
+        # Steps of several optimizers are not those of batches.
+        if self.validates is not None and trainer.enable_validation and self.steps.moved:
             trainer.validating = True
             self.validates()
             trainer.training = True

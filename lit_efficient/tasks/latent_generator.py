@@ -193,9 +193,8 @@ class LatentGenerator(LightningModule):
         """
         assert self.network is not None, "configure_model() builds the network"
         known = condition if isinstance(condition, Condition) else Condition(labels=condition)
-        if (
-            known.sizes is None and self.shape.takes_text and self.codec is not None
-        ):  # whole images, as large as the latents stand for
+        if known.sizes is None and self.shape.takes_text and self.codec is not None:
+            # Whole images, as large as the latents stand for.
             height, width = (self.codec.factor * side for side in x.shape[2:])
             sizes = moved(torch.tensor([height, width, 0, 0, height, width], dtype=torch.float32), x.device)
             known = replace(known, sizes=sizes.expand(len(x), -1))

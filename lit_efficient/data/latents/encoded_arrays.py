@@ -174,9 +174,8 @@ def _npz_parts(root: Path, path: Path) -> list[tuple[str, _Part]]:
                 raise ConfigurationError(
                     f"EncodedData: {path} is compressed, so no row of it can be read alone. Write it by np.savez."
                 )
-            file.seek(
-                member.header_offset + 26
-            )  # lengths of the name and of the extra field, then those, then the data
+            file.seek(member.header_offset + 26)
+            # Lengths of the name and of the extra field, then those, then the data.
             name, extra = np.frombuffer(file.read(4), "<u2").tolist()
             mapped = _Mapped(path, member.header_offset + 30 + name + extra)
             parts.append((Path(member.filename).stem, _Part(folder, "", path.stem, mapped.shape[0], mapped)))

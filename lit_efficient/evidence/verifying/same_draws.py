@@ -32,9 +32,8 @@ class Draws(TorchDispatchMode):
         may_draw = torch.Tag.nondeterministic_seeded in func.tags
         before = _states(kwargs) if may_draw else []
         out = func(*args, **kwargs)
-        if may_draw and not all(
-            map(torch.equal, before, _states(kwargs))
-        ):  # attention has the tag without dropout, too
+        # Attention has the tag without dropout, too.
+        if may_draw and not all(map(torch.equal, before, _states(kwargs))):
             if "randperm" in str(func) and self.replays:
                 raise Unlike("rows are drawn for a whole batch at once")
             for tensor in out if isinstance(out, tuple | list) else (out,):
