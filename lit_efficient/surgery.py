@@ -91,6 +91,12 @@ def moved(tensor: Tensor, device: torch.device | str | None, dtype: torch.dtype 
     return tensor.to(device, dtype, non_blocking=device is not None and torch.device(device).type != "cpu")
 
 
+def weightless(tensor: Tensor) -> Tensor:
+    """A parameter or buffer of the same kind on the meta device, where it has no values."""
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
 def home_of(weight: Tensor) -> torch.device:
     """Where to put what stands beside a weight: where it is, or will be if it waits for its numbers."""
     return torch.get_default_device() if weight.is_meta else weight.device

@@ -8,6 +8,7 @@ Costs: both roundings in each forward pass, and a rounded copy of the weights fo
 Source: Jacob et al. (2018), https://arxiv.org/abs/1712.05877; torchao's Int8DynActInt4WeightQATQuantizer
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -134,10 +135,7 @@ class QuantizationAwareTraining(Technique):
                 f"QuantizationAwareTraining: {len(done)} layers of {type(module).__name__} are quantised already, "
                 f"first {done[0]!r}: load the float weights"
             )
-        uses: dict[int, int] = {}
-        for part in module.modules():
-            for parameter in part.parameters(recurse=False):
-                uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+        uses = Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
         linears: dict[str, Any] = {n: part for n, part in module.named_modules() if n and unmixed(part) is nn.Linear}
         skips = [name_pattern(pattern, "QuantizationAwareTraining: skip") for pattern in self.skip]
         found = {

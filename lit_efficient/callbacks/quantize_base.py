@@ -11,6 +11,7 @@ Source: Dettmers et al. (2023), https://arxiv.org/abs/2305.14314; int8: https://
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from functools import partial
 from typing import Any, ClassVar
@@ -153,10 +154,7 @@ class QuantizeBase(Technique):
         return quantize_linear(linear, self.format, double_quant=double_quant, group_size=group_size, device=device)
 
     def _candidates(self, module: nn.Module, read: list[str], prefix: str = "") -> list[tuple[str, Any]]:
-        uses: dict[int, int] = {}
-        for part in module.modules():
-            for parameter in part.parameters(recurse=False):
-                uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+        uses = Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
         return [
             (name, part)
             for name, part in module.named_modules()

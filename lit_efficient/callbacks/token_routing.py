@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.internals.torch_dispatch import backward_runs
-from lit_efficient.internals.torch_modules import Loads, StaysFloat32
+from lit_efficient.internals.torch_modules import LoadsPartly, StaysFloat32
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.mechanisms.blocks.finding import find_blocks
 from lit_efficient.mechanisms.blocks.freezing import NewLayer
@@ -56,10 +56,10 @@ def draw_tokens(
     return order[:, :count].sort(1).values.expand(batch, -1)
 
 
-class TokenFusion(StaysFloat32, Loads, NewLayer):
+class TokenFusion(StaysFloat32, LoadsPartly, NewLayer):
     """SPRINT's end of the route: ``W [f; g]``, with a learned vector in the place of each token that was not on it.
 
-    It begins as ``g``: where all tokens run, the network computes what it did. Weights that are loaded may lack it.
+    It begins as ``g``: where all tokens run, the network computes what it did.
 
     Args:
         width: Features D of a token.
@@ -87,11 +87,6 @@ class TokenFusion(StaysFloat32, Loads, NewLayer):
         if left_out is not None:
             whole = torch.where(left_out[:, None, None], mask, whole)
         return F.linear(torch.cat([dense.to(whole.dtype), whole], -1), self.weight.to(whole.dtype))
-
-    def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Take what is missing from the layer itself."""
-        for name, tensor in self.state_dict(prefix=prefix).items():
-            state_dict.setdefault(name, tensor)
 
 
 class _Route:

@@ -31,8 +31,7 @@ class Validator:
 
     def __call__(self, checkpoint: str | Path) -> dict[str, float]:
         """Everything that a validation of this checkpoint logs, by name; the same random numbers each time."""
-        seed = self._parts.part(self._parts.config, "seed_everything")
-        seed_everything(seed if isinstance(seed, int) and not isinstance(seed, bool) else 0, verbose=False)
+        seed_everything(self._parts.seed, verbose=False)
         trainer: Any = self._parts.trainer
         with contextlib.redirect_stdout(io.StringIO()):  # samples of callbacks: the caller prints a table
             trainer.validate(

@@ -41,9 +41,7 @@ class ConfigFit(FitSource):
         trainer: Any = parts.trainer
         give_arguments(trainer, own)
         trainer.callbacks = [*change.callbacks(), *trainer.callbacks]
-        seed = parts.part(parts.config, "seed_everything")
-        whole = isinstance(seed, int) and not isinstance(seed, bool)
-        return Fit(trainer, parts.model, parts.datamodule, seed if whole else 0)
+        return Fit(trainer, parts.model, parts.datamodule, parts.seed)
 
     def identity(self, change: Change = AS_IT_IS) -> str:
         words = [*self.argv, *(word for overlay in change.overlays for word in ("-c", overlay))]
@@ -77,6 +75,12 @@ class FitParts(LitEfficientCLI):
         argv = [subcommand, *words]
         with explained(argv):
             super().__init__(args=argv, save_config_callback=None)
+
+    @property
+    def seed(self) -> int:
+        """What the config seeds with; 0 where it says true or false."""
+        seed = self.part(self.config, "seed_everything")
+        return seed if type(seed) is int else 0
 
     def _placed(self, written: Namespace) -> Namespace:
         config = written.clone()

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
 
 from lit_efficient.application import apply, check_run, configured_by, reports_of
 from lit_efficient.cli.optimizers import MANY
@@ -20,6 +19,7 @@ from lit_efficient.declaration import Declaration, Phase, in_order, overrides, t
 from lit_efficient.errors import LitEfficientError
 from lit_efficient.internals.lightning_trainer import AskedEarly, begin_fit, set_trainer
 from lit_efficient.mechanisms.trials.steps import quiet
+from lit_efficient.surgery import weightless
 from lit_efficient.technique import AppliesTechniques
 
 
@@ -62,7 +62,7 @@ def _rehearse_network(trainer: Any, module: Any) -> None:
         return
     stand_in = copy.copy(trainer)
     memo: dict[int, Any] = {id(trainer): stand_in, id(trainer.datamodule): trainer.datamodule}
-    memo |= {id(one): _empty(one) for one in (*module.parameters(), *module.buffers())}
+    memo |= {id(one): weightless(one) for one in (*module.parameters(), *module.buffers())}
     copied = copy.deepcopy(module, memo)
     techniques = [copy.deepcopy(one, memo) for one in in_order(techniques_of(trainer))]
     stand_in.callbacks = [memo.get(id(one), one) for one in trainer.callbacks]
@@ -118,8 +118,3 @@ def steps_guessed(trainer: Any) -> Iterator[None]:
         yield
     finally:
         trainer.__class__ = kind
-
-
-def _empty(tensor: torch.Tensor) -> torch.Tensor:
-    empty = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lit_efficient.cli.checkpoint import numbered
 from lit_efficient.errors import CheckpointError
+from lit_efficient.mechanisms.trials.rate_range import set_rate
 from lit_efficient.optimizers.rates import nested_schedulers
 
 _SCHEDULED = ("lr", "momentum", "betas")  # what schedules move
@@ -189,7 +190,7 @@ def _set(trainer: Any, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[
                 if not left and (name not in old or old[name] == new[name]):
                     continue
                 scaled = name == "lr" and not unscheduled and old["lr"] and group["lr"] != old["lr"]  # by somebody
-                _put(group, name, float(group["lr"]) * new["lr"] / old["lr"] if scaled else new[name])
+                set_rate(group, float(group["lr"]) * new["lr"] / old["lr"] if scaled else new[name], name)
                 was = held[name] if left else old[name]
                 begun = any(optimizer.state.get(p) for p in group["params"])
                 vain = ", without effect: it shapes states as they begin, and the checkpoint's go on"
@@ -274,7 +275,7 @@ def _reductions(trainer: Any, optimizer: Any, then: Mapping[str, Any], now: Mapp
         config.scheduler.load_state_dict(state)
     for group, old in zip(groups, held):
         group |= {name: old[name] for name in _SCHEDULED[1:] if name in old}
-        _put(group, "lr", old["lr"])
+        set_rate(group, old["lr"])
     return factors
 
 
@@ -289,7 +290,7 @@ def _replay(trainer: Any, optimizer: Any, schedules: list[Any], groups: list[Any
         steps += [((step + 1) / counts[-1], late, len(counts), config.scheduler) for step in range(counts[-1])]
     for group, built in zip(optimizer.param_groups, groups):
         group |= {name: built[name] for name in _SCHEDULED[1:] if name in built}
-        _put(group, "lr", built["lr"])
+        set_rate(group, built["lr"])
     for config, built, _ in schedules:
         if not _follows(config):
             config.scheduler.load_state_dict(copy.deepcopy(built["state"]))
@@ -317,7 +318,7 @@ def _run_anew(
     if any(other and not keep for other, keep in zip(changed, kept)):
         counts = _replay(trainer, optimizer, parts, groups)
         for group, factor in zip(optimizer.param_groups, factors):
-            _put(group, "lr", float(group["lr"]) * factor)
+            set_rate(group, float(group["lr"]) * factor)
     said = []
     for (config, before, built), keep, count in compress(zip(schedules, kept, counts), changed):
         scheduler, how = config.scheduler, f"as if it had been so for its {count} steps"
@@ -329,10 +330,3 @@ def _run_anew(
         rates = ", ".join(f"{float(group['lr']):.3g}" for group in optimizer.param_groups)
         said.append(f"{type(scheduler).__name__} {how}; the rate is {rates}")
     return said
-
-
-def _put(group: dict[str, Any], name: str, value: Any) -> None:
-    if isinstance(group.get(name), Tensor):
-        group[name].fill_(value)
-    else:
-        group[name] = value

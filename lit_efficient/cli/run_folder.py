@@ -3,7 +3,7 @@
 import csv
 import io
 import os
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -210,7 +210,7 @@ def keep_rows(logger: Any, step: int) -> None:
     if isinstance(logger, TensorBoardLogger):
         purge_from(logger, step)
         tags = _tags_at(step - 1, Path(logger.log_dir))
-        logger.log_metrics = partial(_log_new, logger.log_metrics, tags, step - 1)  # type: ignore[method-assign]
+        logger.log_metrics = partial(_log_new, logger.log_metrics, [tags], step - 1)  # type: ignore[method-assign]
     table = Path(logger.log_dir or "", "metrics.csv")
     kept = table.with_name("metrics.kept")
     if isinstance(logger, CSVLogger) and kept.is_file():  # of a process that was killed right here
@@ -227,13 +227,8 @@ def keep_rows(logger: Any, step: int) -> None:
     experiment: Any = logger.experiment
     kept.replace(table)
     experiment.metrics_keys = names
-    known = {frozenset(name for name in names if row[name]) for row in rows if int(row["step"]) == step - 1}
-    experiment.log_metrics = partial(_log_once, experiment.log_metrics, known, step - 1)
-
-
-def _log_once(log: Any, known: set[frozenset[str]], last: int, metrics: dict[str, Any], step: int | None) -> None:
-    if step != last or frozenset({*metrics, "step"}) not in known:
-        log(metrics, step)
+    known = [{name for name in names if row[name]} for row in rows if int(row["step"]) == step - 1]
+    experiment.log_metrics = partial(_log_new, experiment.log_metrics, known, step - 1)
 
 
 def _tags_at(step: int, folder: Path) -> set[str]:
@@ -246,8 +241,9 @@ def _tags_at(step: int, folder: Path) -> set[str]:
     return {value.tag for event in events if event.step == step for value in event.summary.value}
 
 
-def _log_new(log: Any, tags: Set[str], last: int, metrics: dict[str, Any], step: int | None = None) -> None:
-    if step != last or not metrics.keys() <= tags:
+def _log_new(log: Any, known: list[set[str]], last: int, metrics: dict[str, Any], step: int | None = None) -> None:
+    """Log metrics, unless they are of the ``last`` step and one of its rows, with these names, has them."""
+    if step != last or not any(metrics.keys() <= names for names in known):
         log(metrics, step)
 
 

@@ -80,6 +80,15 @@ class Loads:
         super()._load_from_state_dict(state_dict, prefix, *arguments)  # type: ignore[misc]
 
 
+class LoadsPartly(Loads):
+    """Weights that are loaded need not hold its own: then these stay as they are."""
+
+    def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:
+        module: Any = self
+        for name, tensor in module.state_dict(prefix=prefix).items():
+            state_dict.setdefault(name, tensor)
+
+
 class FollowsWeight:
     """Put in front of a layer: some of its tensors are made of its weight, and are made again of another one."""
 

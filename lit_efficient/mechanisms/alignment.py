@@ -21,7 +21,7 @@ from lit_efficient.application import ledger
 from lit_efficient.declaration import LossHooks, Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number, refusal
 from lit_efficient.internals.torch_dispatch import backward_runs
-from lit_efficient.internals.torch_modules import Loads
+from lit_efficient.internals.torch_modules import LoadsPartly
 from lit_efficient.losses.feature_matching import match_tokens, square_of, to_tokens
 from lit_efficient.mechanisms.averages.weights import placed_like, whole
 from lit_efficient.mechanisms.blocks.freezing import WideLayer
@@ -67,13 +67,8 @@ def listening(root: nn.Module, names: Sequence[str], who: str) -> Iterator[dict[
         calls.clear()  # they hold the step's graph
 
 
-class Heads(Loads, nn.ModuleDict):
-    """Projections by name. Weights that are loaded need not hold them: then they stay as they are."""
-
-    def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Take what is missing from the heads themselves."""
-        for name, tensor in self.state_dict(prefix=prefix).items():
-            state_dict.setdefault(name, tensor)
+class Heads(LoadsPartly, nn.ModuleDict):
+    """Projections by name."""
 
 
 class ConvolvedTokens(nn.Conv2d):

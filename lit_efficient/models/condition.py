@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lit_efficient.losses.diffusion import per_sample
+
 
 @dataclass(frozen=True)
 class Condition:
@@ -34,7 +36,7 @@ class Condition:
         texts are padded with masked tokens.
         """
         ours, theirs = _of_one_length(self, null)
-        return _merged(ours, theirs, lambda mine, its: torch.where(_rows(hidden, mine), its.to(mine), mine))
+        return _merged(ours, theirs, lambda mine, its: torch.where(per_sample(hidden, mine), its.to(mine), mine))
 
     def followed_by(self, other: "Condition") -> "Condition":
         """Both batches as one, this one first; they have the same parts."""
@@ -69,10 +71,6 @@ def _merged(ours: Condition, theirs: Condition, function: Callable[[Tensor, Tens
         if mine is not None and its is not None:
             found[field.name] = function(mine, its)
     return Condition(**found)
-
-
-def _rows(hidden: Tensor, like: Tensor) -> Tensor:
-    return hidden.reshape(-1, *[1] * (like.dim() - 1))
 
 
 def _of_one_length(ours: Condition, theirs: Condition) -> tuple[Condition, Condition]:

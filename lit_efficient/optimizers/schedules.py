@@ -4,11 +4,11 @@ import inspect
 import math
 from typing import Any, Literal
 
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lit_efficient.errors import check_number, refusal
+from lit_efficient.mechanisms.trials.rate_range import set_rate
 
 Shape = Literal["linear", "cosine", "sqrt"]
 SHAPES = ("linear", "cosine", "sqrt")
@@ -87,10 +87,7 @@ class FactorLRScheduler(LRScheduler):
         super().load_state_dict({name: value for name, value in state_dict.items() if name not in own})
         if any(name in state_dict and state_dict[name] != value for name, value in own.items()):
             for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
-                if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(rate)
-                else:
-                    group["lr"] = rate
+                set_rate(group, rate)
             self._last_lr = self.get_lr()
 
 

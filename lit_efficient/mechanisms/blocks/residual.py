@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_fx import adds_to_input, returns_one
-from lit_efficient.surgery import is_sharded
+from lit_efficient.surgery import is_sharded, weightless
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def _changes_shape(block: nn.Module) -> bool:
     widths = [getattr(part, key, None) for part in block.modules() for key in _WIDTHS]
     width = next((w if isinstance(w, int) else w[-1] for w in widths if w), 0)
     tensors = [*block.parameters(), *block.buffers()]
-    twin = copy.deepcopy(block, {id(tensor): _empty(tensor) for tensor in tensors})
+    twin = copy.deepcopy(block, {id(tensor): weightless(tensor) for tensor in tensors})
     for shape in ((2, width, 56, 56), (2, 56, 56, width), (2, 50, width), (2, width)):
         x = torch.empty(shape, device="meta")
         adding = _Adding(x)
@@ -225,8 +225,3 @@ def _changes_shape(block: nn.Module) -> bool:
 
 
 _WIDTHS = ("in_channels", "in_features", "normalized_shape", "num_features", "num_channels")
-
-
-def _empty(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

@@ -97,9 +97,9 @@ def scale_rates(optimizer: Optimizer, factor: float) -> None:
                 set_rate(group, float(group[key]) * factor, key)
 
 
-def set_rate(group: dict[str, Any], rate: float, key: str = "lr") -> None:
-    """Set a group's rate; one that is a tensor is filled: compiled and low-bit optimizers keep hold of that tensor."""
-    if isinstance(group[key], Tensor):
+def set_rate(group: dict[str, Any], rate: Any, key: str = "lr") -> None:
+    """Set a group's rate, or another option; a tensor is filled: compiled and low-bit optimizers keep hold of it."""
+    if isinstance(group.get(key), Tensor):
         group[key].fill_(rate)
     else:
         group[key] = rate
