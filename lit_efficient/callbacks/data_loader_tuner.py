@@ -65,8 +65,14 @@ class Loading:
 Cost = Callable[[Loading], float]
 
 
-def pick(start: Loading, workers: Sequence[int], prefetch: Sequence[int], pin: Sequence[bool], margin: float,
-         cost: Cost) -> tuple[Loading, dict[Loading, float]]:  # fmt: skip
+def pick(
+    start: Loading,
+    workers: Sequence[int],
+    prefetch: Sequence[int],
+    pin: Sequence[bool],
+    margin: float,
+    cost: Cost,
+) -> tuple[Loading, dict[Loading, float]]:
     """Choose workers, then prefetching, then pinning, each with the best of the others so far.
 
     Args:

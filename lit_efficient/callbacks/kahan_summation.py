@@ -7,18 +7,18 @@ Costs: 2 bytes a parameter; while a parameter is stepped, it, its gradient and i
 Source: Kahan (1965), https://doi.org/10.1145/363707.363723; Zamirai et al. (2020), https://arxiv.org/abs/2010.06192
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report, held
 from lit_efficient.errors import check_number
-from lit_efficient.optimizers.float32_step import Float32Step, step_in_float32
+from lit_efficient.optimizers.float32_step import DrawsByStep, step_in_float32
 from lit_efficient.technique import Technique
 
 
-class KahanSummation(Technique):
+class KahanSummation(DrawsByStep, Technique):
     """Step bfloat16 parameters (``precision: bf16-true``) in float32, with any optimizer, and keep what rounding loses.
 
     Weight and compensation together have 16 bits or more. Compensations, and moments that are stored in bfloat16, are
@@ -61,10 +61,3 @@ class KahanSummation(Technique):
             parameters=count,
             details={"compensation_bytes": 2 * count},
         )
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Draw what follows from the run's step."""
-        if isinstance(optimizer, Float32Step):
-            optimizer.rounding.step = trainer.global_step
-
-    on_before_zero_grad = on_before_optimizer_step  # before the backward pass, where some step already

@@ -114,9 +114,8 @@ class SequenceLengthRamp(BatchChanges):
         of: str = "input_ids",
     ) -> None:
         super().__init__()
-        check_number("SequenceLengthRamp", "start", start, least=1, whole=True)
         check_number("SequenceLengthRamp", "end", end, least=2, whole=True)
-        check_number("SequenceLengthRamp", "start", start, below=end, whole=True)
+        check_number("SequenceLengthRamp", "start", start, least=1, below=end, whole=True)
         check_steps("SequenceLengthRamp", "steps", steps)
         check_choice("SequenceLengthRamp", "mode", mode, ("cut", "fold"))
         check_number("SequenceLengthRamp", "multiple_of", multiple_of, least=1, whole=True)

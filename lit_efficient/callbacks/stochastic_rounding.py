@@ -7,20 +7,20 @@ Costs: noise of the last digit; while a parameter is stepped, it, its gradient a
 Source: Gupta et al. (2015), https://arxiv.org/abs/1502.02551; Zamirai et al. (2020), https://arxiv.org/abs/2010.06192
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report, held
 from lit_efficient.errors import check_number
-from lit_efficient.optimizers.float32_step import Float32Step, round_stochastically, step_in_float32
+from lit_efficient.optimizers.float32_step import DrawsByStep, round_stochastically, step_in_float32
 from lit_efficient.technique import Technique
 
 __all__ = ["StochasticRounding", "round_stochastically"]
 
 
-class StochasticRounding(Technique):
+class StochasticRounding(DrawsByStep, Technique):
     """Step bfloat16 parameters (``precision: bf16-true``) in float32, with any optimizer, and round them by chance.
 
     Moments that are stored in bfloat16 are rounded so, too. The draws follow from seed and step: a resumed run goes on
@@ -59,10 +59,3 @@ class StochasticRounding(Technique):
         later = {module.get_parameter(name) for name in held(module)}
         count = step_in_float32(optimizer, compensated=False, seed=self.seed, later=later, who="StochasticRounding")
         return Report(f"{kind}: {count:,} bfloat16 parameters are rounded by chance", parameters=count)
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Draw what follows from the run's step."""
-        if isinstance(optimizer, Float32Step):
-            optimizer.rounding.step = trainer.global_step
-
-    on_before_zero_grad = on_before_optimizer_step  # before the backward pass, where some step already

@@ -300,7 +300,8 @@ def _wrong_type(allowed: str, value: str) -> str:
     value = "null" if value == "None" and not word else value
     choices = re.findall(r"[\w.-]+", allowed)
     hint = ", did you mean null?" if word else did_you_mean(value, choices) if "one of" in allowed else ""
-    hint = elsewhere(None, value) + "," if value == "fp16" and "16-mixed" in choices else hint
+    if (here := elsewhere(None, value)).rpartition(" ")[2] in choices:  # as another trainer calls it
+        hint = f"{here},"
     return f"{value} is not allowed{hint or ','} expected {allowed}".replace("? expected", "? Expected")
 
 

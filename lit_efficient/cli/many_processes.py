@@ -79,7 +79,7 @@ def _of_loader(trainer: Any, one: tuple[Any, list[Any]], other: tuple[Any, list[
         rows, steps = len(dataset), len(loader)  # type: ignore[arg-type]
     if rows is not None and rows < world:
         raise ConfigurationError(f"{name} has {rows} rows for {world} processes")
-    if len(mine) == len(its) and all(map(_equal, mine, its)):
+    if len(mine) == len(its) and all(map(torch.equal, mine, its)):
         way_out = (
             "split it in its __iter__ by rank and worker"
             if isinstance(dataset, IterableDataset)
@@ -97,7 +97,3 @@ def _of_loader(trainer: Any, one: tuple[Any, list[Any]], other: tuple[Any, list[
             f"the last {steps % window} of {steps:,} batches are a window of their own, of {window} accumulated"
         )
     return notes
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one, other)

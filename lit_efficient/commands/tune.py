@@ -16,8 +16,6 @@ from pathlib import Path
 
 from lit_efficient.errors import OutOfMemoryError, check_number, refusal
 
-_COMMAND = "python -m lit_efficient"
-
 
 def run(argv: Sequence[str]) -> int:
     """Answer ``tune``."""
@@ -55,6 +53,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _tuned(options: argparse.Namespace, argv: list[str], output: Path, root: str, command: str) -> int:
     from lit_efficient.cli.fits import ConfigFit
+    from lit_efficient.cli.next_steps import COMMAND
     from lit_efficient.evidence.tuning.tuned import tune
     from lit_efficient.files.atomic_file import replacing
 
@@ -79,9 +78,9 @@ def _tuned(options: argparse.Namespace, argv: list[str], output: Path, root: str
     print("\n".join([*found.lines(), f"all candidates: {folder / 'table.csv'}"]))
     if found.best is None:
         return OutOfMemoryError.exit_code
-    use = f"{_COMMAND} fit {shlex.join(argv)} -c {shlex.quote(str(output))}"
+    use = f"{COMMAND} fit {shlex.join(argv)} -c {shlex.quote(str(output))}"
     with replacing(output) as file:
-        file.write(found.overlay(f"{_COMMAND} {command}", use).encode())
+        file.write(found.overlay(f"{COMMAND} {command}", use).encode())
     print(f"Wrote {output}\nNext:\n  {use}\n  {use.replace(' fit ', ' verify ', 1)}")
     return 0
 

@@ -18,6 +18,8 @@ import torch
 
 from lit_efficient.errors import LitEfficientError, is_out_of_memory
 
+_PLANNING = 180.0  # seconds
+
 
 class TaskFailed(Exception):
     """A task has no result: why, on one line; whether it was an error of the package's, that the user can mend, or took
@@ -47,6 +49,11 @@ def own_process(
     """
     with OwnProcess(task, *given, log=log) as process:
         return process.result(heard, most_seconds)
+
+
+def plan_seconds(minutes: float) -> float:
+    """After how many seconds a plan hangs, in a search of so many minutes."""
+    return min(_PLANNING, 60 * minutes)
 
 
 class OwnProcess:

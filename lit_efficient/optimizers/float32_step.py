@@ -65,6 +65,16 @@ class Float32Step(Optimizer):
     rounding: Rounding
 
 
+class DrawsByStep:
+    """Put in front of a technique that steps in float32: draws follow from the run's step, after a resume, too."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if isinstance(optimizer, Float32Step):
+            optimizer.rounding.step = trainer.global_step
+
+    on_before_zero_grad = on_before_optimizer_step  # before the backward pass, where some step already
+
+
 def step_in_float32(
     optimizer: Optimizer,
     *,

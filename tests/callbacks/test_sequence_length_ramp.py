@@ -161,8 +161,8 @@ def test_what_cannot_be_cut_is_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"start": 0}, "start must be a whole number of at least 1, got 0"),
-        ({"start": 64, "end": 64}, "start must be a whole number of below 64, got 64"),
+        ({"start": 0}, "start must be a whole number of at least 1 and below 1024, got 0"),
+        ({"start": 64, "end": 64}, "start must be a whole number of at least 1 and below 64, got 64"),
         ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
         ({"steps": 1.5}, "steps must be above 0 and below 1, got 1.5"),
         ({"mode": "drop"}, "mode must be"),

@@ -16,8 +16,8 @@ import yaml
 from lit_efficient import MaxBatchSize
 from lit_efficient.cli.fits import ConfigFit
 from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.evidence import own_process
 from lit_efficient.evidence.fits import Change, Fit, LiveFit, batch_setting
-from lit_efficient.evidence.tuning import tuned
 from lit_efficient.evidence.tuning.candidates import Candidate, Option, Space
 from lit_efficient.evidence.tuning.tuned import Tuned, tune
 from lit_efficient.evidence.tuning.tuning import Ledger, Row, Search
@@ -256,7 +256,7 @@ class HangsInPlans(L.Callback):
 
 
 def test_a_plan_that_hangs_is_ended_and_the_candidate_runs(monkeypatch):
-    monkeypatch.setattr(tuned, "_PLANNING", 1.0)
+    monkeypatch.setattr(own_process, "_PLANNING", 1.0)
     source = LiveFit(trainer([HangsInPlans()], max_steps=2, limit_val_batches=0), Toy(), data())
     found = tune(source, "1GiB", only=[], steps=1)
     row = found.search.rows[found.space.asked]

@@ -26,11 +26,10 @@ from lit_efficient.evidence.comparing.comparison import BASELINE, Comparison
 from lit_efficient.evidence.comparing.comparison_rows import Row, Rows, metric_of, results, time_ratio
 from lit_efficient.evidence.fits import Change, FitSource
 from lit_efficient.evidence.measured_run import WARM_UP, measured
-from lit_efficient.evidence.own_process import TaskFailed, own_process
+from lit_efficient.evidence.own_process import TaskFailed, own_process, plan_seconds
 from lit_efficient.evidence.planning.plan import plan
 
 _TIMED = 12  # steps of a run that is there for its time alone
-_PLANNING = 90.0  # seconds that a plan may take
 _ROUNDS = 6, 40  # with fewer one that is narrow by chance ends the runs too often, with more it hardly narrows
 
 
@@ -201,7 +200,7 @@ class Comparing:
 
     def _planned(self, name: str) -> int | None:
         try:
-            most = min(_PLANNING, 60 * self.schedule.minutes)
+            most = plan_seconds(self.schedule.minutes)
             return int(own_process(_peak, self.planner, self.variants[name], most_seconds=most))
         except TaskFailed:
             return None

@@ -13,10 +13,18 @@ if TYPE_CHECKING:
 _INK, _GREY, _LIMIT = "#1f2933", "#6b7785", "#c2410c"
 # What stays from step to step is cool and dark, what comes and goes is warm.
 _COLOURS = {
-    "weights": "#1d4e89", "adapters": "#2f7fc1", "states": "#4aa3a2", "averages": "#7cc6b8", "buffers": "#a9b8c6",
-    "gradients": "#7d5ba6", "activations": "#f2a541", "logits": "#e4572e", "communication": "#c9a0dc",
-    "other": "#8d99a6", "margin": "#dfe3e8",
-}  # fmt: skip
+    "weights": "#1d4e89",
+    "adapters": "#2f7fc1",
+    "states": "#4aa3a2",
+    "averages": "#7cc6b8",
+    "buffers": "#a9b8c6",
+    "gradients": "#7d5ba6",
+    "activations": "#f2a541",
+    "logits": "#e4572e",
+    "communication": "#c9a0dc",
+    "other": "#8d99a6",
+    "margin": "#dfe3e8",
+}
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 _APART = 0.14  # of the axis: the least distance of two names below it
 

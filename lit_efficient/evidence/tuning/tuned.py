@@ -23,7 +23,7 @@ from lit_efficient import __version__
 from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.evidence.fits import Change, FitSource
 from lit_efficient.evidence.measured_run import WARM_UP, Measured, measured
-from lit_efficient.evidence.own_process import TaskFailed, forks, own_process
+from lit_efficient.evidence.own_process import TaskFailed, forks, own_process, plan_seconds
 from lit_efficient.evidence.planning.plan import plan
 from lit_efficient.evidence.tuning.candidates import Space
 from lit_efficient.evidence.tuning.tuning import STEPS, Ledger, Measure, Row, Search
@@ -32,7 +32,6 @@ from lit_efficient.mechanisms.trials.memory import accelerator_limit, available_
 from lit_efficient.mechanisms.trials.steps import quiet
 
 _SHOWN = 10
-_PLANNING = 180.0  # seconds after which a plan hangs
 
 
 def tune(
@@ -81,7 +80,7 @@ def tune(
     limit = limit or _free(device)
     search = Search(
         Space(fit, allow_changes, only, batch),
-        partial(_planned, sketch, min(_PLANNING, 60 * minutes)),
+        partial(_planned, sketch, plan_seconds(minutes)),
         measure or partial(_measured, source, limit, folder, 60 * minutes),
         limit,
         steps=steps,

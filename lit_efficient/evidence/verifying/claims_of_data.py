@@ -40,7 +40,7 @@ class RowsApart(BenchClaim):
         others = [row for row in range(rows - 1) if not _same_rows(batch, rows, row, rows - 1)]
         if not others:
             return self.idle("the batch has no two rows that differ, or its tensors no rows in common")
-        changed = _with_row(batch, rows, others[0])
+        changed = cut(batch, rows, torch.tensor([*range(rows - 1), others[0]]))  # another one in the last one's place
         tolerance = bench.tolerance(_EXACT, _COARSE)
         leak, own, where, outside = self._leak(bench, batch, changed, rows, tolerance)
         norms = {name: part for name, part in bench.module.named_modules() if isinstance(part, BatchNorm)}
@@ -268,11 +268,6 @@ def _joined(tokens: TokenBatch) -> tuple[int, int] | None:
         return None
     first = int(goes_on.nonzero()[0])
     return int(rows[first]), int(places[first])
-
-
-def _with_row(batch: Any, rows: int, row: int) -> Any:
-    """The batch with this row in the place of its last one."""
-    return cut(batch, rows, torch.tensor([*range(rows - 1), row]))
 
 
 def _same_rows(batch: Any, rows: int, one: int, other: int) -> bool:
