@@ -7,6 +7,7 @@ Costs: nothing; outputs are equal, in evaluation, too
 Source: Ioffe and Szegedy (2015), https://arxiv.org/abs/1502.03167, section 3.2
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -118,9 +119,7 @@ def _pairs(root: nn.Module) -> Iterator[tuple[str, str]]:
         for name, norms in fed_alone(module).items():
             # The output that a part gives back is used outside, which the code around it shows.
             fed.setdefault(f"{prefix}{name}", set()).update(f"{prefix}{norm}" if norm else "" for norm in norms)
-    owners: dict[int, int] = {}
-    for _, parameter in root.named_parameters(remove_duplicate=False):
-        owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    owners = Counter(id(parameter) for _, parameter in root.named_parameters(remove_duplicate=False))
     for name, norms in fed.items():
         layer: Any = root.get_submodule(name)
         bias = getattr(layer, "bias", None)

@@ -18,6 +18,7 @@ from lit_efficient.cli.optimizers import MANY
 from lit_efficient.declaration import Declaration, Phase, in_order, overrides, techniques_of
 from lit_efficient.errors import LitEfficientError
 from lit_efficient.internals.lightning_trainer import AskedEarly, begin_fit, set_trainer
+from lit_efficient.internals.wraps import temporarily
 from lit_efficient.mechanisms.trials.steps import quiet
 from lit_efficient.surgery import weightless
 from lit_efficient.technique import AppliesTechniques
@@ -32,15 +33,12 @@ def rehearse(trainer: Any, module: Any, data: Any) -> None:
     Raises:
         LitEfficientError: What a part says.
     """
-    callbacks = trainer.callbacks
-    try:
-        with torch.random.fork_rng(devices=[]), quiet(logging.WARNING, warns=False), _uncertain():
-            begin_fit(trainer, module, data)
-            check_parts(trainer, module, data)
-            with torch.device("meta"):
-                _rehearse_network(trainer, module)
-    finally:
-        trainer.callbacks = callbacks  # those that the module adds are made anew
+    callbacks = temporarily(trainer, callbacks=trainer.callbacks)  # those that the module adds are made anew
+    with torch.random.fork_rng(devices=[]), quiet(logging.WARNING, warns=False), callbacks, _uncertain():
+        begin_fit(trainer, module, data)
+        check_parts(trainer, module, data)
+        with torch.device("meta"):
+            _rehearse_network(trainer, module)
 
 
 def check_parts(trainer: Any, module: Any, data: Any) -> None:
@@ -113,8 +111,5 @@ def steps_guessed(trainer: Any) -> Iterator[None]:
             endless = self.max_epochs == -1
             return super().estimated_stepping_batches if endless else self.max_steps if self.max_steps > 0 else MANY
 
-    trainer.__class__ = Counted
-    try:
+    with temporarily(trainer, __class__=Counted):
         yield
-    finally:
-        trainer.__class__ = kind

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from lit_efficient.internals.wraps import temporarily
+
 HIDDEN = "***"
 _NAMES = re.compile(
     r"(^|_)(api_?key|passw(or)?d|pwd|passphrase|credentials?|secret(_access)?(_key)?|authorization|bearer|jwt|"
@@ -96,11 +98,8 @@ def hide_words() -> None:
 
 
 def _with_hidden_words(begin: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    words, sys.argv = sys.argv, redacted(sys.argv)  # afterwards as before: who starts other processes reads it
-    try:
+    with temporarily(sys, argv=redacted(sys.argv)):  # who starts other processes reads it
         return begin(*arguments, **options)
-    finally:
-        sys.argv = words
 
 
 def _is_secret(key: Any, value: Any) -> bool:

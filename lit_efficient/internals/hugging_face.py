@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.wraps import temporarily
 
 
 def load_saved(path: Path) -> Any:
@@ -75,12 +76,8 @@ def masks_unread(device: torch.device) -> Iterator[None]:
         return
     from transformers import masking_utils
 
-    replaced = {name: vars(masking_utils)[name] for name in ("find_packed_sequence_indices", "fast_all")}
-    vars(masking_utils).update(find_packed_sequence_indices=_documents, fast_all=lambda mask: False)
-    try:
+    with temporarily(masking_utils, find_packed_sequence_indices=_documents, fast_all=lambda mask: False):
         yield
-    finally:
-        vars(masking_utils).update(replaced)
 
 
 def _documents(position_ids: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lit_efficient.internals.wraps import temporarily
+
 
 @contextmanager
 def without_recomputation() -> Iterator[list[str]]:
@@ -28,11 +30,5 @@ def without_recomputation() -> Iterator[list[str]]:
         seen.append(getattr(function, "__qualname__", type(function).__name__))
         yield
 
-    module: Any = checkpoint
-    names = {"CheckpointFunction": Kept, "_checkpoint_without_reentrant_generator": kept}
-    before = {name: getattr(module, name) for name in names}
-    vars(module).update(names)
-    try:
+    with temporarily(checkpoint, CheckpointFunction=Kept, _checkpoint_without_reentrant_generator=kept):
         yield seen
-    finally:
-        vars(module).update(before)

@@ -6,7 +6,8 @@ follows ``__wrapped__`` to decide whether a hook is overridden, and reads the si
 """
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,19 @@ _ABSENT = "absent"  # nothing but the class's method: a string, so that it survi
 
 def does_nothing(*_: Any, **__: Any) -> None:
     """What takes the place of a method that is not to act."""
+
+
+@contextmanager
+def temporarily(owner: Any, /, **values: Any) -> Iterator[None]:
+    """Let attributes have other values while the context is open."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 def wrap_method(target: Any, name: str, function: Callable[..., Any]) -> None:

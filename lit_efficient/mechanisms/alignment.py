@@ -22,6 +22,7 @@ from lit_efficient.declaration import LossHooks, Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number, refusal
 from lit_efficient.internals.torch_dispatch import backward_runs
 from lit_efficient.internals.torch_modules import LoadsPartly
+from lit_efficient.internals.wraps import temporarily
 from lit_efficient.losses.feature_matching import match_tokens, square_of, to_tokens
 from lit_efficient.mechanisms.averages.weights import placed_like, whole
 from lit_efficient.mechanisms.blocks.freezing import WideLayer
@@ -220,12 +221,9 @@ class Alignment(LossHooks, Technique):
 
     def arguments(self) -> dict[str, Any]:
         """The constructor's arguments; a teacher that was given in code as its class and a digest of its weights."""
-        teacher, self.teacher = self.teacher, None
-        try:
+        with temporarily(self, teacher=None):
             arguments = super().arguments()
-        finally:
-            self.teacher = teacher
-        return arguments | {"teacher": None if teacher is None else name_of(teacher)}
+        return arguments | {"teacher": None if self.teacher is None else name_of(self.teacher)}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)

@@ -67,11 +67,8 @@ def hidden_states(network: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor
         seen.append(arguments[0])
         return (arguments[0][:, -1:], *arguments[1:])
 
-    handle = output_head(network).module.register_forward_pre_hook(keep)
-    try:
+    with output_head(network).module.register_forward_pre_hook(keep):
         output = network(**inputs)
-    finally:
-        handle.remove()
     if len(seen) != 1:
         raise ConfigurationError(
             f"{_OWNER}: {type(network).__name__} called its head {len(seen)} times in one forward pass; {_WANTED}."

@@ -7,6 +7,7 @@ saves nor shards it.
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -81,16 +82,10 @@ class Teacher:
         device, dtype = _placed(self.network)
         args, kwargs = _on((args, kwargs), device, dtype, detach=not gradients)
         found: dict[str, Tensor] = {}
-        handles = [
-            self.network.get_submodule(name).register_forward_hook(_keep(found, layer))
-            for layer, name in self.layers.items()
-        ]
-        try:
-            with torch.set_grad_enabled(gradients and torch.is_grad_enabled()):
-                output = forward(*args, **_known(self.network, kwargs))
-        finally:
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as hooks, torch.set_grad_enabled(gradients and torch.is_grad_enabled()):
+            for layer, name in self.layers.items():
+                hooks.enter_context(self.network.get_submodule(name).register_forward_hook(_keep(found, layer)))
+            output = forward(*args, **_known(self.network, kwargs))
         return found if forward is self.network else found | {"": feature_of(output)}
 
     def of_images(self, images: Tensor, gradients: bool = False) -> dict[str, Tensor]:

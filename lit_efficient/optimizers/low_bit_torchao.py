@@ -19,6 +19,7 @@ from torchao.optim.subclass_8bit import OptimState8bit
 from torchao.optim.subclass_fp8 import OptimStateFp8
 
 from lit_efficient.internals.torchao_adam import QuantisedAdam
+from lit_efficient.internals.wraps import temporarily
 
 _STATES: dict[int | str, Any] = {8: OptimState8bit, 4: OptimState4bit, "fp8": OptimStateFp8}
 _BLOCKS: dict[int | str, int] = {8: 256, 4: 128, "fp8": 256}  # elements that share a scale
@@ -58,12 +59,8 @@ class _Twin(QuantisedAdam):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Step on groups as torchao wants them: the rate a tensor, what does not decay in groups of their own."""
-        groups = self.param_groups
-        self.param_groups = [part for group in groups for part in self._parts(group)]
-        try:
+        with temporarily(self, param_groups=[part for group in self.param_groups for part in self._parts(group)]):
             return QuantisedAdam.step(self, closure)  # the class's own, which no other optimizer's hooks have wrapped
-        finally:
-            self.param_groups = groups
 
     def _parts(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         group = {**group, "lr": torch.tensor(float(group["lr"]), dtype=torch.float32)}

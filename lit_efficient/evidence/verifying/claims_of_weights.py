@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lit_efficient.declaration import Phase, techniques_of
 from lit_efficient.evidence.verifying.claims import Claim, Subject, Verdict, first_batch, loss_of, order_of
 from lit_efficient.internals.torch_optimizers import INNER_SCHEDULERS
+from lit_efficient.internals.wraps import temporarily
 
 
 class Trains(Claim):
@@ -215,11 +216,8 @@ def _built() -> Iterator[list[Any]]:
         built.append(self)
         begin(self, *args, **kwargs)
 
-    LRScheduler.__init__ = noted  # type: ignore[method-assign]
-    try:
+    with temporarily(LRScheduler, __init__=noted):
         yield built
-    finally:
-        LRScheduler.__init__ = begin  # type: ignore[method-assign]
 
 
 OF_WEIGHTS: tuple[Claim, ...] = (Trains(), Frozen(), Scheduled())

@@ -66,16 +66,12 @@ def recorded(module: nn.Module, keep: Callable[[Any], Any]) -> Iterator[list[Cal
             call.output = keep(output)
             done.append(call)
 
-    handles = []
-    for name, part in module.named_modules():
-        if name:
-            handles.append(part.register_forward_pre_hook(begins(name), with_kwargs=True, prepend=True))
-            handles.append(part.register_forward_hook(ends))
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, part in module.named_modules():
+            if name:
+                hooks.enter_context(part.register_forward_pre_hook(begins(name), with_kwargs=True, prepend=True))
+                hooks.enter_context(part.register_forward_hook(ends))
         yield done
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def as_it_is(tree: Any) -> Any:

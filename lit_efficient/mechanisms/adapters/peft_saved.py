@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.files.sums import check_sums
 from lit_efficient.files.tensors import load_tensors, save_tensors
+from lit_efficient.internals.wraps import temporarily
 from lit_efficient.mechanisms.adapters.peft_configs import config_options, methods, peft_config
 from lit_efficient.mechanisms.adapters.peft_format import described
 from lit_efficient.mechanisms.adapters.peft_layers import NOTE, networks
@@ -46,16 +47,13 @@ def saved_tensors(root: Any, name: str) -> dict[str, Tensor]:
     from peft.functional import get_peft_model_state_dict
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
-    config, kept = root.peft_config[name], root.peft_config[name].base_model_name_or_path
-    config.base_model_name_or_path = None  # or peft would ask for the base, on the network
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            state = root.state_dict()
-            shared = {key: state[place] for key, place in root.__dict__[NOTE]["shared"][name].items()}
-            found = get_peft_model_state_dict(root, {**state, **shared}, adapter_name=name)
-    finally:
-        config.base_model_name_or_path = kept
+    config = root.peft_config[name]
+    baseless = temporarily(config, base_model_name_or_path=None)  # or peft would ask for the base, on the network
+    with baseless, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = root.state_dict()
+        shared = {key: state[place] for key, place in root.__dict__[NOTE]["shared"][name].items()}
+        found = get_peft_model_state_dict(root, {**state, **shared}, adapter_name=name)
     if not PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type].uses_shared_state:  # a model that says so sorts them itself
         found |= {key.removesuffix(f".{name}"): tensor for key, tensor in shared.items()}
     outer = "base_model."

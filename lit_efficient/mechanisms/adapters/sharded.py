@@ -15,7 +15,7 @@ from torch import nn
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.checkpoints import load_verified
 from lit_efficient.internals.lightning_strategies import traits_of
-from lit_efficient.internals.wraps import inner_method, wrap_method
+from lit_efficient.internals.wraps import inner_method, temporarily, wrap_method
 from lit_efficient.mechanisms.adapters.base import frozen_keys, has_frozen_base
 from lit_efficient.mechanisms.shards import check_everywhere, read_metadata
 
@@ -50,13 +50,8 @@ def asking_for(module: Any, present: Collection[str]) -> Iterator[None]:
         for key in state.keys() - present:
             del state[key]
 
-    strict, module.strict_loading = module.strict_loading, False
-    hook = module.register_state_dict_post_hook(leave_out)
-    try:
+    with module.register_state_dict_post_hook(leave_out), temporarily(module, strict_loading=False):
         yield
-    finally:
-        hook.remove()
-        module.strict_loading = strict
 
 
 def check_adapters(module: nn.Module, present: Collection[str], path: Path) -> None:
