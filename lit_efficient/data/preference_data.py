@@ -104,8 +104,21 @@ class PreferenceData(ChatDataModule):
         rows: PreferenceRows = PreferenceRows(),  # noqa: B008 (frozen)
         chat: PreferenceChat = PreferenceChat(),  # noqa: B008 (frozen)
     ) -> None:
-        ours = (max_length, batch_size, val_batch_size, val_fraction, num_workers, seed, cache_dir)
-        super().__init__(train, val, tokenizer, *ours, rows, chat, pin_memory)
+        super().__init__(
+            train=train,
+            val=val,
+            tokenizer=tokenizer,
+            max_length=max_length,
+            batch_size=batch_size,
+            val_batch_size=val_batch_size,
+            val_fraction=val_fraction,
+            num_workers=num_workers,
+            seed=seed,
+            cache_dir=cache_dir,
+            rows=rows,
+            chat=chat,
+            pin_memory=pin_memory,
+        )
         self.train_pairs: PairRows | None = None
         self.val_pairs: PairRows | None = None
 

@@ -38,6 +38,7 @@ class ChatDataModule(LightningDataModule):
 
     def __init__(
         self,
+        *,
         train: str | list[str],
         val: str | list[str] | None,
         tokenizer: str | None,
