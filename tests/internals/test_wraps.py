@@ -8,7 +8,7 @@ import lightning.pytorch as L
 import pytest
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
+from lit_efficient.internals.wraps import inner_method, temporarily, unwrap_method, wrap_method
 
 
 class Module(L.LightningModule):
@@ -74,3 +74,14 @@ def test_lightning_sees_a_wrapped_hook_as_overridden_and_an_unwrapped_one_not() 
     module.configure_model()
     unwrap_method(module, "configure_model", configure)
     assert not is_overridden("configure_model", module)
+
+
+def test_what_is_set_for_a_while_is_as_before_afterwards_whatever_happens() -> None:
+    module = Module()
+    with pytest.raises(KeyError), temporarily(module, name="other", training=False), temporarily(Module, name="class"):
+        assert (module.name, Module.name, module.training) == ("other", "class", False)
+        raise KeyError
+    assert (module.name, Module.name, module.training) == ("own", "own", True)
+    with temporarily(module, __class__=L.LightningModule):
+        assert type(module) is L.LightningModule
+    assert type(module) is Module
