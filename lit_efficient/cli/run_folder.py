@@ -235,9 +235,11 @@ def _tags_at(step: int, folder: Path) -> set[str]:
     """What TensorBoard's files in a folder have of a step."""
     if not find_spec("tensorboard"):  # tensorboardX reads none
         return set()
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event
 
-    events = (one for path in folder.glob("events.out.tfevents.*") for one in EventFileLoader(str(path)).Load())
+    files = (RawEventFileLoader(str(path)) for path in folder.glob("events.out.tfevents.*"))
+    events = (Event.FromString(record) for file in files for record in file.Load())  # tags need no migration
     return {value.tag for event in events if event.step == step for value in event.summary.value}
 
 

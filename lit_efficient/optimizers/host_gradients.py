@@ -5,7 +5,7 @@ on the CPU of the same shape that takes no memory, and whose ``grad`` may be rea
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,13 +35,11 @@ class HostGradients:
     @contextmanager
     def leaving(self) -> Iterator[None]:
         """While a backward pass runs: each gradient goes to CPU memory, onto what is there, when it is complete."""
-        handles = [p.register_post_accumulate_grad_hook(self._leave) for p in self._parameters() if p.requires_grad]
-        try:
+        with ExitStack() as hooks:
+            hooks.callback(self.store.copies.finish)
+            for p in [p for p in self._parameters() if p.requires_grad]:
+                hooks.enter_context(p.register_post_accumulate_grad_hook(self._leave))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self.store.copies.finish()
 
     def arrived(self) -> dict[Tensor, nn.Parameter]:
         """What stands for each parameter whose gradient is in CPU memory, once all copies are done."""
