@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from lit_efficient.__main__ import main
+from tests.support_cli import Parts
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -32,6 +33,18 @@ def small(path: Path, **init_args: dict[str, Any]) -> str:
         merge(written[key].setdefault("init_args", {}), arguments)
     Path(path.name).write_text(yaml.safe_dump(written))
     return path.name
+
+
+def made(path: Path) -> tuple[dict[str, Any], Any, set[str]]:
+    """What a config says, whose header tells how to run it; the parts that are made of it; their callbacks' names."""
+    text = path.read_text("utf-8")
+    written, parts = yaml.safe_load(text), Parts(args=["fit", "-c", str(path)])
+    names = {type(callback).__name__ for callback in parts.trainer.callbacks}
+    assert {entry["class_path"] for entry in written["trainer"]["callbacks"]} <= names
+    assert type(parts.model).__name__ == written["model"]["class_path"]
+    header = text[: text.index("seed_everything")]
+    assert f"python -m lit_efficient fit -c {path.parent.name}/{path.stem}" in header
+    return written, parts, names
 
 
 def merge(into: dict[str, Any], other: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from lit_efficient.data.text.chat_tokens import ChatTokens
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, add_low_rank
 from lit_efficient.mechanisms.adapters.targets import find_targets
 from lit_efficient.models import causal_lm
-from tests.configs.following import fit_and_follow, small
+from tests.configs.following import fit_and_follow, made, small
 from tests.support_cli import Parts
 
 FOLDER = Path(__file__).parents[2] / "configs" / "llm"
@@ -34,15 +34,8 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_it_parses_and_says_how_to_run_it(path: Path) -> None:
-    text = path.read_text("utf-8")
-    parts: Any = Parts(args=["fit", "-c", str(path)])
-    written = yaml.safe_load(text)
-    names = [type(callback).__name__ for callback in parts.trainer.callbacks]
-    assert {entry["class_path"] for entry in written["trainer"]["callbacks"]} <= set(names)
-    assert type(parts.model).__name__ == written["model"]["class_path"]
+    written, parts, _ = made(path)
     assert type(parts.datamodule).__name__ == written["data"]["class_path"]
-    header = text[: text.index("seed_everything")]
-    assert f"python -m lit_efficient fit -c llm/{path.stem}" in header
     assert path.name in (FOLDER / "README.md").read_text("utf-8")
 
 

@@ -78,9 +78,16 @@ def test_lightning_sees_a_wrapped_hook_as_overridden_and_an_unwrapped_one_not() 
 
 def test_what_is_set_for_a_while_is_as_before_afterwards_whatever_happens() -> None:
     module = Module()
-    with pytest.raises(KeyError), temporarily(module, name="other", training=False), temporarily(Module, name="class"):
-        assert (module.name, Module.name, module.training) == ("other", "class", False)
-        raise KeyError
+    seen = []
+
+    def fails() -> None:
+        with temporarily(module, name="other", training=False), temporarily(Module, name="class"):
+            seen.append((module.name, Module.name, module.training))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert seen == [("other", "class", False)]
     assert (module.name, Module.name, module.training) == ("own", "own", True)
     with temporarily(module, __class__=L.LightningModule):
         assert type(module) is L.LightningModule
