@@ -98,7 +98,7 @@ def _count(batch: Any) -> int:
 
 def _same(one: list[Any], other: list[Any]) -> bool:
     pairs = [pair for pair in zip(tree_leaves(one), tree_leaves(other)) if all(isinstance(x, Tensor) for x in pair)]
-    return bool(pairs) and all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
+    return bool(pairs) and all(torch.equal(*pair) for pair in pairs)
 
 
 def _two_processes(source: FitSource, folder: Path) -> list[dict[str, Any]]:
