@@ -98,7 +98,7 @@ def hide_words() -> None:
 
 
 def _with_hidden_words(begin: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    with temporarily(sys, argv=redacted(sys.argv)):  # who starts other processes reads it
+    with temporarily(sys, argv=redacted(sys.argv)):  # no longer: who starts processes reads it
         return begin(*arguments, **options)
 
 
