@@ -78,7 +78,7 @@ class Frozen(Claim):
 
 def same(one: Any, other: torch.Tensor) -> bool:
     """Whether a tensor is bit-equal to another; one that was not there is not."""
-    return isinstance(one, torch.Tensor) and one.shape == other.shape and bool(torch.equal(one, other))
+    return isinstance(one, torch.Tensor) and torch.equal(one, other)
 
 
 def _meant(fit: Any) -> set[str]:
