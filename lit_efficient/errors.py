@@ -12,7 +12,7 @@ The command line prints any of them without a traceback, and ends with the code 
 
 import math
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 EXIT_CODES = {
@@ -149,6 +149,11 @@ def nearest(name: str, known: Collection[str], most: int = 1) -> list[str]:
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """Return ``", did you mean 'x'?"`` for the nearest known name, or an empty string."""
     return f", did you mean {near[0]!r}?" if (near := nearest(name, known)) else ""
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Return the first of some names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def check_installed(owner: str, *packages: str) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lit_efficient.errors import ConfigurationError, refusal
+from lit_efficient.errors import ConfigurationError, listed, refusal
 from lit_efficient.internals.torch_optimizers import HOOKS, is_counted, mark_counted, mark_stepped
 
 
@@ -246,10 +246,11 @@ def _matching(names: Mapping[str, Sequence[str]], patterns: Sequence[str], who: 
             could = [alias for aliases in names.values() for alias in aliases]
             ends = endings(could)
             near = difflib.get_close_matches(pattern, ends, n=1, cutoff=0.3) or ends[:1]
+            others = [end for end in ends if end not in near]
             example = next((f" (as in {name})" for name in could if name.endswith(near[0])), "")
             raise ConfigurationError(
                 f"{who}: the pattern {pattern!r} matches none of the {len(names)} {what} that it could, whose names "
-                f"end in: {_listed(near + [end for end in ends if end not in near])}{example}"
+                f"end in: {listed(near + others, 20) or 'there are none'}{example}"
             )
         matched |= hits
     return [key for key in names if key in matched]
@@ -264,10 +265,6 @@ def endings(names: Iterable[str]) -> list[str]:
     """
     found = ((name, re.search(r"[^.]*[^.\d][^.]*(?:\.\d+)*$", name)) for name in names)
     return list(dict.fromkeys(match.group() if match else name for name, match in found))
-
-
-def _listed(names: Sequence[str], most: int = 20) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "") or "there are none"
 
 
 def parents(name: str) -> Iterator[str]:

@@ -24,6 +24,7 @@ from lit_efficient.errors import (
     check_installed,
     check_number,
     install_line,
+    listed,
 )
 from lit_efficient.models.causal_lm import CausalLMConfig
 
@@ -131,6 +132,11 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch: p
 )
 def test_the_line_is_that_of_the_first_extra_with_all_of_them(packages: list[str], line: str) -> None:
     assert install_line(*packages).partition("  (")[0] == f"pip install {line}"
+
+
+def test_the_first_names_are_said_and_the_others_counted() -> None:
+    assert [listed("abcd"[:count]) for count in (0, 1, 3, 4)] == ["", "a", "a, b, c", "a, b, c and 1 more"]
+    assert listed("abcd", 2) == "a, b and 2 more"
 
 
 def test_errors_end_the_command_line_with_codes_of_their_own() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from lit_efficient.errors import DivergedError, check_choice, check_number
+from lit_efficient.errors import DivergedError, check_choice, check_number, listed
 from lit_efficient.files.checkpoints import is_floating
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_shards import largest_of_all
@@ -172,6 +172,6 @@ def _is_plain(parameter: Tensor) -> bool:
     return type(parameter) is torch.nn.Parameter and parameter.is_floating_point() and parameter.itemsize > 1
 
 
-def _culprits(module: Any, tensors: Mapping[Tensor, list[Tensor]], limit: float = LIMIT, most: int = 3) -> str:
+def _culprits(module: Any, tensors: Mapping[Tensor, list[Tensor]], limit: float = LIMIT) -> str:
     names = [name for name, p in module.named_parameters() if p in tensors and not largest(tensors[p]) < limit]
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return listed(names)

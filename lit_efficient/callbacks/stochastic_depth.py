@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError, check_choice, check_number
+from lit_efficient.errors import ConfigurationError, check_choice, check_number, listed
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map
 from lit_efficient.mechanisms.blocks.finding import find_blocks, trained_blocks
 from lit_efficient.mechanisms.blocks.residual import (
@@ -339,7 +339,4 @@ def _reasons(left_out: dict[str, str]) -> str:
     by_reason: dict[str, list[str]] = {}
     for name, why in left_out.items():
         by_reason.setdefault(why, []).append(name)
-    return "; ".join(
-        f"{', '.join(names[:6])}{f' and {len(names) - 6} more' if len(names) > 6 else ''} ({why})"
-        for why, names in by_reason.items()
-    )
+    return "; ".join(f"{listed(names, 6)} ({why})" for why, names in by_reason.items())

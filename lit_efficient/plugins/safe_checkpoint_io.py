@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_efficient.errors import CheckpointError, DivergedError, refusal
+from lit_efficient.errors import CheckpointError, DivergedError, listed, refusal
 from lit_efficient.files.atomic_file import link_again, remove_whole
 from lit_efficient.files.checkpoints import (
     DamagedError,
@@ -87,8 +87,7 @@ class SafeCheckpointIO(CheckpointIO):
             raise refusal("SafeCheckpointIO", "storage_options", "null", storage_options)
         names = [*not_finite(checkpoint.get("state_dict", {})), *_states_not_finite(checkpoint)] if self.finite else []
         if names:
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            raise DivergedError(f"{path} is not written: it is not finite in {shown}")
+            raise DivergedError(f"{path} is not written: it is not finite in {listed(names)}")
         target, before = local_file(path), self._written
         if before is None or target == before[0] or state_of(before[0]) != before[1] or (
             not is_written(checkpoint, before[0]) or not link_again(before[0], target)

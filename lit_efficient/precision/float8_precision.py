@@ -19,7 +19,7 @@ from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, P
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError, check_choice, check_installed, check_number, refusal
+from lit_efficient.errors import ConfigurationError, check_choice, check_installed, check_number, listed, refusal
 from lit_efficient.internals.import_noise import silence_imports
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.mechanisms.adapters.quantized import is_quantized
@@ -161,11 +161,10 @@ class Float8Precision(PrecisionTechnique):
         every = sum(p.numel() for p in module.parameters())
         left = [name for name in linears if name not in found]
         left += [f"{name} (stacked experts)" for name, _, _ in expert_stacks(module)]
-        stays = f"; in {self.precision} stay {', '.join(left[:6])}" if left else ""
+        stays = f"; in {self.precision} stay {listed(left, 6)}" if left else ""
         return Report(
             f"{len(found)} of {len(linears)} linear layers multiply in float8 ({self.recipe}"
-            f"{', emulated' if self.emulate else ''}), {weights / every:.0%} of all weights{stays}"
-            + (f" and {len(left) - 6} more" if len(left) > 6 else ""),
+            f"{', emulated' if self.emulate else ''}), {weights / every:.0%} of all weights{stays}",
             modules=tuple(found),
             parameters=weights,
             details={"recipe": self.recipe, "left": len(left), "left_names": ", ".join(left)},

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_efficient.errors import ConfigurationError, refusal
+from lit_efficient.errors import ConfigurationError, listed, refusal
 from lit_efficient.files.cache import digest_of
 from lit_efficient.files.file_hashes import hash_files
 from lit_efficient.files.sums import sha256_of
@@ -88,8 +88,7 @@ def open_sources(
         taken = set(files)
         if passed := [file.name for file in found if file not in taken and not file.name.startswith(".")]:
             kind = "rows" if rows_only else "text"
-            more = f" and {len(passed) - 5} more" if len(passed) > 5 else ""
-            rank_zero_info(f"{name}: {len(files)} files of {kind}; passed over {', '.join(passed[:5])}{more}")
+            rank_zero_info(f"{name}: {len(files)} files of {kind}; passed over {listed(passed, 5)}")
         return [_file(file, file.relative_to(path).as_posix()) for file in files]
     if _suffix(path) in ROW_SUFFIXES + TEXT_SUFFIXES or path.is_absolute() or name.startswith((".", "~")):
         raise ConfigurationError(f"{name}: no such file or folder (looked for {path.absolute()}).")
