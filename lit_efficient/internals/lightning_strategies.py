@@ -6,12 +6,16 @@ a run does not use. Checked with lightning 2.6.6.
 
 import importlib
 import inspect
+import traceback
 from dataclasses import dataclass, replace
 from typing import Any
+
+from lit_efficient.errors import LitEfficientError
 
 _REPLICATES = {"DDPStrategy"}
 _FLATTENS = {"FSDPStrategy", "DeepSpeedStrategy"}  # the second of these is a subclass of DDPStrategy
 _DTENSORS = {"ModelParallelStrategy"}
+NEEDS_MESH = "configure_model, which needs the mesh of several processes"
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,13 @@ def traits_of(strategy: Any) -> Traits:
 def is_parallel(strategy: Any) -> bool:
     """Whether a strategy is one of several processes, the others of which may not be there: ``ParallelStrategy``."""
     return any(base.__name__ == "ParallelStrategy" for base in type(strategy).__mro__)
+
+
+def lacks_mesh(error: BaseException | None) -> bool:
+    """Whether it came up in a ``configure_model`` that reads ``device_mesh``, which one process alone does not have."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(getattr(error, "__traceback__", None))]
+    reads = any("device_mesh" in code.co_names for code in codes)
+    return reads and any(c.co_name == "configure_model" for c in codes) and not isinstance(error, LitEfficientError)
 
 
 def traits_named(given: Any) -> Traits:
