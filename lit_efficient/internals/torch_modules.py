@@ -41,6 +41,11 @@ def give_memory(module: nn.Module, device: Any) -> None:
     module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
 
 
+def drop_memory(module: nn.Module) -> None:
+    """Put the parameters of ``module`` on meta, small ones, too, and untie them: ``_apply``."""
+    module._apply(lambda tensor: tensor.to("meta") if isinstance(tensor, nn.Parameter) else tensor)
+
+
 def whole_twin(module: nn.Module, empty: Container[str]) -> Any:
     """A module with the attributes of this one, and tensors of its own, unshared and unset: ``_parameters``.
 
