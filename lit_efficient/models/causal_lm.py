@@ -253,8 +253,7 @@ def build_empty(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None
     options |= {} if spec.attention is None else {"attn_implementation": spec.attention}
     with torch.device("cpu"), DeferredDraws():
         model = empty_from_config(AutoModelForCausalLM, config, **options)
-    drop_memory(model)
-    model.tie_weights()
+    drop_memory(model)  # of small ones, too
     # What is tied to another weight, and in the files beside it, may be another one there: `build` looks.
     needed = {name for name in model.state_dict() if name not in model.all_tied_weights_keys}
     if needed != stored or any(buffer.device.type == "meta" for buffer in model.buffers()):

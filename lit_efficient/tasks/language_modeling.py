@@ -162,7 +162,7 @@ class LanguageModeling(LightningModule):
             if self.network is None and not waits:
                 from_data = {} if self.tokenizer_state is None else token_ids(self.tokenizer)
                 make = partial(causal_lm.build, self.model, from_data, self._replacing())
-                waits = weights_may_wait(self, LanguageModeling)
+                waits = self._builds_alone() and weights_may_wait(self)
                 empty = causal_lm.build_empty(self.model, from_data) if waits else None
                 self.network = empty or self._made(make, self.model.draws_weights)
                 if said := causal_lm.widened(self.model):
@@ -362,11 +362,15 @@ class LanguageModeling(LightningModule):
 
     def _replacing(self, checkpoint: Mapping[str, Any] | None = None) -> Replacing | None:
         """What is replaced while weights are read: nothing where others have a hand in the network before it is."""
-        own = checkpoint is not None or type(self).configure_model is LanguageModeling.configure_model
+        own = (checkpoint is not None or self._builds_alone()) and getattr(self, "start_from", None) is None
         return on_read(self, "network.", checkpoint) if own else None
 
     def _made(self, make: Callable[[], nn.Module], drawn: bool) -> nn.Module:
-        return built_empty(make) if drawn and weights_may_wait(self, LanguageModeling) else make()
+        return built_empty(make) if drawn and self._builds_alone() and weights_may_wait(self) else make()
+
+    def _builds_alone(self) -> bool:
+        """Whether no class of somebody else's changes the network before techniques do."""
+        return type(self).configure_model is LanguageModeling.configure_model
 
     def _built(self) -> nn.Module:
         if self.network is None:

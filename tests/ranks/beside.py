@@ -1,0 +1,111 @@
+"""What stands beside a sharded network: references and teachers, which come in slices, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from lit_efficient import (
+    CausalLMConfig,
+    Distillation,
+    GPTConfig,
+    LanguageModeling,
+    LoRA,
+    Preference,
+    RewardModeling,
+    ShardedStrategy,
+)
+from lit_efficient.models import weight_slices
+from lit_efficient.surgery import is_sharded
+from tests.support import trainer
+from tests.tasks import preference_kit
+
+STUDENT = GPTConfig(97, dim=32, depth=2, num_heads=2, max_length=64)
+CASES = {
+    "preference": lambda of: Preference(of("model")),
+    "preference of a checkpoint": lambda of: Preference(of("model"), start_from=of("sft.ckpt")),
+    "preference of adapters": lambda of: Preference(of("model"), start_from=of("lora.ckpt")),
+    "preference of ours": lambda of: Preference(STUDENT, start_from=of("gpt.ckpt")),
+    "reward": lambda of: RewardModeling(of("model"), start_from=of("sft.ckpt")),
+    "teacher": lambda of: Distillation(of("model"), STUDENT),
+    "tied teacher": lambda of: Distillation(of("tied"), STUDENT),
+    "teacher of another format": lambda of: Distillation(of("half"), STUDENT),
+    "teacher of a checkpoint": lambda of: Distillation(of("sft.ckpt"), STUDENT),
+    "teacher of ours": lambda of: Distillation(of("gpt.ckpt"), STUDENT),
+    "teacher with adapters": lambda of: Distillation(of("lora.ckpt"), STUDENT),
+}
+WHOLE = {"preference of adapters", "teacher with adapters"}  # merged, which takes all of the weights
+
+
+def place(folder: str) -> Any:
+    """By name what lies in a folder: a model, or a checkpoint."""
+
+    def of(name: str) -> Any:
+        path = str(Path(folder, name))
+        return path if path.endswith(".ckpt") else CausalLMConfig(path, dtype="auto")
+
+    return of
+
+
+def fitted(
+    name: str, folder: str, ckpt_path: str | None = None, steps: int = 3, **arguments: Any
+) -> tuple[list[float], Any, Any]:
+    """Losses, trainer and task of a few steps."""
+    torch.manual_seed(0)
+    task, seen = CASES[name](place(folder)), list[float]()
+
+    class Seen(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+            seen.append(float(outputs["loss"].detach()))
+
+    tokens = torch.randint(97, (8, 12), generator=torch.Generator().manual_seed(0))
+    rows: Any = preference_kit.Rows(8) if "pairs" in task.trains_on else [{"input_ids": r, "labels": r} for r in tokens]
+    task.learning_rate, task.warmup_steps = 1e-2, 0
+    arguments |= {"use_distributed_sampler": False, "limit_val_batches": 0, "max_steps": steps, "max_epochs": -1}
+    run = trainer([Seen()], **arguments)
+    run.fit(task, DataLoader(rows, batch_size=8), ckpt_path=ckpt_path)
+    return seen, run, task
+
+
+def write(folder: str) -> None:
+    """A model in several files, tied, and in bfloat16; checkpoints of it, of adapters beside it, and of our GPT."""
+    from tests.models.test_weight_slices import llama, trained
+
+    torch.manual_seed(1)
+    trained(llama(tied=False)).save_pretrained(f"{folder}/model", max_shard_size="40KB")
+    trained(llama(tied=True)).save_pretrained(f"{folder}/tied")
+    trained(llama(tied=False)).bfloat16().save_pretrained(f"{folder}/half")
+    models: dict[str, Any] = {"sft": place(folder)("model"), "lora": place(folder)("model"), "gpt": STUDENT}
+    for name, model in models.items():
+        task = LanguageModeling(model, learning_rate=1e-2, warmup_steps=0)
+        row = {"input_ids": torch.arange(12), "labels": torch.arange(12)}
+        run = trainer([LoRA(rank=2)] if name == "lora" else [], max_steps=2, max_epochs=-1, limit_val_batches=0)
+        run.fit(task, DataLoader([row] * 4, batch_size=2))
+        run.save_checkpoint(f"{folder}/{name}.ckpt")
+
+
+def on_two(folder: str, names: list[str]) -> None:
+    """Losses straight and resumed, and whether the network, or the teacher, was ever whole."""
+    dist.init_process_group("gloo")
+    filled = list[bool]()
+    fill = weight_slices._Reading.__init__
+
+    def noted(self: Any, network: Any, *given: Any) -> None:
+        filled.append(any(map(is_sharded, network.parameters())))
+        fill(self, network, *given)
+
+    weight_slices._Reading.__init__ = noted  # type: ignore[method-assign]
+    for name in names:
+        filled.clear()
+        losses, _, _ = fitted(name, folder, devices=2, strategy=ShardedStrategy())
+        assert filled == [True] * (2 if name == "teacher of ours" else len(filled)), (name, filled)
+        waited = len(filled)
+        _, half, _ = fitted(name, folder, steps=2, devices=2, strategy=ShardedStrategy())
+        half.save_checkpoint(f"{folder}/{name}.half", weights_only=False)
+        resumed, _, _ = fitted(name, folder, f"{folder}/{name}.half", devices=2, strategy=ShardedStrategy())
+        torch.save({"losses": losses, "resumed": resumed, "waited": waited}, f"{folder}/{name}_{dist.get_rank()}.pt")
