@@ -98,8 +98,8 @@ class RewardModeling(PairTask):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """As for `LanguageModeling`; a language model's own checkpoint is refused."""
-        scored = any(f".{name}".endswith(".score.weight") for name in checkpoint["state_dict"])
-        if "language_modeling" in checkpoint and not scored:
+        state = checkpoint.get("state_dict", [".score.weight"])  # else the strategy reads them, of a folder
+        if "language_modeling" in checkpoint and not any(f".{name}".endswith(".score.weight") for name in state):
             raise ConfigurationError(
                 "RewardModeling: this is the checkpoint of a language model, which has no score: give it as start_from"
             )

@@ -39,7 +39,7 @@ CASES = {
     "teacher of ours": lambda of: Distillation(of("gpt.ckpt"), STUDENT),
     "teacher with adapters": lambda of: Distillation(of("lora.ckpt"), STUDENT),
 }
-WHOLE = {"preference of adapters", "teacher with adapters"}  # merged, which takes all of the weights
+SLICED = [name for name in CASES if "teacher" in name and "adapters" not in name]  # which merges whole weights
 
 
 def place(folder: str) -> Any:
@@ -53,7 +53,7 @@ def place(folder: str) -> Any:
 
 
 def fitted(
-    name: str, folder: str, ckpt_path: str | None = None, steps: int = 3, **arguments: Any
+    name: str, folder: str, ckpt_path: str | None = None, save: str | None = None, **arguments: Any
 ) -> tuple[list[float], Any, Any]:
     """Losses, trainer and task of a few steps."""
     torch.manual_seed(0)
@@ -66,9 +66,10 @@ def fitted(
     tokens = torch.randint(97, (8, 12), generator=torch.Generator().manual_seed(0))
     rows: Any = preference_kit.Rows(8) if "pairs" in task.trains_on else [{"input_ids": r, "labels": r} for r in tokens]
     task.learning_rate, task.warmup_steps = 1e-2, 0
-    arguments |= {"use_distributed_sampler": False, "limit_val_batches": 0, "max_steps": steps, "max_epochs": -1}
-    run = trainer([Seen()], **arguments)
-    run.fit(task, DataLoader(rows, batch_size=8), ckpt_path=ckpt_path)
+    arguments |= {"use_distributed_sampler": False, "limit_val_batches": 0, "max_steps": 3, "max_epochs": -1}
+    run = trainer([Seen(), *([preference_kit.SaveAfter(2, Path(save))] if save else [])], **arguments)
+    loader = DataLoader(rows, batch_size=8)
+    run.fit(task, loader, loader, ckpt_path=ckpt_path)
     return seen, run, task
 
 
@@ -83,9 +84,10 @@ def write(folder: str) -> None:
     models: dict[str, Any] = {"sft": place(folder)("model"), "lora": place(folder)("model"), "gpt": STUDENT}
     for name, model in models.items():
         task = LanguageModeling(model, learning_rate=1e-2, warmup_steps=0)
-        row = {"input_ids": torch.arange(12), "labels": torch.arange(12)}
+        rows: Any = [{"input_ids": torch.arange(12), "labels": torch.arange(12)}] * 4
         run = trainer([LoRA(rank=2)] if name == "lora" else [], max_steps=2, max_epochs=-1, limit_val_batches=0)
-        run.fit(task, DataLoader([row] * 4, batch_size=2))
+        loader = DataLoader(rows, batch_size=2)
+        run.fit(task, loader, loader)
         run.save_checkpoint(f"{folder}/{name}.ckpt")
 
 
@@ -102,10 +104,8 @@ def on_two(folder: str, names: list[str]) -> None:
     weight_slices._Reading.__init__ = noted  # type: ignore[method-assign]
     for name in names:
         filled.clear()
-        losses, _, _ = fitted(name, folder, devices=2, strategy=ShardedStrategy())
-        assert filled == [True] * (2 if name == "teacher of ours" else len(filled)), (name, filled)
-        waited = len(filled)
-        _, half, _ = fitted(name, folder, steps=2, devices=2, strategy=ShardedStrategy())
-        half.save_checkpoint(f"{folder}/{name}.half", weights_only=False)
-        resumed, _, _ = fitted(name, folder, f"{folder}/{name}.half", devices=2, strategy=ShardedStrategy())
-        torch.save({"losses": losses, "resumed": resumed, "waited": waited}, f"{folder}/{name}_{dist.get_rank()}.pt")
+        between = f"{folder}/{name}.between"
+        losses, _, _ = fitted(name, folder, save=between, devices=2, strategy=ShardedStrategy())
+        assert filled == [True] * (1 + (name in SLICED)), name  # the network, and the teacher
+        resumed, _, _ = fitted(name, folder, between, devices=2, strategy=ShardedStrategy())
+        torch.save({"losses": losses, "resumed": resumed}, f"{folder}/{name}_{dist.get_rank()}.pt")

@@ -20,5 +20,6 @@ def test_references_and_teachers_of_two_processes_are_those_of_one(tmp_path: Pat
         for rank in (0, 1):
             found = torch.load(tmp_path / f"{name}_{rank}.pt")
             torch.testing.assert_close(found["losses"], plain, rtol=1e-5, atol=1e-5, msg=f"{name}: {found} {plain}")
-            torch.testing.assert_close(found["resumed"], plain[2:], rtol=1e-5, atol=1e-5, msg=f"{name}: {found}")
-            print(name, found, plain)
+            torch.testing.assert_close(
+                found["resumed"], plain[2:], rtol=1e-5, atol=1e-5, msg=f"{name}: {found} {plain}"
+            )
