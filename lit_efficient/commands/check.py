@@ -207,14 +207,10 @@ def _bytes(module: Any) -> int:
 def _give_memory(module: Any) -> None:
     """Give parameters on the meta device the memory of one element: techniques and optimizers want them on a device."""
     import torch
-    from torch import nn
 
-    made: dict[int, Any] = {}  # one that two layers share is one
-    for part in module.modules():
-        for name, one in list(part.named_parameters(recurse=False, remove_duplicate=False)):
-            if one.device.type == "meta":
-                empty = torch.zeros((), dtype=one.dtype).expand(one.shape)
-                setattr(part, name, made.setdefault(id(one), nn.Parameter(empty, one.requires_grad)))
+    from lit_efficient.internals.torch_modules import exchange
+
+    exchange(module, lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape) if p.is_meta else p)
 
 
 def _lines(cli: Any, device: str, prepared: bool, left: list[str]) -> list[str]:

@@ -38,23 +38,18 @@ def saved_names(module: nn.Module) -> list[str]:
 
 def give_memory(module: nn.Module, device: Any) -> None:
     """Put what is on meta in ``module`` onto a device, with any values, and leave the rest where it is: ``_apply``."""
-    _exchange(module, device, True)
+    exchange(module, lambda p: torch.empty_like(p, device=device) if type(p) is nn.Parameter and p.is_meta else p)
     module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
 
 
-def drop_memory(module: nn.Module) -> None:
-    """Put all parameters of ``module`` on meta."""
-    _exchange(module, "meta", False)
-
-
-def _exchange(module: nn.Module, device: Any, empty: bool) -> None:
-    """Put others in the place of plain parameters that are on meta, or that are not; what is tied stays so."""
+def exchange(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Put what ``change`` makes of them in the place of parameters; unlike in ``_apply``, what is tied stays so."""
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():
         table = tensor_tables(part)[0]
         for name, p in table.items():
-            if type(p) is nn.Parameter and p.is_meta is empty:
-                table[name] = made.setdefault(id(p), nn.Parameter(torch.empty_like(p, device=device), p.requires_grad))
+            if p is not None and (other := change(p)) is not p:
+                table[name] = made.setdefault(id(p), nn.Parameter(other, p.requires_grad))
 
 
 def whole_twin(module: nn.Module, empty: Container[str]) -> Any:

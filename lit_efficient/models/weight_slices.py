@@ -25,7 +25,6 @@ from lit_efficient.internals.heap import give_back
 from lit_efficient.internals.torch_modules import (
     FollowsWeight,
     Loads,
-    drop_memory,
     give_memory,
     saved_names,
     take_attributes,
@@ -41,31 +40,11 @@ WAITS = "_lit_efficient_weights"  # of a network that has been built empty: the 
 Noted = Callable[[str, torch.Tensor, torch.dtype], object]  # a tensor's name, its numbers, and its format in the module
 
 
-@dataclass(frozen=True, eq=False)
-class Stored:
-    """The tensors of a checkpoint, mapped, under a network's own names."""
-
-    path: str
-    tensors: Mapping[str, torch.Tensor]
-
-    def noted(self) -> list[str]:
-        return list(self.tensors)
-
-    def drawn(self, name: str) -> torch.Tensor:
-        return self.tensors[name]
-
-    def __str__(self) -> str:
-        return self.path
-
-    def __deepcopy__(self, memo: Any) -> "Stored":
-        return self
-
-
 @dataclass(frozen=True)
 class Waiting:
     """Where the weights of an empty network lie, or what draws them, and the formats that it has been built in."""
 
-    source: str | DeferredDraws | Stored
+    source: str | DeferredDraws
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
 
 
@@ -85,22 +64,6 @@ def built_empty(make: Callable[[], nn.Module]) -> nn.Module:
     dtypes = {name: p.dtype for name, p in network.named_parameters(remove_duplicate=False)}
     network.__dict__[WAITS] = Waiting(draws, dtypes)
     return network
-
-
-def wait_for(network: nn.Module, source: Stored) -> None:
-    """Take the memory of a network's weights, which :func:`fill_waiting` will give those of ``source``.
-
-    Raises:
-        CheckpointError: If they do not fit.
-    """
-    shapes = [{name: tuple(t.shape) for name, t in each.items()} for each in (network.state_dict(), source.tensors)]
-    own, theirs = shapes
-    if odd := [name for name in own | theirs if own.get(name) != theirs.get(name)]:
-        here, there = (f"has {shape[odd[0]]}" if odd[0] in shape else "lacks it" for shape in shapes)
-        raise CheckpointError(f"{source} does not fit the model: of {odd[0]!r} it {there}, and the model {here}")
-    drop_memory(network)
-    dtypes = {name: p.dtype for name, p in network.named_parameters(remove_duplicate=False)}
-    network.__dict__[WAITS] = Waiting(source, dtypes)
 
 
 def weights_wait(root: nn.Module) -> bool:
@@ -145,7 +108,7 @@ class _Reading:
     def __init__(
         self,
         network: nn.Module,
-        source: str | os.PathLike[str] | DeferredDraws | Stored,
+        source: str | os.PathLike[str] | DeferredDraws,
         dtypes: Mapping[str, torch.dtype],
         wanted: Collection[str],
         noted: Noted | None,
@@ -153,7 +116,7 @@ class _Reading:
     ) -> None:
         self.places: Mapping[str, Any]
         self.opened: dict[Any, Any] = {}
-        if isinstance(source, DeferredDraws | Stored):
+        if isinstance(source, DeferredDraws):
             self.places, self.opened[source] = dict.fromkeys(source.noted(), source), _Drawn(source)
         else:
             if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
@@ -191,8 +154,8 @@ class _Reading:
             self.lacking[name] = id(tensor)
             return
         part = _own_part(file.get_slice(name), tensor, name, self.places[name])
-        if not part:
-            tensor.copy_(file.get_tensor(name))
+        if not is_sharded(tensor):
+            tensor.copy_(file.get_tensor(name))  # whose pages are the file's: a slice would be a copy
         elif all(each.start < each.stop for each in part):
             local(tensor).copy_(file.get_slice(name)[part])
         self.loaded.add(id(tensor))
@@ -232,9 +195,9 @@ class _Reading:
 
 
 class _Drawn:
-    """Weights that are drawn, or found, when they are asked for, as a file that has them."""
+    """Weights that are drawn when they are asked for, as a file that has them."""
 
-    def __init__(self, draws: DeferredDraws | Stored) -> None:
+    def __init__(self, draws: DeferredDraws) -> None:
         self.draws, self.name, self.tensor = draws, "", torch.empty(0)
 
     def get_tensor(self, name: str) -> torch.Tensor:

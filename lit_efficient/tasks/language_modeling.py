@@ -362,14 +362,14 @@ class LanguageModeling(LightningModule):
 
     def _replacing(self, checkpoint: Mapping[str, Any] | None = None) -> Replacing | None:
         """What is replaced while weights are read: nothing where others have a hand in the network before it is."""
-        own = (checkpoint is not None or self._builds_alone()) and getattr(self, "start_from", None) is None
-        return on_read(self, "network.", checkpoint) if own else None
+        restored = checkpoint is not None and getattr(self, "start_from", None) is None
+        return on_read(self, "network.", checkpoint) if restored or self._builds_alone() else None
 
     def _made(self, make: Callable[[], nn.Module], drawn: bool) -> nn.Module:
         return built_empty(make) if drawn and self._builds_alone() and weights_may_wait(self) else make()
 
     def _builds_alone(self) -> bool:
-        """Whether no class of somebody else's changes the network before techniques do."""
+        """Whether nobody else has a hand in the network before techniques do."""
         return type(self).configure_model is LanguageModeling.configure_model
 
     def _built(self) -> nn.Module:

@@ -5,17 +5,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
-
 import lit_efficient
-from lit_efficient.application import technique_of
 from lit_efficient.data.text.tokenizer_state import pack_tokenizer
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.files.sums import check_sums
-from lit_efficient.mechanisms.restore import take_weights, weights_of, without_heads
+from lit_efficient.mechanisms.restore import take_weights
 from lit_efficient.mechanisms.shards import read_checkpoint
 from lit_efficient.models.causal_lm import CausalLMConfig
-from lit_efficient.models.weight_slices import Stored, built_empty, wait_for
 from lit_efficient.surgery import own_draws
 from lit_efficient.tasks.language_modeling import LanguageModeling
 
@@ -42,40 +38,19 @@ def language_model_of(
     checkpoint or a safetensors file.
     """
     given = read_checkpoint(base)["state_dict"] if base is not None and Path(base).is_file() else None
-    spec = checkpoint["hyper_parameters"]["model"]
-    if base is not None and given is None and "config_fields" in spec:
-        fields = spec["config_fields"] if spec["name_or_path"] else None
-        spec = {**spec, "name_or_path": base, "random_weights": False, "config_fields": fields}
+    cls = _task(checkpoint, path)
+    known = inspect.signature(cls).parameters  # a task derived from it may have arguments of its own
+    arguments = {name: value for name, value in checkpoint["hyper_parameters"].items() if name in known}
+    if base is not None and given is None and "config_fields" in arguments["model"]:
+        fields = arguments["model"]["config_fields"] if arguments["model"]["name_or_path"] else None
+        named = {"name_or_path": base, "random_weights": False, "config_fields": fields}
+        arguments["model"] = {**arguments["model"], **named}
+    model = cls(**arguments)
     whole = checkpoint if given is None else {**checkpoint, "state_dict": {**given, **checkpoint["state_dict"]}}
-    model = _built(whole, path, spec)
+    model.on_load_checkpoint(whole)
     if given is not None:
         model.load_state_dict(given, strict=False)
     return model, take_weights(model, checkpoint, weights)
-
-
-def empty_language_model(path: str) -> nn.Module | None:
-    """The network of a checkpoint without its weights, which ``fill_waiting`` takes from the file.
-
-    Returns:
-        ``None`` where they are not there as the network has them: adapters beside a base, or layers of techniques.
-    """
-    checkpoint = read_language_model(path)
-    arguments = checkpoint["hyper_parameters"]
-    if (weights := plain_weights(checkpoint)) is None or arguments.get("start_from"):
-        return None
-    network = built_empty(lambda: _built(checkpoint, path, arguments["model"]).network)
-    wait_for(network, Stored(path, weights))
-    return network
-
-
-def plain_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor] | None:
-    """The tensors of a checkpoint's network under its own names; ``None`` if techniques or codes have other ones."""
-    kept, model = checkpoint.get("lit_efficient", {}), checkpoint["hyper_parameters"]["model"]
-    changed = [one for one in kept.get("transforms", ()) if not getattr(technique_of(one), "training_only", False)]
-    if changed or kept.get("base") or model.get("quantize"):
-        return None
-    state = without_heads(weights_of(checkpoint, "auto")[0], checkpoint)
-    return {name.removeprefix("network."): tensor for name, tensor in state.items() if name.startswith("network.")}
 
 
 def read_language_model(path: str) -> dict[str, Any]:
@@ -124,16 +99,6 @@ def _task(checkpoint: Mapping[str, Any], path: str) -> type[LanguageModeling]:
     if not (isinstance(cls, type) and issubclass(cls, LanguageModeling)):
         raise CheckpointError(f"{path} is of the task {name!r}, which is no language model")
     return cls
-
-
-def _built(checkpoint: dict[str, Any], path: str, spec: Mapping[str, Any]) -> Any:
-    """The task that wrote a checkpoint, with its network, which has no weights of the file yet."""
-    cls = _task(checkpoint, path)
-    known = inspect.signature(cls).parameters  # a task derived from it may have arguments of its own
-    arguments = {name: value for name, value in checkpoint["hyper_parameters"].items() if name in known}
-    model = cls(**{**arguments, "model": spec})
-    model.on_load_checkpoint(checkpoint)
-    return model
 
 
 def load_hugging_face(spec: CausalLMConfig) -> Any:

@@ -13,9 +13,8 @@ from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.mechanisms.adapters.merge import merge_adapters
 from lit_efficient.models.causal_lm import CausalLMConfig
 from lit_efficient.models.gpt import GPTConfig
-from lit_efficient.models.weight_slices import Stored, wait_for, weights_wait
 from lit_efficient.tasks.language_modeling import LanguageModeling
-from lit_efficient.tasks.loading import language_model_of, plain_weights, read_language_model
+from lit_efficient.tasks.loading import load_language_model
 from lit_efficient.tasks.pairs import Comparison
 
 
@@ -64,21 +63,17 @@ class PairTask(LanguageModeling):
         if self.start_from is None or (trainer_of(self) is None and not Path(self.start_from).is_file()):
             return
         try:
-            start = read_language_model(self.start_from)
-            weights = plain_weights(start) if weights_wait(network) else None
-            if weights is None:
-                merged: Any = merge_adapters(language_model_of(start, self.start_from)[0])
-                weights = merged.network.state_dict()
+            start, _ = load_language_model(self.start_from)
         except LitEfficientError as error:
             raise type(error)(f"{type(self).__name__}: start_from: {error}") from error
-        own, theirs = self.tokenizer_state, start["language_modeling"]["tokenizer"]
-        if theirs is not None:  # first: another tokenizer is why vocabularies differ in size
-            self._adopt_tokenizer(theirs, f"start_from ({self.start_from})")
-        self.tokenizer_state = own or theirs
-        _give_weights(Stored(f"{type(self).__name__}: start_from {self.start_from}", weights), network)
+        own = self.tokenizer_state
+        if start.tokenizer_state is not None:  # first: another tokenizer is why vocabularies differ in size
+            self._adopt_tokenizer(start.tokenizer_state, f"start_from ({self.start_from})")
+        self.tokenizer_state = own or start.tokenizer_state
+        _give_weights(start, network, f"{type(self).__name__}: start_from {self.start_from}")
 
     def _builds_alone(self) -> bool:
-        return type(self).configure_model is PairTask.configure_model
+        return self.start_from is None and type(self).configure_model is PairTask.configure_model
 
     def _rebuilt(self, described: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> nn.Module:
         network = super()._rebuilt(described, checkpoint)
@@ -115,13 +110,11 @@ class PairTask(LanguageModeling):
             self.log(f"{prefix}/{name}", value, prog_bar=shown, batch_size=len(done.losses), sync_dist=not training)
 
 
-def _give_weights(start: Stored, network: nn.Module) -> None:
-    """Give ``network``, now or when it has been sharded, the weights of one of its shape."""
-    if weights_wait(network):
-        wait_for(network, start)
-        return
+def _give_weights(trained: nn.Module, network: nn.Module, source: str) -> None:
+    """Give ``network`` the weights of a `LanguageModeling` of its shape, whose adapters are merged in place."""
+    merged: Any = merge_adapters(trained)
     try:
-        network.load_state_dict(dict(start.tensors))
+        network.load_state_dict(merged.network.state_dict())
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:300]
-        raise CheckpointError(f"{start} does not fit the model here: {reason}") from error
+        raise CheckpointError(f"{source} does not fit the model here: {reason}") from error

@@ -31,7 +31,8 @@ CASES = {
     "preference of a checkpoint": lambda of: Preference(of("model"), start_from=of("sft.ckpt")),
     "preference of adapters": lambda of: Preference(of("model"), start_from=of("lora.ckpt")),
     "preference of ours": lambda of: Preference(STUDENT, start_from=of("gpt.ckpt")),
-    "reward": lambda of: RewardModeling(of("model"), start_from=of("sft.ckpt")),
+    "reward": lambda of: RewardModeling(of("model")),
+    "reward of a checkpoint": lambda of: RewardModeling(of("model"), start_from=of("sft.ckpt")),
     "teacher": lambda of: Distillation(of("model"), STUDENT),
     "tied teacher": lambda of: Distillation(of("tied"), STUDENT),
     "teacher of another format": lambda of: Distillation(of("half"), STUDENT),
@@ -39,7 +40,8 @@ CASES = {
     "teacher of ours": lambda of: Distillation(of("gpt.ckpt"), STUDENT),
     "teacher with adapters": lambda of: Distillation(of("lora.ckpt"), STUDENT),
 }
-SLICED = [name for name in CASES if "teacher" in name and "adapters" not in name]  # which merges whole weights
+# How many of network and teacher come in slices; a checkpoint to start from is read whole.
+SLICED = {"preference": 1, "reward": 1, "teacher": 2, "tied teacher": 2, "teacher of another format": 2}
 
 
 def place(folder: str) -> Any:
@@ -106,6 +108,6 @@ def on_two(folder: str, names: list[str]) -> None:
         filled.clear()
         between = f"{folder}/{name}.between"
         losses, _, _ = fitted(name, folder, save=between, devices=2, strategy=ShardedStrategy())
-        assert filled == [True] * (1 + (name in SLICED)), name  # the network, and the teacher
+        assert filled == [True] * SLICED.get(name, int("teacher" in name)), name
         resumed, _, _ = fitted(name, folder, between, devices=2, strategy=ShardedStrategy())
         torch.save({"losses": losses, "resumed": resumed}, f"{folder}/{name}_{dist.get_rank()}.pt")

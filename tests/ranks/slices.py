@@ -74,6 +74,7 @@ class Counted:
 
     def get_tensor(self, name: str) -> torch.Tensor:
         found: torch.Tensor = self.file.get_tensor(name)  # its pages are the file's
+        given.append(found.nbytes)
         return found
 
 
