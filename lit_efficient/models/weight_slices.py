@@ -4,7 +4,7 @@
 
 Files are mapped, in one piece or in the several that an index of Hugging Face lists; of a shard only its own bytes are
 read. A layer that makes something else of a weight, codes or experts, is given it whole, and keeps its slices of that.
-Costs in memory: what the process holds, and one tensor's part of it in the format of the file, or one layer.
+Costs in memory: what the process holds, and one layer of those.
 Source: https://huggingface.co/docs/safetensors/index.
 """
 
@@ -153,14 +153,16 @@ class _Reading:
         if file is None:
             self.lacking[name] = id(tensor)
             return
-        part = _own_part(file.get_slice(name), tensor, name, self.places[name])
-        if not is_sharded(tensor):
-            tensor.copy_(file.get_tensor(name))  # whose pages are the file's: a slice would be a copy
-        elif all(each.start < each.stop for each in part):
-            local(tensor).copy_(file.get_slice(name)[part])
+        whole = file.get_tensor(name)  # of a file, whose pages are read where they are asked for
+        if whole.is_floating_point() is not tensor.is_floating_point():
+            raise ConfigurationError(f"{name!r} is {tensor.dtype} here and {whole.dtype} in {self.places[name]}")
+        if whole.shape != tensor.shape:
+            there = f"{tuple(whole.shape)} in {self.places[name]}"
+            raise CheckpointError(f"{name!r} is {tuple(tensor.shape)} here and {there}")
+        local(tensor).copy_(whole[_slices_of(tensor, name)])
         self.loaded.add(id(tensor))
         if self.noted is not None:
-            self.noted(self.prefix + name, file.get_tensor(name), tensor.dtype)
+            self.noted(self.prefix + name, whole, tensor.dtype)
 
     def _through(self, part: Any, layer: str, own: Mapping[str, str]) -> None:
         """What a layer makes of its weights, of which each process keeps its slices."""
@@ -206,23 +208,6 @@ class _Drawn:
             self.name, self.tensor = name, self.draws.drawn(name)
         return self.tensor
 
-    def get_slice(self, name: str) -> Any:
-        return _Numbers(self.get_tensor(name))
-
-
-@dataclass
-class _Numbers:
-    tensor: torch.Tensor
-
-    def get_shape(self) -> torch.Size:
-        return self.tensor.shape
-
-    def get_dtype(self) -> str:
-        return "F" if self.tensor.is_floating_point() else "I"
-
-    def __getitem__(self, part: Any) -> torch.Tensor:
-        return self.tensor[part]
-
 
 def stored_places(path: Path) -> dict[str, Path]:
     """The file that each tensor of a folder lies in."""
@@ -242,16 +227,8 @@ def stored_places(path: Path) -> dict[str, Path]:
         raise CheckpointError(f"{indexes[0]} cannot be read ({error!r})") from error
 
 
-def _own_part(stored: Any, tensor: Any, name: str, file: Path) -> tuple[slice, ...]:
-    """What this process holds of a tensor; nothing of a single number, which has no parts."""
-    if tensor.is_floating_point() is not str(stored.get_dtype()).lstrip("B").startswith("F"):
-        raise ConfigurationError(f"{name!r} is {tensor.dtype} here and {stored.get_dtype()} in {file}")
-    if tuple(stored.get_shape()) != tuple(tensor.shape):
-        raise CheckpointError(f"{name!r} is {tuple(tensor.shape)} here and {tuple(stored.get_shape())} in {file}")
-    return _slices_of(tensor, name)
-
-
 def _slices_of(tensor: Any, name: str) -> tuple[slice, ...]:
+    """What this process holds of a tensor."""
     own = own_slices(tensor) if is_sharded(tensor) else tuple(slice(0, size) for size in tensor.shape)
     if own is None:
         raise ConfigurationError(f"{name!r} is sharded in strides, which are no slices of a file")

@@ -53,10 +53,8 @@ from lit_efficient.surgery import count, is_sharded, reshard
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _HALF = "bf16-mixed"
-_ADVICE = "Go on with the optimizer that wrote it, or from its weights alone: restore(module, path)"
-
-
 _ALONE = Parallel()
+_ADVICE = "Go on with the optimizer that wrote it, or from its weights alone: restore(module, path)"
 
 
 class ShardedStrategy(ShardingBase):
@@ -206,7 +204,7 @@ class ShardedStrategy(ShardingBase):
             fully_shard(unit, reshard_after_forward=False if stays else self.reshard_after_forward, **how)
         rest = count(module.parameters()) - count(p for unit in units for p in unit.parameters())
         fully_shard(module, reshard_after_forward=False, **how)
-        fill_waiting(module, self._home, noting_digests(module))
+        fill_waiting(module, torch.device("cpu") if self.offload else self.root_device, noting_digests(module))
         gather_when_called(module, units)
         blocks = sum(any(unit is block for block in found) for unit in units)
         total = count(module.parameters())
@@ -230,7 +228,7 @@ class ShardedStrategy(ShardingBase):
         for block in blocks:
             if all(type(p) is nn.Parameter and p.is_floating_point() for p in block.parameters()):
                 fully_shard(block, mesh=self._mesh, reshard_after_forward=True, offload_policy=self._offload())
-        if fill_waiting(network, self._home):
+        if fill_waiting(network, torch.device("cpu") if self.offload else self.root_device):
             for tensor in (*network.parameters(), *network.buffers()):
                 tensor.data = tensor.data if is_sharded(tensor) else tensor.data.to(self.root_device)
         for block in sharded_modules(network):
@@ -300,10 +298,6 @@ class ShardedStrategy(ShardingBase):
             wanted = "bfloat16" if precision == _HALF else ""
         # Autocast, which the precision brings, decides of inputs.
         return MixedPrecisionPolicy(_DTYPES.get(wanted), _DTYPES[self.reduce_dtype], cast_forward_inputs=False)
-
-    @property
-    def _home(self) -> torch.device:
-        return torch.device("cpu") if self.offload else self.root_device
 
     def _offload(self) -> OffloadPolicy:
         return CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda") if self.offload else OffloadPolicy()

@@ -149,9 +149,8 @@ class Distillation(LanguageModeling):
             self._live = self._source.load(empty=hasattr(self.trainer.strategy, "shard_frozen"))
 
     def on_sharded(self) -> None:
-        """Give the teacher its weights before the first step, too."""
         if self._live is not None:
-            self._asks()
+            self._asks()  # which gives it its weights, before the first step
 
     def on_train_start(self) -> None:
         if self.cache_top_k is not None:

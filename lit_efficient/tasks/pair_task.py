@@ -97,11 +97,10 @@ class PairTask(LanguageModeling):
     def on_validation_epoch_end(self) -> None:
         """Nothing: the steps have logged."""
 
+    on_test_epoch_end = on_validation_epoch_end
+
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self._log(self.compare(batch), "test")
-
-    def on_test_epoch_end(self) -> None:
-        """Nothing: the steps have logged."""
 
     def _log(self, done: Comparison, prefix: str) -> None:
         training = prefix == "train"

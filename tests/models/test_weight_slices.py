@@ -174,7 +174,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     for network, said in (
         (nn.Linear(4, 2, device="meta"), r"'weight' is \(2, 4\) here and \(2, 3\) in"),
         (nn.Sequential(linear()), r"base lacks 2 tensors, first .0.weight."),
-        (nn.ParameterDict({"weight": codes}), r"'weight' is torch.int8 here and F32"),
+        (nn.ParameterDict({"weight": codes}), r"'weight' is torch.int8 here and torch.float32"),
     ):
         with pytest.raises((CheckpointError, ConfigurationError), match=said):
             slices.read(network, folder)

@@ -61,29 +61,20 @@ def made() -> nn.Module:
 
 
 class Counted:
-    """A file that notes how many bytes it gives at a time."""
+    """A file that notes how many bytes are taken of its tensors, whose pages are its own."""
 
     def __init__(self, path: Path) -> None:
         self.file = _map_tensors(path)
-
-    def keys(self) -> Any:
-        return self.file.keys()
-
-    def get_slice(self, name: str) -> Any:
-        return CountedSlice(self.file.get_slice(name))
+        self.keys = self.file.keys
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        found: torch.Tensor = self.file.get_tensor(name)  # its pages are the file's
-        given.append(found.nbytes)
-        return found
+        found: torch.Tensor = self.file.get_tensor(name)
+        return found.as_subclass(CountedTensor)
 
 
-class CountedSlice:
-    def __init__(self, stored: Any) -> None:
-        self.stored, self.get_shape, self.get_dtype = stored, stored.get_shape, stored.get_dtype
-
+class CountedTensor(torch.Tensor):
     def __getitem__(self, part: Any) -> torch.Tensor:
-        found: torch.Tensor = self.stored[part]
+        found = self.as_subclass(torch.Tensor)[part]
         given.append(found.nbytes)
         return found
 
