@@ -197,12 +197,12 @@ def _preference(start: str | None = None) -> Callable[[Path], Any]:
     return made
 
 
-def _distillation(teacher: str) -> Callable[[Path], Any]:
+def _distillation(teacher: str, dtype: Any = "bfloat16") -> Callable[[Path], Any]:
     def made(folder: Path) -> Any:
         from lit_efficient import CausalLMConfig, Distillation, GPTConfig
 
         path = str(folder / teacher)
-        named = CausalLMConfig(path, dtype="bfloat16") if teacher == "base" else path
+        named = CausalLMConfig(path, dtype=dtype) if teacher == "base" else path
         student = GPTConfig(SHAPE["vocab_size"], dim=16, depth=2, num_heads=2, max_length=64)
         return Distillation(named, student), [], {"steps": 1, "beside": lambda task: task._live.on(None).parameters()}
 
@@ -216,10 +216,11 @@ SHARDED: dict[str, Callable[[Path], Any]] = {
     "PeftAdapter": _adapted(
         _named("PeftAdapter", config={"peft_type": "LOKR", "r": 8, "target_modules": ["q_proj", "v_proj"]})
     ),
-    **{f"{variant} of a folder": _adapted(_named("LoRA", start_from=Path(variant))) for variant in ("dora", "pissa")},
+    "DoRA of a folder": _adapted(_named("LoRA", start_from=Path("dora"))),
     "Preference": _preference(),
     "Preference of a checkpoint": _preference("plain.ckpt"),
     "teacher of a folder": _distillation("base"),
+    "teacher in float32": _distillation("base", "float32"),
     "teacher of a checkpoint": _distillation("plain.ckpt"),
 }
 
@@ -232,7 +233,7 @@ def _prepare(folder: Path) -> None:
     from lit_efficient.export.adapters import export_checkpoint
 
     quiet: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    for name in ("plain", "dora", "pissa"):
+    for name in ("plain", "dora"):
         task = LanguageModeling(CausalLMConfig(str(folder / "base"), dtype="bfloat16"))
         techniques: list[Any] = [] if name == "plain" else [LoRA(2, targets=["q_proj", "v_proj"], variant=name)]
         trainer = Trainer(max_steps=0, accelerator="cpu", callbacks=techniques, enable_checkpointing=False, **quiet)

@@ -159,7 +159,11 @@ class _Reading:
         if whole.shape != tensor.shape:
             there = f"{tuple(whole.shape)} in {self.places[name]}"
             raise CheckpointError(f"{name!r} is {tuple(tensor.shape)} here and {there}")
-        local(tensor).copy_(whole[_slices_of(tensor, name)])
+        kinds = [(one.dtype, one.device) for one in (whole, tensor)]
+        if is_sharded(tensor) or tensor.requires_grad or kinds[0] != kinds[1]:
+            local(tensor).copy_(whole[_slices_of(tensor, name)])
+        else:  # frozen: its pages stay the file's
+            tensor.data = whole
         self.loaded.add(id(tensor))
         if self.noted is not None:
             self.noted(self.prefix + name, whole, tensor.dtype)
