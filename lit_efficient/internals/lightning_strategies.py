@@ -64,11 +64,13 @@ def is_parallel(strategy: Any) -> bool:
     return any(base.__name__ == "ParallelStrategy" for base in type(strategy).__mro__)
 
 
-def lacks_mesh(error: BaseException | None) -> bool:
+def lacks_mesh(error: Any) -> bool:
     """Whether it came up in a ``configure_model`` that reads ``device_mesh``, which one process alone does not have."""
-    codes = [frame.f_code for frame, _ in traceback.walk_tb(getattr(error, "__traceback__", None))]
-    reads = any("device_mesh" in code.co_names for code in codes)
-    return reads and any(c.co_name == "configure_model" for c in codes) and not isinstance(error, LitEfficientError)
+    codes = (
+        [] if isinstance(error, LitEfficientError) else [f.f_code for f, _ in traceback.walk_tb(error.__traceback__)]
+    )
+    names = {name for code in codes for name in (*code.co_names, code.co_name)}
+    return {"device_mesh", "configure_model"} <= names
 
 
 def traits_named(given: Any) -> Traits:

@@ -60,7 +60,7 @@ def built_empty(make: Callable[[], nn.Module]) -> nn.Module:
     draws.note(network)
     for prefix, part in network.named_modules():
         for name in [name for name, buffer in part.named_buffers(recurse=False) if buffer.is_meta]:
-            setattr(part, name, draws.drawn(f"{prefix}.{name}".lstrip(".")))
+            setattr(part, name, draws.get_tensor(f"{prefix}.{name}".lstrip(".")))
     dtypes = {name: p.dtype for name, p in network.named_parameters(remove_duplicate=False)}
     network.__dict__[WAITS] = Waiting(draws, dtypes)
     return network
@@ -117,7 +117,7 @@ class _Reading:
         self.places: Mapping[str, Any]
         self.opened: dict[Any, Any] = {}
         if isinstance(source, DeferredDraws):
-            self.places, self.opened[source] = dict.fromkeys(source.noted(), source), _Drawn(source)
+            self.places, self.opened[source] = dict.fromkeys(source.noted(), source), source
         else:
             if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
                 check_sums(source)
@@ -159,8 +159,7 @@ class _Reading:
         if whole.shape != tensor.shape:
             there = f"{tuple(whole.shape)} in {self.places[name]}"
             raise CheckpointError(f"{name!r} is {tuple(tensor.shape)} here and {there}")
-        kinds = [(one.dtype, one.device) for one in (whole, tensor)]
-        if is_sharded(tensor) or tensor.requires_grad or kinds[0] != kinds[1]:
+        if is_sharded(tensor) or tensor.requires_grad or (whole.dtype, whole.device) != (tensor.dtype, tensor.device):
             local(tensor).copy_(whole[_slices_of(tensor, name)])
         else:  # frozen: its pages stay the file's
             tensor.data = whole
@@ -198,19 +197,6 @@ class _Reading:
             self.loaded.add(id(tensor))
             if self.noted is not None and name in own:
                 self.noted(self.prefix + own[name], value, tensor.dtype)
-
-
-class _Drawn:
-    """Weights that are drawn when they are asked for, as a file that has them."""
-
-    def __init__(self, draws: DeferredDraws) -> None:
-        self.draws, self.name, self.tensor = draws, "", torch.empty(0)
-
-    def get_tensor(self, name: str) -> torch.Tensor:
-        if name != self.name:
-            self.tensor = torch.empty(0)  # one at a time
-            self.name, self.tensor = name, self.draws.drawn(name)
-        return self.tensor
 
 
 def stored_places(path: Path) -> dict[str, Path]:

@@ -219,8 +219,7 @@ class ShardedStrategy(ShardingBase):
     def shard_frozen(self, network: nn.Module) -> None:
         """Shard the blocks of a frozen network beside the module, which all processes call together; if it has any.
 
-        What is no block stays whole, as do blocks of codes, which have their scales beside them. A network that waits
-        for its weights gets them then.
+        What is no block stays whole, as do blocks of codes, which have their scales beside them. What waits is read.
         """
         blocks: list[nn.Module] = []
         with contextlib.suppress(ConfigurationError):

@@ -141,7 +141,7 @@ def test_weights_of_numbers_that_changed_later_are_refused() -> None:
         numbers.zero_()
     draws.note(network)
     with pytest.raises(ConfigurationError, match=r"a tensor of \(64, 64\) that weights were made of was changed"):
-        draws.drawn("weight")
+        draws.get_tensor("weight")
 
 
 def test_a_folder_of_transformers_is_read_as_transformers_reads_it(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def verify(
         try:
             subject.within(lambda trainer, module: None)  # what is wrong before the first step is no verdict
         except Exception as error:
-            if subject.without_mesh and lacks_mesh(error):
+            if lacks_mesh(error):
                 raise ConfigurationError(
                     f"verify: one process checks the claims, and cannot run {NEEDS_MESH}: let it shard where "
                     "self.device_mesh is one, or take ShardedStrategy, which shards any module"
