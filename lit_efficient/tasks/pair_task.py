@@ -70,7 +70,12 @@ class PairTask(LanguageModeling):
         if start.tokenizer_state is not None:  # first: another tokenizer is why vocabularies differ in size
             self._adopt_tokenizer(start.tokenizer_state, f"start_from ({self.start_from})")
         self.tokenizer_state = own or start.tokenizer_state
-        _give_weights(start, network, f"{type(self).__name__}: start_from {self.start_from}")
+        merged: Any = merge_adapters(start)
+        try:
+            network.load_state_dict(merged.network.state_dict())
+        except RuntimeError as error:
+            reason, who = " ".join(str(error).split())[:300], f"{type(self).__name__}: start_from {self.start_from}"
+            raise CheckpointError(f"{who} does not fit the model here: {reason}") from error
 
     def _builds_alone(self) -> bool:
         return self.start_from is None and type(self).configure_model is PairTask.configure_model
@@ -107,13 +112,3 @@ class PairTask(LanguageModeling):
         for name, value in done.figures().items():
             shown = name in ("loss", "accuracy") and (not training or logs_in_bar(value))
             self.log(f"{prefix}/{name}", value, prog_bar=shown, batch_size=len(done.losses), sync_dist=not training)
-
-
-def _give_weights(trained: nn.Module, network: nn.Module, source: str) -> None:
-    """Give ``network`` the weights of a `LanguageModeling` of its shape, whose adapters are merged in place."""
-    merged: Any = merge_adapters(trained)
-    try:
-        network.load_state_dict(merged.network.state_dict())
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())[:300]
-        raise CheckpointError(f"{source} does not fit the model here: {reason}") from error

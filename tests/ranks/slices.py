@@ -111,7 +111,7 @@ def each_its_own(folder: str) -> None:
     total = sum(t.numel() * 4 for t in network.state_dict().values())
     shard = sum(t.to_local().nbytes if hasattr(t, "to_local") else t.nbytes for t in network.state_dict().values())
     assert shard < 0.55 * total
-    assert sum(given) == shard
+    assert sum(given) == shard - network.get_buffer("shift").nbytes  # whose pages stay the file's
     assert meter.peak + max(given) <= 1.5 * shard
     torch.manual_seed(0)
     assert_equal(whole(network), dict(made().state_dict()))
