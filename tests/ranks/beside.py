@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lit_efficient import (
     LanguageModeling,
     LoRA,
     Preference,
+    QuantizeBase,
     RewardModeling,
     ShardedStrategy,
 )
@@ -33,15 +35,28 @@ CASES = {
     "preference of ours": lambda of: Preference(STUDENT, start_from=of("gpt.ckpt")),
     "reward": lambda of: RewardModeling(of("model")),
     "reward of a checkpoint": lambda of: RewardModeling(of("model"), start_from=of("sft.ckpt")),
+    "preference under adapters": lambda of: Preference(of("model")),
+    "preference under adapters on codes": lambda of: Preference(of("model")),
+    "reward under adapters": lambda of: RewardModeling(of("model")),
     "teacher": lambda of: Distillation(of("model"), STUDENT),
     "tied teacher": lambda of: Distillation(of("tied"), STUDENT),
     "teacher of another format": lambda of: Distillation(of("half"), STUDENT),
+    "teacher of codes": lambda of: Distillation(replace(of("model"), quantize="nf4"), STUDENT),
     "teacher of a checkpoint": lambda of: Distillation(of("sft.ckpt"), STUDENT),
     "teacher of ours": lambda of: Distillation(of("gpt.ckpt"), STUDENT),
     "teacher with adapters": lambda of: Distillation(of("lora.ckpt"), STUDENT),
 }
+TECHNIQUES: dict[str, Any] = {
+    "preference under adapters": lambda: [LoRA(rank=2)],
+    "preference under adapters on codes": lambda: [QuantizeBase(), LoRA(rank=2)],
+    "reward under adapters": lambda: [LoRA(rank=2, modules_to_save=["score"])],
+}
 # How many of network and teacher come in slices; a checkpoint to start from is read whole.
-SLICED = {"preference": 1, "reward": 1, "teacher": 2, "tied teacher": 2, "teacher of another format": 2}
+SLICED = {name: 1 for name in CASES if name.startswith(("preference", "reward")) and "of" not in name.split()} | {
+    "teacher": 2,
+    "tied teacher": 2,
+    "teacher of another format": 2,
+}
 
 
 def place(folder: str) -> Any:
@@ -69,7 +84,10 @@ def fitted(
     rows: Any = preference_kit.Rows(8) if "pairs" in task.trains_on else [{"input_ids": r, "labels": r} for r in tokens]
     task.learning_rate, task.warmup_steps = 1e-2, 0
     arguments |= {"use_distributed_sampler": False, "limit_val_batches": 0, "max_steps": 3, "max_epochs": -1}
-    run = trainer([Seen(), *([preference_kit.SaveAfter(2, Path(save))] if save else [])], **arguments)
+    run = trainer(
+        [Seen(), *TECHNIQUES.get(name, list)(), *([preference_kit.SaveAfter(2, Path(save))] if save else [])],
+        **arguments,
+    )
     loader = DataLoader(rows, batch_size=8)
     run.fit(task, loader, loader, ckpt_path=ckpt_path)
     return seen, run, task
