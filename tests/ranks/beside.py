@@ -121,7 +121,7 @@ def on_two(folder: str, names: list[str]) -> None:
         filled.append(any(map(is_sharded, network.parameters())))
         fill(self, network, *given)
 
-    weight_slices._Reading.__init__ = noted  # type: ignore[method-assign]
+    weight_slices._Reading.__init__ = noted  # type: ignore[method-assign, assignment]
     for name in names:
         filled.clear()
         between = f"{folder}/{name}.between"
