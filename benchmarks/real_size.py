@@ -11,7 +11,8 @@ process of its own, whose peak of anonymous memory is read (pages of files that 
     slices   give an empty network the weights of the folder
     shards   two processes under ShardedStrategy, to where training begins: each reads its slices of the base, below
              adapters in bfloat16 or in NF4 (each layer is quantised whole); the larger peak, beside what it holds
-    refusal, folders, averages, checkpoints, generation, formats, sd: see each; a layer is enough, and only when named
+    refusal, techniques, folders, averages, checkpoints, generation, formats, sd: see each; only when named, and a layer
+             is enough, two for techniques
 
 Needs about 5 GiB of memory and 6 GB of disk with all 16 layers; fewer are the same shapes, 23 are 3 GiB.
 """
@@ -137,27 +138,116 @@ def slices(folder: Path, layers: int) -> Found:
     return {"slices": [2 * (size["rest"] + size["linear"]), peak_of(load)]}
 
 
-def _rank(folder: Path, quantized: bool, rank: int, port: int, results: Any) -> None:
+def _rank(folder: Path, case: str, rank: int, port: int, results: Any) -> None:
+    """A fit of two processes to where training begins, or its first step is done, as a teacher is asked there."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
     import torch
     from lightning.pytorch import Trainer
     from torch.utils.data import DataLoader
 
-    from lit_efficient import CausalLMConfig, LanguageModeling, LoRA, QuantizeBase, ShardedStrategy
+    from lit_efficient import ShardedStrategy
     from lit_efficient.surgery import local
 
-    task = LanguageModeling(CausalLMConfig(str(folder / "base"), dtype="bfloat16"))
-    loader = DataLoader([{"input_ids": torch.arange(4), "labels": torch.arange(4)}], batch_size=1)
+    task, techniques, more = SHARDED[case](folder)
+    row = {"input_ids": torch.arange(4), "labels": torch.arange(4)}
+    row |= {f"{side}_{name}": value for side in ("chosen", "rejected") for name, value in row.items()}
+    data = more.get("data") or DataLoader([row], batch_size=1)
     quiet: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    techniques: list[Any] = [*([QuantizeBase()] if quantized else []), LoRA(rank=RANK)]
-    trainer = Trainer(max_steps=0, accelerator="cpu", devices=2, strategy=ShardedStrategy(), callbacks=techniques,
-                      enable_checkpointing=False, **quiet)  # fmt: skip
-    measured = peak_of(lambda: trainer.fit(task, loader))
-    held = sum(local(p).nbytes for p in task.parameters())
+    trainer = Trainer(max_steps=more.get("steps", 0), accelerator="cpu", devices=2, strategy=ShardedStrategy(),
+                      callbacks=techniques, enable_checkpointing=False, limit_val_batches=0, **quiet)  # fmt: skip
+    measured = peak_of(lambda: trainer.fit(task, data))
+    beside = more.get("beside", lambda task: ())(task)
+    held = sum(local(p).nbytes for p in (*task.parameters(), *beside))
     states = [part.quant_state for part in task.modules() if getattr(part, "quant_state", None) is not None]
     held += sum(state.absmax.nbytes + state.state2.absmax.nbytes for state in states)
     results.put([held / 2**20, measured])
+
+
+def _adapted(*techniques: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    def made(folder: Path) -> Any:
+        from lit_efficient import CausalLMConfig, LanguageModeling
+
+        task = LanguageModeling(CausalLMConfig(str(folder / "base"), dtype="bfloat16"))
+        return task, [make(folder) for make in techniques], {}
+
+    return made
+
+
+def _named(name: str, **arguments: Any) -> Callable[[Path], Any]:
+    """A technique; arguments that are paths lie in the folder."""
+
+    def made(folder: Path) -> Any:
+        import lit_efficient
+
+        given = {k: str(folder / v) if isinstance(v, Path) else v for k, v in arguments.items()}
+        return getattr(lit_efficient, name)(**given)
+
+    return made
+
+
+def _preference(start: str | None = None) -> Callable[[Path], Any]:
+    def made(folder: Path) -> Any:
+        from lit_efficient import CausalLMConfig, Preference
+
+        begin = None if start is None else str(folder / start)
+        task = Preference(CausalLMConfig(str(folder / "base"), dtype="bfloat16"), start_from=begin)
+        return task, [], {"beside": lambda task: task.reference().tensors.values()}
+
+    return made
+
+
+def _distillation(teacher: str, dtype: Any = "bfloat16") -> Callable[[Path], Any]:
+    def made(folder: Path) -> Any:
+        from lit_efficient import CausalLMConfig, Distillation, GPTConfig
+
+        path = str(folder / teacher)
+        named = CausalLMConfig(path, dtype=dtype) if teacher == "base" else path
+        student = GPTConfig(SHAPE["vocab_size"], dim=16, depth=2, num_heads=2, max_length=64)
+        return Distillation(named, student), [], {"steps": 1, "beside": lambda task: task._live.on(None).parameters()}
+
+    return made
+
+
+SHARDED: dict[str, Callable[[Path], Any]] = {
+    "shards": _adapted(_named("LoRA", rank=RANK)),
+    "shards of codes": _adapted(_named("QuantizeBase"), _named("LoRA", rank=RANK)),
+    "PrefixTuning": _adapted(_named("PrefixTuning", init_tokens=[1, 2, 3, 4])),
+    "PeftAdapter": _adapted(
+        _named("PeftAdapter", config={"peft_type": "LOKR", "r": 8, "target_modules": ["q_proj", "v_proj"]})
+    ),
+    "DoRA of a folder": _adapted(_named("LoRA", start_from=Path("dora"))),
+    "Preference": _preference(),
+    "Preference of a checkpoint": _preference("plain.ckpt"),
+    "teacher of a folder": _distillation("base"),
+    "teacher in float32": _distillation("base", "float32"),
+    "teacher of a checkpoint": _distillation("plain.ckpt"),
+}
+
+
+def _prepare(folder: Path) -> None:
+    """A checkpoint of the base, and adapters of it in folders."""
+    from lightning.pytorch import Trainer
+
+    from lit_efficient import CausalLMConfig, LanguageModeling, LoRA
+    from lit_efficient.export.adapters import export_checkpoint
+
+    quiet: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    for name in ("plain", "dora"):
+        task = LanguageModeling(CausalLMConfig(str(folder / "base"), dtype="bfloat16"))
+        techniques: list[Any] = [] if name == "plain" else [LoRA(2, targets=["q_proj", "v_proj"], variant=name)]
+        trainer = Trainer(max_steps=0, accelerator="cpu", callbacks=techniques, enable_checkpointing=False, **quiet)
+        trainer.fit(task, _rows())
+        trainer.save_checkpoint(folder / f"{name}.ckpt", weights_only=True)
+        if techniques:
+            export_checkpoint(folder / f"{name}.ckpt", folder / name, "peft", check=False)
+
+
+def _rows() -> Any:
+    import torch
+    from torch.utils.data import DataLoader
+
+    return DataLoader([{"input_ids": torch.arange(4), "labels": torch.arange(4)}], batch_size=1)
 
 
 def _save(folder: Path, rank: int, port: int) -> None:
@@ -217,33 +307,38 @@ def folders(folder: Path, layers: int) -> Found:
     return found
 
 
-def _together(work: Callable[..., None], *given: Any) -> None:
+def _together(work: Callable[..., None], *given: Any, after: tuple[Any, ...] = ()) -> None:
     """Let two processes do it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=work, args=(*given, rank, port)) for rank in (0, 1)]
+    ranks = [context.Process(target=work, args=(*given, rank, port, *after)) for rank in (0, 1)]
     for each in ranks:
         each.start()
     for each in ranks:
         each.join()
 
 
-def shards(folder: Path, layers: int) -> Found:
-    context, found = multiprocessing.get_context("spawn"), {}
-    for name, quantized in (("shards", False), ("shards of codes", True)):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        results = context.Queue()
-        ranks = [context.Process(target=_rank, args=(folder, quantized, rank, port, results)) for rank in (0, 1)]
-        for each in ranks:
-            each.start()
-        found[name] = max((results.get(timeout=3000) for _ in ranks), key=lambda one: one[1])
-        for each in ranks:
-            each.join()
+def _of_two(folder: Path, case: str) -> list[float]:
+    """Of the process with the larger peak."""
+    results = multiprocessing.get_context("spawn").Queue()
+    _together(_rank, folder, case, after=(results,))
+    found = max((results.get(timeout=10) for _ in range(2)), key=lambda one: one[1])
+    print(case, *found, flush=True)
     return found
+
+
+def shards(folder: Path, layers: int) -> Found:
+    return {case: _of_two(folder, case) for case in ("shards", "shards of codes")}
+
+
+def techniques(folder: Path, layers: int) -> Found:
+    """Two processes under ShardedStrategy, with what is made of the weights or stands beside them."""
+    process = multiprocessing.get_context("spawn").Process(target=_prepare, args=(folder,))
+    process.start()
+    process.join()
+    return {case: _of_two(folder, case) for case in SHARDED if not case.startswith("shards")}
 
 
 def _llama(layers: int) -> Any:
@@ -476,7 +571,20 @@ def main() -> None:
         found: Found = {}
         for work in [
             work
-            for work in (qlora, merge, refusal, slices, shards, folders, averages, checkpoints, generation, formats, sd)
+            for work in (
+                qlora,
+                merge,
+                refusal,
+                slices,
+                shards,
+                techniques,
+                folders,
+                averages,
+                checkpoints,
+                generation,
+                formats,
+                sd,
+            )
             if work.__name__ in asked.cases.split(",")
         ]:
             results = context.Queue()

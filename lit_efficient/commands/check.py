@@ -46,7 +46,7 @@ class _Again(Exception):
     """The check has to be made anew: with real weights, or with data."""
 
 
-class _TooLarge(Exception):
+class _TooLarge(_Again):
     """What comes next reads weights that are too large to be made for a check."""
 
 
@@ -63,7 +63,7 @@ def _cli(argv: Sequence[str], device: str, prepared: bool, here: bool) -> Any:
     """The command line of a fit, whose parts are built on a device, that stops where data would be needed."""
     from lit_efficient.cli.fits import FitParts
     from lit_efficient.cli.run import callbacks_of
-    from lit_efficient.internals.lightning_strategies import is_parallel
+    from lit_efficient.internals.lightning_strategies import NEEDS_MESH, is_parallel, lacks_mesh, traits_of
 
     class Check(FitParts):
         lines: list[str]
@@ -78,14 +78,19 @@ def _cli(argv: Sequence[str], device: str, prepared: bool, here: bool) -> Any:
             try:
                 try:
                     left = _fit_without_steps(self, device, prepared)
-                except _TooLarge as end:
-                    self.whole = False
-                    left = [f"the rest of the techniques, and the optimizer, which need the weights ({end})"]
-                except RuntimeError as error:
-                    lacks = "process" in str(error) and not isinstance(error, LitEfficientError)  # those not there
-                    if not lacks or not is_parallel(self.trainer.strategy):
+                except Exception as error:
+                    cause, strategy = error.__cause__ if isinstance(error, _Again) else error, self.trainer.strategy
+                    lacks = isinstance(error, RuntimeError) and "process" in str(error)  # those not there
+                    if traits_of(strategy).dtensors and lacks_mesh(cause):
+                        self.whole = False
+                        left = [f"{NEEDS_MESH}, and what comes after it"]
+                    elif isinstance(error, _TooLarge):
+                        self.whole = False
+                        left = [f"the rest of the techniques, and the optimizer, which need the weights ({error})"]
+                    elif lacks and is_parallel(strategy) and not isinstance(error, LitEfficientError):
+                        left = [f"what needs all processes: {error}"]
+                    else:
                         raise
-                    left = [f"what needs all processes: {error}"]
                 self.lines = _lines(self, device, prepared, left)
             finally:
                 for callback in callbacks_of(self.trainer):
@@ -160,7 +165,7 @@ def _retried(device: str, size: Any) -> Iterator[None]:
     """Ask for real weights where something fails for want of them, and they are few."""
     try:
         yield
-    except (_Again, _TooLarge, MemoryError):
+    except (_Again, MemoryError):
         raise
     except Exception as error:
         from lit_efficient.cli.rehearsal import is_meant
@@ -177,7 +182,7 @@ def _retried_with_data(may_lack_data: bool) -> Iterator[None]:
     """Ask for the data where something fails before it is prepared, unless it says that something else is wrong."""
     try:
         yield
-    except (_Again, _TooLarge):
+    except _Again:
         raise
     except Exception as error:
         if not may_lack_data or (isinstance(error, LitEfficientError) and "data" not in str(error).lower()):
@@ -202,14 +207,10 @@ def _bytes(module: Any) -> int:
 def _give_memory(module: Any) -> None:
     """Give parameters on the meta device the memory of one element: techniques and optimizers want them on a device."""
     import torch
-    from torch import nn
 
-    made: dict[int, Any] = {}  # one that two layers share is one
-    for part in module.modules():
-        for name, one in list(part.named_parameters(recurse=False, remove_duplicate=False)):
-            if one.device.type == "meta":
-                empty = torch.zeros((), dtype=one.dtype).expand(one.shape)
-                setattr(part, name, made.setdefault(id(one), nn.Parameter(empty, one.requires_grad)))
+    from lit_efficient.internals.torch_modules import exchange
+
+    exchange(module, lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape) if p.is_meta else p)
 
 
 def _lines(cli: Any, device: str, prepared: bool, left: list[str]) -> list[str]:

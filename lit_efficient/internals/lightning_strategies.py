@@ -6,12 +6,16 @@ a run does not use. Checked with lightning 2.6.6.
 
 import importlib
 import inspect
+import traceback
 from dataclasses import dataclass, replace
 from typing import Any
+
+from lit_efficient.errors import LitEfficientError
 
 _REPLICATES = {"DDPStrategy"}
 _FLATTENS = {"FSDPStrategy", "DeepSpeedStrategy"}  # the second of these is a subclass of DDPStrategy
 _DTENSORS = {"ModelParallelStrategy"}
+NEEDS_MESH = "configure_model, which needs the mesh of several processes"
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,15 @@ def traits_of(strategy: Any) -> Traits:
 def is_parallel(strategy: Any) -> bool:
     """Whether a strategy is one of several processes, the others of which may not be there: ``ParallelStrategy``."""
     return any(base.__name__ == "ParallelStrategy" for base in type(strategy).__mro__)
+
+
+def lacks_mesh(error: Any) -> bool:
+    """Whether it came up in a ``configure_model`` that reads ``device_mesh``, which one process alone does not have."""
+    codes = (
+        [] if isinstance(error, LitEfficientError) else [f.f_code for f, _ in traceback.walk_tb(error.__traceback__)]
+    )
+    names = {name for code in codes for name in (*code.co_names, code.co_name)}
+    return {"device_mesh", "configure_model"} <= names
 
 
 def traits_named(given: Any) -> Traits:

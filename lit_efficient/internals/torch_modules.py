@@ -38,7 +38,18 @@ def saved_names(module: nn.Module) -> list[str]:
 
 def give_memory(module: nn.Module, device: Any) -> None:
     """Put what is on meta in ``module`` onto a device, with any values, and leave the rest where it is: ``_apply``."""
+    exchange(module, lambda p: torch.empty_like(p, device=device) if type(p) is nn.Parameter and p.is_meta else p)
     module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+
+
+def exchange(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Put what ``change`` makes of them in the place of parameters; unlike in ``_apply``, what is tied stays so."""
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        table = tensor_tables(part)[0]
+        for name, p in table.items():
+            if p is not None and (other := change(p)) is not p:
+                table[name] = made.setdefault(id(p), nn.Parameter(other, p.requires_grad))
 
 
 def whole_twin(module: nn.Module, empty: Container[str]) -> Any:

@@ -28,16 +28,13 @@ from lit_efficient.mechanisms.ranks import gather_objects
 TIED = "tied"  # in meta.pt: names of weights that are other ones', which the shards hold under each name
 
 
-def weights_may_wait(module: Any, owner: type) -> bool:
-    """Whether the strategy gives each process its slices of the network that ``owner.configure_model`` makes, and
-    nobody asks for numbers before.
-    """
+def weights_may_wait(module: Any) -> bool:
+    """Whether the strategy gives each process its slices of a network, and no technique asks for numbers before."""
     trainer = trainer_of(module)
     if trainer is None or not getattr(trainer.strategy, "reads_slices", False):
         return False
     surgery = (Phase.ARCHITECTURE, Phase.QUANTIZE, Phase.ADAPT)
-    asking = any(one.phase in surgery and one.needs_numbers for one in techniques_of(trainer))
-    return not asking and type(module).configure_model is owner.configure_model  # type: ignore[attr-defined]
+    return not any(one.phase in surgery and one.needs_numbers for one in techniques_of(trainer))
 
 
 def read_metadata(folder: Path) -> Any:

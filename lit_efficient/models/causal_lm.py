@@ -22,6 +22,7 @@ from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.bitsandbytes_cpu import keep_unpacked
 from lit_efficient.internals.hugging_face import causal_model_of, from_config
 from lit_efficient.internals.hugging_face_loading import Replacing, empty_from_config, replacing_config
+from lit_efficient.internals.torch_modules import exchange
 from lit_efficient.models.bounds import check_bounds
 from lit_efficient.models.config_fields import check_names, check_values, check_whole, meant, read_by_others
 from lit_efficient.models.deferred_draws import DeferredDraws
@@ -252,6 +253,7 @@ def build_empty(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None
     options |= {} if spec.attention is None else {"attn_implementation": spec.attention}
     with torch.device("cpu"), DeferredDraws():
         model = empty_from_config(AutoModelForCausalLM, config, **options)
+    exchange(model, lambda p: p.to("meta"))  # small ones, too
     # What is tied to another weight, and in the files beside it, may be another one there: `build` looks.
     needed = {name for name in model.state_dict() if name not in model.all_tied_weights_keys}
     if needed != stored or any(buffer.device.type == "meta" for buffer in model.buffers()):

@@ -1,7 +1,7 @@
 """Random weights of a network larger than a host: noted as it is built, drawn tensor by tensor where each is kept.
 
     with DeferredDraws() as draws: network = make()      # large tensors on the meta device
-    draws.note(network)  ->  shard  ->  draws.drawn(name) of one after the other (models/weight_slices.py)
+    draws.note(network)  ->  shard  ->  draws.get_tensor(name) of one after the other (models/weight_slices.py)
 
 While the network is built, what it does to each large tensor is noted with the state of the generator before, and what
 would be drawn is drawn for nothing and freed, so that the generator goes on as ever. Filling it in repeats that for one
@@ -81,7 +81,7 @@ class _Ordinary(TorchFunctionMode):
 
 
 class DeferredDraws(TorchDispatchMode):
-    """Build a network without memory for its large tensors; :meth:`drawn` gives the numbers that each would have."""
+    """Build a network without memory for its large tensors; :meth:`get_tensor` gives the numbers of each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class DeferredDraws(TorchDispatchMode):
     def __deepcopy__(self, memo: Any) -> "DeferredDraws":
         return self  # what was noted does not change
 
-    def drawn(self, name: str) -> Tensor:
+    def get_tensor(self, name: str) -> Tensor:
         """What would stand in a parameter or buffer that was noted, whole."""
         wanted = self._named[name]
         if not isinstance(wanted, _Place):

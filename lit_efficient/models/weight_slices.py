@@ -4,7 +4,7 @@
 
 Files are mapped, in one piece or in the several that an index of Hugging Face lists; of a shard only its own bytes are
 read. A layer that makes something else of a weight, codes or experts, is given it whole, and keeps its slices of that.
-Costs in memory: what the process holds, and one tensor's part of it in the format of the file, or one layer.
+Costs in memory: what the process holds, and one layer of those.
 Source: https://huggingface.co/docs/safetensors/index.
 """
 
@@ -60,7 +60,7 @@ def built_empty(make: Callable[[], nn.Module]) -> nn.Module:
     draws.note(network)
     for prefix, part in network.named_modules():
         for name in [name for name, buffer in part.named_buffers(recurse=False) if buffer.is_meta]:
-            setattr(part, name, draws.drawn(f"{prefix}.{name}".lstrip(".")))
+            setattr(part, name, draws.get_tensor(f"{prefix}.{name}".lstrip(".")))
     dtypes = {name: p.dtype for name, p in network.named_parameters(remove_duplicate=False)}
     network.__dict__[WAITS] = Waiting(draws, dtypes)
     return network
@@ -117,7 +117,7 @@ class _Reading:
         self.places: Mapping[str, Any]
         self.opened: dict[Any, Any] = {}
         if isinstance(source, DeferredDraws):
-            self.places, self.opened[source] = dict.fromkeys(source.noted(), source), _Drawn(source)
+            self.places, self.opened[source] = dict.fromkeys(source.noted(), source), source
         else:
             if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
                 check_sums(source)
@@ -153,14 +153,19 @@ class _Reading:
         if file is None:
             self.lacking[name] = id(tensor)
             return
-        part = _own_part(file.get_slice(name), tensor, name, self.places[name])
-        if not part:
-            tensor.copy_(file.get_tensor(name))
-        elif all(each.start < each.stop for each in part):
-            local(tensor).copy_(file.get_slice(name)[part])
+        whole = file.get_tensor(name)  # of a file, whose pages are read where they are asked for
+        if whole.is_floating_point() is not tensor.is_floating_point():
+            raise ConfigurationError(f"{name!r} is {tensor.dtype} here and {whole.dtype} in {self.places[name]}")
+        if whole.shape != tensor.shape:
+            there = f"{tuple(whole.shape)} in {self.places[name]}"
+            raise CheckpointError(f"{name!r} is {tuple(tensor.shape)} here and {there}")
+        if is_sharded(tensor) or tensor.requires_grad or (whole.dtype, whole.device) != (tensor.dtype, tensor.device):
+            local(tensor).copy_(whole[_slices_of(tensor, name)])
+        else:  # frozen: its pages stay the file's
+            tensor.data = whole
         self.loaded.add(id(tensor))
         if self.noted is not None:
-            self.noted(self.prefix + name, file.get_tensor(name), tensor.dtype)
+            self.noted(self.prefix + name, whole, tensor.dtype)
 
     def _through(self, part: Any, layer: str, own: Mapping[str, str]) -> None:
         """What a layer makes of its weights, of which each process keeps its slices."""
@@ -194,36 +199,6 @@ class _Reading:
                 self.noted(self.prefix + own[name], value, tensor.dtype)
 
 
-class _Drawn:
-    """Weights that are drawn when they are asked for, as a file that has them."""
-
-    def __init__(self, draws: DeferredDraws) -> None:
-        self.draws, self.name, self.tensor = draws, "", torch.empty(0)
-
-    def get_tensor(self, name: str) -> torch.Tensor:
-        if name != self.name:
-            self.tensor = torch.empty(0)  # one at a time
-            self.name, self.tensor = name, self.draws.drawn(name)
-        return self.tensor
-
-    def get_slice(self, name: str) -> Any:
-        return _Numbers(self.get_tensor(name))
-
-
-@dataclass
-class _Numbers:
-    tensor: torch.Tensor
-
-    def get_shape(self) -> torch.Size:
-        return self.tensor.shape
-
-    def get_dtype(self) -> str:
-        return "F" if self.tensor.is_floating_point() else "I"
-
-    def __getitem__(self, part: Any) -> torch.Tensor:
-        return self.tensor[part]
-
-
 def stored_places(path: Path) -> dict[str, Path]:
     """The file that each tensor of a folder lies in."""
     indexes = sorted(path.glob(f"*{_INDEX}")) if path.is_dir() else []
@@ -242,16 +217,8 @@ def stored_places(path: Path) -> dict[str, Path]:
         raise CheckpointError(f"{indexes[0]} cannot be read ({error!r})") from error
 
 
-def _own_part(stored: Any, tensor: Any, name: str, file: Path) -> tuple[slice, ...]:
-    """What this process holds of a tensor; nothing of a single number, which has no parts."""
-    if tensor.is_floating_point() is not str(stored.get_dtype()).lstrip("B").startswith("F"):
-        raise ConfigurationError(f"{name!r} is {tensor.dtype} here and {stored.get_dtype()} in {file}")
-    if tuple(stored.get_shape()) != tuple(tensor.shape):
-        raise CheckpointError(f"{name!r} is {tuple(tensor.shape)} here and {tuple(stored.get_shape())} in {file}")
-    return _slices_of(tensor, name)
-
-
 def _slices_of(tensor: Any, name: str) -> tuple[slice, ...]:
+    """What this process holds of a tensor."""
     own = own_slices(tensor) if is_sharded(tensor) else tuple(slice(0, size) for size in tensor.shape)
     if own is None:
         raise ConfigurationError(f"{name!r} is sharded in strides, which are no slices of a file")

@@ -53,10 +53,8 @@ from lit_efficient.surgery import count, is_sharded, reshard
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _HALF = "bf16-mixed"
-_ADVICE = "Go on with the optimizer that wrote it, or from its weights alone: restore(module, path)"
-
-
 _ALONE = Parallel()
+_ADVICE = "Go on with the optimizer that wrote it, or from its weights alone: restore(module, path)"
 
 
 class ShardedStrategy(ShardingBase):
@@ -206,8 +204,7 @@ class ShardedStrategy(ShardingBase):
             fully_shard(unit, reshard_after_forward=False if stays else self.reshard_after_forward, **how)
         rest = count(module.parameters()) - count(p for unit in units for p in unit.parameters())
         fully_shard(module, reshard_after_forward=False, **how)
-        home = torch.device("cpu") if self.offload else self.root_device
-        fill_waiting(module, home, noting_digests(module))
+        fill_waiting(module, torch.device("cpu") if self.offload else self.root_device, noting_digests(module))
         gather_when_called(module, units)
         blocks = sum(any(unit is block for block in found) for unit in units)
         total = count(module.parameters())
@@ -222,16 +219,19 @@ class ShardedStrategy(ShardingBase):
     def shard_frozen(self, network: nn.Module) -> None:
         """Shard the blocks of a frozen network beside the module, which all processes call together; if it has any.
 
-        What is no block stays whole, as do blocks of codes, which have their scales beside them.
+        What is no block stays whole, as do blocks of codes, which have their scales beside them. What waits is read.
         """
-        try:
-            found = find_blocks(network, who="ShardedStrategy")
-        except ConfigurationError:
-            return
-        for _, block in found:
+        blocks: list[nn.Module] = []
+        with contextlib.suppress(ConfigurationError):
+            blocks = [block for _, block in find_blocks(network, who="ShardedStrategy")]
+        for block in blocks:
             if all(type(p) is nn.Parameter and p.is_floating_point() for p in block.parameters()):
                 fully_shard(block, mesh=self._mesh, reshard_after_forward=True, offload_policy=self._offload())
-                make_root(block)  # now: copies that probes make would be taken for parts of it
+        if fill_waiting(network, torch.device("cpu") if self.offload else self.root_device):
+            for tensor in (*network.parameters(), *network.buffers()):
+                tensor.data = tensor.data if is_sharded(tensor) else tensor.data.to(self.root_device)
+        for block in sharded_modules(network):
+            make_root(block)  # now: copies that probes make would be taken for parts of it
 
     def _divide(self, module: nn.Module) -> str:
         """Have processes share the layers of the network's plan, and say how many."""

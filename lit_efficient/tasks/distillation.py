@@ -146,7 +146,11 @@ class Distillation(LanguageModeling):
             theirs = self._source.tokenizer_state()
             self._shared = tokens_in_common(self.tokenizer_state, theirs, str(self._source.name))
         if self.cache_top_k is None and self._live is None:
-            self._live = self._source.load()
+            self._live = self._source.load(empty=hasattr(self.trainer.strategy, "shard_frozen"))
+
+    def on_sharded(self) -> None:
+        if self._live is not None:
+            self._asks()  # which gives it its weights, before the first step
 
     def on_train_start(self) -> None:
         if self.cache_top_k is not None:
@@ -269,7 +273,8 @@ class Distillation(LanguageModeling):
         """The live teacher; sharded where all processes ask it, and not the first one for a cache."""
         assert self._live is not None
         strategy = getattr(trainer_of(self), "strategy", None)
-        return self._live.on(self.device, strategy if self.cache_top_k is None else None)
+        device = getattr(strategy, "root_device", self.device)
+        return self._live.on(device, strategy if self.cache_top_k is None else None)
 
     def _vocabulary(self, rows: int) -> int:
         """Tokens to compare, for a student's head with so many rows."""

@@ -7,7 +7,7 @@ model that generates text, and a checkpoint never meets tokens of another tokeni
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -129,7 +129,7 @@ class LanguageModeling(LightningModule):
     def setup(self, stage: str) -> None:
         """Take the tokenizer from the datamodule, if it has one; that with a chat template first."""
         self._rows = DocumentRows(type(self).__name__)  # techniques may have changed the network since the last run
-        data = self._datamodule()
+        data = getattr(trainer_of(self), "datamodule", None)
         tokenizer = getattr(data, "chat_tokenizer", None) or getattr(data, "tokenizer", None)
         if tokenizer is not None:
             self._adopt_tokenizer(pack_tokenizer(tokenizer, getattr(data, "stop_ids", ())), "the data")
@@ -157,25 +157,26 @@ class LanguageModeling(LightningModule):
         return int((targets_of(batch) != IGNORE).sum())
 
     def configure_model(self) -> None:
+        waits = self._builds_alone() and weights_may_wait(self)
         if isinstance(self.model, CausalLMConfig):
-            waits = self.model.takes_vocabulary and self.tokenizer_state is None and trainer_of(self) is None
-            if self.network is None and not waits:
+            lacks = self.model.takes_vocabulary and self.tokenizer_state is None and trainer_of(self) is None
+            if self.network is None and not lacks:
                 from_data = {} if self.tokenizer_state is None else token_ids(self.tokenizer)
                 make = partial(causal_lm.build, self.model, from_data, self._replacing())
-                waits = weights_may_wait(self, LanguageModeling)
                 empty = causal_lm.build_empty(self.model, from_data) if waits else None
-                self.network = empty or self._made(make, self.model.draws_weights)
+                self.network = empty or (built_empty(make) if waits and self.model.draws_weights else make())
                 if said := causal_lm.widened(self.model):
                     rank_zero_info(f"{type(self).__name__}: {said}")
             return
-        offered = getattr(self._datamodule(), "vocab_size", None)
+        offered = getattr(getattr(trainer_of(self), "datamodule", None), "vocab_size", None)
         wanted = self.model.vocab_size
         if offered is not None and wanted is not None and wanted != offered:
             allowed = f"that of the data, {offered} (or null to take it)"
             raise refusal("LanguageModeling", "model.vocab_size", allowed, wanted)
         vocab_size = wanted or offered
         if self.network is None and vocab_size is not None:
-            self.network = self._made(partial(GPT, replace(self.model, vocab_size=vocab_size)), drawn=True)
+            draw = partial(GPT, replace(self.model, vocab_size=vocab_size))
+            self.network = built_empty(draw) if waits else draw()
         if self.network is None and trainer_of(self) is not None:
             raise refusal("LanguageModeling", "model.vocab_size", "a number for data without vocab_size", wanted)
         if isinstance(self.network, GPT) and offered not in {None, self.network.config.vocab_size}:
@@ -362,11 +363,12 @@ class LanguageModeling(LightningModule):
 
     def _replacing(self, checkpoint: Mapping[str, Any] | None = None) -> Replacing | None:
         """What is replaced while weights are read: nothing where others have a hand in the network before it is."""
-        own = checkpoint is not None or type(self).configure_model is LanguageModeling.configure_model
-        return on_read(self, "network.", checkpoint) if own else None
+        restored = checkpoint is not None and getattr(self, "start_from", None) is None
+        return on_read(self, "network.", checkpoint) if restored or self._builds_alone() else None
 
-    def _made(self, make: Callable[[], nn.Module], drawn: bool) -> nn.Module:
-        return built_empty(make) if drawn and weights_may_wait(self, LanguageModeling) else make()
+    def _builds_alone(self) -> bool:
+        """Whether nobody else has a hand in the network before techniques do."""
+        return type(self).configure_model is LanguageModeling.configure_model
 
     def _built(self) -> nn.Module:
         if self.network is None:
@@ -374,9 +376,6 @@ class LanguageModeling(LightningModule):
                 "LanguageModeling: the network is not built yet; a Trainer or a checkpoint does it."
             )
         return self.network
-
-    def _datamodule(self) -> object | None:
-        return getattr(trainer_of(self), "datamodule", None)
 
     def _adopt_tokenizer(self, state: dict[str, Any], origin: str) -> None:
         if self.tokenizer_state is not None and self.tokenizer_state["json"] != state["json"]:

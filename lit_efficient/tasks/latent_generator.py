@@ -174,7 +174,8 @@ class LatentGenerator(LightningModule):
         if not self.shape.conditions:
             allowed = "1 for a backbone that takes no conditions"
             check("guidance_scale", self.guidance_scale, allowed, self.guidance_scale == 1.0)
-        self.network = backbones.build_backbone(self.backbone, weights_may_wait(self, LatentGenerator))
+        own = type(self).configure_model is LatentGenerator.configure_model
+        self.network = backbones.build_backbone(self.backbone, own and weights_may_wait(self))
         self._described = backbones.self_contained(self.backbone)
         if self.shape.learned_variance:
             rank_zero_info(

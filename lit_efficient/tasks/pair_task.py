@@ -7,9 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from lit_efficient.application import on_read
 from lit_efficient.errors import CheckpointError, LitEfficientError
-from lit_efficient.internals.hugging_face_loading import Replacing
 from lit_efficient.internals.lightning_metrics import logs_in_bar
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.mechanisms.adapters.merge import merge_adapters
@@ -72,11 +70,15 @@ class PairTask(LanguageModeling):
         if start.tokenizer_state is not None:  # first: another tokenizer is why vocabularies differ in size
             self._adopt_tokenizer(start.tokenizer_state, f"start_from ({self.start_from})")
         self.tokenizer_state = own or start.tokenizer_state
-        _give_weights(start, network, f"{type(self).__name__}: start_from {self.start_from}")
+        merged: Any = merge_adapters(start)
+        try:
+            network.load_state_dict(merged.network.state_dict())
+        except RuntimeError as error:
+            reason, who = " ".join(str(error).split())[:300], f"{type(self).__name__}: start_from {self.start_from}"
+            raise CheckpointError(f"{who} does not fit the model here: {reason}") from error
 
-    def _replacing(self, checkpoint: Mapping[str, Any] | None = None) -> Replacing | None:
-        own = checkpoint is not None or type(self).configure_model is PairTask.configure_model
-        return on_read(self, "network.", checkpoint) if own and self.start_from is None else None
+    def _builds_alone(self) -> bool:
+        return self.start_from is None and type(self).configure_model is PairTask.configure_model
 
     def _rebuilt(self, described: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> nn.Module:
         network = super()._rebuilt(described, checkpoint)
@@ -100,24 +102,13 @@ class PairTask(LanguageModeling):
     def on_validation_epoch_end(self) -> None:
         """Nothing: the steps have logged."""
 
+    on_test_epoch_end = on_validation_epoch_end
+
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self._log(self.compare(batch), "test")
-
-    def on_test_epoch_end(self) -> None:
-        """Nothing: the steps have logged."""
 
     def _log(self, done: Comparison, prefix: str) -> None:
         training = prefix == "train"
         for name, value in done.figures().items():
             shown = name in ("loss", "accuracy") and (not training or logs_in_bar(value))
             self.log(f"{prefix}/{name}", value, prog_bar=shown, batch_size=len(done.losses), sync_dist=not training)
-
-
-def _give_weights(trained: nn.Module, network: nn.Module, source: str) -> None:
-    """Give ``network`` the weights of a `LanguageModeling` of its shape, whose adapters are merged in place."""
-    merged: Any = merge_adapters(trained)
-    try:
-        network.load_state_dict(merged.network.state_dict())
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())[:300]
-        raise CheckpointError(f"{source} does not fit the model here: {reason}") from error

@@ -18,8 +18,10 @@ from torch.func import functional_call
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_fsdp import drop_gathered
+from lit_efficient.internals.torch_shards import own_slices
 from lit_efficient.mechanisms.adapters.base import added_names
 from lit_efficient.mechanisms.adapters.disabled import disabled, has_adapters
+from lit_efficient.mechanisms.ranks import gather_objects
 from lit_efficient.models.modes import evaluating
 from lit_efficient.surgery import is_sharded, local
 
@@ -60,7 +62,14 @@ class Reference:
         """A digest of the copies; that of frozen weights is the adapters' own business."""
         if self._fingerprint:
             return self._fingerprint
-        return hashlib.sha256(repr([(n, _digest(t)) for n, t in self.tensors.items()]).encode()).hexdigest()[:32]
+        own = {name: _samples(tensor) for name, tensor in self.tensors.items()}
+        every = gather_objects(own) if self.sharded else [own]
+        found = []
+        for name, tensor in self.tensors.items():
+            values = b"".join(piece for _, piece in sorted({one[name] for one in every}))
+            content = repr((tuple(tensor.shape), str(tensor.dtype))).encode() + values
+            found.append((name, hashlib.sha256(content).hexdigest()))
+        return hashlib.sha256(repr(found).encode()).hexdigest()[:32]
 
     def __call__(self, network: nn.Module, function: Callable[[], Any]) -> Any:
         """What ``function`` returns while ``network`` is as it was, in eval mode and without gradients.
@@ -117,9 +126,14 @@ def _train_in_full(network: nn.Module) -> list[str]:
     return [name for name in trained if name not in added]
 
 
-def _digest(tensor: Any) -> str:
-    """Of a tensor's shape and up to 1024 of its values, bit by bit: one step at a rate of 1e-6 must show."""
-    tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
-    values = tensor.reshape(-1)[:: max(1, tensor.numel() // _SAMPLES)].contiguous().cpu()
-    content = repr((tuple(tensor.shape), str(tensor.dtype))).encode() + values.view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(content).hexdigest()
+def _samples(tensor: Any) -> tuple[int, bytes]:
+    """Of up to 1024 values of a tensor, bit by bit, those that this process holds, and the number of the first of them:
+    one step at a rate of 1e-6 must show.
+    """
+    step, rows = max(1, tensor.numel() // _SAMPLES), own_slices(tensor) if is_sharded(tensor) else None
+    if rows is None or local(tensor).shape[1:] != tensor.shape[1:]:
+        rows, tensor = (slice(0, None),), tensor.full_tensor() if is_sharded(tensor) else tensor
+    before = rows[0].start * (tensor.numel() // max(1, len(tensor)) if tensor.ndim else 1)
+    first = -(-before // step)
+    values = local(tensor).reshape(-1)[first * step - before :: step].contiguous().cpu()
+    return first, values.view(torch.uint8).numpy().tobytes()

@@ -15,6 +15,7 @@ from lit_efficient.losses.preference import reward_loss
 from lit_efficient.models import reward
 from lit_efficient.models.causal_lm import CausalLMConfig
 from lit_efficient.models.gpt import GPTConfig
+from lit_efficient.models.weight_slices import weights_wait
 from lit_efficient.tasks.language_modeling import _DEFAULT_MODEL
 from lit_efficient.tasks.pair_task import PairTask
 from lit_efficient.tasks.pairs import Comparison, joined, pairs_of
@@ -97,8 +98,8 @@ class RewardModeling(PairTask):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """As for `LanguageModeling`; a language model's own checkpoint is refused."""
-        scored = any(f".{name}".endswith(".score.weight") for name in checkpoint["state_dict"])
-        if "language_modeling" in checkpoint and not scored:
+        state = checkpoint.get("state_dict", [".score.weight"])  # else the strategy reads them, of a folder
+        if "language_modeling" in checkpoint and not any(f".{name}".endswith(".score.weight") for name in state):
             raise ConfigurationError(
                 "RewardModeling: this is the checkpoint of a language model, which has no score: give it as start_from"
             )
@@ -107,7 +108,7 @@ class RewardModeling(PairTask):
     def _begin(self, network: nn.Module) -> None:
         super()._begin(network)
         reward.drop_head(network)
-        device = next(network.parameters()).device
+        device = None if weights_wait(network) else next(network.parameters()).device
         self.score = nn.Linear(reward.hidden_size(network), 1, bias=False, device=device)
         nn.init.zeros_(self.score.weight)
 

@@ -21,6 +21,7 @@ from lit_efficient.files.checkpoints import missing_folder
 from lit_efficient.files.sums import sha256_of
 from lit_efficient.models import causal_lm
 from lit_efficient.models.causal_lm import CausalLMConfig, stored_folder
+from lit_efficient.models.weight_slices import fill_waiting, weights_wait
 from lit_efficient.surgery import own_draws
 from lit_efficient.tasks.loading import hugging_face_tokenizer, load_language_model, read_language_model
 
@@ -77,13 +78,14 @@ class TeacherSource:
             return hugging_face_tokenizer(self.config)
         return read_language_model(self.checkpoint)["language_modeling"]["tokenizer"]
 
-    def load(self) -> FrozenNetwork:
-        """The network on the CPU; the global random state stays as it is."""
+    def load(self, empty: bool = False) -> FrozenNetwork:
+        """The network on the CPU, ``empty`` if its weights can wait; the global random state stays as it is."""
         self.check()
         with own_draws():
             if self.checkpoint is not None:
                 return FrozenNetwork(load_language_model(self.checkpoint)[0].network)
-            return FrozenNetwork(causal_lm.build(self.config))
+            network = causal_lm.build_empty(self.config) if empty else None
+            return FrozenNetwork(network or causal_lm.build(self.config))
 
     def digest(self) -> str:
         """Hash of all that decides its answers: the bytes of its files, and how they are read."""
@@ -111,10 +113,13 @@ class FrozenNetwork:
     def on(self, device: torch.device, strategy: Any = None) -> nn.Module:
         """The network, moved there if it is elsewhere, and sharded by a strategy that can (``shard_frozen``)."""
         if self._device != device:
-            self._held.to(device)
             self._device = device
+            if not weights_wait(self._held):
+                self._held.to(device)
             if hasattr(strategy, "shard_frozen"):
                 strategy.shard_frozen(self._held[0])
+            elif fill_waiting(self._held, device):
+                self._held.to(device)
         return self._held[0]
 
     def __deepcopy__(self, memo: object) -> FrozenNetwork:

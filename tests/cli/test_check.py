@@ -320,7 +320,10 @@ def test_what_many_devices_would_refuse_is_refused_without_them(arguments, said,
 class Meshed(ToyModel):
     """Asks for what only many processes have."""
 
+    built: ClassVar[int] = 0
+
     def configure_model(self) -> None:
+        Meshed.built += 1
         self._build(self.device_mesh.size())
 
 
@@ -332,7 +335,8 @@ class Unread(ToyModel):
 def test_only_what_lacks_the_processes_is_left_out(capsys):
     many = [*MANY, "--trainer.strategy=ModelParallelStrategy"]
     assert check(*many, "--model", f"{HERE}.Meshed") == 0
-    assert "what needs all processes: " in capsys.readouterr().out
+    assert Meshed.built == 1
+    assert "  configure_model, which needs the mesh of several processes, and" in capsys.readouterr().out
     with pytest.raises(RuntimeError, match="unable to mmap"):
         check(*MANY, "--trainer.strategy=ShardedStrategy", "--model", f"{HERE}.Unread")
 

@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 
 from lit_efficient import EMA, CheckpointAverage, ExactResume, LoRA, TokenWeightedAccumulation, verify
@@ -368,3 +369,25 @@ def test_names_are_checked_and_a_fit_that_fails_by_itself_is_no_verdict(capsys):
     assert command(["--only", "help"]) == 0
     assert capsys.readouterr().out.count("\n") == len(CLAIMS)
     assert all(isinstance(claim, Claim) and claim.sentence for claim in CLAIMS)
+
+
+class Meshed(Toy):
+    """Shards itself over what one process does not have."""
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        super().configure_model()
+
+
+class Broken(Toy):
+    def configure_model(self) -> None:
+        raise AttributeError("hidden_siez")
+
+
+def test_a_module_that_needs_the_mesh_of_several_processes_is_told_from_a_broken_one():
+    arguments = {"strategy": ModelParallelStrategy(), "devices": 2, "accelerator": "cpu"}
+    with pytest.raises(ConfigurationError, match=r"verify: one process checks .* needs the mesh of several processes:"):
+        verify(trainer(**arguments), Meshed(), data())
+    arguments["strategy"] = ModelParallelStrategy()
+    with pytest.raises(AttributeError, match="hidden_siez"):
+        verify(trainer(**arguments), Broken(), data())

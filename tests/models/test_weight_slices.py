@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lit_efficient import GPT, GPTConfig, MixtureOfExperts
+from lit_efficient import GPT, CausalLMConfig, GPTConfig, MixtureOfExperts
 from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.models.causal_lm import build_empty
 from lit_efficient.models.deferred_draws import DeferredDraws
 from lit_efficient.models.weight_slices import built_empty, fill_waiting
 from tests.processes import run_ranks
@@ -46,7 +47,7 @@ def test_a_fit_on_two_processes_reads_a_named_model_in_slices(tmp_path: Path) ->
     torch.manual_seed(0)
     folders = [str(tmp_path / name) for name in ("tied", "untied")]
     for folder in folders:
-        llama(tied=folder == folders[0]).save_pretrained(folder)
+        trained(llama(tied=folder == folders[0])).save_pretrained(folder)
     slices.adapter_beside(folders[1])
     run_ranks(slices.in_a_fit, tmp_path, folders)
     for folder in folders:
@@ -84,6 +85,13 @@ def test_a_denoiser_comes_in_slices_and_is_the_one_of_a_single_process(tmp_path:
 def llama(tied: bool = True) -> Any:
     fields = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
     return LlamaForCausalLM(LlamaConfig(**fields, vocab_size=97, tie_word_embeddings=tied))
+
+
+def trained(network: Any) -> Any:
+    """No vector of it, of a norm or a bias, is what it was drawn as."""
+    for parameter in network.parameters():
+        nn.init.normal_(parameter, 1.0, 0.2) if parameter.ndim == 1 else None
+    return network
 
 
 def gpt() -> nn.Module:
@@ -133,7 +141,7 @@ def test_weights_of_numbers_that_changed_later_are_refused() -> None:
         numbers.zero_()
     draws.note(network)
     with pytest.raises(ConfigurationError, match=r"a tensor of \(64, 64\) that weights were made of was changed"):
-        draws.drawn("weight")
+        draws.get_tensor("weight")
 
 
 def test_a_folder_of_transformers_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
@@ -151,6 +159,14 @@ def test_a_folder_of_transformers_is_read_as_transformers_reads_it(tmp_path: Pat
     assert_equal(dict(found.state_dict()), {name: t.float() for name, t in model.state_dict().items()})
 
 
+def test_small_tensors_of_a_folder_are_read_too(tmp_path: Path) -> None:
+    model = trained(llama(tied=False))
+    model.save_pretrained(tmp_path)
+    network: Any = build_empty(CausalLMConfig(str(tmp_path)))
+    fill_waiting(network, torch.device("cpu"))
+    assert_equal(dict(network.named_parameters()), dict(model.named_parameters()))
+
+
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     folder = split(nn.Linear(3, 2), tmp_path / "base")
     codes = nn.Parameter(torch.zeros(2, 3, dtype=torch.int8, device="meta"), False)
@@ -158,7 +174,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     for network, said in (
         (nn.Linear(4, 2, device="meta"), r"'weight' is \(2, 4\) here and \(2, 3\) in"),
         (nn.Sequential(linear()), r"base lacks 2 tensors, first .0.weight."),
-        (nn.ParameterDict({"weight": codes}), r"'weight' is torch.int8 here and F32"),
+        (nn.ParameterDict({"weight": codes}), r"'weight' is torch.int8 here and torch.float32"),
     ):
         with pytest.raises((CheckpointError, ConfigurationError), match=said):
             slices.read(network, folder)

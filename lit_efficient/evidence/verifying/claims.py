@@ -34,7 +34,7 @@ from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource
 from lit_efficient.evidence.verifying.recorded_calls import detached, floats, recorded
 from lit_efficient.internals.lightning_data import combined_loader
 from lit_efficient.internals.lightning_loops import accumulates
-from lit_efficient.internals.lightning_strategies import run_alone, traits_of
+from lit_efficient.internals.lightning_strategies import run_alone
 from lit_efficient.internals.lightning_trainer import arrived, set_default_root_dir, set_trainer, trainer_of
 from lit_efficient.mechanisms.adapters.merge import whole_state
 from lit_efficient.mechanisms.averages.batch_norm import silent
@@ -155,7 +155,6 @@ class Subject:
     ) -> None:
         self.source, self.folder, self.full, self.shortened = source, Path(folder), full, shortened
         self.alone = alone
-        self.without_mesh = False  # whether a strategy with a mesh of devices was replaced
         self._plain: Trace | None = None
 
     def fit(self, change: Change = AS_IT_IS, *, steps: int = 1, traces: Callable[[Any], bool] = leaves_traces) -> Fit:
@@ -164,7 +163,6 @@ class Subject:
             fit = self.source.make(change)
         trainer = fit.trainer
         if self.alone and trainer.world_size > 1:
-            self.without_mesh = traits_of(trainer.strategy).dtensors
             run_alone(trainer)
         kept = [one for one in trainer.callbacks if not traces(one) and not getattr(one, "tries_steps", False)]
         trainer.callbacks = [*kept, _Short(steps)]

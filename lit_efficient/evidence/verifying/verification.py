@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_efficient.errors import ConfigurationError, LitEfficientError, did_you_mean, refusal
+from lit_efficient.errors import ConfigurationError, did_you_mean, refusal
 from lit_efficient.evidence.fits import FitSource, LiveFit
 from lit_efficient.evidence.verifying.claims import Claim, Subject, Verdict, silence
 from lit_efficient.evidence.verifying.claims_of_checkpoints import OF_CHECKPOINTS
@@ -27,6 +27,7 @@ from lit_efficient.evidence.verifying.claims_of_shards import OF_SHARDS
 from lit_efficient.evidence.verifying.claims_of_training import OF_TRAINING, RUNS
 from lit_efficient.evidence.verifying.claims_of_weights import OF_WEIGHTS
 from lit_efficient.evidence.verifying.small_builds import small
+from lit_efficient.internals.lightning_strategies import NEEDS_MESH, lacks_mesh
 from lit_efficient.mechanisms.rewind import other_randomness, random_states
 
 CLAIMS: tuple[Claim, ...] = (
@@ -153,11 +154,10 @@ def verify(
         try:
             subject.within(lambda trainer, module: None)  # what is wrong before the first step is no verdict
         except Exception as error:
-            if subject.without_mesh and not isinstance(error, LitEfficientError):
+            if lacks_mesh(error):
                 raise ConfigurationError(
-                    "verify: claims are checked in one process, and this module shards itself over the mesh of "
-                    "several, which is None there: let configure_model shard where self.device_mesh is one, or take "
-                    "ShardedStrategy, which shards any module"
+                    f"verify: one process checks the claims, and cannot run {NEEDS_MESH}: let it shard where "
+                    "self.device_mesh is one, or take ShardedStrategy, which shards any module"
                 ) from error
             raise
         try:
