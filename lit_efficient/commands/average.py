@@ -47,7 +47,7 @@ def average_files(
     total: dict[str, Tensor] = {}
     dtypes: dict[str, torch.dtype] = {}
     checkpoint: dict[str, Any] = {}
-    for path, share in zip(paths, shares):
+    for number, (path, share) in enumerate(zip(paths, shares)):
         chosen, state, checkpoint = dict[str, Tensor](), dict[str, Tensor](), {}  # frees the one before
         checkpoint = read_checkpoint(path)
         try:
@@ -69,7 +69,7 @@ def average_files(
         elif different := dtypes.keys() ^ state.keys():
             raise ConfigurationError(f"{path} and {paths[0]} differ in {len(different)} names: {min(different)!r}")
         for name, tensor in state.items():
-            _add(total, name, tensor, share, str(path))
+            _add(total, name, tensor, share, not number, str(path))
     mean, tied = dict[str, Tensor](), dict[object, str]()
     for name, summed_ in total.items():  # tied weights are one again
         first = tied.setdefault(memory_of(state[name]), name)
@@ -93,13 +93,13 @@ def _kind(tensor: Tensor) -> str:
     return "complex" if tensor.is_complex() else "real" * (tensor.is_floating_point() and tensor.itemsize > 1)
 
 
-def _add(total: dict[str, Tensor], name: str, tensor: Tensor, share: float, path: str) -> None:
+def _add(total: dict[str, Tensor], name: str, tensor: Tensor, share: float, first: bool, path: str) -> None:
     before = total.get(name)
     if before is not None and (before.shape != tensor.shape or _kind(before) != _kind(tensor)):
         one, other = (f"{list(t.shape)} of {t.dtype}" for t in (tensor, before))
         raise ConfigurationError(f"{path}: {name!r} is {one}, and {other} in the others")
     if before is not None and _kind(tensor):
-        return add_share(before, tensor, share)
+        return add_share(before, tensor, share, first)
     if before is not None and tensor.numel() > 1 and not bool((before == tensor).all()):
         raise ConfigurationError(
             f"{path}: {name!r} holds {tensor.dtype} and differs between files: quantised weights have no mean; "

@@ -109,6 +109,13 @@ def test_a_library_in_rust_that_cannot_write_is_an_error_of_the_system(tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_name_may_be_as_long_as_the_system_allows_in_bytes(tmp_path: Path) -> None:
+    name = "\u91cd" * 84  # 252 bytes
+    with replacing(tmp_path / name) as file:
+        file.write(b"whole")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
 def test_what_a_killed_process_left_goes_with_the_next_link_or_folder(tmp_path: Path) -> None:
     stale = tmp_path / f".x.{socket.gethostname()}-{os.getpid()}-01234567.partial"  # of this number, and not in use
 

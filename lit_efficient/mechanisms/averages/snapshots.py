@@ -88,7 +88,7 @@ def synthesize(folder: str | Path, sigma_rels: Sequence[float], step: int | None
             built = [dict(zip(state, zeros_in_file(kinds, Path(folder)))) for _ in shares]
         for name, tensor in state.items():
             for width, share in zip(built, shares):
-                add_share(width[name], tensor, share[i])
+                add_share(width[name], tensor, share[i], first=not i)
     return built
 
 
