@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,8 @@ from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError, check_installed, refusal
 from lit_efficient.files.atomic_file import replacing
-from lit_efficient.files.checkpoints import weights_alone, write
+from lit_efficient.files.checkpoints import local_file, weights_alone, write
+from lit_efficient.files.hidden_names import hidden_beside
 from lit_efficient.mechanisms.averages.snapshots import find_snapshots, synthesize
 from lit_efficient.mechanisms.restore import without_heads
 from lit_efficient.mechanisms.shards import read_checkpoint
@@ -58,9 +58,10 @@ def run(argv: list[str]) -> int:
     if options.config:
         check_installed("ema-sweep -c", "matplotlib")
     snapshots = find_snapshots(options.folder)
-    output = Path(options.output or options.folder)
+    output = local_file(options.output or options.folder)
     output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output) as scratch:
+    with hidden_beside(output / "scratch") as scratch:
+        scratch.mkdir()
         # First of all, because it takes a second to find out what is wrong with a config.
         validate = _validator(options.config, others, scratch) if options.config else None
         base = read_checkpoint(options.checkpoint) if options.checkpoint else None
@@ -70,7 +71,7 @@ def run(argv: list[str]) -> int:
             if base.get("global_step", step) != step:
                 print(f"Note: {options.checkpoint} is of step {base['global_step']}, the averages end at step {step}.")
             # Without the states of callbacks: those of an EMA would put its average in place of these weights.
-            write(raw := Path(scratch, "raw.ckpt"), weights_alone(base, base["state_dict"], "raw"))
+            write(raw := scratch / "raw.ckpt", weights_alone(base, base["state_dict"], "raw"))
             curve = _validated(validate, files, raw, step, options.metric)
             curve.write_csv(output / "ema-sweep.csv")
             curve.draw(output / "ema-sweep.png", {snapshot.sigma_rel for snapshot in snapshots})
@@ -89,7 +90,7 @@ def _build(options: argparse.Namespace, base: dict[str, Any] | None, output: Pat
     return files
 
 
-def _validator(configs: list[str], arguments: list[str], scratch: str) -> Validator:
+def _validator(configs: list[str], arguments: list[str], scratch: Path) -> Validator:
     from lit_efficient.cli.evaluate import Validator
 
     return Validator(configs, [f"--trainer.default_root_dir={scratch}", *arguments])
