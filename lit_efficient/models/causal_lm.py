@@ -234,7 +234,7 @@ def build_empty(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None
     Returns:
         ``None`` where :func:`build` has more to do than to read files under the network's own names.
     """
-    if spec.draws_weights or spec.quantize is not None or torch.get_default_device().type == "meta":
+    if spec.draws_weights or spec.quantize is not None:
         return None
     config = resolve(spec, from_data)
     grows = (from_data or {}).get("vocab_size", 0) > config.get_text_config().vocab_size
