@@ -26,7 +26,7 @@ from torch import distributed
 
 from lit_efficient.errors import check_number
 from lit_efficient.internals.lightning_trainer import answer_sigterm, leave_sigterm
-from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
+from lit_efficient.internals.wraps import inner_method, wrap_method
 from lit_efficient.mechanisms.rank_line import DONE, ENDED, FAILED, LEFT, RankLine
 from lit_efficient.mechanisms.ranks import check_batches
 
@@ -106,11 +106,11 @@ class RankWatch(Callback):
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if self._line is not None:
             self._line.say(DONE)
-        self._let_go(trainer)
+        leave_sigterm(trainer, _end_by_sigterm)
         self._hang_up()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._let_go(trainer)
+        leave_sigterm(trainer, _end_by_sigterm)
         if self._line is None:
             if isinstance(exception, RuntimeError) and trainer.world_size > 1 and _is_collectives(exception):
                 exception.add_note(ENDED + _UNWATCHED)  # before `setup`: while the data are prepared
@@ -124,10 +124,6 @@ class RankWatch(Callback):
             exception.add_note(ENDED + self._why)
         self._line.say(FAILED, self._signal or f"{type(exception).__name__}: {exception}")
         self._hang_up()
-
-    def _let_go(self, trainer: Any) -> None:
-        leave_sigterm(trainer, _end_by_sigterm)
-        unwrap_method(trainer, "save_checkpoint", _save_checkpoint)
 
     def _hang_up(self) -> None:
         for timer in self._timers:
@@ -174,7 +170,7 @@ class RankWatch(Callback):
 
 
 def _save_checkpoint(self: Any, *arguments: Any, **named: Any) -> None:
-    """In the place of the trainer's method, at whose end all processes wait for each other."""
+    """In the place of the trainer's method, at whose end all processes wait; without others nothing else happens."""
     for one in self.callbacks:
         if isinstance(one, RankWatch):
             one._leave(one._begun, f"it saves a checkpoint after {one._begun} batches, for which all are needed")

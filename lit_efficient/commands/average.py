@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
 from torch import Tensor
 
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice, refusal
@@ -45,7 +44,6 @@ def average_files(
     check_choice("average", "weights_of", of, get_args(Weights))
     shares, kinds = _shares(len(paths), weights), list[str]()
     total: dict[str, Tensor] = {}
-    dtypes: dict[str, torch.dtype] = {}
     checkpoint: dict[str, Any] = {}
     for number, (path, share) in enumerate(zip(paths, shares)):
         chosen, state, checkpoint = dict[str, Tensor](), dict[str, Tensor](), {}  # frees the one before
@@ -61,12 +59,10 @@ def average_files(
                 "Leave one kind of files out, or take --weights-of raw of all"
             )
         state = {name: tensor for name, tensor in chosen.items() if isinstance(tensor, Tensor)}
-        if not dtypes:
-            dtypes = {name: tensor.dtype for name, tensor in state.items()}
-            summed = {name: tensor for name, tensor in state.items() if _kind(tensor)}
-            sums = zeros_in_file([(t.shape, precise(t.dtype)) for t in summed.values()], Path(path).absolute().parent)
-            total = dict(zip(summed, sums))
-        elif different := dtypes.keys() ^ state.keys():
+        if not total:
+            summed = {n: (tensor.shape, precise(tensor.dtype)) for n, tensor in state.items() if _kind(tensor)}
+            total = dict(zip(summed, zeros_in_file([*summed.values()], Path(path).absolute().parent)))
+        elif different := total.keys() ^ state.keys():
             raise ConfigurationError(f"{path} and {paths[0]} differ in {len(different)} names: {min(different)!r}")
         for name, tensor in state.items():
             _add(total, name, tensor, share, not number, str(path))
@@ -74,7 +70,7 @@ def average_files(
     for name, summed_ in total.items():  # tied weights are one again
         first = tied.setdefault(memory_of(state[name]), name)
         same = first != name and bool((total[first] == summed_).all())
-        mean[name] = mean[first] if same else summed_.to(dtypes[name])
+        mean[name] = mean[first] if same else summed_.to(state[name].dtype)
     return weights_alone(checkpoint, {**checkpoint["state_dict"], **mean}, f"average of {kinds[0]}")
 
 

@@ -135,8 +135,8 @@ def _fit_without_steps(cli: Any, device: str, prepared: bool) -> list[str]:
         left.append(f"the {trainer.world_size} processes: this is one")
     if (named := _named_bytes(module)) > _MOST_BYTES and not hasattr(trainer.strategy, "reads_slices"):
         trainer.strategy.reads_slices = True  # so that weights wait to be read
-        if getattr(module.model, "quantize", None):
-            left.append(f"the base in {module.model.quantize}: it was built as its files have it")
+        if how := getattr(getattr(module, "model", None), "quantize", None):
+            left.append(f"the base in {how}: it was built as its files have it")
             module.model = replace(module.model, quantize=None)
     with _retried_with_data(may_lack_data), _retried(device, lambda: named + _bytes(module)), torch.device(device):
         type(module).configure_model(module)

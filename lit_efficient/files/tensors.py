@@ -40,10 +40,8 @@ def save_tensors(
 ) -> None:
     """Write tensors one after the other, tied weights once a name: the format knows no sharing.
 
-    ``metadata`` goes into the file's header; ``dtype`` is the format that all get as they are written.
-
-    Raises:
-        CheckpointError: For a format that the file does not know, and for what is no tensor, before it is written.
+    ``metadata`` goes into the file's header; ``dtype`` is the format that all get as they are written. What a file
+    cannot hold is refused before it is written.
     """
     for name, value in tensors.items():
         if (kind := getattr(value, "dtype", type(value).__name__)) not in _KINDS:

@@ -153,10 +153,7 @@ def precise(dtype: torch.dtype) -> torch.dtype:
 
 
 def add_share(total: Tensor, tensor: Tensor, share: float, first: bool) -> None:
-    """Add ``share`` times a tensor of any format, in pieces: torch converts a whole tensor before it adds it.
-
-    The ``first`` one is put down: 0.0 and -0.0 would be 0.0.
-    """
+    """Add ``share`` times a tensor, in pieces, as torch converts a whole one; put the ``first`` down, -0.0 as it is."""
     room = torch.empty(min(tensor.numel(), _ROWS), dtype=total.dtype)  # what is made anew each time fragments the heap
     for sums, piece in zip(total.view(-1).split(_ROWS), tensor.detach().reshape(-1).split(_ROWS)):
         part = room[: len(piece)].copy_(piece)
