@@ -219,7 +219,10 @@ def test_only_what_is_new_or_empty_is_written_into(tmp_path: Path) -> None:
     check_new_folder(tmp_path / "new", "who")
     check_new_folder(tmp_path, "who")
     (tmp_path / "file").touch()
-    for taken in (tmp_path, tmp_path / "file"):
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").symlink_to("empty")
+    for taken in (tmp_path, *(tmp_path / name for name in ("file", "link", "other"))):
         with pytest.raises(ConfigurationError, match="who: output must be a new or empty folder"):
             check_new_folder(taken, "who")
 
