@@ -1,6 +1,6 @@
 """A module and a data module that are small, slow at nothing, and say when they were touched."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -9,7 +9,12 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lit_efficient.__main__ import main
 from lit_efficient.cli import LitEfficientCLI
+
+
+def export(argv: Sequence[str]) -> int:
+    return main(["export", *argv])
 
 
 class Parts(LitEfficientCLI):

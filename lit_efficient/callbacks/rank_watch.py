@@ -3,6 +3,7 @@
     another one raises, is killed or loses its machine -> this one ends within `failed` seconds
     another one ends its training while this one trains -> this one ends within `left` seconds
     another one has fewer batches in its epoch          -> the same: what they send would meet the wrong thing
+    another one calls ``trainer.save_checkpoint`` alone -> the same
     this one is sent SIGTERM, which nobody else answers -> it exits with 143, and the others end within `failed` seconds
 
 Saves: the half hour, or the days, that the others of a run would wait in a collective, and the search for who began it.
@@ -25,6 +26,7 @@ from torch import distributed
 
 from lit_efficient.errors import check_number
 from lit_efficient.internals.lightning_trainer import answer_sigterm, leave_sigterm
+from lit_efficient.internals.wraps import inner_method, wrap_method
 from lit_efficient.mechanisms.rank_line import DONE, ENDED, FAILED, LEFT, RankLine
 from lit_efficient.mechanisms.ranks import check_batches
 
@@ -72,6 +74,7 @@ class RankWatch(Callback):
             self._said.clear()
             host = trainer.strategy.cluster_environment.main_address
             answer_sigterm(trainer, _end_by_sigterm)
+            wrap_method(trainer, "save_checkpoint", _save_checkpoint)
             try:
                 self._line = RankLine(self._heard, host)
             except ConnectionError as error:
@@ -164,6 +167,14 @@ class RankWatch(Callback):
                 return
         print(f"error: {ENDED}{why}", file=sys.stderr, flush=True)
         os._exit(_EXIT_CODE)
+
+
+def _save_checkpoint(self: Any, *arguments: Any, **named: Any) -> None:
+    """In the place of the trainer's method, at whose end all processes wait; without others nothing else happens."""
+    for one in self.callbacks:
+        if isinstance(one, RankWatch):
+            one._leave(one._begun, f"it saves a checkpoint after {one._begun} batches, for which all are needed")
+    inner_method(self, "save_checkpoint", _save_checkpoint)(*arguments, **named)
 
 
 def _end_by_sigterm(self: Any, number: int, frame: Any) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
 from torch import Tensor
 
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice, refusal
@@ -45,9 +44,8 @@ def average_files(
     check_choice("average", "weights_of", of, get_args(Weights))
     shares, kinds = _shares(len(paths), weights), list[str]()
     total: dict[str, Tensor] = {}
-    dtypes: dict[str, torch.dtype] = {}
     checkpoint: dict[str, Any] = {}
-    for path, share in zip(paths, shares):
+    for number, (path, share) in enumerate(zip(paths, shares)):
         chosen, state, checkpoint = dict[str, Tensor](), dict[str, Tensor](), {}  # frees the one before
         checkpoint = read_checkpoint(path)
         try:
@@ -61,20 +59,18 @@ def average_files(
                 "Leave one kind of files out, or take --weights-of raw of all"
             )
         state = {name: tensor for name, tensor in chosen.items() if isinstance(tensor, Tensor)}
-        if not dtypes:
-            dtypes = {name: tensor.dtype for name, tensor in state.items()}
-            summed = {name: tensor for name, tensor in state.items() if _kind(tensor)}
-            sums = zeros_in_file([(t.shape, precise(t.dtype)) for t in summed.values()], Path(path).absolute().parent)
-            total = dict(zip(summed, sums))
-        elif different := dtypes.keys() ^ state.keys():
+        if not total:
+            summed = {n: (tensor.shape, precise(tensor.dtype)) for n, tensor in state.items() if _kind(tensor)}
+            total = dict(zip(summed, zeros_in_file([*summed.values()], Path(path).absolute().parent)))
+        elif different := total.keys() ^ state.keys():
             raise ConfigurationError(f"{path} and {paths[0]} differ in {len(different)} names: {min(different)!r}")
         for name, tensor in state.items():
-            _add(total, name, tensor, share, str(path))
+            _add(total, name, tensor, share, not number, str(path))
     mean, tied = dict[str, Tensor](), dict[object, str]()
     for name, summed_ in total.items():  # tied weights are one again
         first = tied.setdefault(memory_of(state[name]), name)
         same = first != name and bool((total[first] == summed_).all())
-        mean[name] = mean[first] if same else summed_.to(dtypes[name])
+        mean[name] = mean[first] if same else summed_.to(state[name].dtype)
     return weights_alone(checkpoint, {**checkpoint["state_dict"], **mean}, f"average of {kinds[0]}")
 
 
@@ -93,13 +89,13 @@ def _kind(tensor: Tensor) -> str:
     return "complex" if tensor.is_complex() else "real" * (tensor.is_floating_point() and tensor.itemsize > 1)
 
 
-def _add(total: dict[str, Tensor], name: str, tensor: Tensor, share: float, path: str) -> None:
+def _add(total: dict[str, Tensor], name: str, tensor: Tensor, share: float, first: bool, path: str) -> None:
     before = total.get(name)
     if before is not None and (before.shape != tensor.shape or _kind(before) != _kind(tensor)):
         one, other = (f"{list(t.shape)} of {t.dtype}" for t in (tensor, before))
         raise ConfigurationError(f"{path}: {name!r} is {one}, and {other} in the others")
     if before is not None and _kind(tensor):
-        return add_share(before, tensor, share)
+        return add_share(before, tensor, share, first)
     if before is not None and tensor.numel() > 1 and not bool((before == tensor).all()):
         raise ConfigurationError(
             f"{path}: {name!r} holds {tensor.dtype} and differs between files: quantised weights have no mean; "

@@ -9,6 +9,8 @@ import argparse
 import contextlib
 import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from lit_efficient.errors import LitEfficientError
@@ -136,7 +138,12 @@ def _fit_without_steps(cli: Any, device: str, prepared: bool) -> list[str]:
         left.append(f"{type(module).__name__}.setup, which needs the data")
     if trainer.world_size > 1:
         left.append(f"the {trainer.world_size} processes: this is one")
-    with _retried_with_data(may_lack_data), _retried(device, lambda: _bytes(module)), torch.device(device):
+    if (named := _named_bytes(module)) > _MOST_BYTES and not hasattr(trainer.strategy, "reads_slices"):
+        trainer.strategy.reads_slices = True  # so that weights wait to be read
+        if how := getattr(getattr(module, "model", None), "quantize", None):
+            left.append(f"the base in {how}: it was built as its files have it")
+            module.model = replace(module.model, quantize=None)
+    with _retried_with_data(may_lack_data), _retried(device, lambda: named + _bytes(module)), torch.device(device):
         type(module).configure_model(module)
     size = _bytes(module)
     reads_all = any(technique.phase is Phase.QUANTIZE for technique in techniques_of(trainer))
@@ -202,6 +209,13 @@ def _signals_as_they_are() -> Iterator[None]:
 
 def _bytes(module: Any) -> int:
     return sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
+
+
+def _named_bytes(module: Any) -> int:
+    """Of the weights in folders that its arguments name."""
+    specs = [getattr(value, "spec", value) for value in vars(module).values()]
+    names = {name for spec in specs if isinstance(name := getattr(spec, "name_or_path", spec), str) and name}
+    return sum(file.stat().st_size for name in names for file in Path(name).glob("*.safetensors"))
 
 
 def _give_memory(module: Any) -> None:

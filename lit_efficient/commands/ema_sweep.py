@@ -9,24 +9,21 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError, check_installed, refusal
 from lit_efficient.files.atomic_file import replacing
-from lit_efficient.files.checkpoints import weights_alone, write
+from lit_efficient.files.checkpoints import local_file, weights_alone, write
+from lit_efficient.files.hidden_names import hidden_beside
 from lit_efficient.mechanisms.averages.snapshots import find_snapshots, synthesize
 from lit_efficient.mechanisms.restore import without_heads
 from lit_efficient.mechanisms.shards import read_checkpoint
 from lit_efficient.surgery import memory_of
-
-if TYPE_CHECKING:  # it imports Lightning, which takes seconds
-    from lit_efficient.cli.evaluate import Validator
 
 _INK, _GREY, _LINE, _BEST = "#1f2933", "#6b7785", "#2f6db3", "#c2410c"
 
@@ -58,20 +55,25 @@ def run(argv: list[str]) -> int:
     if options.config:
         check_installed("ema-sweep -c", "matplotlib")
     snapshots = find_snapshots(options.folder)
-    output = Path(options.output or options.folder)
+    output = local_file(options.output or options.folder)
     output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output) as scratch:
-        # First of all, because it takes a second to find out what is wrong with a config.
-        validate = _validator(options.config, others, scratch) if options.config else None
+    with hidden_beside(output / "scratch") as scratch:
+        scratch.mkdir()
+        if options.config:  # first of all, because it takes a second to find out what is wrong with one
+            from lit_efficient.cli.evaluate import Validator
+
+            validate = Validator(options.config, [f"--trainer.default_root_dir={scratch}", *others])
         base = read_checkpoint(options.checkpoint) if options.checkpoint else None
         files = _build(options, base, output)
-        if validate is not None and base is not None:
+        if options.config and base is not None:
             step = options.step or snapshots[-1].step
             if base.get("global_step", step) != step:
                 print(f"Note: {options.checkpoint} is of step {base['global_step']}, the averages end at step {step}.")
             # Without the states of callbacks: those of an EMA would put its average in place of these weights.
-            write(raw := Path(scratch, "raw.ckpt"), weights_alone(base, base["state_dict"], "raw"))
-            curve = _validated(validate, files, raw, step, options.metric)
+            write(raw := scratch / "raw.ckpt", weights_alone(base, base["state_dict"], "raw"))
+            without = validate(raw)
+            metric = options.metric or loss_among(list(without))
+            curve = WidthCurve({width: validate(path) for width, path in files.items()}, without, metric, step)
             curve.write_csv(output / "ema-sweep.csv")
             curve.draw(output / "ema-sweep.png", {snapshot.sigma_rel for snapshot in snapshots})
             print(f"{curve.table()}\nWrote {output / 'ema-sweep.csv'} and {output / 'ema-sweep.png'}")
@@ -87,19 +89,6 @@ def _build(options: argparse.Namespace, base: dict[str, Any] | None, output: Pat
         write(path, {"state_dict": average} if base is None else _completed(base, average, options.checkpoint))
         print(f"Wrote {path}")
     return files
-
-
-def _validator(configs: list[str], arguments: list[str], scratch: str) -> Validator:
-    from lit_efficient.cli.evaluate import Validator
-
-    return Validator(configs, [f"--trainer.default_root_dir={scratch}", *arguments])
-
-
-def _validated(validate: Validator, files: dict[float, Path], raw: Path, step: int, metric: str | None) -> WidthCurve:
-    """Validate the weights without an average, and each width."""
-    without = validate(raw)
-    metric = metric or loss_among(list(without))
-    return WidthCurve({width: validate(path) for width, path in files.items()}, without, metric, step)
 
 
 def _completed(base: dict[str, Any], average: dict[str, Tensor], path: str) -> dict[str, Any]:

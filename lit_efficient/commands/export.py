@@ -1,11 +1,8 @@
 """``python -m lit_efficient export CKPT --format peft | merged | safetensors | diffusers --output DIR``."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import Any
-
-from lit_efficient.errors import LitEfficientError
 
 
 def run(argv: Sequence[str]) -> int:
@@ -42,18 +39,14 @@ def run(argv: Sequence[str]) -> int:
     if arguments.lora is not None and not diffusers:
         parser.error(f"--lora does not belong to --format {arguments.format}")
     asked: dict[str, Any] = {"weights": arguments.weights, "base": arguments.base, "check": arguments.check}
-    try:
-        if diffusers:
-            from lit_efficient.export.pipelines import export_pipeline
+    if diffusers:
+        from lit_efficient.export.pipelines import export_pipeline
 
-            asked["lora"] = arguments.lora or "merged"
-            folder = export_pipeline(arguments.checkpoint, arguments.output, **asked)
-        else:
-            from lit_efficient.export.adapters import export_checkpoint
+        asked["lora"] = arguments.lora or "merged"
+        folder = export_pipeline(arguments.checkpoint, arguments.output, **asked)
+    else:
+        from lit_efficient.export.adapters import export_checkpoint
 
-            folder = export_checkpoint(arguments.checkpoint, arguments.output, arguments.format, **asked)
-    except LitEfficientError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        folder = export_checkpoint(arguments.checkpoint, arguments.output, arguments.format, **asked)
     print(f"{folder}: {', '.join(sorted(file.name for file in folder.iterdir()))}")
     return 0

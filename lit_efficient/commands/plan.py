@@ -252,10 +252,11 @@ class _Answer:
 
     def _predict_first(self) -> "Plan":
         from lit_efficient.evidence.fits import AS_IT_IS
-        from lit_efficient.evidence.planning.plan import Plan
+        from lit_efficient.evidence.planning.plan_search import Refusal
 
         plan = self.predictions(AS_IT_IS)
-        assert isinstance(plan, Plan)
+        if isinstance(plan, Refusal):
+            raise ConfigurationError(plan.reason)
         return plan
 
     def _device(self) -> dict[str, Any]:

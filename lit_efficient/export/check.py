@@ -12,7 +12,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.errors import CheckpointError, ConfigurationError
-from lit_efficient.files.tensors import load_tensors, save_tensors
+from lit_efficient.files.hidden_names import hidden_beside
+from lit_efficient.files.tensors import bytes_of, load_tensors, save_tensors
 
 # Between sums in another order and one weight that is wrong; int8 rounds inputs, too.
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.int8: 5e-2}
@@ -72,12 +72,9 @@ def difference(ours: Tensor, theirs: Tensor, tolerance: float) -> float:
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """A digest of each tensor: its bytes, format and shape."""
     return {
-        name: hashlib.blake2b(
-            t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, person=repr(t.dtype).encode()[-16:]
-        ).hexdigest()[:32]
-        + str(tuple(t.shape))
+        name: f"{hashlib.blake2b(bytes_of(t).data, person=repr(t.dtype).encode()[-16:]).hexdigest()}{tuple(t.shape)}"
         for name, t in tensors.items()
-        if t.numel()
+        if isinstance(t, Tensor) and t.numel()  # what is none is refused when it is written
     }
 
 
@@ -135,17 +132,18 @@ def _ask(folder: Path, library: str, request: Mapping[str, Any], fill: Callable[
     """What a fresh process says of a folder; None where the library is not installed."""
     if importlib.util.find_spec(library) is None:
         return None
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".check.") as place:
-        fill(Path(place))
-        (Path(place) / "request.json").write_text(json.dumps({"library": library, **request}))
+    with hidden_beside(folder) as place:
+        place.mkdir()
+        fill(place)
+        (place / "request.json").write_text(json.dumps({"library": library, **request}))
         # On the CPU, as all exports, and on nothing that is not here already.
         settings = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
         settings |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        command = [sys.executable, "-m", "lit_efficient.export.check", str(folder), place]
+        command = [sys.executable, "-m", "lit_efficient.export.check", str(folder), str(place)]
         done = subprocess.run(  # noqa: S603 - our own module
             command, capture_output=True, text=True, env={**os.environ, **settings}, check=False
         )
-        answer = Path(place) / "answer.json"
+        answer = place / "answer.json"
         if done.returncode or not answer.is_file():
             reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             raise CheckpointError(

@@ -44,9 +44,9 @@ def check_new_folder(folder: Path, who: str) -> None:
     """Refuse, in the name of ``who``, to write over what is there.
 
     Raises:
-        ConfigurationError: If ``folder`` is a file, or holds something.
+        ConfigurationError: If ``folder`` is a file or a link, which no folder can replace, or holds something.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise refusal(who, "output", "a new or empty folder", str(folder))
 
 

@@ -19,7 +19,7 @@ in_use: set[Path] = set()  # temporaries of this process
 def temporary_beside(target: Path) -> Path:
     """A hidden name in the same folder, thus on the same file system, that tells who is writing."""
     writer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    return target.with_name(f".{target.name[:100]}.{writer}{SUFFIX}")
+    return target.with_name(f".{target.name[:40]}.{writer}{SUFFIX}")
 
 
 @contextlib.contextmanager

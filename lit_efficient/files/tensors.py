@@ -38,11 +38,14 @@ _KINDS = {
 def save_tensors(
     path: str | os.PathLike[str], tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None, **metadata: str
 ) -> None:
-    """Write tensors one after the other, those that share memory (tied weights) once a name: the format knows no
-    sharing.
+    """Write tensors one after the other, tied weights once a name: the format knows no sharing.
 
-    ``metadata`` goes into the file's header; ``dtype`` is the format that all get as they are written.
+    ``metadata`` goes into the file's header; ``dtype`` is the format that all get as they are written. What a file
+    cannot hold is refused before it is written.
     """
+    for name, value in tensors.items():
+        if (kind := getattr(value, "dtype", type(value).__name__)) not in _KINDS:
+            raise CheckpointError(f"{path}: {name!r} is {kind}, which safetensors cannot hold; a .ckpt can")
     kinds = {name: dtype or tensor.dtype for name, tensor in tensors.items()}
     header: dict[str, Any] = {"__metadata__": dict(sorted({**metadata, "sha256": _UNKNOWN.decode()}.items()))}
     end, order = 0, sorted(tensors, key=lambda name: (-kinds[name].itemsize, name))  # so that all begin where they may
@@ -56,11 +59,16 @@ def save_tensors(
     with replacing(Path(path)) as file:
         file.write(encoded)
         for name in order:
-            data: Any = tensors[name].detach().to("cpu", kinds[name]).contiguous().reshape(-1).view(torch.uint8).numpy()
+            data = bytes_of(tensors[name].to("cpu", kinds[name]))
             file.write(data)
             digest.update(data)
         file.seek(encoded.index(_UNKNOWN))
         file.write(digest.hexdigest().encode())
+
+
+def bytes_of(tensor: Tensor) -> Any:
+    """A tensor's numbers in their order, as an array of bytes."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def load_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:

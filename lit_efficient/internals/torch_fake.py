@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -26,6 +27,7 @@ __all__ = [
     "FakeCopyMode",
     "FakeTensor",
     "FakeTensorMode",
+    "detect_fake_mode",
     "forget_cached_fakes",
     "has_values",
     "like_real_ones",

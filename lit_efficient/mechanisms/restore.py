@@ -105,7 +105,10 @@ def weights_of(
             tied: dict[object, list[str]] = {}
             for name, tensor in state.items():
                 tied.setdefault(memory_of(tensor), []).append(name)
-            for name, tensor in (without_heads(average, checkpoint) | dict(technique.buffers_for(state))).items():
+            average = without_heads(average, checkpoint) | dict(technique.buffers_for(state))
+            technique.forget()  # each tensor goes as soon as it has the format of its weight
+            for name in [*average]:
+                tensor = average.pop(name)
                 raw = state.get(name, tensor)
                 state |= dict.fromkeys([name, *tied.get(memory_of(raw), ())], tensor.to(raw.dtype))
             return state, technique.label

@@ -22,6 +22,7 @@ from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.bitsandbytes_cpu import keep_unpacked
 from lit_efficient.internals.hugging_face import causal_model_of, from_config
 from lit_efficient.internals.hugging_face_loading import Replacing, empty_from_config, replacing_config
+from lit_efficient.internals.torch_fake import detect_fake_mode
 from lit_efficient.internals.torch_modules import exchange
 from lit_efficient.models.bounds import check_bounds
 from lit_efficient.models.config_fields import check_names, check_values, check_whole, meant, read_by_others
@@ -190,9 +191,13 @@ def build(
     takes = not grows and spec.quantize is None and getattr(config, "quantization_config", None) is None
     takes = takes and torch.get_default_device().type != "meta"
     replaced = replacing_config(replacing) if replacing is not None and takes else None
+    fakes = detect_fake_mode() is not None  # which nothing is read into
+    if fakes and spec.quantize is not None:
+        raise refusal("plan", "model.quantize", "null; QuantizeBase in its place can be planned", spec.quantize)
     named = "the model" if spec.name_or_path is None else spec.name_or_path
     with read_by_others(f"CausalLMConfig: {named} cannot be built", spec.config_fields):
-        if spec.draws_weights:
+        if spec.draws_weights or fakes:
+            dtype = (config.dtype or torch.float32) if fakes and dtype == "auto" else dtype
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **options)
         else:
             check_sums(spec.name_or_path)
@@ -235,7 +240,7 @@ def build_empty(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None
     Returns:
         ``None`` where :func:`build` has more to do than to read files under the network's own names.
     """
-    if spec.draws_weights or spec.quantize is not None or torch.get_default_device().type == "meta":
+    if spec.draws_weights or spec.quantize is not None:
         return None
     config = resolve(spec, from_data)
     grows = (from_data or {}).get("vocab_size", 0) > config.get_text_config().vocab_size

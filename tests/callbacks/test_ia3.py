@@ -13,11 +13,11 @@ from torch import nn
 
 from lit_efficient import IA3, ConfigurationError, QuantizeBase, merge_adapters
 from lit_efficient.application import apply, reports_of
-from lit_efficient.commands.export import run as export
 from lit_efficient.mechanisms.adapters.merge import dequantize_layers
 from lit_efficient.mechanisms.adapters.peft_vectors import ia3_patterns, ia3_placement
 from tests.mechanisms.adapters.decoders import FAMILIES, Language, decoder, logits
 from tests.support import QUIET, WIDTH, Toy, data, trainer
+from tests.support_cli import export
 
 
 def _scaled(family: str) -> Any:

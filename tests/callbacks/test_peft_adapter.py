@@ -23,7 +23,6 @@ from lit_efficient import (
     restore,
 )
 from lit_efficient.application import apply
-from lit_efficient.commands.export import run as export
 from lit_efficient.mechanisms.adapters.disabled import disabled
 from lit_efficient.mechanisms.adapters.peft_configs import methods, peft_config
 from lit_efficient.mechanisms.adapters.peft_methods import network_of, switch_adapters
@@ -34,6 +33,7 @@ from tests.contract import effects
 from tests.contract.row import Row
 from tests.mechanisms.adapters.decoders import IDS, Language, decoder, logits
 from tests.support import QUIET, Toy, assert_equal, data, trainer, weights
+from tests.support_cli import export
 
 LOKR = {"peft_type": "LOKR", "r": 2, "alpha": 4, "target_modules": ["up", "down"]}
 LORA = {"peft_type": "LORA", "r": 2, "target_modules": ["up", "down"]}

@@ -13,9 +13,9 @@ from torch import nn
 
 from lit_efficient import ConfigurationError, PrefixTuning
 from lit_efficient.application import apply, replay, reports_of
-from lit_efficient.commands.export import run as export
 from tests.mechanisms.adapters.decoders import FAMILIES, IDS, WINDOWED, Language, decoder, logits
 from tests.support import QUIET, AttentionNet, Toy, assert_equal, weights
+from tests.support_cli import export
 
 TOKENS = [5, 9, 30]
 

@@ -13,7 +13,6 @@ from torch import nn
 
 from lit_efficient import ConfigurationError, PromptTuning
 from lit_efficient.application import apply, reports_of
-from lit_efficient.commands.export import run as export
 from lit_efficient.mechanisms.adapters.prompt import nearest_tokens
 from lit_efficient.models.gpt import GPT, GPTConfig, rotary_table
 from lit_efficient.testing import Run
@@ -21,6 +20,7 @@ from tests.contract import effects
 from tests.contract.row import Row
 from tests.mechanisms.adapters.decoders import FAMILIES, IDS, Language, decoder, logits
 from tests.support import QUIET, AttentionNet
+from tests.support_cli import export
 
 TOKENS = [5, 9, 30]
 

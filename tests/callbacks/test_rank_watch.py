@@ -88,6 +88,18 @@ def test_an_epoch_that_ends_earlier_within_a_window_ends_both(tmp_path: Path) ->
     assert "process 1 has left training (its epoch ends after 3 batches)" in logs[0].read_text()
 
 
+@pytest.mark.turns(3, family="ranks", always=["False"])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_process_that_saves_alone_is_waited_for_by_nobody(sharded: bool, tmp_path: Path) -> None:
+    ranks, logs = start_ranks(watching.saved_alone, tmp_path, sharded)
+    for rank in ranks:
+        rank.join(50)
+        rank.kill()
+    said = "".join(log.read_text() for log in logs)
+    assert not {rank.exitcode for rank in ranks} & {0, -signal.SIGKILL}, said[-4000:]
+    assert "process 0 has left training (it saves a checkpoint after 3 batches, for which all are needed)" in said
+
+
 @pytest.mark.turns(6, family="ranks")
 def test_processes_that_end_together_are_left_in_peace(tmp_path: Path) -> None:
     run_ranks(watching.ended_together, tmp_path)

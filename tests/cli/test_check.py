@@ -1,6 +1,8 @@
 """``check`` refuses what ``fit`` refuses before its first step, in the same words, and accepts what fit accepts."""
 
+import json
 import signal
+from itertools import accumulate
 from pathlib import Path
 from typing import ClassVar
 
@@ -9,6 +11,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 from torch import distributed, nn
 from torch.utils.data import DataLoader, IterableDataset
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lit_efficient.__main__ import main
 from lit_efficient.files import configs
@@ -157,6 +160,28 @@ def test_a_network_of_any_size_takes_no_memory(capsys):
     assert "need the weights" not in said
     assert check(*quantized, "--trainer.callbacks.targets=[nothing]") == 2
     assert "the pattern 'nothing' matches none of the 2 modules" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("quantize", ["null", "nf4"])
+def test_a_folder_of_any_size_is_not_read(tmp_path, capsys, quantize):
+    wide = {"hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 5, "vocab_size": 1000}
+    fields = {**wide, "num_attention_heads": 32, "tie_word_embeddings": False}
+    with torch.device("meta"):
+        state = LlamaForCausalLM(LlamaConfig(**fields)).state_dict()
+    ends = [*accumulate(2 * weight.numel() for weight in state.values())]
+    places = {name: [end - 2 * weight.numel(), end] for (name, weight), end in zip(state.items(), ends)}
+    entries = {n: {"dtype": "BF16", "shape": [*state[n].shape], "data_offsets": at} for n, at in places.items()}
+    header = json.dumps(entries).encode()
+    with open(tmp_path / "model.safetensors", "wb") as file:  # 2.5 GiB, of which the disk holds a page
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + ends[-1])
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **fields}))
+    named = [f"--model.model.name_or_path={tmp_path}", f"--data.tokenizer={tmp_path}"]
+    assert main(["check", "-c", "llm/lora", *named, f"--model.model.quantize={quantize}"]) == 0
+    said = capsys.readouterr().out
+    assert "built on the meta device" in said
+    assert "LoRA: 35 layers" in said
+    assert ("the base in nf4: it was built as its files have it" in said) is (quantize == "nf4")
 
 
 class Greedy(ToyModel):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +17,10 @@ from PIL import Image
 
 from lit_efficient import ConfigurationError, CorpusFiles, LanguageModeling, PythonCorpus
 from lit_efficient.__main__ import main
+from lit_efficient.commands import ema_sweep
 from lit_efficient.commands.ema_sweep import WidthCurve, loss_among
-from lit_efficient.mechanisms.averages.snapshots import synthesize
+from lit_efficient.export import check
+from lit_efficient.mechanisms.averages.snapshots import Snapshot, synthesize, write_snapshot
 from lit_efficient.models.gpt import GPTConfig
 
 MODEL = {"dim": 16, "depth": 1, "num_heads": 2, "max_length": 16}
@@ -115,6 +119,29 @@ def test_what_cannot_be_validated_is_said_before_anything_is_built(
     assert main([*command, "--trainer.limit_val_batches", "3"]) == 2
     assert "options of a validation need --config" in capsys.readouterr().err
     assert [path.name for path in Path("snapshots").iterdir()] == ["average-step=00000004-sigma_rel=0.1.safetensors"]
+
+
+def test_what_a_killed_sweep_or_check_leaves_goes_with_the_next_one(tmp_path: Path) -> None:
+    write_snapshot(tmp_path, Snapshot(1, 0.1), {"w": torch.ones(2)})
+    (tmp_path / "latest").write_text(".")  # as where there are no links: the folder has two names
+    asked = ["ema-sweep", str(tmp_path / "latest"), "--sigma_rel", "0.1"]
+    for killed in (
+        lambda: patched(ema_sweep, "_build", asked),
+        lambda: check.check_outputs(tmp_path / "x", "peft", {}, torch.ones(1), 1.0, {}, lambda _: os._exit(9)),
+    ):
+        if not (child := os.fork()):
+            killed()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert len([*tmp_path.glob(".*.partial")]) == 2
+    assert main(asked) == 0
+    names = ["average-step=00000001-sigma_rel=0.1.safetensors", "ema-sigma_rel=0.1.safetensors", "latest"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def patched(module: Any, name: str, argv: list[str]) -> None:
+    """Run a command that is killed where it would call a function."""
+    setattr(module, name, lambda *_: os._exit(9))
+    main(argv)
 
 
 def test_the_metric_is_named_or_clear() -> None:

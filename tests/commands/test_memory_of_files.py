@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 
 from benchmarks.real_size import peak_of
+from lit_efficient import CheckpointAverage
 from lit_efficient.commands import average, convert
 from lit_efficient.export.adapters import export_checkpoint
 from lit_efficient.files.checkpoints import save_atomically
@@ -19,7 +20,7 @@ from lit_efficient.internals.heap import give_back
 from lit_efficient.mechanisms.averages.snapshots import Snapshot, synthesize, write_snapshot
 from lit_efficient.mechanisms.shards import TIED
 from tests import processes
-from tests.support import assert_equal
+from tests.support import Toy, assert_equal, data, trainer
 
 MODEL, SLACK = 128, 96  # MiB; pieces on their way, and what is free in the heap between others
 
@@ -62,6 +63,31 @@ def _write(place: Path) -> None:
         shards(place / f"{seed}.ckpt", state)
         torch.save({"state_dict": state}, place / f"{seed}.pt")
         write_snapshot(place, Snapshot(seed + 1, 0.1), {n: t for n, t in state.items() if t.is_floating_point()})
+
+
+def test_an_average_of_bfloat16_takes_no_more_than_its_sum_in_float32(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    for part in (_write_averaged, _average_averaged):
+        assert processes.run(part, tmp_path, log=log) == 0, log.read_text()
+
+
+def _write_averaged(place: Path) -> None:
+    run = trainer([CheckpointAverage(2, 1)], max_steps=1)
+    run.fit(Toy(), data(), data())
+    run.save_checkpoint(place / "toy.ckpt", weights_only=False)
+    checkpoint = torch.load(place / "toy.ckpt", weights_only=True)
+    (state,) = (state for name, state in checkpoint["callbacks"].items() if name.startswith("CheckpointAverage"))
+    floats = [{n: t for n, t in weights(seed).items() if n.startswith("w")} for seed in range(2)]
+    checkpoint["state_dict"], state["snapshots"] = floats[1], floats
+    torch.save(checkpoint, place / "averaged.ckpt")
+
+
+def _average_averaged(place: Path) -> None:
+    asked = [str(place / "averaged.ckpt")] * 2 + ["--output", str(place / "mean.ckpt")]
+    peaks_at(2 * MODEL + 32, lambda: average.run(asked))  # it was three models of bfloat16
+    found = torch.load(place / "mean.ckpt", weights_only=True)["state_dict"]
+    expected = (weights(0)["w3"].double() + weights(1)["w3"].double()) / 2
+    torch.testing.assert_close(found["w3"].double(), expected, rtol=2**-7, atol=1e-6)
 
 
 def _turn(place: Path) -> None:

@@ -1,5 +1,6 @@
 """A plan of a deep network, of which few blocks are traced, is that of all of them."""
 
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as L
@@ -8,9 +9,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from lit_efficient import EMA, ActivationCheckpointing, CausalLMConfig, GPTConfig, LanguageModeling, LoRA, plan
+from lit_efficient.errors import ConfigurationError
 from lit_efficient.evidence.fits import LiveFit
 from lit_efficient.evidence.planning import deep_networks
 from lit_efficient.evidence.planning import plan as planning
+from lit_efficient.models.causal_lm import build
 
 SHAPES: dict[str, Any] = {
     "gpt": GPTConfig(64, dim=32, depth=6, num_heads=2, max_length=32),
@@ -45,6 +48,21 @@ def planned(shape: str, *callbacks: Any, **options: Any) -> Any:
     )
     rows = DataLoader([{"input_ids": tokens, "labels": tokens}] * 16, 4)
     return plan(LiveFit(run, LanguageModeling(SHAPES[shape], warmup_steps=0), rows))
+
+
+def test_a_folder_that_is_named_is_planned_as_what_is_in_it(tmp_path, monkeypatch):
+    build(SHAPES["llama"]).bfloat16().save_pretrained(tmp_path)
+    for dtype in ("float32", "bfloat16", "auto"):
+        for name, spec in (
+            ("folder", CausalLMConfig(str(tmp_path), dtype=dtype)),
+            ("fields", replace(SHAPES["llama"], dtype="bfloat16" if dtype == "auto" else dtype)),
+        ):
+            monkeypatch.setitem(SHAPES, name, spec)
+        folder, fields = (planned(name, LoRA(targets=["v_proj"])) for name in ("folder", "fields"))
+        assert (folder.kinds, folder.trainable) == (fields.kinds, fields.trainable), dtype
+    monkeypatch.setitem(SHAPES, "folder", CausalLMConfig(str(tmp_path), quantize="nf4"))
+    with pytest.raises(ConfigurationError, match=r"model\.quantize must be null; QuantizeBase in its place"):
+        planned("folder")
 
 
 @pytest.mark.turns(2)

@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lit_efficient import EMA, DiffusersModelConfig, DiTConfig, DiTVariant, LatentDiffusion, LoRA
-from lit_efficient.commands.export import run as export
 from lit_efficient.losses.diffusion_sampling import Sampler
 from lit_efficient.losses.noise_process import DiffusionProcess
 from lit_efficient.models.latent_codec import LatentCodec
@@ -23,6 +22,7 @@ from tests.models.diffusers_autoencoders import KL, small
 from tests.models.test_text_encoder_of_pipelines import clip, saved, t5
 from tests.processes import python
 from tests.support import QUIET
+from tests.support_cli import export
 
 CHANNELS, SIDE, CLASSES, SEED = 3, 4, 4, 7
 DIT = DiTConfig(

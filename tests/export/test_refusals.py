@@ -24,7 +24,6 @@ from lit_efficient import (
     TokenRouting,
     merge_adapters,
 )
-from lit_efficient.commands.export import run as export
 from lit_efficient.export import pipelines
 from lit_efficient.files.sums import check_sums
 from lit_efficient.losses.diffusion_sampling import Sampler
@@ -50,6 +49,7 @@ from tests.export.test_pipelines import (
     written,
 )
 from tests.models.diffusers_autoencoders import DC, TINY, small
+from tests.support_cli import export
 
 V: dict[str, Any] = {"prediction": "v", "schedule": VP}
 
@@ -315,8 +315,7 @@ def test_arguments_are_checked_before_work(tmp_path: Path, capsys: pytest.Captur
     other = tmp_path / "other.ckpt"
     torch.save({"state_dict": {}, "hyper_parameters": {}}, other)
     refuse(other, capsys, r"format diffusers is for checkpoints of LatentDiffusion, and .*other.ckpt is none")
-    with pytest.raises(SystemExit):
-        export([str(path), "--output", str(tmp_path / "new"), "--lora", "merged"])
+    assert export([str(path), "--output", str(tmp_path / "new"), "--lora", "merged"]) == 2
     assert "--lora does not belong to --format safetensors" in capsys.readouterr().err
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lit_efficient import EMA, IA3, CausalLMConfig, CheckpointAverage, LanguageModeling, LoRA, RewardModeling
-from lit_efficient.commands.export import run as export
 from lit_efficient.export import adapters
 from lit_efficient.export.check import difference
 from lit_efficient.files.checkpoints import save_atomically
@@ -23,6 +22,7 @@ from lit_efficient.files.sums import check_sums
 from lit_efficient.files.tensors import save_tensors
 from tests import processes
 from tests.support import QUIET
+from tests.support_cli import export
 
 IDS = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(0))
 SIZES: dict[str, Any] = {

@@ -109,6 +109,13 @@ def test_a_library_in_rust_that_cannot_write_is_an_error_of_the_system(tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_name_may_be_as_long_as_the_system_allows_in_bytes(tmp_path: Path) -> None:
+    name = "\u91cd" * 84  # 252 bytes
+    with replacing(tmp_path / name) as file:
+        file.write(b"whole")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
 def test_what_a_killed_process_left_goes_with_the_next_link_or_folder(tmp_path: Path) -> None:
     stale = tmp_path / f".x.{socket.gethostname()}-{os.getpid()}-01234567.partial"  # of this number, and not in use
 
@@ -212,7 +219,10 @@ def test_only_what_is_new_or_empty_is_written_into(tmp_path: Path) -> None:
     check_new_folder(tmp_path / "new", "who")
     check_new_folder(tmp_path, "who")
     (tmp_path / "file").touch()
-    for taken in (tmp_path, tmp_path / "file"):
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").symlink_to("empty")
+    for taken in (tmp_path, *(tmp_path / name for name in ("file", "link", "other"))):
         with pytest.raises(ConfigurationError, match="who: output must be a new or empty folder"):
             check_new_folder(taken, "who")
 

@@ -49,6 +49,20 @@ def test_the_file_is_laid_out_as_safetensors_own_and_no_tensor_is_copied(tmp_pat
     assert torch.equal(load_tensors(tmp_path / "half.safetensors")["a"], torch.tensor([1 / 3], dtype=torch.bfloat16))
 
 
+def test_views_that_are_computed_when_read_are_written_as_they_read(tmp_path: Path) -> None:
+    number = torch.complex(torch.tensor([1.0, 2.0]), torch.tensor([3.0, -4.0]))
+    tensors = {"conjugate": number.conj(), "negative": number.conj().imag}
+    save_tensors(tmp_path / "x.safetensors", tensors)
+    assert_equal(load_tensors(tmp_path / "x.safetensors"), {name: t.clone() for name, t in tensors.items()})
+
+
+@pytest.mark.parametrize("value", [torch.ones(2, dtype=torch.complex128), {"scale": 1}])
+def test_what_the_format_cannot_hold_is_named_before_anything_is_written(tmp_path: Path, value: object) -> None:
+    with pytest.raises(CheckpointError, match=r"x\.safetensors: 'layer\.odd' is .*which safetensors cannot hold"):
+        save_tensors(tmp_path / "x.safetensors", {"a": torch.ones(2), "layer.odd": value})  # type: ignore[dict-item]
+    assert not [*tmp_path.iterdir()]
+
+
 def test_any_changed_byte_is_seen(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     save_tensors(path, {"a": torch.arange(4.0)})

@@ -111,6 +111,25 @@ def outlasted(window: int) -> None:
     run.fit(Toy(), DataLoader(rows, 8))
 
 
+class SavesAlone(L.Callback):
+    """The first rank, in the midst of the epoch."""
+
+    def __init__(self, sharded: bool) -> None:
+        self.sharded = sharded
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            trainer.save_checkpoint("together.ckpt")
+        if batch_idx == 2 and trainer.is_global_zero:
+            trainer.save_checkpoint("alone.ckpt", weights_only=not self.sharded)
+
+
+def saved_alone(sharded: bool) -> None:
+    strategy = ShardedStrategy() if sharded else "ddp"
+    run = trainer([SavesAlone(sharded), RankWatch(5, 3)], devices=2, strategy=strategy, limit_val_batches=0)
+    run.fit(Toy(), data(64))
+
+
 def ended_together() -> None:
     watch = RankWatch(0.5, 0.5)
     run = trainer([watch], devices=2, strategy="ddp", max_epochs=1)

@@ -75,8 +75,9 @@ class ShadowWeights(Technique):
             return
         reshard(module)
         parameters = dict(module.named_parameters())
-        places = Counter(local(parameters[name]).data_ptr() for name in average)
-        tied = (name for name in average if places[local(parameters[name]).data_ptr()] > 1)  # by their memory
+        places = {name: local(parameters[name]).untyped_storage().data_ptr() for name in average}
+        users = Counter(places.values())
+        tied = (name for name in average if users[places[name]] > 1)  # as a whole or in part
         self._raw = {n: placed_like(parameters[n], average[n], parameters[n].dtype) for n in tied}
         # What an average() makes anew at each call is not kept for the way back.
         self._held = average if isinstance(average, dict) and self.average(module) is average else {}

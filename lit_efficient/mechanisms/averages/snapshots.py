@@ -71,24 +71,25 @@ def synthesize(folder: str | Path, sigma_rels: Sequence[float], step: int | None
         ConfigurationError: For a width out of range or a step without a snapshot.
         CheckpointError: If there are no snapshots, or one is missing or cannot be read.
     """
+    folder = local_file(folder)
     found = find_snapshots(folder)
     steps = sorted({snapshot.step for snapshot in found})
     end = steps[-1] if step is None else step
     if end not in steps:
         raise refusal("synthesize", "step", f"one of the {len(steps)} of the snapshots {steps[:20]}", step)
     used = [snapshot for snapshot in found if snapshot.step <= end]
-    _check_complete(Path(folder), used)
+    _check_complete(folder, used)
     stored = [snapshot.sigma_rel for snapshot in used]
     shares = [synthesis_weights([snapshot.step for snapshot in used], stored, end, s) for s in sigma_rels]
     built: list[dict[str, Tensor]] = []
     for i, snapshot in enumerate(used):
-        state = read(Path(folder) / snapshot.filename)["state_dict"]
+        state = read(folder / snapshot.filename)["state_dict"]
         if i == 0:
             kinds = [(tensor.shape, precise(tensor.dtype)) for tensor in state.values()]
-            built = [dict(zip(state, zeros_in_file(kinds, Path(folder)))) for _ in shares]
+            built = [dict(zip(state, zeros_in_file(kinds, folder))) for _ in shares]
         for name, tensor in state.items():
             for width, share in zip(built, shares):
-                add_share(width[name], tensor, share[i])
+                add_share(width[name], tensor, share[i], first=not i)
     return built
 
 

@@ -121,7 +121,7 @@ def _chunks(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tenso
 @torch.no_grad()
 def weighted_mean(states: Sequence[Sequence[Tensor]], weights: Sequence[float]) -> list[Tensor]:
     """Mean of lists of tensors of the same shapes, in float32 at least, without a stacked copy; weights add up to 1."""
-    mean = [torch.zeros_like(t, dtype=precise(t.dtype)) for t in states[0]]
+    mean = [torch.full_like(t, -0.0, dtype=precise(t.dtype)) for t in states[0]]  # 0.0 - 0.0 would be 0.0
     for state, weight in zip(states, weights, strict=True):
         for m, t in zip(mean, state, strict=True):
             for part, converted in _converted(local(m), local(t)):
@@ -152,11 +152,12 @@ def precise(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def add_share(total: Tensor, tensor: Tensor, share: float) -> None:
-    """Add ``share`` times a tensor of any format, in pieces: torch converts a whole tensor before it adds it."""
+def add_share(total: Tensor, tensor: Tensor, share: float, first: bool) -> None:
+    """Add ``share`` times a tensor, in pieces, as torch converts a whole one; put the ``first`` down, -0.0 as it is."""
     room = torch.empty(min(tensor.numel(), _ROWS), dtype=total.dtype)  # what is made anew each time fragments the heap
-    for sums, piece in zip(total.view(-1).split(_ROWS), tensor.reshape(-1).split(_ROWS)):
-        sums.add_(room[: len(piece)].copy_(piece), alpha=share)
+    for sums, piece in zip(total.view(-1).split(_ROWS), tensor.detach().reshape(-1).split(_ROWS)):
+        part = room[: len(piece)].copy_(piece)
+        sums.copy_(part.mul_(share)) if first else sums.add_(part, alpha=share)
 
 
 def whole(tensor: Any) -> Tensor:

@@ -13,13 +13,13 @@ from torch import nn
 
 from lit_efficient import ConfigurationError, LoRA, QuantizeBase, merge_adapters
 from lit_efficient.application import apply
-from lit_efficient.commands.export import run as export
 from lit_efficient.mechanisms.adapters.int4 import Int4Linear, codes_on_grid, dequantize_groups, quantize_groups
 from lit_efficient.mechanisms.adapters.low_rank import rounded_codes
 from lit_efficient.mechanisms.adapters.quantized import dequantize
 from lit_efficient.mechanisms.adapters.survival import describe_survival, surviving
 from tests.mechanisms.adapters.decoders import Language, decoder, logits
 from tests.support import QUIET
+from tests.support_cli import export
 
 
 def _net() -> nn.Sequential:

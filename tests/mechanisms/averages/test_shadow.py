@@ -112,9 +112,11 @@ def test_an_average_that_is_replaced_meanwhile_is_left_alone() -> None:
     assert_equal(bits(weights(module)), raw)
 
 
-def test_two_parameters_of_one_memory_come_back() -> None:
+@pytest.mark.parametrize("apart", [0, 24])
+def test_two_parameters_of_one_memory_come_back(apart: int) -> None:
     technique, module = trained(EMA)
-    module[3].weight.data = module[2].weight.data
+    memory = torch.randn(64 + apart)
+    module[2].weight.data, module[3].weight.data = memory[:64].view(8, 8), memory[apart:].view(8, 8)
     average, raw = bits(technique.average(module)), bits(weights(module))
     technique.swap_in(module)
     checkpoint = {"state_dict": dict(module.state_dict()), "callbacks": {}}

@@ -114,6 +114,8 @@ def test_weights_by_position() -> None:
     assert sum(position_weights(2000, "exponential")) == pytest.approx(1.0)
     states = [[torch.full((2,), float(i), dtype=torch.bfloat16)] for i in range(3)]
     torch.testing.assert_close(weighted_mean(states, [0.25, 0.25, 0.5]), [torch.full((2,), 1.25)])
+    (zeros,) = weighted_mean([[torch.tensor([-0.0, 0.0])]] * 2, [0.5, 0.5])
+    assert zeros.signbit().tolist() == [True, False]
 
 
 def test_widths_and_exponents_are_those_of_the_paper() -> None:
