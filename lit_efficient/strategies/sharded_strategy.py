@@ -416,7 +416,7 @@ def load_file(path: Path, module: Any, optimizers: Sequence[Any]) -> dict[str, A
         raise CheckpointError(f"{path} lacks {len(missing)} tensors of the module: {', '.join(missing[:3])}")
     check_surplus(module, saved, path)
     found = {}
-    for name in own.keys() & saved.keys():
+    for name in filter(saved.__contains__, own):  # in one order: processes place each tensor together
         found[name] = _placed(saved[name], own[name], f"{path}: {name!r}")
     module.load_state_dict(found, strict=False)
     states = checkpoint.get("optimizer_states", [])
