@@ -176,6 +176,9 @@ class ShardedStrategy(ShardingBase):
             super().setup(trainer)
         if sharded_modules(module)[:1] == [module]:
             make_root(module)
+            for part in sharded_modules(module):
+                part.unshard()  # once: else torch fails at a part that no batch of a window runs
+                part.reshard()
 
     def teardown(self) -> None:
         share_rows(None)
@@ -197,6 +200,8 @@ class ShardedStrategy(ShardingBase):
         """Shard ``module`` in place, and say how."""
         found, units, heads = self._units(module)
         check_formats(module, units)
+        for p in [p for p in module.parameters() if not p.is_contiguous()]:
+            p.data = p.data.contiguous()  # torch shards no others, such as channels-last ones
         same_everywhere(module, self.root_device)
         divided = self._divide(module)
         how: dict[str, Any] = {"mesh": self._mesh, "mp_policy": self._policy(), "offload_policy": self._offload()}
@@ -265,10 +270,10 @@ class ShardedStrategy(ShardingBase):
 
     def _units(self, module: nn.Module) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
         """The blocks, what is gathered at a time, and the heads among that."""
-        scalar = next((name for name, p in module.named_parameters() if p.ndim == 0), None)
+        scalar = next((name for name, p in module.named_parameters() if p.ndim == 0 or not p.numel()), None)
         if scalar is not None:
             raise ConfigurationError(
-                f"ShardedStrategy: {scalar!r} is a scalar, which cannot be sharded: make it a tensor of one element"
+                f"ShardedStrategy: {scalar!r} is a scalar, or empty, and has no shards: make it a tensor of one element"
             )
         hooked = next((name for name, p in module.named_parameters() if gradient_hooks(p)), None)
         if hooked is not None:
