@@ -267,6 +267,9 @@ class ShardedStrategy(ShardingBase):
         for name, size in sizes.items():
             if world % size:
                 raise refusal("ShardedStrategy", name, f"a divisor of the world size ({world})", size)
+        shards, kept = world // (self.replicas * self.parallel.tensor), self.reshard_after_forward
+        if shards % (int(kept) or 1):
+            raise refusal("ShardedStrategy", "reshard_after_forward", f"a divisor of the shards ({shards})", kept)
 
     def _units(self, module: nn.Module) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
         """The blocks, what is gathered at a time, and the heads among that."""

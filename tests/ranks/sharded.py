@@ -490,6 +490,8 @@ def units() -> None:
             fit(list, network, sharding={})
     with pytest.raises(ConfigurationError, match="replicas must be a divisor"):
         fit(list, Net, sharding={"replicas": 3})
+    with pytest.raises(ConfigurationError, match=r"reshard_after_forward must be a divisor of the shards \(1\), got 2"):
+        fit(list, Net, sharding={"replicas": 2, "reshard_after_forward": 2})
     # A module that shards itself is left as it is.
     module = Sharded("configure_model", network=Small)
     trainer(devices=2, strategy=strategy(), limit_val_batches=0).fit(module, data())
