@@ -19,6 +19,7 @@ from torchao.optim.subclass_8bit import OptimState8bit
 from torchao.optim.subclass_fp8 import OptimStateFp8
 
 from lit_efficient.internals.torchao_adam import QuantisedAdam
+from lit_efficient.surgery import local
 
 _STATES: dict[int | str, Any] = {8: OptimState8bit, 4: OptimState4bit, "fp8": OptimStateFp8}
 _BLOCKS: dict[int | str, int] = {8: 256, 4: 128, "fp8": 256}  # elements that share a scale
@@ -57,21 +58,20 @@ class _Twin(QuantisedAdam):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Step on groups as torchao wants them: the rate a tensor, what does not decay in groups of their own."""
-        groups = self.param_groups
-        self.param_groups = [part for group in groups for part in self._parts(group)]
-        try:
-            return QuantisedAdam.step(self, closure)  # the class's own, which no other optimizer's hooks have wrapped
-        finally:
-            self.param_groups = groups
-
-    def _parts(self, group: dict[str, Any]) -> list[dict[str, Any]]:
-        group = {**group, "lr": torch.tensor(float(group["lr"]), dtype=torch.float32)}
-        resting = [p for p in group["params"] if p in self.no_decay]
-        if not resting:
-            return [group]
-        decaying = [p for p in group["params"] if p not in self.no_decay]
-        return [{**group, "params": decaying}, {**group, "params": resting, "weight_decay": 0.0}]
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            rate = torch.tensor(float(group["lr"]), dtype=torch.float32)
+            for p in (p for p in group["params"] if p.grad is not None):
+                if p.grad.is_sparse:
+                    raise RuntimeError("Sparse gradient is not supported")
+                if not (state := self.state[p]):
+                    moments = {"exp_avg": self.new_state(p, True), "exp_avg_sq": self.new_state(p, False)}
+                    state.update(step=torch.tensor(0.0), **moments)
+                state["step"] += 1
+                tensors = map(local, (p.detach(), p.grad, *(state[key] for key in ("step", "exp_avg", "exp_avg_sq"))))
+                self.step_one(group, rate, 0.0 if p in self.no_decay else group["weight_decay"], *tensors)
+        return loss
 
     def new_state(self, p: Tensor, signed: bool) -> Tensor:
         if not is_low(p, self.bits, self.min_size, p in self.keep_32bit):
