@@ -76,9 +76,9 @@ class _Twin(QuantisedAdam):
     def new_state(self, p: Tensor, signed: bool) -> Tensor:
         if not is_low(p, self.bits, self.min_size, p in self.keep_32bit):
             return torch.zeros_like(p)
-        local = p.to_local() if isinstance(p, DTensor) else p
-        arguments = (local.shape, self.block_size) if self.bits == "fp8" else (local.shape, signed, self.block_size)
-        out = _STATES[self.bits].zeros(*arguments, device=local.device, dtype=p.dtype)
+        part = local(p)
+        arguments = (part.shape, self.block_size) if self.bits == "fp8" else (part.shape, signed, self.block_size)
+        out = _STATES[self.bits].zeros(*arguments, device=part.device, dtype=p.dtype)
         if not isinstance(p, DTensor):
             return out
         out = DTensor.from_local(out, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
@@ -131,20 +131,15 @@ def _plain(value: Any) -> Any:
     return {name: getattr(value, name) for name in names}
 
 
-def local_size(p: Tensor) -> int:
-    """Elements of a parameter that this process holds."""
-    return p.to_local().numel() if isinstance(p, DTensor) else p.numel()
-
-
 def is_low(p: Tensor, bits: int | str, min_size: int, kept: bool) -> bool:
     """Whether a parameter gets quantised states: its local shard must be a whole number of blocks."""
-    elements = local_size(p)
+    elements = local(p).numel()
     return not kept and elements >= max(min_size, 1) and elements % _BLOCKS[bits] == 0
 
 
 def state_bytes(p: Tensor, bits: int | str, low: bool) -> int:
     """Bytes of one parameter's two moments here: codes, scales and tables, or values of the parameter's type."""
-    elements = local_size(p)
+    elements = local(p).numel()
     if not low:
         return 2 * elements * p.element_size()
     codes = elements // 2 if bits == 4 else elements

@@ -54,8 +54,6 @@ from lit_efficient.surgery import count, is_sharded, reshard
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _HALF = "bf16-mixed"
 _ADVICE = "Go on with the optimizer that wrote it, or from its weights alone: restore(module, path)"
-
-
 _ALONE = Parallel()
 
 
@@ -273,7 +271,8 @@ class ShardedStrategy(ShardingBase):
 
     def _units(self, module: nn.Module) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
         """The blocks, what is gathered at a time, and the heads among that."""
-        scalar = next((name for name, p in module.named_parameters() if p.ndim == 0 or not p.numel()), None)
+        named = module.named_parameters()
+        scalar = next((name for name, p in named if p.ndim == 0 or (p.requires_grad and not p.numel())), None)
         if scalar is not None:
             raise ConfigurationError(
                 f"ShardedStrategy: {scalar!r} is a scalar, or empty, and has no shards: make it a tensor of one element"

@@ -102,7 +102,7 @@ class Odd(Net):
         x = self.stem(x)
         for block in self.blocks[:-1]:
             x = block(x)
-        return self.head(x)  # type: ignore[no-any-return]
+        return self.head(x)
 
 
 class Steps(L.Callback):
