@@ -31,7 +31,10 @@ def replacing(target: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, target)
+        if (target / ".metadata").is_file():  # a checkpoint in shards, which a run of one process goes on from
+            end_folder(temporary, target)
+        else:
+            os.replace(temporary, target)
         _sync_folder(target.parent)
 
 

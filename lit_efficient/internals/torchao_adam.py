@@ -5,16 +5,18 @@ Import this module inside functions only: torchao takes seconds.
 
 from typing import Any
 
-from torch import Tensor
-from torchao.optim.adam import _AdamBase
+import torch
+from torchao.optim.adam import _AdamBase, single_param_adam
 
 
 class QuantisedAdam(_AdamBase):
-    """``torchao.optim.adam._AdamBase`` that asks ``new_state`` for a state, there ``_new_buffer``."""
+    """``torchao.optim.adam._AdamBase`` without its loop over parameters."""
 
-    def new_state(self, p: Tensor, signed: bool) -> Any:
-        """Zeros of ``p``'s shape, for the first moment if ``signed``, else for the second."""
-        raise NotImplementedError
+    def step_one(self, group: dict[str, Any], rate: Any, decay: float, *tensors: Any) -> None:
+        """Step a parameter by its gradient, the number of the step and two moments: tensors, none of them a DTensor.
 
-    def _new_buffer(self, p: Tensor, signed: bool) -> Any:
-        return self.new_state(p, signed)
+        torch compiles a step for each kind of arguments, and of two DTensors does not see that one holds codes.
+        """
+        compiled = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
+        with torch._dynamo.utils.disable_cache_limit():
+            compiled(*tensors, None, rate, *group["betas"], decay, group["eps"], self.is_adamw, False)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lit_efficient.errors import ConfigurationError, ConflictError, check_installed
 from lit_efficient.internals.import_noise import silence_imports
 from lit_efficient.optimizers.groups import decays
-from lit_efficient.surgery import become, is_sharded
+from lit_efficient.surgery import become, is_sharded, local
 
 # The name of the twin and its moments, of torch's optimizers. Ours say it themselves, as ``low_bit_twin``.
 _TWINS: dict[type[Optimizer], tuple[str, int]] = {
@@ -91,6 +91,7 @@ def to_low_bit(
         raise ConfigurationError(f"{who}: paged=True needs parameters on a CUDA device: its pages are the GPU driver's")
     settings: dict[str, Any] = {"keep_32bit": keep_32bit, "min_size": min_size}
     settings["no_decay"] = set() if decay_norm_and_bias else {p for p in parameters if not decays(p)}
+    sizes = {p: local(p).numel() for p in trained}
     if backend == "torchao":
         check_installed(who, "torchao")
         silence_imports()
@@ -98,7 +99,6 @@ def to_low_bit(
 
         cls: Any = ao.AdamLowBit if twin_name == "Adam" else ao.AdamWLowBit
         settings["bits"] = bits
-        sizes = {p: ao.local_size(p) for p in trained}
         low = {p for p in trained if ao.is_low(p, bits, min_size, p in keep_32bit)}
         state_bytes = sum(ao.state_bytes(p, bits, p in low) for p in trained)
     else:
@@ -107,7 +107,6 @@ def to_low_bit(
 
         cls = getattr(bnb, f"{twin_name}8bit")
         settings["paged"] = paged
-        sizes = {p: p.numel() for p in trained}
         low = {p for p in trained if p not in keep_32bit and p.numel() >= min_size}
         state_bytes = sum(bnb.state_bytes(p, moments, p in low) for p in trained) + bnb.table_bytes(moments)
     if not low:

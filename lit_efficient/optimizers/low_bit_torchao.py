@@ -19,7 +19,7 @@ from torchao.optim.subclass_8bit import OptimState8bit
 from torchao.optim.subclass_fp8 import OptimStateFp8
 
 from lit_efficient.internals.torchao_adam import QuantisedAdam
-from lit_efficient.internals.wraps import temporarily
+from lit_efficient.surgery import local
 
 _STATES: dict[int | str, Any] = {8: OptimState8bit, 4: OptimState4bit, "fp8": OptimStateFp8}
 _BLOCKS: dict[int | str, int] = {8: 256, 4: 128, "fp8": 256}  # elements that share a scale
@@ -58,24 +58,27 @@ class _Twin(QuantisedAdam):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Step on groups as torchao wants them: the rate a tensor, what does not decay in groups of their own."""
-        with temporarily(self, param_groups=[part for group in self.param_groups for part in self._parts(group)]):
-            return QuantisedAdam.step(self, closure)  # the class's own, which no other optimizer's hooks have wrapped
-
-    def _parts(self, group: dict[str, Any]) -> list[dict[str, Any]]:
-        group = {**group, "lr": torch.tensor(float(group["lr"]), dtype=torch.float32)}
-        resting = [p for p in group["params"] if p in self.no_decay]
-        if not resting:
-            return [group]
-        decaying = [p for p in group["params"] if p not in self.no_decay]
-        return [{**group, "params": decaying}, {**group, "params": resting, "weight_decay": 0.0}]
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            rate = torch.tensor(float(group["lr"]), dtype=torch.float32)
+            for p in (p for p in group["params"] if p.grad is not None):
+                if p.grad.is_sparse:
+                    raise RuntimeError("Sparse gradient is not supported")
+                if not (state := self.state[p]):
+                    moments = {"exp_avg": self.new_state(p, True), "exp_avg_sq": self.new_state(p, False)}
+                    state.update(step=torch.tensor(0.0), **moments)
+                state["step"] += 1
+                tensors = map(local, (p.detach(), p.grad, *(state[key] for key in ("step", "exp_avg", "exp_avg_sq"))))
+                self.step_one(group, rate, 0.0 if p in self.no_decay else group["weight_decay"], *tensors)
+        return loss
 
     def new_state(self, p: Tensor, signed: bool) -> Tensor:
         if not is_low(p, self.bits, self.min_size, p in self.keep_32bit):
             return torch.zeros_like(p)
-        local = p.to_local() if isinstance(p, DTensor) else p
-        arguments = (local.shape, self.block_size) if self.bits == "fp8" else (local.shape, signed, self.block_size)
-        out = _STATES[self.bits].zeros(*arguments, device=local.device, dtype=p.dtype)
+        part = local(p)
+        arguments = (part.shape, self.block_size) if self.bits == "fp8" else (part.shape, signed, self.block_size)
+        out = _STATES[self.bits].zeros(*arguments, device=part.device, dtype=p.dtype)
         if not isinstance(p, DTensor):
             return out
         out = DTensor.from_local(out, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
@@ -128,20 +131,15 @@ def _plain(value: Any) -> Any:
     return {name: getattr(value, name) for name in names}
 
 
-def local_size(p: Tensor) -> int:
-    """Elements of a parameter that this process holds."""
-    return p.to_local().numel() if isinstance(p, DTensor) else p.numel()
-
-
 def is_low(p: Tensor, bits: int | str, min_size: int, kept: bool) -> bool:
     """Whether a parameter gets quantised states: its local shard must be a whole number of blocks."""
-    elements = local_size(p)
+    elements = local(p).numel()
     return not kept and elements >= max(min_size, 1) and elements % _BLOCKS[bits] == 0
 
 
 def state_bytes(p: Tensor, bits: int | str, low: bool) -> int:
     """Bytes of one parameter's two moments here: codes, scales and tables, or values of the parameter's type."""
-    elements = local_size(p)
+    elements = local(p).numel()
     if not low:
         return 2 * elements * p.element_size()
     codes = elements // 2 if bits == 4 else elements

@@ -174,6 +174,9 @@ class ShardedStrategy(ShardingBase):
             super().setup(trainer)
         if sharded_modules(module)[:1] == [module]:
             make_root(module)
+            for part in sharded_modules(module):
+                part.unshard()  # once: else torch fails at a part that no batch of a window runs
+                part.reshard()
 
     def teardown(self) -> None:
         share_rows(None)
@@ -195,6 +198,8 @@ class ShardedStrategy(ShardingBase):
         """Shard ``module`` in place, and say how."""
         found, units, heads = self._units(module)
         check_formats(module, units)
+        for p in [p for p in module.parameters() if not p.is_contiguous()]:
+            p.data = p.data.contiguous()  # torch shards no others, such as channels-last ones
         same_everywhere(module, self.root_device)
         divided = self._divide(module)
         how: dict[str, Any] = {"mesh": self._mesh, "mp_policy": self._policy(), "offload_policy": self._offload()}
@@ -262,13 +267,17 @@ class ShardedStrategy(ShardingBase):
         for name, size in sizes.items():
             if world % size:
                 raise refusal("ShardedStrategy", name, f"a divisor of the world size ({world})", size)
+        shards, kept = world // (self.replicas * self.parallel.tensor), self.reshard_after_forward
+        if shards % (int(kept) or 1):
+            raise refusal("ShardedStrategy", "reshard_after_forward", f"a divisor of the shards ({shards})", kept)
 
     def _units(self, module: nn.Module) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
         """The blocks, what is gathered at a time, and the heads among that."""
-        scalar = next((name for name, p in module.named_parameters() if p.ndim == 0), None)
+        named = module.named_parameters()
+        scalar = next((name for name, p in named if p.ndim == 0 or (p.requires_grad and not p.numel())), None)
         if scalar is not None:
             raise ConfigurationError(
-                f"ShardedStrategy: {scalar!r} is a scalar, which cannot be sharded: make it a tensor of one element"
+                f"ShardedStrategy: {scalar!r} is a scalar, or empty, and has no shards: make it a tensor of one element"
             )
         hooked = next((name for name, p in module.named_parameters() if gradient_hooks(p)), None)
         if hooked is not None:
@@ -416,7 +425,7 @@ def load_file(path: Path, module: Any, optimizers: Sequence[Any]) -> dict[str, A
         raise CheckpointError(f"{path} lacks {len(missing)} tensors of the module: {', '.join(missing[:3])}")
     check_surplus(module, saved, path)
     found = {}
-    for name in own.keys() & saved.keys():
+    for name in filter(saved.__contains__, own):  # in one order: processes place each tensor together
         found[name] = _placed(saved[name], own[name], f"{path}: {name!r}")
     module.load_state_dict(found, strict=False)
     states = checkpoint.get("optimizer_states", [])

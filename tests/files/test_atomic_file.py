@@ -236,3 +236,17 @@ def test_files_links_and_folders_are_removed(tmp_path: Path) -> None:
     for name in ("folder/file", "folder", "gone"):
         remove_whole(tmp_path / name)
         assert not (tmp_path / name).exists()
+
+
+def test_a_file_takes_the_place_of_a_checkpoint_in_shards_alone(tmp_path: Path) -> None:
+    """As where one process goes on with what several wrote; any other folder stays."""
+    shards, other = tmp_path / "last.ckpt", tmp_path / "other"
+    for folder, name in ((shards, ".metadata"), (other, "notes")):
+        folder.mkdir()
+        (folder / name).touch()
+    with replacing(shards) as file:
+        file.write(b"whole")
+    assert shards.read_bytes() == b"whole"
+    with pytest.raises(IsADirectoryError), replacing(other) as file:
+        file.write(b"whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "other"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -88,6 +89,22 @@ class Borrowed(Net):
         return y + block.down(block.up(x))
 
 
+class Odd(Net):
+    """With a block that no batch runs, and a matrix whose columns lie in rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        up: Any = self.blocks[0].up
+        up.weight = nn.Parameter(up.weight.detach().t().contiguous().t())
+        self.blocks.append(copy.deepcopy(self.blocks[0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks[:-1]:
+            x = block(x)
+        return self.head(x)
+
+
 class Steps(L.Callback):
     """What the module steps by."""
 
@@ -171,7 +188,7 @@ SCHEDULERS: list[tuple[Any, dict[str, int]]] = [
 def _others() -> list[tuple[str, Any, Any, dict[str, Any]]]:
     return [
         ("clipping", L.Callback, Net, {"gradient_clip_val": 0.05}),
-        ("accumulation", L.Callback, Net, {"accumulate_grad_batches": 2}),
+        ("accumulation", L.Callback, Odd, {"accumulate_grad_batches": 2}),
         ("NonFiniteGuard", NonFiniteGuard, Net, {}),
         ("SignalCheckpoint", SignalCheckpoint, Net, {}),
         ("tied", L.Callback, Tied, {}),
@@ -473,6 +490,8 @@ def units() -> None:
             fit(list, network, sharding={})
     with pytest.raises(ConfigurationError, match="replicas must be a divisor"):
         fit(list, Net, sharding={"replicas": 3})
+    with pytest.raises(ConfigurationError, match=r"reshard_after_forward must be a divisor of the shards \(1\), got 2"):
+        fit(list, Net, sharding={"replicas": 2, "reshard_after_forward": 2})
     # A module that shards itself is left as it is.
     module = Sharded("configure_model", network=Small)
     trainer(devices=2, strategy=strategy(), limit_val_batches=0).fit(module, data())

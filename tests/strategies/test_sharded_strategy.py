@@ -15,6 +15,7 @@ from lit_efficient.catalog import PACKAGE
 from lit_efficient.commands.average import average_files
 from lit_efficient.errors import CheckpointError
 from lit_efficient.mechanisms.shards import read_checkpoint
+from lit_efficient.strategies import sharded_strategy
 from lit_efficient.strategies.sharded_strategy import owns_its_parameters
 from tests.contract.table import CASES
 from tests.processes import run_ranks
@@ -104,6 +105,15 @@ def test_checkpoints_go_from_two_processes_to_one_and_back(tmp_path: Path, monke
     with pytest.raises(CheckpointError, match=r"__1_0\.distcp is missing, or not what was written"):
         read_checkpoint("two.ckpt")
     assert [path.name for path in tmp_path.glob(".*")] == []  # no half of a folder is left
+
+
+def test_all_processes_place_a_file_s_tensors_in_one_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set's differs between processes, which would get each other's tensors."""
+    module, placed = Toy("init"), []
+    torch.save({"state_dict": module.state_dict(), "pytorch-lightning_version": "2"}, tmp_path / "file.ckpt")
+    monkeypatch.setattr(sharded_strategy, "_placed", lambda tensor, like, what: placed.append(what) or tensor)
+    sharded_strategy.load_file(tmp_path / "file.ckpt", module, [])
+    assert [what.rpartition(" ")[2] for what in placed] == [repr(name) for name in module.state_dict()]
 
 
 @pytest.mark.turns(6, family="ranks")
