@@ -83,7 +83,7 @@ class PromptTuning(VirtualTokens):
 
     def check(self, trainer: Any, module: Any) -> None:
         traits = traits_of(trainer.strategy)
-        if traits.shards:
+        if traits.shards and not traits.is_zero:
             raise ConflictError(
                 f"PromptTuning cannot be combined with {traits.name}: the virtual tokens' keys are computed outside "
                 "the network's forward pass, where no weights are gathered; use strategy='ddp', or PrefixTuning"

@@ -94,10 +94,11 @@ class SelectiveBackprop(BatchChanges):
                 f"SelectiveBackprop runs training_step for its losses first, but {type(module).__name__} optimizes "
                 "manually, and would step there: use selection_odds and choose inside training_step"
             )
-        if traits_of(trainer.strategy).flattens:
+        traits = traits_of(trainer.strategy)
+        if traits.flattens and not traits.is_zero:
             raise ConflictError(
-                f"SelectiveBackprop calls the module itself, which {traits_of(trainer.strategy).name} has taken apart: "
-                "use strategy='ddp' or ModelParallelStrategy"
+                f"SelectiveBackprop calls the module itself, which {traits.name} has taken apart: use strategy='ddp' "
+                "or ModelParallelStrategy"
             )
         if "dataloader_iter" in signature(module.training_step).parameters:
             raise ConfigurationError("SelectiveBackprop: training_step takes an iterator: let it take a batch")

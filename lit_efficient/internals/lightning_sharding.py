@@ -4,7 +4,7 @@ By private attributes: its sizes, ``_save_distributed_checkpoint`` and ``_forwar
 Checked with lightning 2.6.6.
 """
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,7 +37,9 @@ class ShardingBase(ModelParallelStrategy):
 
 
 class ZeroBase(DeepSpeedStrategy):
-    """Lets a subclass look at the optimizer before DeepSpeed takes it."""
+    """Lets a subclass look at the optimizer before DeepSpeed takes it, and saves as frozen what it does not step."""
+
+    _stepped: Container[int] = ()  # parameters, by identity
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Refuse it, or nothing."""
@@ -46,6 +48,19 @@ class ZeroBase(DeepSpeedStrategy):
         found = super()._init_optimizers()
         self.check_optimizer(found[0])
         return found
+
+    def _setup_model_and_optimizer(self, model: Any, optimizer: Any, lr_scheduler: Any = None) -> Any:
+        self._stepped = {id(p) for p in model.parameters() if p.requires_grad}
+        return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+
+    def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+        """DeepSpeed asks ``requires_grad`` what is frozen, which a fit that has ended may have thawed."""
+        now = [(p, p.requires_grad) for p in self.lightning_module.parameters()]
+        for p, required in now:
+            p.requires_grad_(id(p) in self._stepped if self._stepped else required)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        for p, required in now:
+            p.requires_grad_(required)
 
 
 @contextmanager

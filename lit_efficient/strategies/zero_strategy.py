@@ -46,7 +46,7 @@ _REFUSED = {
 
 # They read weights, or leave layers out, where stage 3 gathers and frees them.
 _NOT_IN_THIRD = {"CheckpointAverage", "Compile", "ContrastiveFlowMatching", "EMA", "FeatureMatching", "HiddenAlignment"}
-_NOT_IN_THIRD |= {"PowerEMA", "StochasticDepth", "TokenRouting"}
+_NOT_IN_THIRD |= {"LatentAlignment", "PowerEMA", "StochasticDepth", "TokenRouting"}
 
 
 def zero_config(
@@ -195,10 +195,10 @@ def check_agreement(trainer: Any, node_size: int = 1, stage: int = 2) -> None:
         ConflictError: For a technique that stage 3 leaves without weights.
     """
     for one in trainer.callbacks if stage == 3 else ():
-        if type(one).__name__ in _NOT_IN_THIRD or getattr(one, "variant", "") == "dora":
+        if type(one).__name__ in _NOT_IN_THIRD:
             raise ConflictError(
                 f"ZeroStrategy: {type(one).__name__} finds no weights where stage 3 has freed them: use stage 2, or "
-                "ShardedStrategy" + ", or another variant" * hasattr(one, "variant")
+                "ShardedStrategy"
             )
     if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
         raise ConfigurationError("ZeroStrategy: DeepSpeed clips by norm: set trainer.gradient_clip_algorithm to norm")

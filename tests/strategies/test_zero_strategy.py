@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch.plugins import DeepSpeedPrecision
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
 from lit_efficient import (
     EMA,
@@ -19,10 +20,13 @@ from lit_efficient import (
     Float8Precision,
     FusedAdamW,
     GroupedAdafactor,
+    LatentAlignment,
     Lion,
     LoRA,
     MuonAdamW,
+    PromptTuning,
     ScheduleFreeAdamW,
+    SelectiveBackprop,
     StochasticDepth,
     ZeroStrategy,
 )
@@ -133,7 +137,7 @@ def streamed(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize("technique", [EMA(), StochasticDepth(), LoRA(variant="dora")])
+@pytest.mark.parametrize("technique", [EMA(), StochasticDepth(), LatentAlignment(torch.nn.Identity())])
 def test_what_stage_3_leaves_without_weights_is_refused(technique: Any) -> None:
     module, plugin = types.SimpleNamespace(automatic_optimization=True), DeepSpeedPrecision("32-true")
     run = types.SimpleNamespace(gradient_clip_val=None, world_size=2, precision="32-true", precision_plugin=plugin)
@@ -163,6 +167,38 @@ def test_lora_s_ratio_is_refused() -> None:
     LoRA().check(run, Toy())
     with pytest.raises(ConflictError, match=r"lr_ratio=4\.0 .* DeepSpeedStrategy steps other tensors: leave lr_ratio"):
         LoRA(lr_ratio=4.0).check(run, Toy())
+
+
+@pytest.mark.parametrize(
+    "technique", [PromptTuning(2, "random"), SelectiveBackprop(), LatentAlignment(torch.nn.Identity())]
+)
+def test_what_deepspeed_leaves_modules_for_is_taken(technique: Any) -> None:
+    """Two processes gave the losses of DDP's to the bit; FSDP1 takes modules apart."""
+    technique.check(types.SimpleNamespace(strategy=ZeroStrategy.__new__(ZeroStrategy)), Toy())
+    with pytest.raises(ConflictError, match=type(technique).__name__):
+        technique.check(types.SimpleNamespace(strategy=FSDPStrategy.__new__(FSDPStrategy)), Toy())
+
+
+def test_what_was_not_stepped_is_saved_as_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed looks at requires_grad: a fit with ReplaceHead thaws when it ends, and could not be gone on from."""
+    saved: list[list[bool]] = []
+    module, strategy = Toy(), zero.ZeroOnCPU.__new__(zero.ZeroOnCPU)
+    parameters = [*module.parameters()]
+    monkeypatch.setattr(DeepSpeedStrategy, "_setup_model_and_optimizer", lambda *_: (module, None))
+    monkeypatch.setattr(
+        DeepSpeedStrategy, "save_checkpoint", lambda *_: saved.append([p.requires_grad for p in parameters])
+    )
+    monkeypatch.setattr(ZeroStrategy, "lightning_module", module)
+    strategy.save_checkpoint({}, "before")  # as it is
+    module.requires_grad_(False)
+    parameters[3].requires_grad_(True)
+    strategy._setup_model_and_optimizer(module, None)
+    module.requires_grad_(True)
+    parameters[3].requires_grad_(False)
+    strategy.save_checkpoint({}, "after")
+    number = len(parameters)
+    assert saved == [[True] * number, [i == 3 for i in range(number)]]
+    assert [p.requires_grad for p in parameters] == [i != 3 for i in range(number)]
 
 
 def test_a_network_is_built_whole_before_it_is_sharded() -> None:
@@ -229,13 +265,13 @@ def test_deepspeed_is_given_what_the_trainer_says(
 def test_two_processes_train_as_one_does_and_resume(stage: int, tmp_path: Path) -> None:
     """Where DeepSpeed is installed; it needs no GPU for this."""
     pytest.importorskip("deepspeed")
-    names = ("clipping", "accumulation", "PeftAdapter", "NonFiniteGuard")
+    names = ("clipping", "accumulation", "PeftAdapter", "NonFiniteGuard", "rsLoRA", "DoRA")
     run_ranks(zero.techniques, tmp_path, names, stage)
     assert set(as_one_process(names, tmp_path).values()) == {"works"}
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_table_of_strategies_says_what_was_tried(stage: int, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     said = json.loads((PACKAGE / "tested.json").read_text("utf-8"))[f"ZeRO-{stage}"]
