@@ -8,6 +8,7 @@ Costs: one more read of the folder, and one when it is written.
 
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,16 +73,17 @@ def write_shards(strategy: Any, target: Path, write: Callable[[Path], object]) -
     strategy.barrier()
 
 
-def check_everywhere(strategy: Any, path: Path) -> None:
-    """Check a checkpoint that all processes are about to read, in the first of them.
+def check_everywhere(strategy: Any, path: Path, sums_alone: bool = False) -> None:
+    """Check a checkpoint that all processes are about to read, in the first of them; of DeepSpeed's the sums alone.
 
     Raises:
-        CheckpointError: In all of them, as of :func:`check_shards` and ``load_verified``.
+        CheckpointError: In all of them, as of :func:`check_shards`, ``check_sums`` and ``load_verified``.
     """
     said = ""
     if strategy.is_global_zero:
+        check = check_sums if sums_alone else check_shards if path.is_dir() else partial(load_verified, mapped=True)
         try:
-            check_shards(path) if path.is_dir() else load_verified(path, mapped=True)
+            check(path)
         except CheckpointError as error:
             said = str(error)
     if said := strategy.broadcast(said):

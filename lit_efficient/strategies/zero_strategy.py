@@ -21,6 +21,7 @@ from lightning.pytorch.plugins import DeepSpeedPrecision
 
 from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_installed, check_number, refusal
 from lit_efficient.internals.lightning_sharding import ZeroBase
+from lit_efficient.mechanisms.shards import check_everywhere, write_shards
 
 _PLACES = ("gpu", "cpu", "nvme")
 # What the trainer and the module say, and DeepSpeed's name for it.
@@ -120,6 +121,7 @@ class ZeroStrategy(ZeroBase):
         ConflictError: With an optimizer that cannot step pieces of a vector.
     """
 
+    writes_sums = True
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "memory": (0, "states, gradients and weights in shards by DeepSpeed, in host memory or on NVMe")
     }
@@ -157,9 +159,34 @@ class ZeroStrategy(ZeroBase):
         check_agreement(trainer, self.node_size, self.stage)
         super().setup(trainer)
 
+    def check_network(self, module: Any, world: int) -> None:
+        """Refuse what ``world`` processes would refuse, where there is one yet, as :func:`check_agreement`."""
+        check_agreement(module.trainer, self.node_size, self.stage)
+
+    def check_window(self, batches: float, window: int) -> None:
+        """Refuse an epoch that ends within an accumulated window, at which Lightning steps and DeepSpeed does not.
+
+        Raises:
+            ConfigurationError: Naming how many batches are too many.
+        """
+        if (rest := batches % window) > 0:
+            raise ConfigurationError(
+                f"ZeroStrategy: the last {rest} of {batches} batches are no window of {window} "
+                "(trainer.accumulate_grad_batches), and DeepSpeed makes no step of them: set limit_train_batches to "
+                f"{batches - rest}"
+            )
+
     def check_optimizer(self, optimizer: Any) -> None:
         for reason in (_REFUSED[kind.__name__] for kind in type(optimizer).__mro__ if kind.__name__ in _REFUSED):
             raise ConflictError(f"ZeroStrategy: {type(optimizer).__name__} {reason}")
+
+    def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+        save = super().save_checkpoint
+        write_shards(self, Path(filepath), lambda folder: save(checkpoint, folder, storage_options))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        check_everywhere(self, Path(checkpoint_path), sums_alone=True)
+        return super().load_checkpoint(checkpoint_path, weights_only)
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
@@ -168,23 +195,8 @@ class ZeroStrategy(ZeroBase):
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        assert self.lightning_module is not None
-        check_windows(self.lightning_module.trainer)
-
-
-def check_windows(trainer: Any) -> None:
-    """Refuse an epoch that ends within an accumulated window, at which Lightning steps and DeepSpeed does not.
-
-    Raises:
-        ConfigurationError: Naming how many batches are too many.
-    """
-    window = trainer.accumulate_grad_batches
-    if (rest := trainer.num_training_batches % window) > 0:
-        raise ConfigurationError(
-            f"ZeroStrategy: the last {rest} of {trainer.num_training_batches} batches are no window of {window} "
-            "(trainer.accumulate_grad_batches), and DeepSpeed makes no step of them: set limit_train_batches to "
-            f"{trainer.num_training_batches - rest}"
-        )
+        trainer = self.lightning_module.trainer
+        self.check_window(trainer.num_training_batches, trainer.accumulate_grad_batches)
 
 
 def check_agreement(trainer: Any, node_size: int = 1, stage: int = 2) -> None:
@@ -204,8 +216,6 @@ def check_agreement(trainer: Any, node_size: int = 1, stage: int = 2) -> None:
         raise ConfigurationError("ZeroStrategy: DeepSpeed clips by norm: set trainer.gradient_clip_algorithm to norm")
     if trainer.world_size % node_size:
         raise refusal("ZeroStrategy", "node_size", f"a divisor of the {trainer.world_size} processes", node_size)
-    if trainer.precision not in ("bf16-mixed", "16-mixed", "bf16-true", "16-true", "32-true"):
-        raise refusal("trainer", "precision", "bf16-mixed, 16-mixed, bf16-true, 16-true or 32-true", trainer.precision)
     if not isinstance(trainer.precision_plugin, DeepSpeedPrecision):
         plugin = type(trainer.precision_plugin).__name__
         raise ConfigurationError(f"ZeroStrategy: {plugin} sends no gradients to DeepSpeed: set trainer.precision")

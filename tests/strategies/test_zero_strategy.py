@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import json
-import sys
 import types
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +33,7 @@ from lit_efficient.errors import CheckpointError
 from lit_efficient.mechanisms.adapters.base import check, digests, freeze_base
 from lit_efficient.optimizers.float32_step import step_in_float32
 from lit_efficient.optimizers.host_states import stream_states
-from lit_efficient.strategies.zero_strategy import check_agreement, check_windows, zero_config
+from lit_efficient.strategies.zero_strategy import check_agreement, zero_config
 from tests.processes import run_ranks
 from tests.ranks import zero
 from tests.strategies.test_sharded_strategy import as_one_process
@@ -86,7 +84,6 @@ def test_what_contradicts_is_refused_before_the_package_is_asked_for(arguments: 
     [
         ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "clips by norm"),
         ({"world_size": 6}, "node_size must be a divisor of the 6 processes"),
-        ({"precision": "64-true"}, "precision must be bf16-mixed"),
         ({"precision_plugin": Float8Precision()}, "Float8Precision sends no gradients to DeepSpeed"),
         ({"lightning_module": types.SimpleNamespace(automatic_optimization=False)}, "DeepSpeed steps by itself"),
     ],
@@ -97,7 +94,6 @@ def test_what_deepspeed_would_do_otherwise_is_refused(given: dict[str, Any], sai
         "gradient_clip_val": None,
         "gradient_clip_algorithm": None,
         "world_size": 8,
-        "precision": "bf16-mixed",
     }
     usual["callbacks"] = []
     usual["precision_plugin"] = DeepSpeedPrecision("bf16-mixed")
@@ -140,7 +136,7 @@ def streamed(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("technique", [EMA(), StochasticDepth(), LatentAlignment(torch.nn.Identity())])
 def test_what_stage_3_leaves_without_weights_is_refused(technique: Any) -> None:
     module, plugin = types.SimpleNamespace(automatic_optimization=True), DeepSpeedPrecision("32-true")
-    run = types.SimpleNamespace(gradient_clip_val=None, world_size=2, precision="32-true", precision_plugin=plugin)
+    run = types.SimpleNamespace(gradient_clip_val=None, world_size=2, precision_plugin=plugin)
     run.lightning_module, run.callbacks = module, [LoRA(), technique]
     check_agreement(run, stage=2)
     with pytest.raises(ConflictError, match=f"{type(technique).__name__} finds no weights where stage 3 has freed"):
@@ -179,26 +175,61 @@ def test_what_deepspeed_leaves_modules_for_is_taken(technique: Any) -> None:
         technique.check(types.SimpleNamespace(strategy=FSDPStrategy.__new__(FSDPStrategy)), Toy())
 
 
-def test_what_was_not_stepped_is_saved_as_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+class Alone(ZeroStrategy):
+    """A process without others."""
+
+    is_global_zero, global_rank, world_size = True, 0, 1  # type: ignore[assignment]
+    lightning_module = None  # type: ignore[assignment]
+
+    def __init__(self, module: Any) -> None:
+        self.lightning_module = module  # type: ignore[misc]
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def test_what_was_not_stepped_is_saved_as_frozen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """DeepSpeed looks at requires_grad: a fit with ReplaceHead thaws when it ends, and could not be gone on from."""
-    saved: list[list[bool]] = []
-    module, strategy = Toy(), zero.ZeroOnCPU.__new__(zero.ZeroOnCPU)
-    parameters = [*module.parameters()]
+    module, saved = Toy(), list[list[bool]]()
+    parameters, strategy = [*module.parameters()], Alone(module)
     monkeypatch.setattr(DeepSpeedStrategy, "_setup_model_and_optimizer", lambda *_: (module, None))
     monkeypatch.setattr(
         DeepSpeedStrategy, "save_checkpoint", lambda *_: saved.append([p.requires_grad for p in parameters])
     )
-    monkeypatch.setattr(ZeroStrategy, "lightning_module", module)
-    strategy.save_checkpoint({}, "before")  # as it is
     module.requires_grad_(False)
     parameters[3].requires_grad_(True)
     strategy._setup_model_and_optimizer(module, None)
     module.requires_grad_(True)
     parameters[3].requires_grad_(False)
-    strategy.save_checkpoint({}, "after")
-    number = len(parameters)
-    assert saved == [[True] * number, [i == 3 for i in range(number)]]
-    assert [p.requires_grad for p in parameters] == [i != 3 for i in range(number)]
+    strategy.save_checkpoint({}, tmp_path / "one.ckpt")
+    everyone = range(len(parameters))
+    assert saved == [[i == 3 for i in everyone]]
+    assert [p.requires_grad for p in parameters] == [i != 3 for i in everyone]
+
+
+def test_a_save_that_is_cut_short_leaves_the_checkpoint_of_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """DeepSpeed writes over it file by file: a process killed in between left a mixture, which a resume took."""
+    strategy, folder = Alone(Toy()), tmp_path / "last.ckpt"
+
+    def save(_: Any, step: int, target: Path, *__: Any) -> None:
+        for name in ("model_states.pt", "optim_states.pt"):
+            (target / name).write_text(str(step))
+            if step == 2:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(DeepSpeedStrategy, "save_checkpoint", save)
+    strategy.save_checkpoint(1, folder)
+    with pytest.raises(KeyboardInterrupt):
+        strategy.save_checkpoint(2, folder)
+    assert {path.read_text() for path in folder.glob("*.pt")} == {"1"}
+    (folder / "optim_states.pt").write_text("2")
+    with pytest.raises(CheckpointError, match=r"optim_states\.pt is missing, or not what was written"):
+        strategy.load_checkpoint(folder)
 
 
 def test_a_network_is_built_whole_before_it_is_sharded() -> None:
@@ -211,10 +242,11 @@ def test_a_network_is_built_whole_before_it_is_sharded() -> None:
 
 def test_an_epoch_that_ends_within_a_window_is_refused() -> None:
     """DeepSpeed 0.19 makes 4 steps of two epochs of 8 batches in windows of 3, Lightning 6."""
-    check_windows(types.SimpleNamespace(accumulate_grad_batches=4, num_training_batches=8))
-    check_windows(types.SimpleNamespace(accumulate_grad_batches=4, num_training_batches=float("inf")))
+    strategy = ZeroStrategy.__new__(ZeroStrategy)
+    strategy.check_window(8, 4)
+    strategy.check_window(float("inf"), 4)
     with pytest.raises(ConfigurationError, match=r"the last 2 of 8 batches are no window of 3 .* to 6$"):
-        check_windows(types.SimpleNamespace(accumulate_grad_batches=3, num_training_batches=8))
+        strategy.check_window(8, 3)
 
 
 class Taken(Exception):
@@ -238,15 +270,7 @@ def test_deepspeed_is_given_what_the_trainer_says(
     def initialize(**given: Any) -> None:
         raise Taken(given)
 
-    logger = types.SimpleNamespace(setLevel=lambda level: None)
-    package: Any = types.ModuleType("deepspeed")
-    package.__spec__ = ModuleSpec("deepspeed", None)
-    package.initialize, package.init_distributed = initialize, lambda *_, **__: None
-    package.utils = types.SimpleNamespace(logging=types.SimpleNamespace(logger=logger))
-    monkeypatch.setitem(sys.modules, "deepspeed", package)
-    monkeypatch.setitem(sys.modules, "deepspeed.comm.torch", types.ModuleType("deepspeed.comm.torch"))
-    for name in ("_DEEPSPEED_AVAILABLE", "_DEEPSPEED_GREATER_EQUAL_0_16"):
-        monkeypatch.setattr(f"lightning.pytorch.strategies.deepspeed.{name}", True)
+    zero.stand_in(monkeypatch, initialize=initialize, init_distributed=lambda *_, **__: None)
     strategy = zero.ZeroOnCPU(2, states_on="cpu", extra={"wall_clock_breakdown": False})
     run = trainer([], strategy=strategy, precision=precision, accumulate_grad_batches=2, gradient_clip_val=0.5)
     module = Toy()
