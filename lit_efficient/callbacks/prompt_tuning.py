@@ -23,7 +23,7 @@ from lit_efficient.mechanisms.adapters.prefix import embeddings, find_decoder, t
 from lit_efficient.mechanisms.adapters.prompt import add_prompt, nearest_tokens
 from lit_efficient.mechanisms.adapters.virtual_tokens import VirtualTokens
 from lit_efficient.models.gpt import GPT
-from lit_efficient.surgery import count, is_sharded
+from lit_efficient.surgery import count
 
 
 class PromptTuning(VirtualTokens):
@@ -118,7 +118,7 @@ class PromptTuning(VirtualTokens):
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Say which words it has come to."""
-        if not any(is_sharded(p) for p in pl_module.parameters()):
+        if all(p.numel() for p in pl_module.parameters()):  # DeepSpeed's third stage leaves nothing in them
             words = ", ".join(repr(word) for word in self.nearest(pl_module))
             rank_zero_info(f"PromptTuning: the virtual tokens come nearest to {words}")
 

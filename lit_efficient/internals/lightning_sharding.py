@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 
-from lit_efficient.internals.wraps import does_nothing, inner_method, unwrap_method, wrap_method
+from lit_efficient.internals.wraps import does_nothing, inner_method
 
 
 class ShardingBase(ModelParallelStrategy):
@@ -64,11 +64,12 @@ class ZeroBase(DeepSpeedStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         """Outside of a fit all weights are read whole, and there is no optimizer that has copies of them."""
-        if self.lightning_module.trainer.state.fn == "fit":
+        module: Any = self.lightning_module
+        if module.trainer.state.fn == "fit":
             return super().load_checkpoint(checkpoint_path, weights_only)
         if (engine := self.deepspeed_engine).optimizer is not None:
             engine.optimizer._restore_from_bit16_weights = does_nothing
-        with _requiring(self.lightning_module, torch.is_floating_point):
+        with _requiring(module, torch.is_floating_point):
             return super().load_checkpoint(checkpoint_path, weights_only)
 
 
@@ -83,15 +84,6 @@ def _requiring(module: Any, wanted: Callable[[Any], bool]) -> Iterator[None]:
         p.requires_grad_(required)
 
 
-@contextmanager
-def configured(module: Any) -> Iterator[None]:
-    """Have Lightning see a ``configure_model``, which it asks for because users shard there."""
-    wrap_method(module, "configure_model", _configure_model)
-    try:
-        yield
-    finally:
-        unwrap_method(module, "configure_model", _configure_model)
-
-
-def _configure_model(self: Any) -> None:
-    inner_method(self, "configure_model", _configure_model)()
+def configure_model(self: Any) -> None:
+    """Have Lightning see one of the module's own, which it asks for because users shard there."""
+    inner_method(self, "configure_model", configure_model)()

@@ -6,7 +6,8 @@ follows ``__wrapped__`` to decide whether a hook is overridden, and reads the si
 """
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -51,3 +52,15 @@ def unwrap_method(target: Any, name: str, function: Callable[..., Any]) -> None:
         target.__dict__.pop(name, None)
     else:
         target.__dict__[name] = inner
+
+
+@contextmanager
+def wrapped(target: Any, function: Callable[..., Any], *names: str) -> Iterator[None]:
+    """Let methods be ``function`` inside, as :func:`wrap_method` does."""
+    for name in names:
+        wrap_method(target, name, function)
+    try:
+        yield
+    finally:
+        for name in names:
+            unwrap_method(target, name, function)

@@ -102,7 +102,7 @@ def read_checkpoint(path: str | os.PathLike[str], optimizers: bool = False) -> d
     """
     place = local_file(path)
     last = place / LATEST / "last.ckpt" if (place / LATEST).exists() else place / "last.ckpt"
-    folder = next((one for one in (place, last) if (one / ".metadata").is_file()), None)
+    folder = next((one for one in (place, last) if (one / ".metadata").is_file() or is_deepspeeds(one)), None)
     if folder is None:
         return read(path)
     check_shards(folder)
@@ -190,7 +190,7 @@ def _save_checkpoint(self: Any, checkpoint: dict[str, Any], filepath: Any, *argu
 
 def is_deepspeeds(folder: Path) -> bool:
     """Whether it is a checkpoint of DeepSpeed's, which nothing here reads."""
-    return not (folder / ".metadata").exists() and (folder / "latest").exists()
+    return not (folder / ".metadata").exists() and (folder / "latest").is_file()  # which a folder of runs has, too
 
 
 def check_shards(folder: Path) -> None:

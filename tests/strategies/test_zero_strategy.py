@@ -33,7 +33,7 @@ from lit_efficient.errors import CheckpointError
 from lit_efficient.mechanisms.adapters.base import check, digests, freeze_base
 from lit_efficient.optimizers.float32_step import step_in_float32
 from lit_efficient.optimizers.host_states import stream_states
-from lit_efficient.strategies.zero_strategy import check_agreement, zero_config
+from lit_efficient.strategies.zero_strategy import zero_config
 from tests.processes import run_ranks
 from tests.ranks import zero
 from tests.strategies.test_sharded_strategy import as_one_process
@@ -43,14 +43,13 @@ ZERO = sorted((Path(__file__).parents[2] / "configs" / "scale").glob("zero_*.yam
 
 
 def test_the_overlays_are_the_presets() -> None:
-    made, forced = {}, {}
+    made = {}
     for path in ZERO:
         arguments = yaml.safe_load(path.read_text("utf-8"))["trainer"]["strategy"]["init_args"]
         config = zero_config(**arguments)
         assert config["zero_allow_untested_optimizer"]  # or it takes Adam alone, and validates nothing under stage 3
-        made[path.stem], forced[path.stem] = config["zero_optimization"], config.get("zero_force_ds_cpu_optimizer")
-    # DeepSpeed's default refuses the module's own optimizer where states are not on the GPU.
-    assert {name for name, value in forced.items() if value is False} == {"zero_2_cpu", "zero_3_cpu", "zero_3_nvme"}
+        assert config["zero_force_ds_cpu_optimizer"] is False  # or not the module's own, where states are on the CPU
+        made[path.stem] = config["zero_optimization"]
     assert {name: zero["stage"] for name, zero in made.items()} == {
         "zero_1": 1, "zero_2": 2, "zero_2_cpu": 2, "zero_3": 3, "zero_3_cpu": 3, "zero_3_nvme": 3, "zero_plus_plus": 3
     }  # fmt: skip
@@ -98,9 +97,16 @@ def test_what_deepspeed_would_do_otherwise_is_refused(given: dict[str, Any], sai
     usual["callbacks"] = []
     usual["precision_plugin"] = DeepSpeedPrecision("bf16-mixed")
     fine = types.SimpleNamespace(**usual, lightning_module=module)
-    check_agreement(fine, 4)
+    agree(fine, 4)
     with pytest.raises(ConfigurationError, match=said):
-        check_agreement(types.SimpleNamespace(**{**vars(fine), **given}), 4)
+        agree(types.SimpleNamespace(**{**vars(fine), **given}), 4)
+
+
+def agree(run: Any, node_size: int = 1, stage: int = 2) -> None:
+    strategy = ZeroStrategy.__new__(ZeroStrategy)
+    strategy.node_size, strategy.stage = node_size, stage
+    run.lightning_module.trainer = run
+    strategy.check_network(run.lightning_module, run.world_size)
 
 
 @pytest.mark.parametrize(
@@ -138,9 +144,9 @@ def test_what_stage_3_leaves_without_weights_is_refused(technique: Any) -> None:
     module, plugin = types.SimpleNamespace(automatic_optimization=True), DeepSpeedPrecision("32-true")
     run = types.SimpleNamespace(gradient_clip_val=None, world_size=2, precision_plugin=plugin)
     run.lightning_module, run.callbacks = module, [LoRA(), technique]
-    check_agreement(run, stage=2)
+    agree(run, stage=2)
     with pytest.raises(ConflictError, match=f"{type(technique).__name__} finds no weights where stage 3 has freed"):
-        check_agreement(run, stage=3)
+        agree(run, stage=3)
 
 
 def test_a_base_that_stage_3_has_emptied_keeps_its_digests() -> None:
@@ -175,14 +181,32 @@ def test_what_deepspeed_leaves_modules_for_is_taken(technique: Any) -> None:
         technique.check(types.SimpleNamespace(strategy=FSDPStrategy.__new__(FSDPStrategy)), Toy())
 
 
+def test_outside_of_a_fit_weights_are_read_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """DeepSpeed's stage 3 has no optimizer to hand them to, and frozen ones were looked for among the frozen."""
+    module, read = Toy().requires_grad_(False), list[bool]()
+    module.trainer = types.SimpleNamespace(state=types.SimpleNamespace(fn="validate"))  # type: ignore[assignment]
+    strategy = Alone(module)
+    offload: Any = types.SimpleNamespace()
+
+    def load(*_: Any) -> None:
+        read.extend(p.requires_grad for p in module.parameters())
+        offload._restore_from_bit16_weights()
+
+    monkeypatch.setattr(DeepSpeedStrategy, "deepspeed_engine", types.SimpleNamespace(optimizer=offload))
+    monkeypatch.setattr(DeepSpeedStrategy, "load_checkpoint", load)
+    strategy.load_checkpoint(tmp_path)
+    assert all(read)
+    assert not any(p.requires_grad for p in module.parameters())
+
+
 class Alone(ZeroStrategy):
     """A process without others."""
 
-    is_global_zero, global_rank, world_size = True, 0, 1  # type: ignore[assignment]
-    lightning_module = None  # type: ignore[assignment]
+    is_global_zero, global_rank, world_size = True, 0, 1
+    lightning_module = None
 
     def __init__(self, module: Any) -> None:
-        self.lightning_module = module  # type: ignore[misc]
+        self.lightning_module = module
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return obj
