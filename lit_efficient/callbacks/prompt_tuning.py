@@ -46,7 +46,7 @@ class PromptTuning(VirtualTokens):
 
     Raises:
         ConfigurationError: Without a start or a decoder that can have a prefix, and with gradient checkpointing.
-        ConflictError: Under strategies that shard.
+        ConflictError: Under FSDP and tensor parallelism.
         CheckpointError: When resuming beside another base than the embeddings were trained with.
     """
 

@@ -45,7 +45,7 @@ class SelectiveBackprop(BatchChanges):
     Raises:
         ConfigurationError: For an argument out of range, and in the first step if ``training_step`` returns no sample
             losses, takes an iterator, or its batch has no tensor with a row a sample.
-        ConflictError: With manual optimization, and strategies that train other tensors than the module's parameters.
+        ConflictError: With manual optimization, and with FSDP1.
     """
 
     phase = Phase.LOSS
