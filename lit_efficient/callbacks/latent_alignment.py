@@ -102,7 +102,7 @@ class LatentAlignment(Alignment):
 
     def check(self, trainer: Any, module: Any) -> None:
         traits = traits_of(trainer.strategy)
-        if traits.shards and self.loss.adaptive:
+        if traits.shards and not traits.is_zero and self.loss.adaptive:
             raise ConflictError(
                 f"LatentAlignment: the adaptive weight takes gradients of one weight, which {traits.name} gathers for "
                 "its block alone: set loss.adaptive=False, or use strategy='ddp'"

@@ -23,7 +23,7 @@ from lit_efficient.mechanisms.adapters.prefix import embeddings, find_decoder, t
 from lit_efficient.mechanisms.adapters.prompt import add_prompt, nearest_tokens
 from lit_efficient.mechanisms.adapters.virtual_tokens import VirtualTokens
 from lit_efficient.models.gpt import GPT
-from lit_efficient.surgery import count, is_sharded
+from lit_efficient.surgery import count
 
 
 class PromptTuning(VirtualTokens):
@@ -46,7 +46,7 @@ class PromptTuning(VirtualTokens):
 
     Raises:
         ConfigurationError: Without a start or a decoder that can have a prefix, and with gradient checkpointing.
-        ConflictError: Under strategies that shard.
+        ConflictError: Under FSDP and tensor parallelism.
         CheckpointError: When resuming beside another base than the embeddings were trained with.
     """
 
@@ -83,7 +83,7 @@ class PromptTuning(VirtualTokens):
 
     def check(self, trainer: Any, module: Any) -> None:
         traits = traits_of(trainer.strategy)
-        if traits.shards:
+        if traits.shards and not traits.is_zero:
             raise ConflictError(
                 f"PromptTuning cannot be combined with {traits.name}: the virtual tokens' keys are computed outside "
                 "the network's forward pass, where no weights are gathered; use strategy='ddp', or PrefixTuning"
@@ -118,7 +118,7 @@ class PromptTuning(VirtualTokens):
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Say which words it has come to."""
-        if not any(is_sharded(p) for p in pl_module.parameters()):
+        if all(p.numel() for p in pl_module.parameters()):  # DeepSpeed's third stage leaves nothing in them
             words = ", ".join(repr(word) for word in self.nearest(pl_module))
             rank_zero_info(f"PromptTuning: the virtual tokens come nearest to {words}")
 

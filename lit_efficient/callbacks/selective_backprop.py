@@ -8,8 +8,6 @@ Costs: a forward of each whole batch without gradients, to know the losses; wron
 Source: Jiang et al. (2019), https://arxiv.org/abs/1910.00762
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from inspect import signature
 from typing import Any, ClassVar
 
@@ -20,35 +18,15 @@ from lit_efficient.application import own_training_step
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number
 from lit_efficient.internals.lightning_strategies import traits_of
-from lit_efficient.internals.wraps import does_nothing
+from lit_efficient.internals.wraps import does_nothing, wrapped
 from lit_efficient.losses.selection import choose, selection_odds, share_of
-from lit_efficient.mechanisms.moving import rebuilt, tensors_in
+from lit_efficient.mechanisms.moving import take_rows, tensors_in
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 from lit_efficient.mechanisms.ramps import BatchChanges
 from lit_efficient.mechanisms.ranks import data_rank, gather_objects
-from lit_efficient.mechanisms.rewind import random_states, set_random_states
+from lit_efficient.mechanisms.rewind import other_randomness, random_states
 from lit_efficient.models.modes import evaluating
 from lit_efficient.protocol import sample_losses
-
-
-def take_rows(batch: Any, rows: Tensor, size: int) -> Any:
-    """Some rows of a batch.
-
-    Args:
-        batch: Nested containers; of tensors [size, ...] and lists of ``size`` words or numbers the rows are taken,
-            others stay.
-        rows: Indices [n].
-        size: Rows of the batch.
-
-    Example:
-        >>> take_rows({"x": torch.arange(3), "name": ["a", "b", "c"], "scale": 2.0}, torch.tensor([0, 2]), 3)
-        {'x': tensor([0, 2]), 'name': ['a', 'c'], 'scale': 2.0}
-    """
-    if isinstance(batch, Tensor):
-        return batch[rows.to(batch.device)] if batch.shape[:1] == (size,) else batch
-    if isinstance(batch, list | tuple) and len(batch) == size and all(isinstance(i, str | int | float) for i in batch):
-        return type(batch)(batch[i] for i in rows.tolist())
-    return rebuilt(batch, lambda item: take_rows(item, rows, size))
 
 
 class SelectiveBackprop(BatchChanges):
@@ -67,7 +45,7 @@ class SelectiveBackprop(BatchChanges):
     Raises:
         ConfigurationError: For an argument out of range, and in the first step if ``training_step`` returns no sample
             losses, takes an iterator, or its batch has no tensor with a row a sample.
-        ConflictError: With manual optimization, and strategies that train other tensors than the module's parameters.
+        ConflictError: With manual optimization, and with FSDP1.
     """
 
     phase = Phase.LOSS
@@ -94,10 +72,11 @@ class SelectiveBackprop(BatchChanges):
                 f"SelectiveBackprop runs training_step for its losses first, but {type(module).__name__} optimizes "
                 "manually, and would step there: use selection_odds and choose inside training_step"
             )
-        if traits_of(trainer.strategy).flattens:
+        traits = traits_of(trainer.strategy)
+        if traits.flattens and not traits.is_zero:
             raise ConflictError(
-                f"SelectiveBackprop calls the module itself, which {traits_of(trainer.strategy).name} has taken apart: "
-                "use strategy='ddp' or ModelParallelStrategy"
+                f"SelectiveBackprop calls the module itself, which {traits.name} has taken apart: use strategy='ddp' "
+                "or ModelParallelStrategy"
             )
         if "dataloader_iter" in signature(module.training_step).parameters:
             raise ConfigurationError("SelectiveBackprop: training_step takes an iterator: let it take a batch")
@@ -139,15 +118,12 @@ class SelectiveBackprop(BatchChanges):
         trainer = self._trainer
         module = trainer.lightning_module
         owner = type(module).__name__
-        states = random_states()
         on_device = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
         step = own_training_step(module)
         args = (on_device, trainer.fit_loop.epoch_loop.batch_idx + 1)[: len(signature(step).parameters)]
-        try:
-            with torch.no_grad(), evaluating(module), _unlogged(module), trainer.precision_plugin.train_step_context():
-                output = step(*args)
-        finally:
-            set_random_states(states)
+        quiet, context = wrapped(module, does_nothing, "log", "log_dict"), trainer.precision_plugin.train_step_context()
+        with other_randomness(random_states()), torch.no_grad(), evaluating(module), quiet, context:
+            output = step(*args)
         if output is None:
             return torch.empty(0)
         losses = sample_losses(output, f"SelectiveBackprop got no sample losses from {owner}.training_step").float()
@@ -159,20 +135,6 @@ class SelectiveBackprop(BatchChanges):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._past = state_dict["past"]
-
-
-@contextmanager
-def _unlogged(module: Any) -> Iterator[None]:
-    """Let ``log`` and ``log_dict`` do nothing."""
-    names = ("log", "log_dict")
-    before = {name: module.__dict__[name] for name in names if name in module.__dict__}
-    module.__dict__.update(dict.fromkeys(names, does_nothing))
-    try:
-        yield
-    finally:
-        for name in names:
-            module.__dict__.pop(name, None)
-        module.__dict__.update(before)
 
 
 def _differs(batch: Any, chosen: Any) -> bool:

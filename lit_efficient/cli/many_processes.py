@@ -90,7 +90,10 @@ def _of_loader(trainer: Any, one: tuple[Any, list[Any]], other: tuple[Any, list[
         )
     if rows is None or steps is None:
         return []
-    window = trainer.accumulate_grad_batches
+    window, limit = trainer.accumulate_grad_batches, trainer.limit_train_batches
+    steps = min(steps, limit) if isinstance(limit, int) else int(steps * limit)
+    if hasattr(trainer.strategy, "check_window"):
+        trainer.strategy.check_window(steps, window)
     notes = [f"{rows:,} rows, {steps:,} batches an epoch for each of {world} processes"]
     if steps % window:
         notes.append(

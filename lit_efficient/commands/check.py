@@ -105,6 +105,7 @@ def _fit_without_steps(cli: Any, device: str, prepared: bool) -> list[str]:
     """Do what a fit does up to its first step; return what was left out."""
     import torch
 
+    from lit_efficient.application import find_optimizers
     from lit_efficient.cli.many_processes import check_loggers, check_split
     from lit_efficient.cli.rehearsal import check_parts, steps_guessed
     from lit_efficient.declaration import Phase, techniques_of
@@ -162,6 +163,8 @@ def _fit_without_steps(cli: Any, device: str, prepared: bool) -> list[str]:
     guessed = steps_guessed(trainer) if may_lack_data else contextlib.nullcontext()
     with _retried(device, lambda: _bytes(module)), guessed:
         configured = module.configure_optimizers()
+    for optimizer in find_optimizers(configured) if hasattr(trainer.strategy, "check_optimizer") else ():
+        trainer.strategy.check_optimizer(optimizer)
     if configured is None and not module.automatic_optimization:
         left.append("manual optimization")
     return [*left, "the first step: values, its memory and its time"]

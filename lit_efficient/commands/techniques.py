@@ -204,7 +204,7 @@ def strategies(cards: Sequence[Card], width: int) -> str:
     said = (
         "works: on two processes the losses are those of one process to 1e-5 (what rounds by the rows it sees: close), "
         "and a resumed run ends with the same bits. not tried: no test has run it there (EmptyCache needs GPUs). "
-        "ZeRO-2 and ZeRO-3 are stages of DeepSpeed, tried on its CPU backend. One device: each has tests."
+        "ZeRO-1 to ZeRO-3 are stages of DeepSpeed, tried on its CPU backend. One device: each has tests."
     )
     return "\n".join([*lines, "", *wrapped(said, width)])
 

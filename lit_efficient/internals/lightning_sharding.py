@@ -1,16 +1,18 @@
 """Lightning's ModelParallelStrategy with sizes by the world's and steps that are forward passes; DeepSpeedStrategy.
 
-By private attributes: its sizes, ``_save_distributed_checkpoint`` and ``_forward_redirection``; ``_init_optimizers``.
+By private attributes: its sizes, ``_save_distributed_checkpoint`` and ``_forward_redirection``; ``_init_optimizers``,
+``_setup_model_and_optimizer``, and what DeepSpeed 0.19.8 calls ``_restore_from_bit16_weights``.
 Checked with lightning 2.6.6.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 
-from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
+from lit_efficient.internals.wraps import does_nothing, inner_method
 
 
 class ShardingBase(ModelParallelStrategy):
@@ -37,7 +39,12 @@ class ShardingBase(ModelParallelStrategy):
 
 
 class ZeroBase(DeepSpeedStrategy):
-    """Lets a subclass look at the optimizer before DeepSpeed takes it."""
+    """Lets a subclass look at the optimizer before DeepSpeed takes it; its checkpoints go by what the engine steps.
+
+    DeepSpeed asks ``requires_grad`` for that, which a fit that has ended may have thawed, and others freeze.
+    """
+
+    _stepped: Container[int] = ()  # parameters, by identity
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Refuse it, or nothing."""
@@ -47,16 +54,36 @@ class ZeroBase(DeepSpeedStrategy):
         self.check_optimizer(found[0])
         return found
 
+    def _setup_model_and_optimizer(self, model: Any, optimizer: Any, lr_scheduler: Any = None) -> Any:
+        self._stepped = {id(p) for p in model.parameters() if p.requires_grad}
+        return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+
+    def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+        with _requiring(self.lightning_module, lambda p: id(p) in self._stepped):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        """Outside of a fit all weights are read whole, and there is no optimizer that has copies of them."""
+        module: Any = self.lightning_module
+        if module.trainer.state.fn == "fit":
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        if (engine := self.deepspeed_engine).optimizer is not None:
+            engine.optimizer._restore_from_bit16_weights = does_nothing
+        with _requiring(module, torch.is_floating_point):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+
 
 @contextmanager
-def configured(module: Any) -> Iterator[None]:
-    """Have Lightning see a ``configure_model``, which it asks for because users shard there."""
-    wrap_method(module, "configure_model", _configure_model)
-    try:
-        yield
-    finally:
-        unwrap_method(module, "configure_model", _configure_model)
+def _requiring(module: Any, wanted: Callable[[Any], bool]) -> Iterator[None]:
+    """Have those parameters require a gradient that are ``wanted``, and no others."""
+    before = [(p, p.requires_grad) for p in module.parameters()]
+    for p, _ in before:
+        p.requires_grad_(wanted(p))
+    yield
+    for p, required in before:
+        p.requires_grad_(required)
 
 
-def _configure_model(self: Any) -> None:
-    inner_method(self, "configure_model", _configure_model)()
+def configure_model(self: Any) -> None:
+    """Have Lightning see one of the module's own, which it asks for because users shard there."""
+    inner_method(self, "configure_model", configure_model)()

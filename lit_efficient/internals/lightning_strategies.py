@@ -39,6 +39,11 @@ class Traits:
         """No process holds all of each parameter."""
         return self.dtensors or self.flattens
 
+    @property
+    def is_zero(self) -> bool:
+        """DeepSpeed, which leaves modules as they are, and gathers weights whenever one of them is called."""
+        return self.name == "DeepSpeedStrategy"
+
 
 def traits_of(strategy: Any) -> Traits:
     """The traits of a strategy of Lightning's or of a class derived from one."""

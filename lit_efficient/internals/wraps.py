@@ -65,3 +65,15 @@ def unwrap_method(target: Any, name: str, function: Callable[..., Any]) -> None:
         target.__dict__.pop(name, None)
     else:
         target.__dict__[name] = inner
+
+
+@contextmanager
+def wrapped(target: Any, function: Callable[..., Any], *names: str) -> Iterator[None]:
+    """Let methods be ``function`` inside, as :func:`wrap_method` does."""
+    for name in names:
+        wrap_method(target, name, function)
+    try:
+        yield
+    finally:
+        for name in names:
+            unwrap_method(target, name, function)

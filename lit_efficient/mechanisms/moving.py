@@ -1,4 +1,4 @@
-"""Copying batches to a device without waiting for it, whatever they are nested in."""
+"""Batches, whatever they are nested in: copied to a device without waiting for it, and rows of them."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -55,6 +55,28 @@ def rebuilt(batch: Any, change: Callable[[Any], Any]) -> Any:
             object.__setattr__(other, part.name, change(getattr(batch, part.name)))
         return other
     return batch
+
+
+def take_rows(batch: Any, rows: Tensor | slice, size: int) -> Any:
+    """Some rows of a batch.
+
+    Args:
+        batch: Nested containers; of tensors [size, ...] and lists of ``size`` items without tensors the rows are taken,
+            others stay.
+        rows: Indices [n], or a slice of them.
+        size: Rows of the batch.
+
+    Example:
+        >>> take_rows({"x": torch.arange(3), "name": ["a", "b", "c"], "scale": 2.0}, torch.tensor([0, 2]), 3)
+        {'x': tensor([0, 2]), 'name': ['a', 'c'], 'scale': 2.0}
+    """
+    if isinstance(batch, Tensor):
+        place = rows.to(batch.device) if isinstance(rows, Tensor) else rows
+        return batch[place] if batch.shape[:1] == (size,) else batch
+    plain = isinstance(batch, list | tuple) and not hasattr(batch, "_fields") and next(tensors_in(batch), None) is None
+    if plain and len(batch) == size:
+        return batch[rows] if isinstance(rows, slice) else type(batch)(batch[i] for i in rows.tolist())
+    return rebuilt(batch, lambda item: take_rows(item, rows, size))
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:

@@ -8,6 +8,7 @@ Costs: one more read of the folder, and one when it is written.
 
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +70,17 @@ def write_shards(strategy: Any, target: Path, write: Callable[[Path], object]) -
     strategy.barrier()
 
 
-def check_everywhere(strategy: Any, path: Path) -> None:
-    """Check a checkpoint that all processes are about to read, in the first of them.
+def check_everywhere(strategy: Any, path: Path, sums_alone: bool = False) -> None:
+    """Check a checkpoint that all processes are about to read, in the first of them; of DeepSpeed's the sums alone.
 
     Raises:
-        CheckpointError: In all of them, as of :func:`check_shards` and ``load_verified``.
+        CheckpointError: In all of them, as of :func:`check_shards`, ``check_sums`` and ``load_verified``.
     """
     said = ""
     if strategy.is_global_zero:
+        check = check_sums if sums_alone else check_shards if path.is_dir() else partial(load_verified, mapped=True)
         try:
-            check_shards(path) if path.is_dir() else load_verified(path, mapped=True)
+            check(path)
         except CheckpointError as error:
             said = str(error)
     if said := strategy.broadcast(said):
@@ -97,7 +99,7 @@ def read_checkpoint(path: str | os.PathLike[str], optimizers: bool = False) -> d
     """
     place = local_file(path)
     last = place / LATEST / "last.ckpt" if (place / LATEST).exists() else place / "last.ckpt"
-    folder = next((one for one in (place, last) if (one / ".metadata").is_file()), None)
+    folder = next((one for one in (place, last) if (one / ".metadata").is_file() or is_deepspeeds(one)), None)
     if folder is None:
         return read(path)
     check_shards(folder)
@@ -185,7 +187,7 @@ def _save_checkpoint(self: Any, checkpoint: dict[str, Any], filepath: Any, *argu
 
 def is_deepspeeds(folder: Path) -> bool:
     """Whether it is a checkpoint of DeepSpeed's, which nothing here reads."""
-    return not (folder / ".metadata").exists() and (folder / "latest").exists()
+    return not (folder / ".metadata").exists() and (folder / "latest").is_file()  # which a folder of runs has, too
 
 
 def check_shards(folder: Path) -> None:

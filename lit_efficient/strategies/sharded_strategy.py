@@ -31,13 +31,13 @@ from lit_efficient.declaration import overrides, techniques_of
 from lit_efficient.errors import CheckpointError, ConfigurationError, ConflictError, check_choice, check_number, refusal
 from lit_efficient.files.checkpoints import load_verified
 from lit_efficient.internals.lightning_loops import BEFORE_TRANSFER
-from lit_efficient.internals.lightning_sharding import ShardingBase, configured
+from lit_efficient.internals.lightning_sharding import ShardingBase, configure_model
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.internals.torch_fsdp import make_root, sharded_modules
 from lit_efficient.internals.torch_modules import tensor_tables
 from lit_efficient.internals.torch_optimizers import without_step_hooks
 from lit_efficient.internals.torch_tensors import gradient_hooks
-from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
+from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method, wrapped
 from lit_efficient.losses.deferred_logits import output_head
 from lit_efficient.mechanisms.adapters.base import has_frozen_base, noting_digests
 from lit_efficient.mechanisms.adapters.sharded import asking_for, check_adapters, check_surplus, checkpoint_keys
@@ -170,7 +170,7 @@ class ShardedStrategy(ShardingBase):
             rank_zero_info(f"ShardedStrategy: {self._shard(module)}")
             if hasattr(module, "on_sharded"):  # no checkpoint has been read
                 module.on_sharded()
-        with configured(module):
+        with wrapped(module, configure_model, "configure_model"):
             super().setup(trainer)
         if sharded_modules(module)[:1] == [module]:
             make_root(module)

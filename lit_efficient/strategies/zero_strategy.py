@@ -21,6 +21,7 @@ from lightning.pytorch.plugins import DeepSpeedPrecision
 
 from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_installed, check_number, refusal
 from lit_efficient.internals.lightning_sharding import ZeroBase
+from lit_efficient.mechanisms.shards import check_everywhere, write_shards
 
 _PLACES = ("gpu", "cpu", "nvme")
 # What the trainer and the module say, and DeepSpeed's name for it.
@@ -46,7 +47,7 @@ _REFUSED = {
 
 # They read weights, or leave layers out, where stage 3 gathers and frees them.
 _NOT_IN_THIRD = {"CheckpointAverage", "Compile", "ContrastiveFlowMatching", "EMA", "FeatureMatching", "HiddenAlignment"}
-_NOT_IN_THIRD |= {"PowerEMA", "StochasticDepth", "TokenRouting"}
+_NOT_IN_THIRD |= {"LatentAlignment", "PowerEMA", "StochasticDepth", "TokenRouting"}
 
 
 def zero_config(
@@ -59,14 +60,7 @@ def zero_config(
 ) -> dict[str, Any]:
     """The part of DeepSpeed's configuration that says what is sharded and where it lies.
 
-    Args:
-        stage: 1, 2 or 3.
-        states_on: Where optimizer states lie: ``gpu``, ``cpu`` or ``nvme``.
-        weights_on: Where weights lie that are not needed; other than ``gpu`` in stage 3 only.
-        nvme_path: Folder on NVMe, where something lies there.
-        node_size: Processes that keep a second sharding of the weights among themselves, to gather from (ZeRO++,
-            stage 3); 1: none do.
-        quantized: Send weights in 8 bits and gradients in 4 (ZeRO++, stage 3).
+    Arguments are those of :class:`ZeroStrategy`.
 
     Raises:
         ConfigurationError: For an argument out of range, or one that its stage does not know.
@@ -76,10 +70,9 @@ def zero_config(
     check_choice("ZeroStrategy", "weights_on", weights_on, _PLACES)
     check_number("ZeroStrategy", "node_size", node_size, least=1, whole=True)
     third = {"weights_on": weights_on != "gpu", "node_size": node_size > 1, "quantized": quantized}
+    third["states_on='nvme'"] = states_on == "nvme"
     if stage < 3 and (given := [name for name, is_given in third.items() if is_given]):
-        raise refusal("ZeroStrategy", "stage", f"3 with {given[0]}: before, each process holds all weights", stage)
-    if states_on == "nvme" and stage < 3:
-        raise refusal("ZeroStrategy", "stage", "3 with states_on='nvme'", stage)
+        raise refusal("ZeroStrategy", "stage", f"3 with {given[0]}, which DeepSpeed has there alone", stage)
     if "nvme" in (states_on, weights_on):
         if not nvme_path:
             raise refusal("ZeroStrategy", "nvme_path", "a folder on NVMe, as something is to lie there", nvme_path)
@@ -89,17 +82,12 @@ def zero_config(
     for key, place in {"offload_optimizer": states_on, "offload_param": weights_on}.items():
         if place != "gpu":
             zero[key] = {"device": place, "pin_memory": True} | ({"nvme_path": nvme_path} if place == "nvme" else {})
-    if stage == 3:
-        zero["stage3_gather_16bit_weights_on_model_save"] = True
-    if node_size > 1:
-        zero["zero_hpz_partition_size"] = node_size
+    zero |= {"stage3_gather_16bit_weights_on_model_save": stage == 3, "zero_hpz_partition_size": node_size}
     if quantized:
         zero |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
-    # Without it DeepSpeed refuses optimizers that are not its own or Adam, and Lightning cannot evaluate under stage 3.
-    config: dict[str, Any] = {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
-    if states_on != "gpu":  # or DeepSpeed refuses every optimizer but its own, which the module did not make
-        config["zero_force_ds_cpu_optimizer"] = False
-    return config
+    # Else DeepSpeed refuses optimizers that are not its own or Adam, and, where states are not on the GPU, all but its
+    # own; and Lightning cannot evaluate under stage 3.
+    return {"zero_optimization": zero, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
 
 
 class ZeroStrategy(ZeroBase):
@@ -120,6 +108,7 @@ class ZeroStrategy(ZeroBase):
         ConflictError: With an optimizer that cannot step pieces of a vector.
     """
 
+    writes_sums = True
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "memory": (0, "states, gradients and weights in shards by DeepSpeed, in host memory or on NVMe")
     }
@@ -154,12 +143,50 @@ class ZeroStrategy(ZeroBase):
         self.extra = extra
 
     def setup(self, trainer: Any) -> None:
-        check_agreement(trainer, self.node_size, self.stage)
+        self.check_network(self.lightning_module, trainer.world_size)
         super().setup(trainer)
+
+    def check_network(self, module: Any, world: int) -> None:
+        """Refuse what of a module and its trainer DeepSpeed would do otherwise, or not at all, in so many processes."""
+        trainer = module.trainer
+        for name in (type(one).__name__ for one in trainer.callbacks if self.stage == 3):
+            if name in _NOT_IN_THIRD:
+                raise ConflictError(
+                    f"ZeroStrategy: {name} finds no weights where stage 3 has freed them: use stage 2, or "
+                    "ShardedStrategy"
+                )
+        if world % self.node_size:
+            raise refusal("ZeroStrategy", "node_size", f"a divisor of the {world} processes", self.node_size)
+        by_value = trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value"
+        plugin, known = type(trainer.precision_plugin), isinstance(trainer.precision_plugin, DeepSpeedPrecision)
+        faults = [
+            (by_value, "DeepSpeed clips by norm: set trainer.gradient_clip_algorithm to norm"),
+            (not known, f"{plugin.__name__} sends no gradients to DeepSpeed: set trainer.precision"),
+            (module.automatic_optimization is False, "DeepSpeed steps by itself: set automatic_optimization to true"),
+        ]
+        for _, fault in (pair for pair in faults if pair[0]):
+            raise ConfigurationError(f"ZeroStrategy: {fault}")
+
+    def check_window(self, batches: float, window: int) -> None:
+        """Refuse an epoch that ends within an accumulated window, at which Lightning steps and DeepSpeed does not."""
+        if (rest := batches % window) > 0:
+            raise ConfigurationError(
+                f"ZeroStrategy: the last {rest} of {batches} batches are no window of {window} "
+                "(trainer.accumulate_grad_batches), and DeepSpeed makes no step of them: set limit_train_batches to "
+                f"{batches - rest}"
+            )
 
     def check_optimizer(self, optimizer: Any) -> None:
         for reason in (_REFUSED[kind.__name__] for kind in type(optimizer).__mro__ if kind.__name__ in _REFUSED):
             raise ConflictError(f"ZeroStrategy: {type(optimizer).__name__} {reason}")
+
+    def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+        save = super().save_checkpoint
+        write_shards(self, Path(filepath), lambda folder: save(checkpoint, folder, storage_options))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        check_everywhere(self, Path(checkpoint_path), sums_alone=True)
+        return super().load_checkpoint(checkpoint_path, weights_only)
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
@@ -168,48 +195,5 @@ class ZeroStrategy(ZeroBase):
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        assert self.lightning_module is not None
-        check_windows(self.lightning_module.trainer)
-
-
-def check_windows(trainer: Any) -> None:
-    """Refuse an epoch that ends within an accumulated window, at which Lightning steps and DeepSpeed does not.
-
-    Raises:
-        ConfigurationError: Naming how many batches are too many.
-    """
-    window = trainer.accumulate_grad_batches
-    if (rest := trainer.num_training_batches % window) > 0:
-        raise ConfigurationError(
-            f"ZeroStrategy: the last {rest} of {trainer.num_training_batches} batches are no window of {window} "
-            "(trainer.accumulate_grad_batches), and DeepSpeed makes no step of them: set limit_train_batches to "
-            f"{trainer.num_training_batches - rest}"
-        )
-
-
-def check_agreement(trainer: Any, node_size: int = 1, stage: int = 2) -> None:
-    """Refuse what of a trainer DeepSpeed would do otherwise, or not at all.
-
-    Raises:
-        ConfigurationError: Naming it.
-        ConflictError: For a technique that stage 3 leaves without weights.
-    """
-    for one in trainer.callbacks if stage == 3 else ():
-        if type(one).__name__ in _NOT_IN_THIRD or getattr(one, "variant", "") == "dora":
-            raise ConflictError(
-                f"ZeroStrategy: {type(one).__name__} finds no weights where stage 3 has freed them: use stage 2, or "
-                "ShardedStrategy" + ", or another variant" * hasattr(one, "variant")
-            )
-    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
-        raise ConfigurationError("ZeroStrategy: DeepSpeed clips by norm: set trainer.gradient_clip_algorithm to norm")
-    if trainer.world_size % node_size:
-        raise refusal("ZeroStrategy", "node_size", f"a divisor of the {trainer.world_size} processes", node_size)
-    if trainer.precision not in ("bf16-mixed", "16-mixed", "bf16-true", "16-true", "32-true"):
-        raise refusal("trainer", "precision", "bf16-mixed, 16-mixed, bf16-true, 16-true or 32-true", trainer.precision)
-    if not isinstance(trainer.precision_plugin, DeepSpeedPrecision):
-        plugin = type(trainer.precision_plugin).__name__
-        raise ConfigurationError(f"ZeroStrategy: {plugin} sends no gradients to DeepSpeed: set trainer.precision")
-    if not trainer.lightning_module.automatic_optimization:
-        raise ConfigurationError(
-            "ZeroStrategy: DeepSpeed steps by itself: set the module's automatic_optimization to true"
-        )
+        module: Any = self.lightning_module
+        self.check_window(module.trainer.num_training_batches, module.trainer.accumulate_grad_batches)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lit_efficient import ConfigurationError, SelectiveBackprop
-from lit_efficient.callbacks.selective_backprop import take_rows
 from lit_efficient.losses.selection import choose, selection_odds
+from lit_efficient.mechanisms.moving import take_rows
 from lit_efficient.testing import Run, Toy, data, trainer
 from tests.contract.row import Row
 

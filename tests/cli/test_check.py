@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lit_efficient.__main__ import main
 from lit_efficient.files import configs
 from tests.cli.toy_runs import ALLOW, fit
+from tests.ranks import zero
 from tests.support_cli import ToyData, ToyModel
 
 HERE = __name__
@@ -373,3 +374,24 @@ def test_what_works_on_many_devices_is_said_to(capsys):
     assert "72 rows, 5 batches an epoch for each of 8 processes" in said
     assert "the last 1 of 5 batches are a window of their own, of 2 accumulated" in said
     assert "the 8 processes: this is one" in said
+
+
+ZERO = [*MANY, "--trainer.strategy=ZeroStrategy", "--trainer.strategy.stage=3"]
+UNEVEN = ["--with_data", "--data.rows=72", "--trainer.accumulate_grad_batches=2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-c", "ema"], "EMA finds no weights where stage 3 has freed them"),
+        (["--trainer.strategy.node_size=3"], "node_size must be a divisor of the 8 processes"),
+        (["--trainer.gradient_clip_val=1", "--trainer.gradient_clip_algorithm=value"], "DeepSpeed clips by norm"),
+        (["--optimizer=MuonAdamW"], "ZeroStrategy: MuonAdamW looks at whole matrices"),
+        (UNEVEN, "the last 1 of 5 batches are no window of 2"),
+    ],
+)
+def test_what_deepspeed_would_refuse_in_each_process_is_refused_without_them(arguments, said, capsys, monkeypatch):
+    zero.stand_in(monkeypatch)
+    assert check(*ZERO, *arguments) == 2
+    assert said in capsys.readouterr().err
+    assert check(*ZERO, *UNEVEN, "--trainer.limit_train_batches=4") == 0

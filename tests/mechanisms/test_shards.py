@@ -150,6 +150,8 @@ def test_a_place_outside_a_missing_file_and_deepspeed_are_refused(folder: Path, 
         read(str(tmp_path / "theirs"), "fit")
     with pytest.warns(UserWarning, match="DeepSpeed.*None is left"), pytest.raises(CheckpointError, match="DeepSpeed"):
         read_last([tmp_path / "theirs"])  # a job that is queued again would begin anew
+    with pytest.raises(CheckpointError, match=r"theirs is a checkpoint of DeepSpeed.* zero_to_fp32\.py"):
+        read_checkpoint(tmp_path / "theirs")  # of export, average and convert
 
 
 def test_what_an_optimizer_goes_on_with_is_in_memory_and_all_else_in_a_file(folder: Path) -> None:

@@ -193,6 +193,10 @@ def _others() -> list[tuple[str, Any, Any, dict[str, Any]]]:
         ("SignalCheckpoint", SignalCheckpoint, Net, {}),
         ("tied", L.Callback, Tied, {}),
         ("borrowed", NonFiniteGuard, Borrowed, {"gradient_clip_val": 0.05}),
+        ("LoRA", partial(LoRA, rank=2), Net, {}),  # the row's is LoRA+
+        ("rsLoRA", partial(LoRA, rank=2, variant="rslora"), Net, {}),
+        ("LoRA+", CASES["LoRA"].make, network_of("LoRA"), {}),
+        ("DoRA", partial(LoRA, rank=2, variant="dora"), network_of("LoRA"), {}),
         ("BlockSwap", BlockSwap, Net, {}),  # the row's refuses nothing
         ("KahanSummation", KahanSummation, Net, {"precision": "bf16-true"}),  # the row's network mixes formats
         ("StochasticRounding", StochasticRounding, Net, {"precision": "bf16-true"}),

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
+import types
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
@@ -47,6 +51,19 @@ class ZeroOnCPU(ZeroStrategy):
 
 
 ZeroOnCPU.__name__ = ZeroStrategy.__name__  # for the words of refusals
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
+    """Put a package with these functions in DeepSpeed's place, where strategies are made."""
+    package: Any = types.ModuleType("deepspeed")
+    package.__spec__ = ModuleSpec("deepspeed", None)
+    package.__dict__.update(functions)
+    logger = types.SimpleNamespace(setLevel=lambda level: None)
+    package.utils = types.SimpleNamespace(logging=types.SimpleNamespace(logger=logger))
+    monkeypatch.setitem(sys.modules, "deepspeed", package)
+    monkeypatch.setitem(sys.modules, "deepspeed.comm.torch", types.ModuleType("deepspeed.comm.torch"))
+    for name in ("_DEEPSPEED_AVAILABLE", "_DEEPSPEED_GREATER_EQUAL_0_16"):
+        monkeypatch.setattr(f"lightning.pytorch.strategies.deepspeed.{name}", True)
 
 
 def techniques(names: Sequence[str], stage: int, **arguments: Any) -> None:

@@ -77,6 +77,14 @@ def test_the_table_of_strategies_says_what_was_tried(kind: str, strategy: str | 
     assert as_one_process(TRIED, tmp_path) == json.loads((PACKAGE / "tested.json").read_text("utf-8"))[kind]
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", ["ddp", None])
+def test_each_adapter_of_low_rank_trains_as_in_one_process(strategy: str | None, tmp_path: Path) -> None:
+    names = ("rsLoRA", "DoRA", "LoRA+")
+    run_ranks(sharded.techniques, tmp_path, names, strategy)
+    assert set(as_one_process(names, tmp_path).values()) == {"works"}
+
+
 @pytest.mark.turns(6, family="ranks")
 def test_checkpoints_go_from_two_processes_to_one_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In shards and in one file; the next epoch's losses are those of the world size that went on."""

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import json
-import sys
 import types
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch.plugins import DeepSpeedPrecision
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
 from lit_efficient import (
     EMA,
@@ -19,10 +18,13 @@ from lit_efficient import (
     Float8Precision,
     FusedAdamW,
     GroupedAdafactor,
+    LatentAlignment,
     Lion,
     LoRA,
     MuonAdamW,
+    PromptTuning,
     ScheduleFreeAdamW,
+    SelectiveBackprop,
     StochasticDepth,
     ZeroStrategy,
 )
@@ -31,7 +33,7 @@ from lit_efficient.errors import CheckpointError
 from lit_efficient.mechanisms.adapters.base import check, digests, freeze_base
 from lit_efficient.optimizers.float32_step import step_in_float32
 from lit_efficient.optimizers.host_states import stream_states
-from lit_efficient.strategies.zero_strategy import check_agreement, check_windows, zero_config
+from lit_efficient.strategies.zero_strategy import zero_config
 from tests.processes import run_ranks
 from tests.ranks import zero
 from tests.strategies.test_sharded_strategy import as_one_process
@@ -41,14 +43,13 @@ ZERO = sorted((Path(__file__).parents[2] / "configs" / "scale").glob("zero_*.yam
 
 
 def test_the_overlays_are_the_presets() -> None:
-    made, forced = {}, {}
+    made = {}
     for path in ZERO:
         arguments = yaml.safe_load(path.read_text("utf-8"))["trainer"]["strategy"]["init_args"]
         config = zero_config(**arguments)
         assert config["zero_allow_untested_optimizer"]  # or it takes Adam alone, and validates nothing under stage 3
-        made[path.stem], forced[path.stem] = config["zero_optimization"], config.get("zero_force_ds_cpu_optimizer")
-    # DeepSpeed's default refuses the module's own optimizer where states are not on the GPU.
-    assert {name for name, value in forced.items() if value is False} == {"zero_2_cpu", "zero_3_cpu", "zero_3_nvme"}
+        assert config["zero_force_ds_cpu_optimizer"] is False  # or not the module's own, where states are on the CPU
+        made[path.stem] = config["zero_optimization"]
     assert {name: zero["stage"] for name, zero in made.items()} == {
         "zero_1": 1, "zero_2": 2, "zero_2_cpu": 2, "zero_3": 3, "zero_3_cpu": 3, "zero_3_nvme": 3, "zero_plus_plus": 3
     }  # fmt: skip
@@ -82,7 +83,6 @@ def test_what_contradicts_is_refused_before_the_package_is_asked_for(arguments: 
     [
         ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "clips by norm"),
         ({"world_size": 6}, "node_size must be a divisor of the 6 processes"),
-        ({"precision": "64-true"}, "precision must be bf16-mixed"),
         ({"precision_plugin": Float8Precision()}, "Float8Precision sends no gradients to DeepSpeed"),
         ({"lightning_module": types.SimpleNamespace(automatic_optimization=False)}, "DeepSpeed steps by itself"),
     ],
@@ -93,14 +93,20 @@ def test_what_deepspeed_would_do_otherwise_is_refused(given: dict[str, Any], sai
         "gradient_clip_val": None,
         "gradient_clip_algorithm": None,
         "world_size": 8,
-        "precision": "bf16-mixed",
     }
     usual["callbacks"] = []
     usual["precision_plugin"] = DeepSpeedPrecision("bf16-mixed")
     fine = types.SimpleNamespace(**usual, lightning_module=module)
-    check_agreement(fine, 4)
+    agree(fine, 4)
     with pytest.raises(ConfigurationError, match=said):
-        check_agreement(types.SimpleNamespace(**{**vars(fine), **given}), 4)
+        agree(types.SimpleNamespace(**{**vars(fine), **given}), 4)
+
+
+def agree(run: Any, node_size: int = 1, stage: int = 2) -> None:
+    strategy = ZeroStrategy.__new__(ZeroStrategy)
+    strategy.node_size, strategy.stage = node_size, stage
+    run.lightning_module.trainer = run
+    strategy.check_network(run.lightning_module, run.world_size)
 
 
 @pytest.mark.parametrize(
@@ -133,14 +139,14 @@ def streamed(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize("technique", [EMA(), StochasticDepth(), LoRA(variant="dora")])
+@pytest.mark.parametrize("technique", [EMA(), StochasticDepth(), LatentAlignment(torch.nn.Identity())])
 def test_what_stage_3_leaves_without_weights_is_refused(technique: Any) -> None:
     module, plugin = types.SimpleNamespace(automatic_optimization=True), DeepSpeedPrecision("32-true")
-    run = types.SimpleNamespace(gradient_clip_val=None, world_size=2, precision="32-true", precision_plugin=plugin)
+    run = types.SimpleNamespace(gradient_clip_val=None, world_size=2, precision_plugin=plugin)
     run.lightning_module, run.callbacks = module, [LoRA(), technique]
-    check_agreement(run, stage=2)
+    agree(run, stage=2)
     with pytest.raises(ConflictError, match=f"{type(technique).__name__} finds no weights where stage 3 has freed"):
-        check_agreement(run, stage=3)
+        agree(run, stage=3)
 
 
 def test_a_base_that_stage_3_has_emptied_keeps_its_digests() -> None:
@@ -165,6 +171,91 @@ def test_lora_s_ratio_is_refused() -> None:
         LoRA(lr_ratio=4.0).check(run, Toy())
 
 
+@pytest.mark.parametrize(
+    "technique", [PromptTuning(2, "random"), SelectiveBackprop(), LatentAlignment(torch.nn.Identity())]
+)
+def test_what_deepspeed_leaves_modules_for_is_taken(technique: Any) -> None:
+    """Two processes gave the losses of DDP's to the bit; FSDP1 takes modules apart."""
+    technique.check(types.SimpleNamespace(strategy=ZeroStrategy.__new__(ZeroStrategy)), Toy())
+    with pytest.raises(ConflictError, match=type(technique).__name__):
+        technique.check(types.SimpleNamespace(strategy=FSDPStrategy.__new__(FSDPStrategy)), Toy())
+
+
+def test_outside_of_a_fit_weights_are_read_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """DeepSpeed's stage 3 has no optimizer to hand them to, and frozen ones were looked for among the frozen."""
+    module, read = Toy().requires_grad_(False), list[bool]()
+    module.trainer = types.SimpleNamespace(state=types.SimpleNamespace(fn="validate"))  # type: ignore[assignment]
+    strategy = Alone(module)
+    offload: Any = types.SimpleNamespace()
+
+    def load(*_: Any) -> None:
+        read.extend(p.requires_grad for p in module.parameters())
+        offload._restore_from_bit16_weights()
+
+    monkeypatch.setattr(DeepSpeedStrategy, "deepspeed_engine", types.SimpleNamespace(optimizer=offload))
+    monkeypatch.setattr(DeepSpeedStrategy, "load_checkpoint", load)
+    strategy.load_checkpoint(tmp_path)
+    assert all(read)
+    assert not any(p.requires_grad for p in module.parameters())
+
+
+class Alone(ZeroStrategy):
+    """A process without others."""
+
+    is_global_zero, global_rank, world_size = True, 0, 1
+    lightning_module = None
+
+    def __init__(self, module: Any) -> None:
+        self.lightning_module = module
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def test_what_was_not_stepped_is_saved_as_frozen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """DeepSpeed looks at requires_grad: a fit with ReplaceHead thaws when it ends, and could not be gone on from."""
+    module, saved = Toy(), list[list[bool]]()
+    parameters, strategy = [*module.parameters()], Alone(module)
+    monkeypatch.setattr(DeepSpeedStrategy, "_setup_model_and_optimizer", lambda *_: (module, None))
+    monkeypatch.setattr(
+        DeepSpeedStrategy, "save_checkpoint", lambda *_: saved.append([p.requires_grad for p in parameters])
+    )
+    module.requires_grad_(False)
+    parameters[3].requires_grad_(True)
+    strategy._setup_model_and_optimizer(module, None)
+    module.requires_grad_(True)
+    parameters[3].requires_grad_(False)
+    strategy.save_checkpoint({}, tmp_path / "one.ckpt")
+    everyone = range(len(parameters))
+    assert saved == [[i == 3 for i in everyone]]
+    assert [p.requires_grad for p in parameters] == [i != 3 for i in everyone]
+
+
+def test_a_save_that_is_cut_short_leaves_the_checkpoint_of_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """DeepSpeed writes over it file by file: a process killed in between left a mixture, which a resume took."""
+    strategy, folder = Alone(Toy()), tmp_path / "last.ckpt"
+
+    def save(_: Any, step: int, target: Path, *__: Any) -> None:
+        for name in ("model_states.pt", "optim_states.pt"):
+            (target / name).write_text(str(step))
+            if step == 2:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(DeepSpeedStrategy, "save_checkpoint", save)
+    strategy.save_checkpoint(1, folder)
+    with pytest.raises(KeyboardInterrupt):
+        strategy.save_checkpoint(2, folder)
+    assert {path.read_text() for path in folder.glob("*.pt")} == {"1"}
+    (folder / "optim_states.pt").write_text("2")
+    with pytest.raises(CheckpointError, match=r"optim_states\.pt is missing, or not what was written"):
+        strategy.load_checkpoint(folder)
+
+
 def test_a_network_is_built_whole_before_it_is_sharded() -> None:
     """In shards, DeepSpeed's parameters are empty: a GPT's own initial weights were left out, for a loss of 14.8."""
     with ZeroStrategy.__new__(ZeroStrategy).model_sharded_context():
@@ -175,10 +266,11 @@ def test_a_network_is_built_whole_before_it_is_sharded() -> None:
 
 def test_an_epoch_that_ends_within_a_window_is_refused() -> None:
     """DeepSpeed 0.19 makes 4 steps of two epochs of 8 batches in windows of 3, Lightning 6."""
-    check_windows(types.SimpleNamespace(accumulate_grad_batches=4, num_training_batches=8))
-    check_windows(types.SimpleNamespace(accumulate_grad_batches=4, num_training_batches=float("inf")))
+    strategy = ZeroStrategy.__new__(ZeroStrategy)
+    strategy.check_window(8, 4)
+    strategy.check_window(float("inf"), 4)
     with pytest.raises(ConfigurationError, match=r"the last 2 of 8 batches are no window of 3 .* to 6$"):
-        check_windows(types.SimpleNamespace(accumulate_grad_batches=3, num_training_batches=8))
+        strategy.check_window(8, 3)
 
 
 class Taken(Exception):
@@ -202,15 +294,7 @@ def test_deepspeed_is_given_what_the_trainer_says(
     def initialize(**given: Any) -> None:
         raise Taken(given)
 
-    logger = types.SimpleNamespace(setLevel=lambda level: None)
-    package: Any = types.ModuleType("deepspeed")
-    package.__spec__ = ModuleSpec("deepspeed", None)
-    package.initialize, package.init_distributed = initialize, lambda *_, **__: None
-    package.utils = types.SimpleNamespace(logging=types.SimpleNamespace(logger=logger))
-    monkeypatch.setitem(sys.modules, "deepspeed", package)
-    monkeypatch.setitem(sys.modules, "deepspeed.comm.torch", types.ModuleType("deepspeed.comm.torch"))
-    for name in ("_DEEPSPEED_AVAILABLE", "_DEEPSPEED_GREATER_EQUAL_0_16"):
-        monkeypatch.setattr(f"lightning.pytorch.strategies.deepspeed.{name}", True)
+    zero.stand_in(monkeypatch, initialize=initialize, init_distributed=lambda *_, **__: None)
     strategy = zero.ZeroOnCPU(2, states_on="cpu", extra={"wall_clock_breakdown": False})
     run = trainer([], strategy=strategy, precision=precision, accumulate_grad_batches=2, gradient_clip_val=0.5)
     module = Toy()
@@ -229,13 +313,13 @@ def test_deepspeed_is_given_what_the_trainer_says(
 def test_two_processes_train_as_one_does_and_resume(stage: int, tmp_path: Path) -> None:
     """Where DeepSpeed is installed; it needs no GPU for this."""
     pytest.importorskip("deepspeed")
-    names = ("clipping", "accumulation", "PeftAdapter", "NonFiniteGuard")
+    names = ("clipping", "accumulation", "PeftAdapter", "NonFiniteGuard", "rsLoRA", "DoRA")
     run_ranks(zero.techniques, tmp_path, names, stage)
     assert set(as_one_process(names, tmp_path).values()) == {"works"}
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_table_of_strategies_says_what_was_tried(stage: int, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     said = json.loads((PACKAGE / "tested.json").read_text("utf-8"))[f"ZeRO-{stage}"]

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from lit_efficient.declaration import LossHooks
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_layers import BatchNorm
-from lit_efficient.internals.wraps import does_nothing, unwrap_method, wrap_method
+from lit_efficient.internals.wraps import does_nothing, wrapped
 from lit_efficient.mechanisms.order.keyed_batch_sampler import KeyedBatchSampler
 from lit_efficient.mechanisms.rewind import Rewind
 from lit_efficient.surgery import reshard
@@ -96,12 +96,7 @@ def _random_loader(loader: Any, batches: int, who: str) -> DataLoader:
 @contextmanager
 def silent(module: Any) -> Iterator[None]:
     """What the training step logs here belongs to no epoch."""
-    for name in ("log", "log_dict"):
-        wrap_method(module, name, does_nothing)
     if module.trainer.loggers:
         module.trainer.loggers = [DummyLogger()]
-    try:
+    with wrapped(module, does_nothing, "log", "log_dict"):
         yield
-    finally:
-        for name in ("log", "log_dict"):
-            unwrap_method(module, name, does_nothing)

@@ -6,10 +6,8 @@ pieces of a batch = those of the first stage (end, pieces) with given < end;  1 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from lit_efficient.mechanisms.metering import samples_of
-from lit_efficient.mechanisms.moving import rebuilt, tensors_in
+from lit_efficient.mechanisms.moving import take_rows
 
 
 def pieces_of(batch: Any, count: int) -> list[Any]:
@@ -28,16 +26,7 @@ def pieces_of(batch: Any, count: int) -> list[Any]:
     rows = samples_of(batch)
     size = -(-rows // count)
     starts = range(0, count * size, size) if rows else [0] * count
-    return [_rows(batch, rows, slice(start, start + size)) if start < rows else None for start in starts]
-
-
-def _rows(item: Any, rows: int, taken: slice) -> Any:
-    if isinstance(item, Tensor):
-        return item[taken] if item.ndim and len(item) == rows else item
-    plain = isinstance(item, list | tuple) and not hasattr(item, "_fields") and not any(True for _ in tensors_in(item))
-    if plain and len(item) == rows:
-        return item[taken]
-    return rebuilt(item, lambda part: _rows(part, rows, taken))
+    return [take_rows(batch, slice(start, start + size), rows) if start < rows else None for start in starts]
 
 
 def pieces_in(batches: int, given: int, stages: Sequence[tuple[int, int]]) -> int:
