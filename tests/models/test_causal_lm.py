@@ -91,13 +91,14 @@ def test_quantised_loading_keeps_the_head_and_the_function(
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])
 def test_layers_that_a_network_reads_instead_of_calling_stay_floats(quantize: Any, tmp_path: Path) -> None:
     """Mamba multiplies by ``dt_proj.weight``, its kernels take ``out_proj.weight``: codes are no weights there."""
-    fields = {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 97}
+    fields: Any = {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 97}
     torch.manual_seed(0)
     plain = build(CausalLMConfig(config_fields=fields))
     plain.save_pretrained(tmp_path)
     small = build(CausalLMConfig(str(tmp_path), quantize=quantize))
     whole = copy.deepcopy(plain)
     QuantizeBase("int4").transform(whole)
+    network: Any
     for network in (small, whole):
         mixer = network.backbone.layers[1].mixer
         assert type(mixer.dt_proj) is type(mixer.out_proj) is type(network.lm_head) is torch.nn.Linear
@@ -215,14 +216,14 @@ def test_fields_that_a_model_reads_are_fields_whether_declared_or_not(kind: str)
 
 
 def test_ids_of_the_data_that_a_family_does_not_have_are_left_out() -> None:
-    fields = {"model_type": "rwkv", "hidden_size": 32, "num_hidden_layers": 1}
+    fields: Any = {"model_type": "rwkv", "hidden_size": 32, "num_hidden_layers": 1}
     config = resolve(CausalLMConfig(config_fields=fields), {"vocab_size": 50, "eos_token_id": 3, "pad_token_id": 3})
     assert (config.vocab_size, config.eos_token_id) == (50, 3)
     assert getattr(config, "pad_token_id", None) is None
 
 
 def test_a_model_that_is_built_wider_than_its_files_says_so(tmp_path: Path) -> None:
-    fields = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    fields: Any = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     spec = CausalLMConfig(config_fields={**fields, "num_attention_heads": 1, "vocab_size": 9})
     assert causal_lm.widened(spec) is None
     build(spec).bfloat16().save_pretrained(tmp_path)

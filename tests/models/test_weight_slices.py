@@ -83,7 +83,7 @@ def test_a_denoiser_comes_in_slices_and_is_the_one_of_a_single_process(tmp_path:
 
 
 def llama(tied: bool = True) -> Any:
-    fields = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    fields: Any = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
     return LlamaForCausalLM(LlamaConfig(**fields, vocab_size=97, tie_word_embeddings=tied))
 
 

@@ -23,7 +23,7 @@ def pairs(count: int, length: int = 10, seed: int = 1) -> dict[str, Tensor]:
     """A prompt of four tokens; chosen answers are of low ids, rejected ones of high ids and up to three shorter."""
     generator = torch.Generator().manual_seed(seed)
     prompt = torch.randint(3, 97, (count, 4), generator=generator)
-    batch = {}
+    batch: dict[str, Tensor] = {}
     for side, ids in (("chosen", (3, 20)), ("rejected", (60, 97))):
         answer = torch.randint(*ids, (count, length - 4), generator=generator)
         tokens = torch.cat((prompt, answer), dim=1)
