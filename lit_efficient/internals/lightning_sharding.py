@@ -79,9 +79,11 @@ def _requiring(module: Any, wanted: Callable[[Any], bool]) -> Iterator[None]:
     before = [(p, p.requires_grad) for p in module.parameters()]
     for p, _ in before:
         p.requires_grad_(wanted(p))
-    yield
-    for p, required in before:
-        p.requires_grad_(required)
+    try:
+        yield
+    finally:
+        for p, required in before:
+            p.requires_grad_(required)
 
 
 def configure_model(self: Any) -> None:

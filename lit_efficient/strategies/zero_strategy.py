@@ -149,12 +149,11 @@ class ZeroStrategy(ZeroBase):
     def check_network(self, module: Any, world: int) -> None:
         """Refuse what of a module and its trainer DeepSpeed would do otherwise, or not at all, in so many processes."""
         trainer = module.trainer
-        for name in (type(one).__name__ for one in trainer.callbacks if self.stage == 3):
-            if name in _NOT_IN_THIRD:
-                raise ConflictError(
-                    f"ZeroStrategy: {name} finds no weights where stage 3 has freed them: use stage 2, or "
-                    "ShardedStrategy"
-                )
+        kinds = (kind.__name__ for one in trainer.callbacks for kind in type(one).__mro__ if self.stage == 3)
+        for name in filter(_NOT_IN_THIRD.__contains__, kinds):
+            raise ConflictError(
+                f"ZeroStrategy: {name} finds no weights where stage 3 has freed them: use stage 2, or ShardedStrategy"
+            )
         if world % self.node_size:
             raise refusal("ZeroStrategy", "node_size", f"a divisor of the {world} processes", self.node_size)
         by_value = trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value"
