@@ -19,6 +19,15 @@ def test_fakes_have_shapes_and_raise_where_they_are_read():
     raise AssertionError("a fake has been read")
 
 
+@leans_on("torch", "torch._guards.detect_fake_mode", "torch_fake")
+def test_whether_tensors_are_fakes_is_known_before_one_is_made():
+    from lit_efficient.internals.torch_fake import FakeTensorMode, detect_fake_mode
+
+    with FakeTensorMode() as mode:
+        assert detect_fake_mode() is mode
+    assert detect_fake_mode() is None
+
+
 @leans_on("torch", "torch._C._swap_tensor_impl", "torch_fake")
 def test_a_module_of_fakes_moves_although_its_weights_are_referred_to():
     import weakref
