@@ -2,6 +2,10 @@
 
 import atexit
 import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -9,6 +13,21 @@ import torch
 from torch import distributed
 
 from lit_efficient.errors import ConfigurationError
+
+_PATIENCE = 30.0  # seconds
+
+
+@contextmanager
+def saying_who_waits(rank: Any, world: Any, where: str, limit: str) -> Iterator[None]:
+    """Say after half a minute that this process still waits inside for the others to start."""
+    said = f"process {rank} of {world} waits for the others to start and to reach {where}, {limit}"
+    timer = threading.Timer(_PATIENCE, print, (said,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def join_ranks() -> tuple[int, int]:
@@ -20,7 +39,9 @@ def join_ranks() -> tuple[int, int]:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not distributed.is_initialized():
         if torch.accelerator.is_available():
             torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-        distributed.init_process_group("gloo", timeout=timedelta(days=30))
+        rank, world, host, port = map(os.environ.get, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+        with saying_who_waits(rank, world, f"{host}:{port}", "as long as it takes"):
+            distributed.init_process_group("gloo", timeout=timedelta(days=30))
         atexit.register(distributed.destroy_process_group)
     return place_among_ranks()
 
