@@ -19,13 +19,20 @@ _PATIENCE = 30.0  # seconds
 
 @contextmanager
 def saying_who_waits(rank: Any, world: Any, where: str, limit: str) -> Iterator[None]:
-    """Say after half a minute that this process still waits inside for the others to start."""
+    """Say after half a minute that this process still waits inside for the others to start.
+
+    Raises:
+        ConfigurationError: Where they have not come, or their address is taken.
+    """
     said = f"process {rank} of {world} waits for the others to start and to reach {where}, {limit}"
     timer = threading.Timer(_PATIENCE, print, (said,), {"file": sys.stderr, "flush": True})
     timer.daemon = True
     timer.start()
     try:
         yield
+    except (distributed.DistStoreError, distributed.DistNetworkError) as error:
+        why = str(error).splitlines()[0]
+        raise ConfigurationError(f"process {rank} of {world} has not met the others at {where}: {why}") from error
     finally:
         timer.cancel()
 
