@@ -118,9 +118,7 @@ def prefetch(trainer: Trainer, subcommand: str | None) -> None:
 
 def setup_environment(self: Any) -> None:
     """In the place of a strategy's method, which waits in silence for processes that have not started."""
-    place = self.cluster_environment
-    where, limit = f"{place.main_address}:{place.main_port}", "as long as trainer.strategy's `timeout` says"
-    with saying_who_waits(place.global_rank(), place.world_size(), where, limit):
+    with saying_who_waits(self.cluster_environment, "as long as trainer.strategy's `timeout` says"):
         inner_method(self, "setup_environment", setup_environment)()
 
 

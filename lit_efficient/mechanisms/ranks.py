@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch import distributed
 
 from lit_efficient.errors import ConfigurationError
@@ -18,13 +19,14 @@ _PATIENCE = 30.0  # seconds
 
 
 @contextmanager
-def saying_who_waits(rank: Any, world: Any, where: str, limit: str) -> Iterator[None]:
-    """Say after half a minute that this process still waits inside for the others to start.
+def saying_who_waits(place: Any, limit: str) -> Iterator[None]:
+    """Say after half a minute that this process, at its ``place`` in a cluster, still waits inside for others to start.
 
     Raises:
         ConfigurationError: Where they have not come, or their address is taken.
     """
-    said = f"process {rank} of {world} waits for the others to start and to reach {where}, {limit}"
+    who, where = f"process {place.global_rank()} of {place.world_size()}", f"{place.main_address}:{place.main_port}"
+    said = f"{who} waits for the others to start and to reach {where}, {limit}"
     timer = threading.Timer(_PATIENCE, print, (said,), {"file": sys.stderr, "flush": True})
     timer.daemon = True
     timer.start()
@@ -32,7 +34,7 @@ def saying_who_waits(rank: Any, world: Any, where: str, limit: str) -> Iterator[
         yield
     except (distributed.DistStoreError, distributed.DistNetworkError) as error:
         why = str(error).splitlines()[0]
-        raise ConfigurationError(f"process {rank} of {world} has not met the others at {where}: {why}") from error
+        raise ConfigurationError(f"{who} has not met the others at {where}: {why}") from error
     finally:
         timer.cancel()
 
@@ -46,8 +48,7 @@ def join_ranks() -> tuple[int, int]:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not distributed.is_initialized():
         if torch.accelerator.is_available():
             torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-        rank, world, host, port = map(os.environ.get, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-        with saying_who_waits(rank, world, f"{host}:{port}", "as long as it takes"):
+        with saying_who_waits(TorchElasticEnvironment(), "as long as it takes"):
             distributed.init_process_group("gloo", timeout=timedelta(days=30))
         atexit.register(distributed.destroy_process_group)
     return place_among_ranks()
