@@ -347,14 +347,14 @@ def test_what_many_devices_would_refuse_is_refused_without_them(arguments, said,
     assert said in capsys.readouterr().err
 
 
-class Residual(torch.nn.Linear):
+class Residual(torch.nn.Sequential):
     def forward(self, input):
         return input + super().forward(input)
 
 
 class Deep(ToyModel):
     def _build(self, hidden: int) -> None:
-        blocks = [Residual(hidden, hidden) for _ in range(3)]
+        blocks = [Residual(torch.nn.Linear(hidden, hidden)) for _ in range(3)]
         self.net = torch.nn.Sequential(
             torch.nn.Linear(3, hidden), torch.nn.Sequential(*blocks), torch.nn.Linear(hidden, 1)
         )
