@@ -41,6 +41,7 @@ from lit_efficient.cli.run import (
     callbacks_of,
     prefetch,
     quiet,
+    setup_environment,
 )
 from lit_efficient.cli.run_events import RunEvents
 from lit_efficient.cli.run_folder import RunFolder, candidates, keep_rows, place_loggers
@@ -52,6 +53,7 @@ from lit_efficient.files.checkpoints import state_of
 from lit_efficient.files.runs import real
 from lit_efficient.internals.jsonargparse_parser import spelt
 from lit_efficient.internals.lightning_cli import OpenCLI
+from lit_efficient.internals.wraps import wrap_method
 
 
 class LitEfficientCLI(OpenCLI):
@@ -229,6 +231,8 @@ class LitEfficientCLI(OpenCLI):
                 "outside of a job leave the overlay scale/slurm out, to check the rest as well"
             ) from error
         prefetch(made, self.subcommand)
+        if made.world_size > 1:
+            wrap_method(made.strategy, "setup_environment", setup_environment)
         setattr(made.strategy, "save_checkpoint", partial(masking, made.strategy.save_checkpoint))  # noqa: B010
         for logger in made.loggers:
             setattr(logger, "log_hyperparams", partial(masking, logger.log_hyperparams))  # noqa: B010

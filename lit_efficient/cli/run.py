@@ -23,6 +23,8 @@ from lit_efficient.cli.secrets import masked
 from lit_efficient.declaration import techniques_of
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.atomic_file import replacing
+from lit_efficient.internals.wraps import inner_method
+from lit_efficient.mechanisms.ranks import saying_who_waits
 from lit_efficient.mechanisms.shards import sum_shards
 
 # Beginnings of messages that advertise something, or tell what is not there.
@@ -112,6 +114,12 @@ def prefetch(trainer: Trainer, subcommand: str | None) -> None:
     there = left_out or any(isinstance(one, part) for one in callbacks)
     if subcommand == "fit" and trainer.strategy.root_device.type == "cuda" and not there:
         trainer.callbacks.insert(0, part())  # type: ignore[attr-defined]  # its type does not declare them
+
+
+def setup_environment(self: Any) -> None:
+    """In the place of a strategy's method, which waits in silence for processes that have not started."""
+    with saying_who_waits(self.cluster_environment, "as long as trainer.strategy's `timeout` says"):
+        inner_method(self, "setup_environment", setup_environment)()
 
 
 def _place_checkpoints(trainer_config: dict[str, Any], folder: Path) -> None:

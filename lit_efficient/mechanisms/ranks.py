@@ -2,13 +2,41 @@
 
 import atexit
 import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch import distributed
 
 from lit_efficient.errors import ConfigurationError
+
+_PATIENCE = 30.0  # seconds
+
+
+@contextmanager
+def saying_who_waits(place: Any, limit: str) -> Iterator[None]:
+    """Say after half a minute that this process, at its ``place`` in a cluster, still waits inside for others to start.
+
+    Raises:
+        ConfigurationError: Where they have not come, or their address is taken.
+    """
+    who, where = f"process {place.global_rank()} of {place.world_size()}", f"{place.main_address}:{place.main_port}"
+    said = f"{who} waits for the others to start and to reach {where}, {limit}"
+    timer = threading.Timer(_PATIENCE, print, (said,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except (distributed.DistStoreError, distributed.DistNetworkError) as error:
+        why = str(error).splitlines()[0]
+        raise ConfigurationError(f"{who} has not met the others at {where}: {why}") from error
+    finally:
+        timer.cancel()
 
 
 def join_ranks() -> tuple[int, int]:
@@ -20,7 +48,8 @@ def join_ranks() -> tuple[int, int]:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not distributed.is_initialized():
         if torch.accelerator.is_available():
             torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-        distributed.init_process_group("gloo", timeout=timedelta(days=30))
+        with saying_who_waits(TorchElasticEnvironment(), "as long as it takes"):
+            distributed.init_process_group("gloo", timeout=timedelta(days=30))
         atexit.register(distributed.destroy_process_group)
     return place_among_ranks()
 

@@ -94,13 +94,17 @@ class ReplicatedStrategy(DDPStrategy):
         self._accumulates = False  # whether this batch is not its window's last one
 
     def setup(self, trainer: Any) -> None:
-        drawing = [type(one).__name__ for one in techniques_of(trainer) if one.draws_work]
+        self.check_network(self.lightning_module, trainer.world_size)
+        super().setup(trainer)
+
+    def check_network(self, module: Any, world: int) -> None:
+        """Refuse a static graph with a technique that draws in each step what runs."""
+        drawing = [type(one).__name__ for one in techniques_of(module.trainer) if one.draws_work]
         if self.static_graph and drawing:
             raise ConflictError(
                 f"ReplicatedStrategy: {drawing[0]} draws in each step what runs, and static_graph=True promises that "
                 "each step runs the same: set static_graph to false"
             )
-        super().setup(trainer)
 
     def configure_ddp(self) -> None:
         super().configure_ddp()

@@ -331,6 +331,10 @@ MANY = ["--devices", "4", "--nodes", "2"]
             ["--with_data", "--trainer.strategy=ShardedStrategy", "--trainer.strategy.parallel={context: 2}"],
             "ShardedStrategy: found no repeated blocks",  # that two processes share rows is no fault of the data
         ),
+        (
+            ["--trainer.strategy=ReplicatedStrategy", "--model", f"{HERE}.Deep", "-c", "stochastic_depth"],
+            "ReplicatedStrategy: StochasticDepth draws in each step what runs",
+        ),
         (["--devices", "0"], "--devices must be a whole number of at least 1, got 0"),
         (
             ["-c", "scale/slurm"],
@@ -341,6 +345,19 @@ MANY = ["--devices", "4", "--nodes", "2"]
 def test_what_many_devices_would_refuse_is_refused_without_them(arguments, said, capsys):
     assert check(*MANY, *arguments) == 2
     assert said in capsys.readouterr().err
+
+
+class Residual(torch.nn.Sequential):
+    def forward(self, input):
+        return input + super().forward(input)
+
+
+class Deep(ToyModel):
+    def _build(self, hidden: int) -> None:
+        blocks = [Residual(torch.nn.Linear(hidden, hidden)) for _ in range(3)]
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(3, hidden), torch.nn.Sequential(*blocks), torch.nn.Linear(hidden, 1)
+        )
 
 
 class Meshed(ToyModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,7 +15,8 @@ import torch
 import yaml
 
 from tests.cli.toy_runs import ALLOW
-from tests.processes import python
+from tests.processes import python, start_ranks
+from tests.ranks import watching
 from tests.support import assert_equal
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +58,21 @@ def launched(script: str, words: list[str], **environment: str) -> subprocess.Co
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
     called = ["bash", str(ROOT / "examples" / "launch" / script), *words]
     return subprocess.run(called, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.mark.turns(3, family="ranks")
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_process_that_waits_for_others_to_start_says_so(taken: bool, tmp_path: Path) -> None:
+    """It waited half an hour in silence; of a port that is taken it said that another process had ended."""
+    ranks, logs = start_ranks(watching.alone, tmp_path, taken)
+    for rank in ranks:
+        rank.join(60)
+        rank.kill()
+    said = logs[0].read_text()
+    assert ranks[0].exitcode == 2, said[-4000:]
+    why = "The server socket has failed to listen" if taken else "Timed out after"
+    assert re.search(rf"error: process 0 of 2 has not met the others at 127.0.0.1:\d+: {why}", said), said[-4000:]
+    assert taken or "process 0 of 2 waits for the others to start and to reach 127.0.0.1:" in said
 
 
 @pytest.mark.nightly

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import sys
 import time
 import warnings
 from contextlib import nullcontext
@@ -17,6 +19,9 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lit_efficient import ConfigurationError, RankWatch, ShardedStrategy
+from lit_efficient.cli import run as run_cli
+from lit_efficient.mechanisms import ranks
+from tests.cli.toy_runs import ALLOW
 from tests.support import Toy, data, trainer
 
 SIGNALS = {"killed": signal.SIGKILL, "terminated": signal.SIGTERM}
@@ -154,3 +159,15 @@ def unreachable() -> None:
     assert run.global_rank or "(process 1: no route): no process is watched" in " ".join(
         str(one.message) for one in said
     )
+
+
+def alone(taken: bool) -> None:
+    """The second rank never starts, and something else may hold the first one's port."""
+    if os.environ["RANK"] == "1":
+        return
+    ranks._PATIENCE = 0.2  # type: ignore[attr-defined]
+    port = int(os.environ["MASTER_PORT"])
+    with socket.create_server(("", port)) if taken else nullcontext():
+        strategy = ["--trainer.strategy", "DDPStrategy", "--trainer.strategy.timeout", "0:00:02"]
+        toys = ["--model", "tests.support_cli.ToyModel", "--data", "tests.support_cli.ToyData"]
+        sys.exit(run_cli(["fit", *ALLOW, *toys, *strategy, "--trainer.devices", "2", "--trainer.accelerator", "cpu"]))
