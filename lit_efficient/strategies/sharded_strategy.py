@@ -562,7 +562,7 @@ def check_slices(module: Any, trainer: Any) -> None:
 
 def float32_parts(module: nn.Module, units: list[nn.Module]) -> list[list[nn.Module]]:
     """What stays in float32 in each unit, and in the rest of the module, where it is gathered apart from the others."""
-    wide = [part for part in module.modules() if isinstance(part, StaysFloat32) and "" in part.float32]
+    wide: list[nn.Module] = [part for part in module.modules() if isinstance(part, StaysFloat32) and "" in part.float32]
     left = {id(part): part for part in wide if part not in units and owns_its_parameters(part, module)}
     found = [[left.pop(id(part)) for part in unit.modules() if id(part) in left] for unit in (*units, module)]
     return [parts for parts in found if parts]
