@@ -171,7 +171,11 @@ class StaysFloat32:
         super()._apply(fn, recurse)  # type: ignore[misc]
         for name, tensor in self._named():
             if name in kept and tensor.element_size() < torch.float32.itemsize:
-                tensor.data = kept[name].to(tensor.device)
+                own = kept[name].to(tensor.device)
+                if hasattr(tensor, "to_local"):  # a DTensor, whose shard an assignment to `data` leaves as it is
+                    torch.utils.swap_tensors(tensor, nn.Parameter(own, tensor.requires_grad))
+                else:
+                    tensor.data = own
         return self
 
     def _named(self) -> list[tuple[str, Tensor]]:

@@ -50,7 +50,7 @@ def read_metadata(folder: Path) -> Any:
             _ = (f"{index.fqn}", folder / place.relative_path, range(place.offset, place.offset + place.length))
         return found
     except Exception as error:  # unpickling damaged bytes may raise anything
-        raise CheckpointError(f"refused to load {folder / '.metadata'}: {error or type(error).__name__}") from error
+        raise CheckpointError(f"refused to load {folder}/.metadata: {str(error) or type(error).__name__}") from error
 
 
 def write_shards(strategy: Any, target: Path, write: Callable[[Path], object]) -> None:

@@ -34,7 +34,7 @@ from lit_efficient.internals.lightning_loops import BEFORE_TRANSFER
 from lit_efficient.internals.lightning_sharding import ShardingBase, configure_model
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.internals.torch_fsdp import make_root, sharded_modules
-from lit_efficient.internals.torch_modules import tensor_tables
+from lit_efficient.internals.torch_modules import StaysFloat32, tensor_tables
 from lit_efficient.internals.torch_optimizers import without_step_hooks
 from lit_efficient.internals.torch_tensors import gradient_hooks
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method, wrapped
@@ -197,12 +197,16 @@ class ShardedStrategy(ShardingBase):
     def _shard(self, module: nn.Module) -> str:
         """Shard ``module`` in place, and say how."""
         found, units, heads = self._units(module)
-        check_formats(module, units)
+        wide = float32_parts(module, units)
+        check_formats(module, units, wide)
         for p in [p for p in module.parameters() if not p.is_contiguous()]:
             p.data = p.data.contiguous()  # torch shards no others, such as channels-last ones
         same_everywhere(module, self.root_device)
         divided = self._divide(module)
         how: dict[str, Any] = {"mesh": self._mesh, "mp_policy": self._policy(), "offload_policy": self._offload()}
+        for together in wide:
+            exact = MixedPrecisionPolicy(cast_forward_inputs=False)
+            fully_shard(together, reshard_after_forward=self.reshard_after_forward, **how | {"mp_policy": exact})
         for unit in units:
             # A head's backward pass comes right after its forward pass.
             stays = any(unit is head for head in heads)
@@ -556,10 +560,21 @@ def check_slices(module: Any, trainer: Any) -> None:
             )
 
 
-def check_formats(module: nn.Module, units: list[nn.Module]) -> None:
+def float32_parts(module: nn.Module, units: list[nn.Module]) -> list[list[nn.Module]]:
+    """What stays in float32 in each unit, and in the rest of the module, where it is gathered apart from the others."""
+    wide: list[nn.Module] = [part for part in module.modules() if isinstance(part, StaysFloat32) and "" in part.float32]
+    left = {id(part): part for part in wide if part not in units and owns_its_parameters(part, module)}
+    found = [[left.pop(id(part)) for part in unit.modules() if id(part) in left] for unit in (*units, module)]
+    return [parts for parts in found if parts]
+
+
+def check_formats(module: nn.Module, units: list[nn.Module], wide: list[list[nn.Module]]) -> None:
     """Refuse trained parameters of several formats in what is gathered together: a unit, or the rest of the module."""
-    inside = {id(p) for unit in units for p in unit.parameters()}
-    parts = [(f"{type(unit).__name__}, a unit,", [*unit.parameters()]) for unit in units]
+    apart = {id(p) for together in wide for part in together for p in part.parameters()}
+    inside = apart | {id(p) for unit in units for p in unit.parameters()}
+    parts = [
+        (f"{type(unit).__name__}, a unit,", [p for p in unit.parameters() if id(p) not in apart]) for unit in units
+    ]
     parts.append(("the rest of the module", [p for p in module.parameters() if id(p) not in inside]))
     for what, parameters in parts:
         formats = sorted({str(p.dtype).removeprefix("torch.") for p in parameters if p.requires_grad})

@@ -32,6 +32,7 @@ from lit_efficient import (
     GroupedAdafactor,
     InverseSquareRoot,
     KahanSummation,
+    KeepFloat32,
     Lion,
     LoRA,
     MuonAdamW,
@@ -373,6 +374,38 @@ def from_four() -> None:
     _, losses, _ = fit(list, Tied, 2, "four.ckpt", sharding={})
     if dist.get_rank() == 0:
         torch.save(losses, "from_four.pt")
+
+
+class Normed(nn.Module):
+    """Blocks whose norms are LayerNorms, which refuse weights of another format than their inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+        self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def kept_in_float32() -> None:
+    """In whole bfloat16 and under autocast: the shards themselves, for a DTensor's own dtype says what it was."""
+    for make, network, names in (
+        (lambda: [KeepFloat32()], Normed, {"net.blocks.0.0.weight", "net.head.0.bias"}),
+        (lambda: [LoRA(rank=2)], Net, {"net.blocks.0.up.lora_A", "net.blocks.0.up.lora_B"}),
+    ):
+        for precision in ("bf16-true", "bf16-mixed"):
+            run, losses, _ = fit(make, network, sharding={}, precision=precision)
+            module = run.lightning_module
+            shards = {name: p.to_local() for name, p in module.named_parameters() if name in names}
+            assert {p.dtype for p in shards.values()} == {torch.float32}, precision
+            assert shards.keys() == names
+            assert any(not torch.equal(p, p.bfloat16().float()) for p in shards.values()), precision
+            if dist.get_rank() == 0:
+                torch.save(losses, f"{network.__name__} {precision}.pt")
+            dist.barrier()
 
 
 def steps_of_shards() -> None:

@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from lit_efficient import ConfigurationError, Parallel, SafeCheckpointIO, ShardedStrategy, ThroughputMeter, restore
+from lit_efficient import (
+    ConfigurationError,
+    KeepFloat32,
+    Parallel,
+    SafeCheckpointIO,
+    ShardedStrategy,
+    ThroughputMeter,
+    restore,
+)
 from lit_efficient.__main__ import main
 from lit_efficient.catalog import PACKAGE
 from lit_efficient.commands.average import average_files
@@ -225,6 +233,16 @@ def test_slices_hold_half_and_what_needs_whole_rows_is_refused(tmp_path: Path) -
 @pytest.mark.turns(4, family="ranks")
 def test_other_optimizers_and_what_they_left_are_refused_in_a_sentence(tmp_path: Path) -> None:
     run_ranks(sharded.other_optimizers, tmp_path)
+
+
+@pytest.mark.turns(4, family="ranks")
+@pytest.mark.filterwarnings("ignore:AdamW steps")
+def test_what_stays_in_float32_does_in_shards(tmp_path: Path) -> None:
+    run_ranks(sharded.kept_in_float32, tmp_path)
+    for precision in ("bf16-true", "bf16-mixed"):
+        _, losses, _ = sharded.fit(lambda: [KeepFloat32()], sharded.Normed, precision=precision)
+        found = torch.load(tmp_path / f"Normed {precision}.pt", weights_only=True)
+        torch.testing.assert_close(found, losses, rtol=0.03, atol=0.03)
 
 
 @pytest.mark.turns(4, family="ranks")
