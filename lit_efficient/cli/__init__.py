@@ -25,6 +25,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.distributed import is_torchelastic_launched
 from torch.optim import Optimizer
 
 from lit_efficient.cli import checkpoint, optimizers, preflight
@@ -231,6 +232,11 @@ class LitEfficientCLI(OpenCLI):
                 "outside of a job leave the overlay scale/slurm out, to check the rest as well"
             ) from error
         prefetch(made, self.subcommand)
+        started = int(os.environ.get("WORLD_SIZE", "1")) if is_torchelastic_launched() else 1
+        if started > made.world_size:  # each would train by itself, in one folder
+            raise ConfigurationError(
+                f"trainer: torchrun has started {started} processes, and devices times num_nodes is {made.world_size}"
+            )
         if made.world_size > 1:
             wrap_method(made.strategy, "setup_environment", setup_environment)
         setattr(made.strategy, "save_checkpoint", partial(masking, made.strategy.save_checkpoint))  # noqa: B010

@@ -45,7 +45,10 @@ def remember(*trees: Any) -> None:
                 _known.add(str(value))
             elif isinstance(value, Mapping | list):
                 remember(value)
-    _known.update(value for key, value in os.environ.items() if names_a_secret(key) and len(value) >= _SHORTEST)
+    for key, value in os.environ.items():
+        is_path = os.path.isabs(value) and os.path.exists(value)  # as the shell's PWD
+        if names_a_secret(key) and len(value) >= _SHORTEST and not is_path:
+            _known.add(value)
 
 
 def masked(value: Any) -> Any:

@@ -381,6 +381,13 @@ def test_devices_are_counted(monkeypatch):
             check_devices("cpu", devices)
 
 
+def test_processes_of_torchrun_that_would_each_train_alone_are_refused(capsys, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = refused(capsys, "--trainer.devices=1")
+    assert "torchrun has started 2 processes, and devices times num_nodes is 1" in said
+
+
 def test_names_elsewhere_lead_to_what_is_here():
     """Each begins with an option of a part that exists, or of the class in front of its dot."""
     table = json.loads((PACKAGE / "names_elsewhere.json").read_text("utf-8"))

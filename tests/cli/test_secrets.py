@@ -80,6 +80,12 @@ def test_what_a_config_or_the_environment_calls_a_secret_is_hidden_anywhere(monk
     assert masked(f"{SECRET}, another-secret, 1234567890, short") == "***, ***, ***, short"
 
 
+def test_the_folder_that_a_shell_is_in_is_no_secret(monkeypatch, tmp_path):
+    monkeypatch.setenv("PWD", str(tmp_path))
+    remember()
+    assert masked(f"{tmp_path}/last.ckpt") == f"{tmp_path}/last.ckpt"
+
+
 def test_a_checkpoint_keeps_all_but_the_secret():
     written = []
     weights = {"api_key": torch.zeros(1)}

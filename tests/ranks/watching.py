@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from lit_efficient import ConfigurationError, RankWatch, ShardedStrategy
 from lit_efficient.cli import run as run_cli
 from lit_efficient.mechanisms import ranks
-from tests.cli.toy_runs import ALLOW
 from tests.support import Toy, data, trainer
 
 SIGNALS = {"killed": signal.SIGKILL, "terminated": signal.SIGTERM}
@@ -165,9 +164,23 @@ def alone(taken: bool) -> None:
     """The second rank never starts, and something else may hold the first one's port."""
     if os.environ["RANK"] == "1":
         return
-    ranks._PATIENCE = 0.2  # type: ignore[attr-defined]
+    ranks._PATIENCE = 0.2
     port = int(os.environ["MASTER_PORT"])
     with socket.create_server(("", port)) if taken else nullcontext():
         strategy = ["--trainer.strategy", "DDPStrategy", "--trainer.strategy.timeout", "0:00:02"]
         toys = ["--model", "tests.support_cli.ToyModel", "--data", "tests.support_cli.ToyData"]
-        sys.exit(run_cli(["fit", *ALLOW, *toys, *strategy, "--trainer.devices", "2", "--trainer.accelerator", "cpu"]))
+        sys.exit(
+            run_cli(
+                [
+                    "fit",
+                    "--allow-import",
+                    "tests",
+                    *toys,
+                    *strategy,
+                    "--trainer.devices",
+                    "2",
+                    "--trainer.accelerator",
+                    "cpu",
+                ]
+            )
+        )
