@@ -341,6 +341,8 @@ def _check_records(file: IO[bytes], source: Path | str) -> None:
         with zipfile.ZipFile(file) as archive:
             if any(record.compress_type for record in archive.infolist()):
                 raise zipfile.BadZipFile("torch compresses nothing, and a few bytes could unpack to a full disk")
+            if any(record.external_attr & 0x10 for record in archive.infolist()):
+                raise zipfile.BadZipFile("a record is marked as a folder, of which torch reads nothing")
             bad = archive.testzip()
     except OSError:
         raise

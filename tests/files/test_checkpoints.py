@@ -24,7 +24,7 @@ from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.export.adapters import export_checkpoint
 from lit_efficient.files.atomic_file import write_folder
 from lit_efficient.files.cache import read_json, write_json
-from lit_efficient.files.checkpoints import load_verified, read, save_atomically
+from lit_efficient.files.checkpoints import check_piece, load_verified, read, save_atomically
 from lit_efficient.files.events import EVENTS, open_events, write_event
 from lit_efficient.files.file_hashes import altered_file
 from lit_efficient.files.sums import check_sums
@@ -442,6 +442,23 @@ def test_a_checkpoint_that_was_compressed_is_refused(tmp_path):
         archive.writestr("archive/data/9", bytes(1 << 20))
     with pytest.raises(CheckpointError, match="torch compresses nothing"):
         load_verified(tmp_path / "a.ckpt")
+
+
+@pytest.mark.parametrize("bit", range(8))
+def test_a_bit_of_the_list_of_records_is_seen_or_changes_no_number(tmp_path, bit):
+    """torch reads nothing of a record that is marked as a folder, and leaves the tensor as its memory was."""
+    numbers = torch.arange(1.0, 9.0)
+    torch.save(numbers, tmp_path / "x.pt")
+    whole = (tmp_path / "x.pt").read_bytes()
+    seen = 0
+    for place in range(whole.index(b"PK\x01\x02"), len(whole)):
+        try:
+            found = check_piece(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :], "x.pt")
+        except CheckpointError:
+            seen += 1
+        else:
+            assert torch.equal(found, numbers), place
+    assert seen > 50
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname"])
