@@ -561,11 +561,19 @@ def check_slices(module: Any, trainer: Any) -> None:
 
 
 def float32_parts(module: nn.Module, units: list[nn.Module]) -> list[list[nn.Module]]:
-    """What stays in float32 in each unit, and in the rest of the module, where it is gathered apart from the others."""
+    """What stays in float32 in each unit and in the rest of the module, if it trains beside other formats there: it is
+    gathered apart.
+    """
     wide: list[nn.Module] = [part for part in module.modules() if isinstance(part, StaysFloat32) and "" in part.float32]
     left = {id(part): part for part in wide if part not in units and owns_its_parameters(part, module)}
-    found = [[left.pop(id(part)) for part in unit.modules() if id(part) in left] for unit in (*units, module)]
-    return [parts for parts in found if parts]
+    seen, found = set[int](), []
+    for unit in (*units, module):
+        parts = [left.pop(id(part)) for part in unit.modules() if id(part) in left]
+        seen |= {id(p) for part in parts for p in part.parameters()}
+        if parts and any(p.dtype != torch.float32 for p in unit.parameters() if p.requires_grad and id(p) not in seen):
+            found.append(parts)
+        seen |= {id(p) for p in unit.parameters()}
+    return found
 
 
 def check_formats(module: nn.Module, units: list[nn.Module], wide: list[list[nn.Module]]) -> None:
