@@ -197,7 +197,7 @@ class ShardedStrategy(ShardingBase):
     def _shard(self, module: nn.Module) -> str:
         """Shard ``module`` in place, and say how."""
         found, units, heads = self._units(module)
-        wide = float32_parts(module, units)
+        wide = float32_parts(module, units, self._policy().param_dtype not in (None, torch.float32))
         check_formats(module, units, wide)
         for p in [p for p in module.parameters() if not p.is_contiguous()]:
             p.data = p.data.contiguous()  # torch shards no others, such as channels-last ones
@@ -560,9 +560,9 @@ def check_slices(module: Any, trainer: Any) -> None:
             )
 
 
-def float32_parts(module: nn.Module, units: list[nn.Module]) -> list[list[nn.Module]]:
-    """What stays in float32 in each unit and in the rest of the module, if it trains beside other formats there: it is
-    gathered apart.
+def float32_parts(module: nn.Module, units: list[nn.Module], low: bool) -> list[list[nn.Module]]:
+    """What stays in float32 in each unit and in the rest of the module, if it trains beside other formats there, or the
+    unit is gathered in one of 16 bits (``low``): it is gathered apart.
     """
     wide: list[nn.Module] = [part for part in module.modules() if isinstance(part, StaysFloat32) and "" in part.float32]
     left = {id(part): part for part in wide if part not in units and owns_its_parameters(part, module)}
@@ -570,7 +570,8 @@ def float32_parts(module: nn.Module, units: list[nn.Module]) -> list[list[nn.Mod
     for unit in (*units, module):
         parts = [left.pop(id(part)) for part in unit.modules() if id(part) in left]
         seen |= {id(p) for part in parts for p in part.parameters()}
-        if parts and any(p.dtype != torch.float32 for p in unit.parameters() if p.requires_grad and id(p) not in seen):
+        mixed = (p.dtype != torch.float32 for p in unit.parameters() if p.requires_grad and id(p) not in seen)
+        if parts and (low or any(mixed)):
             found.append(parts)
         seen |= {id(p) for p in unit.parameters()}
     return found
