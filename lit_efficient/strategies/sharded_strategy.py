@@ -215,6 +215,10 @@ class ShardedStrategy(ShardingBase):
         fully_shard(module, reshard_after_forward=False, **how)
         fill_waiting(module, torch.device("cpu") if self.offload else self.root_device, noting_digests(module))
         gather_when_called(module, units)
+        inside = {id(part) for unit in units for part in unit.modules()}
+        for part in (together[0] for together in wide if id(together[0]) not in inside):
+            # Others read weights of the rest outside of its parts' forward passes.
+            module.register_forward_pre_hook(partial(_gather, part))
         blocks = sum(any(unit is block for block in found) for unit in units)
         total = count(module.parameters())
         kinds = ", ".join(sorted({type(unit).__name__.removeprefix("FSDP") for unit in units[:blocks]}))
@@ -524,6 +528,10 @@ def gather_when_called(root: Any, units: Sequence[Any]) -> None:
                 part.register_forward_pre_hook(partial(_gather_part, unit))
 
 
+def _gather(part: Any, *_: object) -> None:
+    part.unshard()
+
+
 def _gather_part(unit: Any, part: nn.Module, _: object) -> None:
     if not torch.compiler.is_compiling() and any(map(is_sharded, tensor_tables(part)[0].values())):
         unit.unshard()
@@ -580,13 +588,12 @@ def float32_parts(module: nn.Module, units: list[nn.Module], low: bool) -> list[
 def check_formats(module: nn.Module, units: list[nn.Module], wide: list[list[nn.Module]]) -> None:
     """Refuse trained parameters of several formats in what is gathered together: a unit, or the rest of the module."""
     apart = {id(p) for together in wide for part in together for p in part.parameters()}
-    inside = apart | {id(p) for unit in units for p in unit.parameters()}
-    parts = [
-        (f"{type(unit).__name__}, a unit,", [p for p in unit.parameters() if id(p) not in apart]) for unit in units
-    ]
+    inside = {id(p) for unit in units for p in unit.parameters()}
+    parts = [(f"{type(unit).__name__}, a unit,", [*unit.parameters()]) for unit in units]
     parts.append(("the rest of the module", [p for p in module.parameters() if id(p) not in inside]))
     for what, parameters in parts:
-        formats = sorted({str(p.dtype).removeprefix("torch.") for p in parameters if p.requires_grad})
+        trained = [p for p in parameters if p.requires_grad and id(p) not in apart]
+        formats = sorted({str(p.dtype).removeprefix("torch.") for p in trained})
         if len(formats) > 1:
             raise ConfigurationError(
                 f"ShardedStrategy: trained parameters of {what} are {' and '.join(formats)}, and what is gathered "

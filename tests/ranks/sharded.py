@@ -406,6 +406,12 @@ def kept_in_float32() -> None:
             if dist.get_rank() == 0:
                 torch.save(losses, f"{network.__name__} {precision}.pt")
             dist.barrier()
+    make, network, more = case_of("FeatureMatching")  # whose widths are read outside of their module's forward pass
+    for precision in ("bf16-true", "bf16-mixed"):
+        _, losses, _ = fit(make, network, sharding={}, **more, precision=precision)
+        if dist.get_rank() == 0:
+            torch.save(losses, f"FeatureMatching {precision}.pt")
+        dist.barrier()
 
 
 def steps_of_shards() -> None:

@@ -243,6 +243,10 @@ def test_what_stays_in_float32_does_in_shards(tmp_path: Path) -> None:
         _, losses, _ = sharded.fit(lambda: [KeepFloat32()], sharded.Normed, precision=precision)
         found = torch.load(tmp_path / f"Normed {precision}.pt", weights_only=True)
         torch.testing.assert_close(found, losses, rtol=0.03, atol=0.03)
+    make, network, more = sharded.case_of("FeatureMatching")
+    _, losses, _ = sharded.fit(make, network, **more, precision="bf16-mixed")
+    found = torch.load(tmp_path / "FeatureMatching bf16-mixed.pt", weights_only=True)
+    torch.testing.assert_close(found, losses, rtol=0.01, atol=0.01)
 
 
 @pytest.mark.turns(4, family="ranks")
