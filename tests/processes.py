@@ -306,6 +306,13 @@ def start_ranks(target, folder, *args, processes=2):
     return ranks, logs
 
 
+def await_ends(ranks, seconds):
+    """Wait for ranks, each so many seconds at most, and kill those that still run."""
+    for rank in ranks:
+        rank.join(seconds)
+        rank.kill()
+
+
 def run_ranks(target, folder, *args, processes=2, timeout=240):
     """Run ``target(*args)`` in ``folder`` in ranks of one node, and return what they printed."""
     ranks, logs = start_ranks(target, folder, *args, processes=processes)

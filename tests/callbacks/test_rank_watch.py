@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lit_efficient import ConfigurationError, RankWatch
-from tests.processes import run_ranks, start_ranks
+from tests.processes import await_ends, run_ranks, start_ranks
 from tests.ranks import watching
 
 SAID = {
@@ -44,9 +44,7 @@ def test_a_process_that_is_left_alone_ends_with_a_sentence(how: str, tmp_path: P
 def test_a_process_that_is_killed_while_data_are_prepared_is_waited_for_by_nobody(victim: int, tmp_path: Path) -> None:
     """Nobody is watched yet, and gloo's error was all that was said."""
     ranks, logs = start_ranks(watching.prepared, tmp_path, victim)
-    for rank in ranks:
-        rank.join(60)
-        rank.kill()
+    await_ends(ranks, 60)
     said = logs[1 - victim].read_text()
     assert (ranks[victim].exitcode, ranks[1 - victim].exitcode) == (-signal.SIGKILL, 1), said[-4000:]
     assert "this process ends, as it would wait for ever: another process has ended" in said, said[-4000:]
@@ -57,9 +55,7 @@ def test_a_process_that_is_killed_while_data_are_prepared_is_waited_for_by_nobod
 def test_processes_with_unlike_numbers_of_batches_end_with_a_sentence(sized: bool, tmp_path: Path) -> None:
     """In shards, where one waits for what the other sends for its validation: it hung until the timeout."""
     ranks, logs = start_ranks(watching.uneven, tmp_path, sized)
-    for rank in ranks:
-        rank.join(50)
-        rank.kill()
+    await_ends(ranks, 50)
     said = "".join(log.read_text() for log in logs)
     assert all(rank.exitcode == 0 for rank in ranks) is sized, said[-4000:]
     assert ("process 1 has left training (its epoch ends after 3 batches)" in said) is not sized, said[-4000:]
@@ -69,9 +65,7 @@ def test_processes_with_unlike_numbers_of_batches_end_with_a_sentence(sized: boo
 def test_a_connection_that_is_closed_by_an_earlier_end_is_explained(tmp_path: Path) -> None:
     """gloo's error says "Connection closed by peer", and that the other process crashed: it ended well."""
     ranks, logs = start_ranks(watching.outlasted, tmp_path, 1)
-    for rank in ranks:
-        rank.join(60)
-        rank.kill()
+    await_ends(ranks, 60)
     assert [rank.exitcode for rank in ranks] == [1, 0], logs[0].read_text()[-4000:]
     said = "would wait for ever: process 1 has left training (its epoch ends after 3 batches)"
     assert said in logs[0].read_text()
@@ -81,9 +75,7 @@ def test_a_connection_that_is_closed_by_an_earlier_end_is_explained(tmp_path: Pa
 def test_an_epoch_that_ends_earlier_within_a_window_ends_both(tmp_path: Path) -> None:
     """Neither leaves training: both waited until the strategy's timeout."""
     ranks, logs = start_ranks(watching.outlasted, tmp_path, 2)
-    for rank in ranks:
-        rank.join(50)
-        rank.kill()
+    await_ends(ranks, 50)
     assert [rank.exitcode for rank in ranks] == [2, 1], logs[0].read_text()[-4000:]
     assert "process 1 has left training (its epoch ends after 3 batches)" in logs[0].read_text()
 
@@ -92,9 +84,7 @@ def test_an_epoch_that_ends_earlier_within_a_window_ends_both(tmp_path: Path) ->
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_process_that_saves_alone_is_waited_for_by_nobody(sharded: bool, tmp_path: Path) -> None:
     ranks, logs = start_ranks(watching.saved_alone, tmp_path, sharded)
-    for rank in ranks:
-        rank.join(50)
-        rank.kill()
+    await_ends(ranks, 50)
     said = "".join(log.read_text() for log in logs)
     assert not {rank.exitcode for rank in ranks} & {0, -signal.SIGKILL}, said[-4000:]
     assert "process 0 has left training (it saves a checkpoint after 3 batches, for which all are needed)" in said

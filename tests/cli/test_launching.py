@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from tests.cli.toy_runs import ALLOW
-from tests.processes import python, start_ranks
+from tests.processes import await_ends, python, start_ranks
 from tests.ranks import watching
 from tests.support import assert_equal
 
@@ -65,9 +65,7 @@ def launched(script: str, words: list[str], **environment: str) -> subprocess.Co
 def test_a_process_that_waits_for_others_to_start_says_so(taken: bool, tmp_path: Path) -> None:
     """It waited half an hour in silence; of a port that is taken it said that another process had ended."""
     ranks, logs = start_ranks(watching.alone, tmp_path, taken)
-    for rank in ranks:
-        rank.join(60)
-        rank.kill()
+    await_ends(ranks, 60)
     said = logs[0].read_text()
     assert ranks[0].exitcode == 2, said[-4000:]
     why = "The server socket has failed to listen" if taken else "Timed out after"
