@@ -21,6 +21,19 @@ def sharded_modules(module: nn.Module) -> list[Any]:
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
+def never_gathered(module: Any) -> list[Any]:
+    """Those of the sharded modules whose gathered weights the end of a backward pass would ask for in vain.
+
+    By ``_fsdp_param_groups``, ``fsdp_params`` and ``_unsharded_param``.
+    """
+    groups = {part: part._get_fsdp_state()._fsdp_param_groups for part in sharded_modules(module)}
+    return [
+        part
+        for part, own in groups.items()
+        if not all(hasattr(parameter, "_unsharded_param") for group in own for parameter in group.fsdp_params)
+    ]
+
+
 def drop_gathered(module: nn.Module) -> None:
     """Drop all gathered weights, even of a module in the middle of its forward pass, where ``reshard`` does nothing.
 

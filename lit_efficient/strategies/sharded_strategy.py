@@ -33,7 +33,7 @@ from lit_efficient.files.checkpoints import load_verified
 from lit_efficient.internals.lightning_loops import BEFORE_TRANSFER
 from lit_efficient.internals.lightning_sharding import ShardingBase, configure_model
 from lit_efficient.internals.lightning_trainer import trainer_of
-from lit_efficient.internals.torch_fsdp import make_root, sharded_modules
+from lit_efficient.internals.torch_fsdp import make_root, never_gathered, sharded_modules
 from lit_efficient.internals.torch_modules import StaysFloat32, tensor_tables
 from lit_efficient.internals.torch_optimizers import without_step_hooks
 from lit_efficient.internals.torch_tensors import gradient_hooks
@@ -174,9 +174,15 @@ class ShardedStrategy(ShardingBase):
             super().setup(trainer)
         if sharded_modules(module)[:1] == [module]:
             make_root(module)
-            for part in sharded_modules(module):
-                part.unshard()  # once: else torch fails at a part that no batch of a window runs
+        self._has_stepped_back = False
+
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        super().pre_backward(closure_loss)
+        if not self._has_stepped_back:
+            for part in never_gathered(self.lightning_module):  # no batch of the first window may run it
+                part.unshard()
                 part.reshard()
+            self._has_stepped_back = True
 
     def teardown(self) -> None:
         share_rows(None)

@@ -26,6 +26,23 @@ def test_the_outer_module_is_the_root_though_an_inner_one_is_called_first():
         dist.destroy_process_group()
 
 
+@leans_on("torch", "_fsdp_param_groups, fsdp_params and _unsharded_param", "torch_fsdp")
+def test_a_module_that_has_not_run_is_known():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        network, mesh = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), DeviceMesh("cpu", [0])
+        for part in (*network, network):
+            fully_shard(part, mesh=mesh)
+        torch_fsdp.make_root(network)
+        assert torch_fsdp.never_gathered(network) == [*network]  # the root has no weights of its own
+        network[0](torch.ones(1, 2))
+        assert torch_fsdp.never_gathered(network) == [network[1]]
+        network[1].unshard()
+        assert torch_fsdp.never_gathered(network) == []
+    finally:
+        dist.destroy_process_group()
+
+
 @leans_on("torch", "_get_fsdp_state()._fsdp_param_groups and _to_sharded", "torch_fsdp")
 def test_what_has_been_gathered_goes_in_the_midst_of_a_forward_pass_too():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
