@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests import processes
-from tests.budget import report
+from tests.size import report
 from tests.turns import commit, family_of, resting
 
 # Files of a few long tests come first: whoever gets one of them last would run it while the others have nothing to do.
@@ -143,7 +143,7 @@ def _no_run_left_open() -> Iterator[None]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:  # the whole suite
-        terminalreporter.section("budget")
+        terminalreporter.section("size of the package")
         terminalreporter.write("\n".join([*report(), ""]))
 
 
