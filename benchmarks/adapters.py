@@ -7,7 +7,7 @@ beside it, on the same rows, at the best of two rates. A line each: parameters t
 a step beyond the base (every tensor counted; on a GPU the allocator's), time of a step in parts of our LoRA's (which
 steps beside it, in turns, at the first rate; medians), loss on held-out documents. Each line is written to ``--out`` as
 it is found, and not made again: the table can be made in pieces. ``--write`` puts the lines that are there into
-benchmarks/figures.json; a document shows them between the markers of the table ``adapters``.
+benchmarks/records/figures.json; a document shows them between the markers of the table ``adapters``.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def write(records: list[tuple[str, dict[str, Any]]], before: float) -> None:
     """Put the table ``adapters`` into figures.json in the place of an earlier one."""
     from figures import here
 
-    path = Path(__file__).with_name("figures.json")
+    path = Path(__file__).parent / "records" / "figures.json"
     source = json.loads(path.read_text("utf-8"))
     source["tables"]["adapters"] = [
         "Method",

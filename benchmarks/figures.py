@@ -1,4 +1,4 @@
-"""Where each measured figure comes from: figures.json; the text that states it is made from there.
+"""Where each measured figure comes from: records/figures.json; the text that states it is made from there.
 
     python -m benchmarks.figures            what does not say what figures.json says
     python -m benchmarks.figures --write    write it there
@@ -27,7 +27,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FILE = Path(__file__).with_suffix(".json")
+FILE = Path(__file__).parent / "records" / "figures.json"
 CARDS = ROOT / "lit_efficient" / "measured.json"
 SOURCE = json.loads(FILE.read_text("utf-8"))
 RECORDS = {record["id"]: record for record in SOURCE["records"]}
@@ -171,7 +171,7 @@ def main() -> int:
         return 0
     found = list(differences())
     for path, text in found:
-        print(f"{path.relative_to(ROOT)} {'is written' if options.write else 'differs from benchmarks/figures.json'}")
+        print(f"{path.relative_to(ROOT)} {'is written' if options.write else 'differs from records/figures.json'}")
         if options.write:
             path.write_text(text, encoding="utf-8")
     return 1 if found and not options.write else 0

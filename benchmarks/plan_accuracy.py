@@ -4,7 +4,7 @@
     python -m benchmarks.plan_accuracy --only Llama LoRA  cells that have one of these in their names, once more
     python -m benchmarks.plan_accuracy --drawn 15 --seed 7         further cells: other sizes, other pairs of techniques
     python -m benchmarks.plan_accuracy --show             the table of what has been measured
-    python -m benchmarks.plan_accuracy --record           into benchmarks/plan_accuracy.csv and figures.json; cells
+    python -m benchmarks.plan_accuracy --record           into benchmarks/records (.csv and figures.json); cells
                                                           that the folder lacks stay there as they are
     python -m benchmarks.plan_accuracy --device cuda      on a GPU, against torch.cuda.max_memory_allocated
 
@@ -42,7 +42,7 @@ from benchmarks.plan_cells import MODELS, Cell, CellFit, cells, drawn
 from benchmarks.plan_truth import measure
 
 FOLDER = Path("runs/plan_accuracy")
-TABLE = Path(__file__).with_suffix(".csv")
+TABLE = Path(__file__).parent / "records" / "plan_accuracy.csv"
 KINDS = ("weights", "gradients", "states")  # between steps; weights with buffers
 TITLES = ("set", "model", "size", "technique", "batch", "precision", "planned", "measured", "error %")
 Row = dict[str, Any]

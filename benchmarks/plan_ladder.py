@@ -88,7 +88,7 @@ class RungFit(FitSource):
 
 def measured() -> dict[str, float]:
     """Peaks of a GPU's allocator in GiB, by rung."""
-    records = json.loads((Path(__file__).parent / "figures.json").read_text())["records"]
+    records = json.loads((Path(__file__).parent / "records" / "figures.json").read_text())["records"]
     rungs = [one for one in records if one.get("table") == "gpu"]
     return {one["id"].removeprefix("gpu/"): one["figures"]["peak_gib"] for one in rungs}
 

@@ -16,9 +16,9 @@ and the CPU seconds of training, in which either reaches it first, interpolated 
 a fifth fewer; it and its interval are of the baseline at the rate that ends lowest, and Student's over the logarithms
 of the seeds' ratios. p is the largest of those against the baseline at each rate at which it may well do as well as
 there, because one seed finds the best of close rates by chance (LOG.md), and Holm's over all that is in the table.
-What is no evidence is printed as that. The pieces, at most half a minute each, are lines of ``quality.jsonl`` beside
-this file, which is kept with the code; a piece is its settings, and runs again when they change. Seconds depend on the
-machine: take an idle one.
+What is no evidence is printed as that. The pieces, at most half a minute each, are lines of
+``benchmarks/records/quality.jsonl``, which is kept with the code; a piece is its settings, and runs again when they
+change. Seconds depend on the machine: take an idle one.
 """
 
 from __future__ import annotations
@@ -560,7 +560,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [arm for arm in ARMS if not given.only or any(word in f"{arm.task} {arm.name}" for word in given.only)]
     tasks = {arm.task for arm in chosen}
     arms = [arm for arm in ARMS if arm in chosen or (arm.name == BASELINE and arm.task in tasks)]
-    file = given.file or Path(__file__).with_suffix(".jsonl")
+    file = given.file or Path(__file__).parent / "records" / "quality.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
     if not (given.show or given.record):
         seeds = range(1, given.seeds + 1)

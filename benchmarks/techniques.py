@@ -3,7 +3,7 @@
     python -m benchmarks.techniques                     all that is missing in the folder; stop it and go on as you like
     python -m benchmarks.techniques --only LoRA EMA --model GPT
     python -m benchmarks.techniques --show              the table of what has been measured
-    python -m benchmarks.techniques --record            into benchmarks/figures.json, from which the documents are made
+    python -m benchmarks.techniques --record            into records/figures.json, from which the documents are made
 
 Each row is a ratio to the same training without the technique, in the same process, by turns: CPU seconds of a step,
 bytes at the step's peak and by kind, loss on held-out data after the same number of steps. Below 1 is less. What a

@@ -6,7 +6,7 @@
     python -m benchmarks.trust --minutes 20         so long at most
     python -m benchmarks.trust --again              what went wrong, once more
     python -m benchmarks.trust --show               what has been tried so far
-    python -m benchmarks.trust --write              into benchmarks/trust.json and TRUST.md
+    python -m benchmarks.trust --write              into benchmarks/records/trust.json and TRUST.md
 
 Each case runs in an empty folder, most in processes that are forked from one that has imported everything. Results
 lie in runs/trust, a file a piece and a line a case; ``--write`` keeps in trust.json which cases held, so that a later
@@ -41,8 +41,8 @@ from benchmarks.trust_rows import Piece, pieces
 from tests import processes
 
 FOLDER = Path("runs/trust")
-TALLIES = Path(__file__).with_suffix(".json")
-TABLE = Path(__file__).with_name("TRUST.md")
+TALLIES = Path(__file__).parent / "records" / "trust.json"
+TABLE = TALLIES.with_name("TRUST.md")
 _TEMPORARY = re.compile(r"/(?:tmp|dev/shm)/[\w-]+/")
 SHOWN = 5  # of the cases that went wrong, for each piece
 ROWS = {

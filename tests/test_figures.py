@@ -1,4 +1,4 @@
-"""Measured figures stand once, in benchmarks/figures.json, with what measured them; the text says what stands there."""
+"""Each measured figure is a record of benchmarks/records/figures.json, and the documents state the recorded value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Puts what a run on a GPU has measured into benchmarks/figures.json, from which the documents are made.
+"""Puts what a run on a GPU has measured into benchmarks/records/figures.json, from which the documents are made.
 
     python benchmarks/gpu/record.py runs/gpu --date 2026-11-28
     python -m benchmarks.figures --write
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from pieces import ROOT
 
 COLUMNS = ["Rung", "Peak", "Tokens a second", "Of the bfloat16 peak", "Expected, and why"]
-FIGURES = ROOT / "benchmarks" / "figures.json"
+FIGURES = ROOT / "benchmarks" / "records" / "figures.json"
 
 
 def ladder(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from packaging.version import Version
 from benchmarks.trust_rows import Piece
 from tests.processes import ROOT
 
-ADVISORIES = ROOT / "benchmarks" / "advisories.json"
+ADVISORIES = ROOT / "benchmarks" / "records" / "advisories.json"
 HASHES = ROOT / "constraints-hashes.txt"
 IMPORTS = {
     "lit_efficient": "import lit_efficient",
@@ -157,9 +157,9 @@ PIECES = (
     Piece(
         11,
         "supply",
-        "A hole that benchmarks/advisories.json knows, a dependency, or an import: no version that pyproject.toml, "
-        "constraints.txt or floors.txt allow has the hole, each dependency has a floor and a pin, and importing starts "
-        "no process, opens no connection and writes no file.",
+        "A hole that benchmarks/records/advisories.json knows, a dependency, or an import: no version that "
+        "pyproject.toml, constraints.txt or floors.txt allow has the hole, each dependency has a floor and a pin, "
+        "and importing starts no process, opens no connection and writes no file.",
         _cases,
         trial,
         in_ci=4,
