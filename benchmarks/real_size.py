@@ -124,16 +124,15 @@ def slices(folder: Path, layers: int) -> Found:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from lit_efficient.models.weight_slices import load_slices
+    from lit_efficient.models.weight_slices import WAITS, Waiting, fill_waiting
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "base"), dtype=torch.bfloat16)
     size = sizes(layers)
 
     def load() -> None:
-        model.to_empty(device="cpu")
-        model.tie_weights()
-        load_slices(model, folder / "base")
+        model.__dict__[WAITS] = Waiting(str(folder / "base"))
+        fill_waiting(model, torch.device("cpu"))
 
     return {"slices": [2 * (size["rest"] + size["linear"]), peak_of(load)]}
 
