@@ -1,4 +1,7 @@
-"""What a module carries from batch to batch in attributes that no checkpoint holds: hidden states, counters."""
+"""Detection of state that a module carries from batch to batch in plain attributes, such as hidden states and counters.
+
+No checkpoint holds such attributes, so a resumed run would continue with their initial values.
+"""
 
 from inspect import get_annotations
 from typing import Any
@@ -9,62 +12,72 @@ from torch import Tensor, nn
 
 from lit_efficient.surgery import unmixed
 
-# These see to it themselves.
-_KNOWN = {"torch", "torchmetrics", "lightning", "pytorch_lightning", "bitsandbytes", "lit_efficient"}
-_SHORT = 8  # of lists: a state for each layer, say
+# Modules of these packages save what they carry.
+_TRUSTED_PACKAGES = {"torch", "torchmetrics", "lightning", "pytorch_lightning", "bitsandbytes", "lit_efficient"}
+_LONGEST_LIST = 8  # a longer list is taken for a record; a shorter one may be a state per layer
 
 
 def attributes_of(module: nn.Module) -> dict[str, object]:
-    """Marks of the plain attributes of a module and its parts, by name: equal ones mean that nothing was changed.
+    """Return a snapshot of the plain attributes of a module and its submodules, by dotted name.
 
-    Those of modules that write states of their own into checkpoints, or whose base classes do, are left out.
+    Equal snapshots mean that no attribute has changed. Submodules are left out if they, or a base class of theirs,
+    write states of their own into checkpoints.
     """
     usual = vars(LightningModule()).keys()
-    marks: dict[str, object] = {}
+    snapshots: dict[str, object] = {}
     for name, part in module.named_modules():
         kind = unmixed(part)
-        if _root(kind) in _KNOWN or any(_root(cls) == "lit_efficient" for cls in kind.__mro__):
+        if _package_of(kind) in _TRUSTED_PACKAGES or any(_package_of(cls) == "lit_efficient" for cls in kind.__mro__):
             continue
-        saves = [getattr(kind, name, None) for name in ("on_save_checkpoint", "get_extra_state")]
-        if any(_root(method) not in _KNOWN for method in saves if method is not None):
+        savers = [getattr(kind, hook, None) for hook in ("on_save_checkpoint", "get_extra_state")]
+        if any(saver is not None and _package_of(saver) not in _TRUSTED_PACKAGES for saver in savers):
             continue
-        mixed = {key for cls in type(part).__mro__ if _root(cls) == "lit_efficient" for key in get_annotations(cls)}
+        added_by_techniques: set[str] = set()
+        for cls in type(part).__mro__:
+            if _package_of(cls) == "lit_efficient":
+                added_by_techniques |= get_annotations(cls).keys()
         for key, value in vars(part).items():
-            if key not in usual and key not in mixed and not key.startswith("_lit_efficient"):
-                marks[f"{name}.{key}".lstrip(".")] = _mark(value)
-    return marks
+            if key not in usual and key not in added_by_techniques and not key.startswith("_lit_efficient"):
+                snapshots[f"{name}.{key}".lstrip(".")] = _snapshot(value)
+    return snapshots
 
 
 def differs(before: object, now: object) -> bool:
-    """Whether an attribute was given another value; a list that has grown only records what was seen."""
-    grown = isinstance(before, list) and isinstance(now, list) and len(before) != len(now)
-    return before != now and not grown
+    """Return whether an attribute has changed. A list with another length is a record and does not count."""
+    if isinstance(before, list) and isinstance(now, list) and len(before) != len(now):
+        return False
+    return before != now
 
 
-class _Content:
-    """Equal to that of a tensor with the same values."""
+class _TensorContent:
+    """Copy of a tensor that compares equal to the copy of another tensor with the same values, dtype and device."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach().clone()
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Content):
+        if not isinstance(other, _TensorContent):
             return False
-        mine, its = self.tensor, other.tensor
-        return (mine.dtype, mine.device) == (its.dtype, its.device) and torch.equal(mine, its)
+        if self.tensor.dtype != other.tensor.dtype or self.tensor.device != other.tensor.device:
+            return False
+        return torch.equal(self.tensor, other.tensor)
 
-    __hash__ = None  # type: ignore[assignment]  # equal ones would need equal hashes
+    __hash__ = None  # type: ignore[assignment]  # equal contents would need equal hashes
 
 
-def _root(item: Any) -> str:
-    """The package that a class or function is of."""
+def _package_of(item: Any) -> str:
+    """Return the top-level package in which a class or function is defined."""
     return str(item.__module__).partition(".")[0]
 
 
-def _mark(value: object) -> object:
-    """What tells a value from a later one."""
+def _snapshot(value: object) -> object:
+    """Return a comparable copy of a value, or None for a value of a kind that is not watched."""
     if isinstance(value, Tensor):
-        return None if value.is_meta or value.layout is not torch.strided else _Content(value)
-    if isinstance(value, tuple) or (isinstance(value, list) and len(value) <= _SHORT):
-        return [_mark(item) for item in value]
-    return value if isinstance(value, int | float | str) or value is None else None
+        if value.is_meta or value.layout is not torch.strided:
+            return None
+        return _TensorContent(value)
+    if isinstance(value, tuple) or (isinstance(value, list) and len(value) <= _LONGEST_LIST):
+        return [_snapshot(item) for item in value]
+    if isinstance(value, int | float | str):
+        return value
+    return None

@@ -1,78 +1,163 @@
-"""Batches of keys (index, variant) with one image shape each: a pure function of (seed, epoch), on any number of ranks.
+"""Batches of keys (index, variant) with one image shape per batch: a pure function of (seed, epoch) on any rank count.
 
-    order of epoch e   = permutation of the index, hash(seed, e)
-    batches of all ranks = the order, filled into one open batch for each bucket; then themselves in random order
-    of many items      = a permutation of each bucket, cut into batches; then all of them in random order: see below
-    rank r's part      = every num_replicas-th key of it, from the r-th on
+    order of epoch e   = permutation of the index, seeded by hash(seed, e)
+    batches            = the order, filled into one open batch per bucket; then the batches in random order
+    above INDEXED_FROM = a permutation of each bucket, cut into batches; then the batches in random order
+    part of rank r     = every num_replicas-th key of a batch, from the r-th on
     variant of image i = hash(seed, e, i) mod variants
 
-So the ranks of a step have the same shape and the same number of images, and R ranks with batches of B see, step by
-step, what one process with batches of R * B sees. What is cached by key and what is computed again by key are read in
-the same order. Above ``INDEXED_FROM`` items a batch is computed where it is read: its bucket, and its places among that
-bucket's items, which :class:`~.bucket_places.BucketPlaces` finds in the index with a byte an item.
+All ranks therefore see the same shape and the same number of images in a step, and R ranks with batches of B see, step
+by step, the images that one process with batches of R * B sees. Images that are cached and images that are encoded
+again come in the same order. Above ``INDEXED_FROM`` items a batch is computed on access: its bucket from the number of
+the batch, and its positions in the index from :class:`BucketPlaces`, which takes about one byte per item.
+
+Source of the search in BucketPlaces: ``select`` of bit vectors, Clark (1996), http://hdl.handle.net/10012/64
 """
 
 import copy
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate, islice
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import distributed
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from lit_efficient.errors import ConfigurationError, check_number, refusal
-from lit_efficient.mechanisms.order.bucket_places import BucketPlaces
 from lit_efficient.mechanisms.order.indexed_permutation import IndexedPermutation
 from lit_efficient.mechanisms.order.resumable_sampler import INDEXED_FROM, epoch_order, mix_seed, shard
+from lit_efficient.mechanisms.ranks import place_among_ranks
 
 Key = tuple[int, int]
-"""Index of an image in its data set, and number of its variant."""
+"""Index of an image in its dataset, and number of its variant."""
+
+_BLOCK = 4096  # positions that BucketPlaces searches one by one
+_COUNTED_AT_ONCE = 2**20
 
 
 def variant_of(seed: int, epoch: int, index: int, variants: int) -> int:
-    """Which variant of an image an epoch shows, in ``[0, variants)``: a pure function of its arguments."""
-    return mix_seed(seed, epoch, index) % variants if variants > 1 else 0
+    """Return the variant of an image that an epoch shows, in ``[0, variants)``: a pure function of the arguments."""
+    if variants == 1:
+        return 0
+    return mix_seed(seed, epoch, index) % variants
 
 
-def fill_batches(order: Iterable[int], buckets: Any, size: int, drop_last: bool) -> Iterator[list[int]]:
-    """Deal positions into batches of one bucket each, in the order of their last positions, incomplete ones last.
+def fill_batches(
+    order: Iterable[int], buckets: Sequence[Hashable] | npt.NDArray[Any], size: int, drop_last: bool
+) -> Iterator[list[int]]:
+    """Group positions into batches of one bucket each. Batches come when they are full, incomplete ones at the end.
 
-    ``buckets[position]`` is the bucket of a position.
+    Args:
+        order: Positions in the order in which they are dealt.
+        buckets: Bucket of each position.
+        size: Number of positions in a batch.
+        drop_last: Leave incomplete batches out.
     """
-    opened: dict[Hashable, list[int]] = {}
+    open_batches: dict[Hashable, list[int]] = {}
     for position in order:
-        batch = opened.setdefault(buckets[position], [])
+        bucket = buckets[position]
+        batch = open_batches.setdefault(bucket, [])
         batch.append(position)
         if len(batch) == size:
-            yield opened.pop(buckets[position])
+            yield open_batches.pop(bucket)
     if not drop_last:
-        yield from opened.values()
+        yield from open_batches.values()
+
+
+class BucketPlaces:
+    """Index from (bucket, k) to the position of the k-th item of that bucket, in about one byte per item.
+
+    The number of items of each bucket before each block of positions is counted once. The search inside a block is
+    linear.
+
+    Args:
+        buckets: Bucket of each position 0, 1, ...
+        count: Number of positions.
+
+    Attributes:
+        of: Number of each position's bucket, as the smallest unsigned integer type that holds it. Buckets are numbered
+            in the order of their first occurrence.
+        counts: Number of positions of each bucket, in the order of the buckets' numbers.
+    """
+
+    def __init__(self, buckets: Iterable[Hashable], count: int) -> None:
+        number_of: dict[Hashable, int] = {}
+        numbers = (number_of.setdefault(bucket, len(number_of)) for bucket in buckets)
+        self.of: npt.NDArray[Any] = np.empty(count, np.uint8)
+        counts = np.zeros(0, np.int64)
+        for first in range(0, count, _COUNTED_AT_ONCE):
+            part = np.fromiter(numbers, np.int64, min(_COUNTED_AT_ONCE, count - first))
+            # The type widens as soon as more buckets are met than the present one can number.
+            self.of = self.of.astype(np.min_scalar_type(len(number_of) - 1), copy=False)
+            self.of[first : first + len(part)] = part
+            longer_counts = np.bincount(part, minlength=len(number_of))
+            longer_counts[: len(counts)] += counts
+            counts = longer_counts
+        self.counts = dict(zip(number_of, counts.tolist(), strict=True))
+        self._block = max(_BLOCK, 64 * len(number_of))  # keeps the table of counts small compared with ``of``
+
+    @cached_property
+    def _before(self) -> npt.NDArray[np.int64]:
+        """Number of positions of each bucket before each block: [buckets, blocks]."""
+        buckets = len(self.counts)
+        blocks = -(-len(self.of) // self._block)
+        inside = np.zeros((blocks, buckets), np.uint32)
+        step = max(1, _COUNTED_AT_ONCE // self._block)
+        for first in range(0, blocks, step):
+            part = self.of[first * self._block : (first + step) * self._block].astype(np.int64)
+            # One bincount counts all blocks of the part, because each block gets numbers of its own.
+            part += np.arange(len(part)) // self._block * buckets
+            counted = np.bincount(part, minlength=buckets * (-(-len(part) // self._block)))
+            inside[first : first + step] = counted.reshape(-1, buckets)
+        return np.cumsum(inside, axis=0, dtype=np.int64).T - inside.T
+
+    def find(self, bucket: int, ranks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the positions of items of a bucket, given how many items of the bucket precede each of them.
+
+        Args:
+            bucket: Number of the bucket.
+            ranks: Number of preceding items of the bucket, for each wanted item: [n].
+
+        Returns:
+            Positions: int64 [n].
+        """
+        before = self._before[bucket]
+        blocks = np.searchsorted(before, ranks, "right") - 1
+        places = np.empty_like(ranks)
+        for block in np.unique(blocks):
+            inside = np.flatnonzero(self.of[block * self._block : (block + 1) * self._block] == bucket)
+            here = blocks == block
+            places[here] = block * self._block + inside[ranks[here] - before[block]]
+        return places
 
 
 class KeyedBatchSampler(DistributedSampler[list[Key]]):
-    """Yields batches of (index, variant), each of one bucket, as a pure function of ``(seed, epoch)``.
+    """Sampler of batches of (index, variant), each of one bucket, as a pure function of ``(seed, epoch)``.
 
-    Give it to :func:`keyed_loader`. Lightning then tells it the epoch and leaves it alone under DDP, because it is a
-    ``DistributedSampler``; ``ExactResume`` goes on in the middle of an epoch with the same batches.
+    Pass the sampler to :func:`keyed_loader`. Because it is a ``DistributedSampler``, Lightning sets its epoch and does
+    not replace it under DDP. ``ExactResume`` resumes in the middle of an epoch with the same batches.
 
     Args:
-        index: Indices of the images, each once. A ``range``, with images that are all equal, is never made a list.
-        batch_size: Keys a batch, for each rank.
-        bucket_of: Shape (height, width) of an image by its index: those of a batch are equal. ``None``: all are equal.
-        variants: How many variants each image has; an epoch shows one of them, see :func:`variant_of`.
+        index: Indices of the images, each once. A ``range`` is not turned into a list if all images have one shape.
+        batch_size: Number of keys in a batch of each rank.
+        bucket_of: Function from the index of an image to its shape (height, width). A batch has one shape. ``None``:
+            all images have the same shape.
+        variants: Number of variants of each image. An epoch shows one of them, see :func:`variant_of`.
         seed: Seed of the order and of the variants.
-        shuffle: Permute images and batches again in each epoch. Without, images are in the order of ``index`` within
-            their bucket, and so are the batches by their last image.
-        drop_last: Leave incomplete batches out. Without, they come with what is left, filled up to equal length on all
-            ranks with images of their own.
-        num_replicas: Number of ranks. ``None`` asks the process group, one without it; see :func:`data_parallel_part`.
-        rank: Which of them. ``None`` asks the process group, 0 without it.
+        shuffle: Permute images and batches anew in each epoch. Otherwise the images of a bucket keep the order of
+            ``index``, and the batches are ordered by their last image.
+        drop_last: Leave incomplete batches out. Otherwise they are padded with their own images, so that all ranks get
+            equally many.
+        num_replicas: Number of ranks. ``None`` asks the process group, and is 1 without one. See
+            :func:`data_parallel_part`.
+        rank: Rank whose keys are yielded. ``None`` asks the process group, and is 0 without one.
 
     Raises:
-        ConfigurationError: If an argument is out of range, or ``drop_last`` would never show the images of a bucket.
+        ConfigurationError: If an argument is out of range, or if ``drop_last`` would leave out a whole bucket.
     """
 
     def __init__(
@@ -87,127 +172,170 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
-        if isinstance(index, Sampler):  # what Lightning would do to a batch sampler under DDP
+        if isinstance(index, Sampler):  # Lightning passes one when it rebuilds a batch sampler under DDP
             allowed = "a sequence of integers (Lightning replaces a batch sampler under DDP: use keyed_loader())"
             raise refusal("KeyedBatchSampler", "index", allowed, type(index).__name__)
-        grouped = distributed.is_available() and distributed.is_initialized()
-        num_replicas = num_replicas if num_replicas is not None else distributed.get_world_size() if grouped else 1
-        rank = rank if rank is not None else distributed.get_rank() if grouped else 0
-        least = {"batch_size": (batch_size, 1), "variants": (variants, 1), "seed": (seed, 0)}
-        for name, (value, smallest) in {**least, "num_replicas": (num_replicas, 1)}.items():
-            check_number("KeyedBatchSampler", name, value, least=smallest, whole=True)
+        if num_replicas is None:
+            num_replicas = place_among_ranks()[1]
+        if rank is None:
+            rank = place_among_ranks()[0]
+        check_number("KeyedBatchSampler", "batch_size", batch_size, least=1, whole=True)
+        check_number("KeyedBatchSampler", "variants", variants, least=1, whole=True)
+        check_number("KeyedBatchSampler", "seed", seed, least=0, whole=True)
+        check_number("KeyedBatchSampler", "num_replicas", num_replicas, least=1, whole=True)
         check_number("KeyedBatchSampler", "rank", rank, least=0, below=num_replicas, whole=True)
         if not len(index):
             raise refusal("KeyedBatchSampler", "index", "a sequence of at least one image", list(index))
         super().__init__(index, num_replicas, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
-        self.index: Sequence[int] = index if isinstance(index, range) else list(index)
+        if not isinstance(index, range):
+            index = list(index)
+        self.index: Sequence[int] = index
         self.batch_size = batch_size
         self.variants = variants
-        self.round = 0  # a loader that is begun again within an epoch gets another order
-        self.first = 0  # batches that the next pass leaves out
-        self.indexed = True  # false to go on in the order of a run that drew all of it
-        buckets = BucketPlaces(map(bucket_of, self.index), len(self.index)) if bucket_of else None
-        self._buckets = buckets if buckets is not None and len(buckets.counts) > 1 else None
-        self._count()
+        self.round = 0  # number of earlier passes in the same epoch: each gets an order of its own
+        self.first = 0  # number of batches that the next pass skips
+        self._buckets: BucketPlaces | None = None
+        if bucket_of is not None:
+            buckets = BucketPlaces(map(bucket_of, index), len(index))
+            if len(buckets.counts) > 1:
+                self._buckets = buckets
+        self._count_batches()
 
     @property
     def computes_order(self) -> bool:
-        """Whether the order is computed where it is read."""
-        return self.shuffle and self.indexed and len(self.index) > INDEXED_FROM
+        """Whether the order is computed on access instead of drawn as a list."""
+        return self.shuffle and len(self.index) > INDEXED_FROM
 
-    def _count(self) -> None:
-        counts, whole, drop_last = self._counts(), self.batch_size * self.num_replicas, self.drop_last
-        if drop_last and (never := {bucket: count for bucket, count in counts.items() if count < whole}):
-            listed = ", ".join(f"{bucket}: {count}" for bucket, count in sorted(never.items(), key=str)[:5])
-            raise ConfigurationError(
-                f"KeyedBatchSampler: drop_last would leave out all images of buckets with fewer than the {whole} of a "
-                f"step ({listed}). Use drop_last=False or a smaller batch_size."
-            )
-        each = (count // whole if drop_last else math.ceil(count / whole) for count in counts.values())
-        self._ends = list(accumulate(each))  # of the batches of each bucket, among those of all
+    def _count_batches(self) -> None:
+        counts = self._bucket_counts()
+        size = self._step_size
+        if self.drop_last:
+            too_small = {bucket: count for bucket, count in counts.items() if count < size}
+            if too_small:
+                listed = ", ".join(f"{bucket}: {count}" for bucket, count in sorted(too_small.items(), key=str)[:5])
+                raise ConfigurationError(
+                    f"KeyedBatchSampler: drop_last would leave out all images of buckets with fewer images than the "
+                    f"{size} of a step ({listed}). Use drop_last=False or a smaller batch_size."
+                )
+            batches = [count // size for count in counts.values()]
+        else:
+            batches = [math.ceil(count / size) for count in counts.values()]
+        # Batches are numbered bucket by bucket; these are the first numbers after each bucket.
+        self._ends = list(accumulate(batches))
         self._length = self._ends[-1]
 
-    def _counts(self) -> Mapping[Hashable, int]:
+    @property
+    def _step_size(self) -> int:
+        """Number of images that all ranks together take in one step."""
+        return self.batch_size * self.num_replicas
+
+    def _bucket_counts(self) -> Mapping[Hashable, int]:
         return {None: len(self.index)} if self._buckets is None else self._buckets.counts
 
     def __iter__(self) -> Iterator[list[Key]]:
-        epoch, first, self.first = self.epoch, self.first, 0  # a later set_epoch is for later passes
+        epoch = self.epoch  # read now: a set_epoch during the pass is meant for later passes
+        first = self.first
+        self.first = 0
         for batch in self._batches((self.seed, epoch, self.round), first):
             part = shard(batch, self.rank, self.num_replicas, drop_last=False)
-            yield [(i, variant_of(self.seed, epoch, i, self.variants)) for i in (self.index[p] for p in part)]
+            indices = [self.index[position] for position in part]
+            yield [(index, variant_of(self.seed, epoch, index, self.variants)) for index in indices]
 
     def _batches(self, key: tuple[int, int, int], first: int) -> Iterator[Sequence[int]]:
-        """Places in the index of each batch of all ranks, from the first wanted one on."""
-        # Incomplete batches, and those of rare shapes, would otherwise gather at the end of every epoch.
-        mixed, epoch, size = mix_seed(*key), key[1], self.batch_size * self.num_replicas
+        """Yield the positions in the index of each batch of all ranks, beginning with batch number ``first``."""
         if self.computes_order:
-            counts = list(self._counts().values())
-            seeds = [mix_seed(*key, *([bucket] if len(counts) > 1 else [])) for bucket in range(len(counts))]
-            orders = [IndexedPermutation(count, seed) for count, seed in zip(counts, seeds)]
-            for number in IndexedPermutation(self._length, mix_seed(mixed, epoch, 0)).walk(range(first, self._length)):
-                bucket = bisect_right(self._ends, number)
-                begin = (number - (self._ends[bucket - 1] if bucket else 0)) * size
-                places = orders[bucket][range(begin, min(begin + size, counts[bucket]))]
-                yield (places if self._buckets is None else self._buckets.find(bucket, places)).tolist()
-            return
-        if self._buckets is None and not self.shuffle:
+            yield from self._computed_batches(key, first)
+        elif self.shuffle:
+            batches = list(
+                fill_batches(self._drawn_order(key), self._bucket_numbers(), self._step_size, self.drop_last)
+            )
+            # The second permutation spreads incomplete batches and rare shapes over the epoch: they come last above.
+            mixed = epoch_order(batches, True, mix_seed(*key), key[1])
+            for number in list(mixed)[first:]:  # type: ignore[arg-type]
+                yield batches[number]
+        elif self._buckets is None:
+            size = self._step_size
             for number in range(first, self._length):
                 yield range(number * size, min((number + 1) * size, len(self.index)))
-            return
-        of = [0] * len(self.index) if self._buckets is None else self._buckets.of
-        filled = fill_batches(epoch_order(self.index, self.shuffle, *key), of, size, self.drop_last)  # type: ignore[arg-type]
-        if not self.shuffle:
-            yield from islice(filled, first, None)
-            return
-        batches = list(filled)
-        for number in list(epoch_order(batches, True, mixed, epoch))[first:]:  # type: ignore[arg-type]
-            yield batches[number]
+        else:
+            batches_in_order = fill_batches(
+                self._drawn_order(key), self._bucket_numbers(), self._step_size, self.drop_last
+            )
+            yield from islice(batches_in_order, first, None)
+
+    def _drawn_order(self, key: tuple[int, int, int]) -> Sequence[int]:
+        return epoch_order(self.index, self.shuffle, *key)  # type: ignore[return-value]
+
+    def _bucket_numbers(self) -> Sequence[Hashable] | npt.NDArray[Any]:
+        return [0] * len(self.index) if self._buckets is None else self._buckets.of
+
+    def _computed_batches(self, key: tuple[int, int, int], first: int) -> Iterator[Sequence[int]]:
+        """Yield batches as :meth:`_batches` does, each computed from its number, without a list of all positions."""
+        size = self._step_size
+        counts = list(self._bucket_counts().values())
+        if self._buckets is None:
+            seeds = [mix_seed(*key)]
+        else:
+            seeds = [mix_seed(*key, bucket) for bucket in range(len(counts))]
+        orders = [IndexedPermutation(count, seed) for count, seed in zip(counts, seeds)]
+        numbers = IndexedPermutation(self._length, mix_seed(mix_seed(*key), key[1], 0))
+        for number in numbers.walk(range(first, self._length)):
+            bucket = bisect_right(self._ends, number)
+            batches_before = self._ends[bucket - 1] if bucket else 0
+            begin = (number - batches_before) * size
+            items = orders[bucket][range(begin, min(begin + size, counts[bucket]))]
+            if self._buckets is not None:
+                items = self._buckets.find(bucket, items)
+            yield items.tolist()
 
     def __len__(self) -> int:
         return self._length
 
     def resized(self, batch_size: int) -> "KeyedBatchSampler":
-        """A copy with another batch size."""
+        """Return a copy with another batch size."""
         other = copy.copy(self)
         other.batch_size = batch_size
-        other._count()
+        other._count_batches()
         return other
 
     def largest_batch(self) -> int:
-        """The most keys that a batch of one rank can have."""
-        counts = self._counts().values()
-        return min(counts) // self.num_replicas if self.drop_last else math.ceil(max(counts) / self.num_replicas)
+        """Return the largest number of keys that a batch of one rank can have, whatever ``batch_size`` is."""
+        counts = self._bucket_counts().values()
+        if self.drop_last:
+            return min(counts) // self.num_replicas
+        return math.ceil(max(counts) / self.num_replicas)
 
     def alike(self, keys: Sequence[Key]) -> list[Key]:
-        """Those of some keys that may be in one batch with the first."""
+        """Return those keys that have the same bucket as the first key, and so may share a batch with it."""
         if self._buckets is None:
             return list(keys)
         wanted = {index for index, _ in keys}
         bucket_of = {index: self._buckets.of[place] for place, index in enumerate(self.index) if index in wanted}
-        return [key for key in keys if bucket_of[key[0]] == bucket_of[keys[0][0]]]
+        first_index, _ = keys[0]
+        return [key for key in keys if bucket_of[key[0]] == bucket_of[first_index]]
 
 
 def data_parallel_part(trainer: Any) -> dict[str, Any]:
-    """``num_replicas`` and ``rank`` for a :class:`KeyedBatchSampler`, as the trainer's strategy has them.
+    """Return the arguments ``num_replicas`` and ``rank`` of a :class:`KeyedBatchSampler` from the trainer's strategy.
 
-    With tensor parallelism several processes share one part, which the process group cannot tell. No trainer, or one of
-    a single device, leaves both to the process group.
+    With tensor parallelism several processes share one part of the data, which the process group does not know. The
+    result is empty, which leaves both to the process group, without a trainer or with a trainer of one device.
     """
     return dict(getattr(trainer, "distributed_sampler_kwargs", None) or {})
 
 
 def pins(trainer: Any, wanted: bool) -> bool:
-    """Whether a loader is to pin its batches: where the trainer's device is a CUDA one, and nowhere else."""
+    """Return whether a loader pins its batches: if that is wanted and the trainer's device is a CUDA device."""
     return wanted and trainer is not None and trainer.strategy.root_device.type == "cuda"
 
 
 def loading(module: Any) -> dict[str, Any]:
-    """Arguments that all loaders of a data module share."""
+    """Return the ``DataLoader`` arguments that all loaders of a data module share."""
     return {"num_workers": module.num_workers, "pin_memory": pins(module.trainer, module.pin_memory)}
 
 
 class KeyedBatches(Dataset[list[Any]]):
-    """A data set of keys as one of batches of keys: item ``[k1, k2, ...]`` is ``[dataset[k1], dataset[k2], ...]``."""
+    """Dataset whose item ``[k1, k2, ...]`` is the list ``[dataset[k1], dataset[k2], ...]`` of another dataset."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -218,8 +346,8 @@ class KeyedBatches(Dataset[list[Any]]):
     def __getitem__(self, keys: list[Key]) -> list[Any]:
         if not isinstance(keys, list):
             raise ConfigurationError(
-                f"KeyedBatches: an item is found by a list of (index, variant), not by {keys!r}. Something replaced "
-                "the loader's KeyedBatchSampler; Trainer(overfit_batches=...) does, and limit_train_batches does not."
+                f"KeyedBatches: an item is a list of keys (index, variant), got {keys!r}. The loader's "
+                "KeyedBatchSampler was replaced: Trainer(overfit_batches=...) does so; use limit_train_batches instead."
             )
         return [self.dataset[key] for key in keys]
 
@@ -231,14 +359,18 @@ def keyed_loader(
     num_workers: int = 0,
     **arguments: Any,
 ) -> DataLoader[Any]:
-    """A loader of the sampler's batches; items are found by (index, variant), and further arguments are
-    ``DataLoader``'s.
+    """Return a ``DataLoader`` of the sampler's batches.
 
-    The sampler is the loader's ``sampler`` and not its ``batch_sampler``: Lightning takes batch samplers apart under
-    DDP and for prediction, and never tells them the epoch; a ``DistributedSampler`` in that place it leaves whole.
+    Args:
+        dataset: Dataset whose items are found by (index, variant).
+        sampler: Sampler of the batches. It becomes the loader's ``sampler`` and not its ``batch_sampler``: Lightning
+            rebuilds batch samplers under DDP and for prediction, and never sets their epoch.
+        collate: Function from a list of items to a batch.
+        num_workers: Number of worker processes.
+        arguments: Further arguments of ``DataLoader``.
     """
-    # Workers' base seed is drawn when iterating begins: from a generator of its own, or validating would change the
-    # training that follows.
+    # The base seed of the workers is drawn when iteration begins. The loader draws it from its own generator, because
+    # otherwise validation would advance the global one and change the training that follows.
     generator = torch.Generator().manual_seed(mix_seed(sampler.seed))
     return DataLoader(
         KeyedBatches(dataset),
@@ -265,12 +397,25 @@ def module_loader(
     num_workers: int = 0,
     pin_memory: bool = True,
 ) -> DataLoader[Any]:
-    """The loader of a data module's part (the ``index`` of its items), as :func:`keyed_loader` makes it.
+    """Return the loader of a data module for the items of ``index``, made by :func:`keyed_loader`.
 
-    ``training`` shuffles, shows one variant of each item an epoch, and keeps the workers from epoch to epoch; otherwise
-    in order, variant 0. Batches are those of each process, of items of one shape; for a CUDA device they may be pinned.
+    Args:
+        trainer: The data module's trainer, which says what part of the data this process reads.
+        dataset: Dataset whose items are found by (index, variant).
+        index: Indices of the items.
+        collate: Function from a list of items to a batch.
+        batch_size: Number of items in a batch of each process. They have one shape.
+        training: Shuffle, show one variant of each item per epoch, and keep the workers between epochs. Otherwise items
+            come in order, as variant 0.
+        bucket_of: Function from the index of an item to its shape.
+        variants: Number of variants of each item.
+        seed: Seed of the order and of the variants.
+        num_workers: Number of worker processes.
+        pin_memory: Pin the batches if the device is a CUDA device.
     """
     part = data_parallel_part(trainer)
-    sampler = KeyedBatchSampler(index, batch_size, bucket_of, variants if training else 1, seed, training, **part)
+    if not training:
+        variants = 1
+    sampler = KeyedBatchSampler(index, batch_size, bucket_of, variants, seed, training, **part)
     further = {"persistent_workers": True} if num_workers and training else {}
     return keyed_loader(dataset, sampler, collate, num_workers, pin_memory=pins(trainer, pin_memory), **further)

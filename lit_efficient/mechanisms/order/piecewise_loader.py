@@ -1,6 +1,6 @@
-"""A loader whose batches are handed out in pieces, of which every one is a batch, until so many have been.
+"""Loader that yields the batches of another loader in pieces, each of which is a batch, for a number of batches.
 
-pieces of a batch = those of the first stage (end, pieces) with given < end;  1 after the last
+pieces per batch = the count of the first stage (end, count) with end > pieces yielded so far;  1 after the last stage
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,14 +9,16 @@ from typing import Any
 from lit_efficient.mechanisms.metering import samples_of
 from lit_efficient.mechanisms.moving import take_rows
 
+_EXHAUSTED = object()
+
 
 def pieces_of(batch: Any, count: int) -> list[Any]:
-    """A batch in so many parts, one after the other, of equal size but for the last ones.
+    """Split a batch into consecutive pieces of equal size, except for the last ones.
 
     Args:
-        batch: Tensors whose first dimension is that of the batch's first one are cut, and lists that are as long;
-            whatever else there is goes with each part.
-        count: How many; where the rows do not suffice the last parts are ``None``.
+        batch: Nested tensors and lists. Those whose first dimension is the number of samples are split. Everything else
+            goes into each piece.
+        count: Number of pieces. Where there are too few rows, the last pieces are ``None``.
 
     Example:
         >>> import torch
@@ -24,56 +26,63 @@ def pieces_of(batch: Any, count: int) -> list[Any]:
         [[0, 1], [2, 3]]
     """
     rows = samples_of(batch)
+    if not rows:
+        return [None] * count
     size = -(-rows // count)
-    starts = range(0, count * size, size) if rows else [0] * count
-    return [take_rows(batch, slice(start, start + size), rows) if start < rows else None for start in starts]
+    pieces = []
+    for start in range(0, count * size, size):
+        pieces.append(take_rows(batch, slice(start, start + size), rows) if start < rows else None)
+    return pieces
 
 
 def pieces_in(batches: int, given: int, stages: Sequence[tuple[int, int]]) -> int:
-    """How many pieces so many batches give after so many have been given.
+    """Return the number of pieces into which the next batches are split.
 
     Args:
-        batches: All that come.
-        given: Pieces before them.
-        stages: For each stage the number of pieces at which it ends, and how many a batch has in it.
+        batches: Number of batches to come.
+        given: Number of pieces yielded before them.
+        stages: Pairs (end, count): batches are split into ``count`` pieces while fewer than ``end`` have been yielded.
 
     Example:
-        >>> pieces_in(4, 0, [(5, 4)])  # the second batch begins within the stage, and is cut as the first
+        >>> pieces_in(4, 0, [(5, 4)])  # the second batch begins before the end of the stage and is split as well
         10
     """
-    before = given
+    total = given
     for end, count in stages:
-        cut = min(batches, -(-max(0, end - given) // count))
-        batches, given = batches - cut, given + cut * count
-    return given + batches - before
+        split = min(batches, -(-max(0, end - total) // count))
+        batches -= split
+        total += split * count
+    return total + batches - given
 
 
 class PiecewiseLoader:
-    """A loader's batches in pieces; attributes that it lacks are the loader's.
+    """Loader that yields another loader's batches in pieces. Other attributes are the inner loader's.
 
-    Its state is the loader's before the batch that is being handed out, and the numbers of pieces given.
+    Its state is the state of the inner loader before the batch that is being yielded, and the counts of pieces.
 
     Args:
         loader: Any iterable with a length.
-        stages: As for :func:`pieces_in`; ends ascend.
+        stages: Stages as for :func:`pieces_in`, with ascending ends.
     """
 
     def __init__(self, loader: Any, stages: Sequence[tuple[int, int]]) -> None:
         self.loader = loader
         self.stages = stages
-        self.given = 0  # pieces, in all epochs
-        self._before = 0  # of them before this epoch
-        self._piece = 0  # of the batch that is being handed out; 0: all of it has been
-        self._state: dict[str, Any] = {}  # the loader's before that batch
+        self.given = 0  # pieces yielded in all epochs
+        self._before = 0  # pieces yielded before this epoch
+        self._piece = 0  # pieces of the present batch that have been yielded; 0 between batches
+        self._state: dict[str, Any] = {}  # state of the inner loader before the present batch
 
     def __getattr__(self, name: str) -> Any:
+        # "loader" is missing while a copy or a pickle is being made; looking it up again would recurse.
         if name in ("loader", "load_state_dict") or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.loader, name)
 
     def begin_epoch(self) -> None:
-        """Count the pieces of an epoch that begins."""
-        self._before, self._piece = self.given, 0
+        """Begin to count the pieces of a new epoch."""
+        self._before = self.given
+        self._piece = 0
 
     def __len__(self) -> int:
         return pieces_in(len(self.loader), self._before, self.stages)
@@ -81,31 +90,39 @@ class PiecewiseLoader:
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self.loader)
         while True:
-            self._state, first = self._inner_state(), self._piece
-            begun = self.given - first  # pieces when the batch's first one was given
-            batch = next(batches, self)
-            if batch is self:
+            self._state = self._inner_state()
+            first = self._piece  # after a resume in the middle of a batch its first pieces are skipped
+            given_at_batch_start = self.given - first
+            batch = next(batches, _EXHAUSTED)
+            if batch is _EXHAUSTED:
                 return
-            count = next((count for end, count in self.stages if begun < end), 1)
-            for number, piece in enumerate(pieces_of(batch, count) if count > 1 else [batch]):
-                if number >= first:
-                    self.given += 1
-                    self._piece = (number + 1) % count
-                    yield piece
+            count = next((count for end, count in self.stages if given_at_batch_start < end), 1)
+            pieces = pieces_of(batch, count) if count > 1 else [batch]
+            for number, piece in enumerate(pieces[first:], first):
+                self.given += 1
+                self._piece = (number + 1) % count
+                yield piece
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's state, which a run without pieces can go on from, and where this stands in it."""
+        """Return the inner loader's state, from which a run without pieces can resume, and the counts of pieces."""
         inner = self._state if self._piece else self._inner_state()
         return {**inner, "pieces": {"given": self.given, "before": self._before, "piece": self._piece}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on there; with the state of a run without pieces, as if all of them had been given."""
+        """Restore a state. The state of a run without pieces counts as if all stages were over."""
         inner = {key: value for key, value in state.items() if key != "pieces"}
-        known = state.get("pieces") or {"given": self.stages[-1][0], "before": self.stages[-1][0], "piece": 0}
-        self.given, self._before = known["given"], known["before"]
-        self._piece = known["piece"] if inner else 0  # a loader without state begins with a whole batch
+        counts = state.get("pieces")
+        if not counts:
+            end_of_stages = self.stages[-1][0]
+            counts = {"given": end_of_stages, "before": end_of_stages, "piece": 0}
+        self.given = counts["given"]
+        self._before = counts["before"]
+        self._piece = 0  # a loader without a state can only begin with a whole batch
         if inner:
+            self._piece = counts["piece"]
             self.loader.load_state_dict(inner)
 
     def _inner_state(self) -> dict[str, Any]:
-        return dict(self.loader.state_dict()) if callable(getattr(self.loader, "state_dict", None)) else {}
+        if callable(getattr(self.loader, "state_dict", None)):
+            return dict(self.loader.state_dict())
+        return {}

@@ -1,10 +1,11 @@
-"""A loader that knows how far it got, and goes on there with the same batches and the same random draws.
+"""Loader that can be resumed after any batch, with the same batches and the same random draws.
 
-    batch k of an epoch's pass = fetched with torch, Python and NumPy seeded by hash(seed, epoch, round, k, rank)
+    batch k of a pass = fetched with torch, Python and NumPy seeded by hash(seed, epoch, round, k, rank)
 
-Its whole state is three integers: the epoch, the round (how often the loader was begun within that epoch, which a
-``CombinedLoader`` in cycling mode does) and the number of batches that were *yielded*. What workers fetched beyond it
-is forgotten and fetched again, with the same random draws: the seed travels to the worker together with the indices.
+The whole state is three integers: the epoch, the round (the number of passes begun before within that epoch; a
+``CombinedLoader`` in cycling mode begins several) and the number of batches that were *yielded*. Batches that workers
+have fetched beyond that number are dropped and fetched again with the same random draws, because the seed of a batch
+travels to the worker together with its indices.
 """
 
 import copy
@@ -32,94 +33,105 @@ from lit_efficient.mechanisms.order.resumable_sampler import ResumableSampler, m
 from lit_efficient.mechanisms.ranks import place_among_ranks
 
 _REPLACEABLE = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
-# Their order is a pure function of a seed and of the epoch and the round that the loader tells them.
+# The order of these samplers is a pure function of a seed and of the epoch and round that the loader sets.
 _PURE = (ResumableSampler, KeyedBatchSampler)
+# The two seeds of a batch are unrelated: one for fetching it, one for the hooks and the training step after it.
+_FETCH = 0
+_STEP = 1
 
 
 class ResumableLoader(PlannedLoader):
-    """A ``DataLoader`` that can be resumed after any batch it yielded, with the same batches and the same random draws.
+    """``DataLoader`` that can be resumed after any batch it yielded, with the same batches and the same random draws.
 
-    Workers, collation, pinned memory and all other arguments are the loader's own. Lightning finds ``state_dict`` and
-    ``load_state_dict`` and stores the state in checkpoints.
+    Workers, collation, pinned memory and all other arguments are those of ``DataLoader``. Lightning finds
+    ``state_dict`` and ``load_state_dict`` and stores the state in checkpoints.
 
     Args:
-        args: As for ``DataLoader``.
-        seed: The run's seed.
-        kwargs: As for ``DataLoader``. Torch's random samplers, ``shuffle=True`` among them, become resumable ones.
+        args: Positional arguments of ``DataLoader``.
+        seed: Seed of the run.
+        kwargs: Keyword arguments of ``DataLoader``. Random samplers of torch, also the one that ``shuffle=True``
+            creates, are replaced by resumable ones.
 
     Raises:
-        ConfigurationError: If the dataset is iterable: only the dataset itself could know how far it got.
+        ConfigurationError: If the dataset is iterable, because only the dataset could know its own position.
     """
 
     _seed = 0
     _rank = 0
-    _clock: Callable[[], int] | None = None
-    _epoch: int | None = None  # of the pass that runs, or ran last
+    _clock: Callable[[], int] | None = None  # returns the present epoch
+    _epoch: int | None = None  # epoch of the present or last pass
     _round = 0
     _start = 0  # batches of this pass that an earlier process has yielded
     _yielded = 0
-    _pending: dict[str, int] | None = None  # a state that was loaded and waits for the first batch
+    _pending: dict[str, int] | None = None  # a loaded state that the next pass will use
 
     def __init__(self, *args: Any, seed: int = 0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        takes, remark = examine(self)
-        if not takes:
+        resumable, remark = examine(self)
+        if not resumable:
             raise ConfigurationError(f"ResumableLoader cannot resume this loader: {remark}")
         _adopt(self, seed, rank=None)
 
     def reseed(self, seed: int) -> None:
-        """Take another seed, from the next iteration on. A ``KeyedBatchSampler`` keeps its own: it is the data's."""
+        """Use another seed from the next pass on. A ``KeyedBatchSampler`` keeps its seed, which belongs to the data."""
         self._seed = seed
-        if isinstance(sampler := self._innermost_sampler, ResumableSampler):
+        sampler = self._innermost_sampler
+        if isinstance(sampler, ResumableSampler):
             sampler.seed = seed
 
     def state_dict(self) -> dict[str, int]:
-        """Where the loader stands: ``epoch``, ``round``, the number of ``batches`` yielded in it, and ``indexed`` where
-        the order is computed as it is read.
-        """
+        """Return the position: ``epoch``, ``round``, and the number of ``batches`` yielded in that pass."""
         if self._pending is not None:
             return dict(self._pending)
-        state = {"epoch": self._epoch or 0, "round": self._round, "batches": self._yielded}
-        return state | ({"indexed": 1} if getattr(self._innermost_sampler, "computes_order", False) else {})
+        return {"epoch": self._epoch or 0, "round": self._round, "batches": self._yielded}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on there at the next iteration if that is one of the same epoch; a later epoch is begun from its start."""
+        """Resume there at the next pass if that has the same epoch. A pass of a later epoch begins at its start."""
         self._pending = {key: int(state_dict[key]) for key in ("epoch", "round", "batches")}
-        self._pending |= {"indexed": 1} if state_dict.get("indexed") else {}
 
     @property
     def step_rows(self) -> int:
-        """Items that a batch has in all processes together, where the sampler tells; else 0."""
+        """Number of items of a batch in all processes together, or 0 if the sampler does not know."""
         sampler: Any = self._innermost_sampler
-        size = sampler.batch_size if isinstance(sampler, KeyedBatchSampler) else self._indices_of_batch
+        if isinstance(sampler, KeyedBatchSampler):
+            return sampler.batch_size * sampler.num_replicas
+        size = self._indices_of_batch
         return size * sampler.num_replicas if size else 0
 
     @property
     def keeps_order(self) -> bool:
-        """Whether the order of its items is the same whatever number of them a batch has."""
+        """Whether the order of the items does not depend on the batch size."""
         return isinstance(self._innermost_sampler, ResumableSampler)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        # A generator on purpose: Lightning calls iter() before it has restored its counters, and workers would prefetch
-        # at once. Nothing runs here before the first batch is asked for.
-        self._begin(self._clock() if self._clock is not None else getattr(self._innermost_sampler, "epoch", 0))
+        # A generator on purpose: Lightning calls iter() before it has restored its counters, and workers would begin to
+        # prefetch. Nothing here runs before the first batch is requested.
+        if self._clock is not None:
+            epoch = self._clock()
+        else:
+            epoch = getattr(self._innermost_sampler, "epoch", 0)
+        self._begin(epoch)
         for batch in super().__iter__():
-            # Hooks between here and the training step draw too (augmentation on the device, say).
-            seed_all(self._batch_seed(self._yielded, purpose=1))
+            # Hooks between here and the training step also draw, for example augmentation on the device.
+            seed_all(self._batch_seed(self._yielded, _STEP))
             self._yielded += 1
             yield batch
 
     def _begin(self, epoch: int) -> None:
-        state, self._pending = self._pending, None
+        state = self._pending
+        self._pending = None
         if state is not None and state["epoch"] == epoch:
-            self._round, self._start = state["round"], state["batches"]
+            self._round = state["round"]
+            self._start = state["batches"]
         else:
-            self._round, self._start = (self._round + 1 if epoch == self._epoch else 0), 0
-        self._epoch, self._yielded = epoch, self._start
-        if isinstance(sampler := self._innermost_sampler, _PURE):
-            sampler.epoch, sampler.round = epoch, self._round
-            if state is not None:  # of a run that drew its orders, it may be
-                sampler.indexed = "indexed" in state
+            self._round = self._round + 1 if epoch == self._epoch else 0
+            self._start = 0
+        self._epoch = epoch
+        self._yielded = self._start
+        sampler = self._innermost_sampler
+        if isinstance(sampler, _PURE):
+            sampler.epoch = epoch
+            sampler.round = self._round
             sampler.first = self._start * self._indices_of_batch
 
     def _batch_seed(self, number: int, purpose: int) -> int:
@@ -131,20 +143,22 @@ class ResumableLoader(PlannedLoader):
 
     @property
     def _indices_of_batch(self) -> int:
-        """How many items the sampler gives for a batch, if it can leave out those before a batch; 0 if it cannot."""
+        """Number of items that the sampler yields per batch, or 0 if the sampler cannot skip items by itself."""
         if type(self._innermost_sampler) not in _PURE:
             return 0
-        batch_sampler = self.batch_sampler
-        return 1 if batch_sampler is None else batch_sampler.batch_size if type(batch_sampler) is BatchSampler else 0
+        if self.batch_sampler is None:
+            return 1
+        return self.batch_sampler.batch_size if type(self.batch_sampler) is BatchSampler else 0
 
     def plan(self, indices: Any) -> Any:
-        """Give each batch its seed, and leave out those that an earlier process has yielded."""
-        # Weakly: workers that last would be part of a cycle, in which their queues end before they are asked to.
+        """Attach its seed to each batch of indices, and skip the batches that an earlier process has yielded."""
+        # A weak reference: persistent workers would otherwise be part of a reference cycle, and their queues would be
+        # destroyed before the workers are told to stop.
         return _Plan(weakref.proxy(self), indices)
 
 
 class _Plan:
-    """The batches of indices still to fetch, each with its seed."""
+    """Iterable over the batches of indices that are still to be fetched, each with its seed."""
 
     def __init__(self, loader: ResumableLoader, indices: Any) -> None:
         self.loader = loader
@@ -154,23 +168,24 @@ class _Plan:
         return len(self.indices)
 
     def __iter__(self) -> Iterator[Any]:
-        loader, start = self.loader, self.loader._start
-        for number, batch in enumerate(self.indices, start if loader._indices_of_batch else 0):
+        loader = self.loader
+        start = loader._start
+        sampler_has_skipped = bool(loader._indices_of_batch)
+        for number, batch in enumerate(self.indices, start if sampler_has_skipped else 0):
             if number < start:
                 continue
-            seed = loader._batch_seed(number, purpose=0)
+            seed = loader._batch_seed(number, _FETCH)
             if loader.num_workers == 0:
-                seed_all(seed)  # the batch is fetched in this process, next
+                seed_all(seed)  # this process fetches the batch next
                 yield batch
             else:
                 yield _Seeded(seed, batch)
 
 
 class _Seeded:
-    """Indices on their way to a worker: arriving there, they seed it and turn into plain indices.
+    """Indices for a worker process. Unpickling them there seeds the worker and gives plain indices.
 
-    Workers may outlive an epoch and may start in the middle of one, so nothing that they are given at their start could
-    tell them where the run stands.
+    Workers may outlive an epoch and may start in the middle of one, so a seed given at their start would not suffice.
     """
 
     def __init__(self, seed: int, indices: Any) -> None:
@@ -187,11 +202,11 @@ def _arrive(seed: int, indices: Any) -> Any:
 
 
 def examine(loader: object) -> tuple[bool, str]:
-    """Whether a loader can be made resumable, and what has to be said about it ("" if all of it is covered)."""
+    """Return whether a loader can be made resumable, and a remark for the user ("" if nothing is left open)."""
     kind = type(loader).__name__
-    if isinstance(loader, ResumableLoader) and loader._epoch is None:
-        pass  # under construction, or the user's own and not begun: judged by its parts
-    elif _is_stateful(loader):
+    # A ResumableLoader that has not begun is under construction or the user's own: its parts are examined.
+    unused = isinstance(loader, ResumableLoader) and loader._epoch is None
+    if not unused and _is_stateful(loader):
         return False, ""
     if not isinstance(loader, DataLoader):
         return False, f"a {kind} without state_dict() starts again when the run is resumed"
@@ -209,10 +224,10 @@ def examine(loader: object) -> tuple[bool, str]:
     for sampler in samplers:
         if _is_stateful(sampler):
             return False, f"{type(sampler).__name__} has a state of its own: left alone, restore it yourself"
-    own = [type(sampler).__name__ for sampler in samplers if not _is_known(sampler)]
-    if own:
+    foreign = [type(sampler).__name__ for sampler in samplers if not _is_known(sampler)]
+    if foreign:
         return True, (
-            f"the order of {' in '.join(own)} is not replaced, only fast-forwarded: "
+            f"the order of {' in '.join(foreign)} is not replaced, only fast-forwarded: "
             "exact if it depends on nothing but set_epoch(epoch)"
         )
     if loader.num_workers > 0 and not getattr(loader, "in_order", True):
@@ -223,16 +238,19 @@ def examine(loader: object) -> tuple[bool, str]:
 def make_resumable(
     loader: DataLoader[Any], seed: int, rank: int | None = None, epoch: Callable[[], int] | None = None
 ) -> ResumableLoader:
-    """A resumable copy of a loader: same class with :class:`ResumableLoader` in front, same arguments and attributes.
+    """Return a resumable copy of a loader, with the same arguments and attributes.
 
-    ``rank`` is the process's data-parallel one (``None`` asks the process group); ``epoch`` returns the current one
-    (``None``: the sampler's ``epoch``).
+    Args:
+        loader: The loader. Its class stays a base class of the copy's class.
+        seed: Seed of the run.
+        rank: Data-parallel rank of this process. ``None`` asks the process group.
+        epoch: Function that returns the present epoch. ``None`` reads the ``epoch`` of the sampler.
 
     Raises:
         ConfigurationError: If the loader cannot be made resumable.
     """
-    takes, remark = examine(loader)
-    if not takes:
+    possible, remark = examine(loader)
+    if not possible:
         raise ConfigurationError(f"this loader cannot be made resumable: {remark or 'it has a state of its own'}")
     resumable: Any = copied(loader)
     resumable.__class__ = _resumable_class(type(loader))  # type: ignore[arg-type]
@@ -244,13 +262,18 @@ def make_resumable(
 def _resumable_class(kind: type[DataLoader[Any]]) -> type[ResumableLoader]:
     if issubclass(kind, ResumableLoader):
         return kind
-    return ResumableLoader if kind is DataLoader else type(f"Resumable{kind.__name__}", (ResumableLoader, kind), {})
+    if kind is DataLoader:
+        return ResumableLoader
+    return type(f"Resumable{kind.__name__}", (ResumableLoader, kind), {})
 
 
 def _adopt(loader: ResumableLoader, seed: int, rank: int | None, epoch: Callable[[], int] | None = None) -> None:
-    loader._seed, loader._clock = seed, epoch
+    """Set the seed, rank and clock of a loader, and replace its samplers by deterministic ones."""
+    loader._seed = seed
+    loader._clock = epoch
     loader._rank = place_among_ranks()[0] if rank is None else rank
-    # DataLoader forbids to set these two after __init__, because it could not re-check them; the kinds stay the same.
+    # DataLoader forbids setting its samplers after __init__, where it checks them. The new ones are of the same kind,
+    # so the checks still hold, and the instance's dictionary is written instead.
     if type(loader.batch_sampler) is BatchSampler:
         batch_sampler = copy.copy(loader.batch_sampler)
         batch_sampler.sampler = _deterministic(batch_sampler.sampler, seed)
@@ -261,13 +284,21 @@ def _adopt(loader: ResumableLoader, seed: int, rank: int | None, epoch: Callable
 
 
 def _deterministic(sampler: Any, seed: int) -> Any:
+    """Return a resumable sampler in place of one of torch's or Lightning's, or another sampler itself."""
     if type(sampler) in _REPLACEABLE:
         return ResumableSampler(sampler, seed=seed, num_replicas=1, rank=0)
     if isinstance(sampler, DistributedSampler) and not isinstance(sampler, _PURE) and _is_known(sampler):
-        inside = sampler_inside(sampler)
-        source = sampler.dataset if inside is None else inside
-        parts, part = sampler.num_replicas, sampler.rank
-        return ResumableSampler(source, sampler.shuffle, seed, parts, part, sampler.drop_last)  # type: ignore[arg-type]
+        source = sampler_inside(sampler)
+        if source is None:
+            source = sampler.dataset
+        return ResumableSampler(
+            source,
+            sampler.shuffle,
+            seed,
+            num_replicas=sampler.num_replicas,
+            rank=sampler.rank,
+            drop_last=sampler.drop_last,
+        )
     return sampler
 
 
@@ -279,8 +310,9 @@ def _is_known(sampler: object) -> bool:
 
 
 def _sampler_of(loader: DataLoader[Any]) -> Any:
-    batch_sampler = loader.batch_sampler
-    return loader.sampler if batch_sampler is None else getattr(batch_sampler, "sampler", batch_sampler)
+    if loader.batch_sampler is None:
+        return loader.sampler
+    return getattr(loader.batch_sampler, "sampler", loader.batch_sampler)
 
 
 def _is_stateful(value: object) -> bool:

@@ -1,10 +1,10 @@
-"""A data order that is a pure function of ``(seed, epoch, round)``, and the seeds that everything else is drawn from.
+"""Data order that is a pure function of ``(seed, epoch, round)``, and the derivation of all other random seeds.
 
     order(epoch, round) = permutation drawn from a generator seeded by hash(seed, epoch, round)
 
-A hash, because ``seed + epoch`` gives the second epoch of one run the order of the first epoch of the next. Above
-``INDEXED_FROM`` items the permutation is computed where it is read (:mod:`~.indexed_permutation`): a drawn one is a
-list of all of them, in each process, of 3.7 GiB for 100 million.
+The seed is a hash because ``seed + epoch`` would give the second epoch of one run the order of the first epoch of the
+run with the next seed. Above ``INDEXED_FROM`` items the permutation is computed on access
+(:mod:`~.indexed_permutation`). A drawn permutation is a list of all items in each process: 3.7 GiB for 100 million.
 """
 
 import copy
@@ -21,12 +21,12 @@ from lit_efficient.errors import check_number
 from lit_efficient.mechanisms.order.indexed_permutation import IndexedPermutation
 from lit_efficient.mechanisms.ranks import place_among_ranks
 
-INDEXED_FROM = 2**20  # items; orders of fewer are drawn, as they have always been
+INDEXED_FROM = 2**20  # items; smaller orders are drawn as a list
 _MPS = torch.backends.mps.is_available()
 
 
 def mix_seed(*parts: int) -> int:
-    """A seed of 63 bits from integers: equal parts give equal seeds everywhere, neighbours unrelated ones."""
+    """Return a 63-bit seed from integers: the same on every machine, and unrelated for neighbouring integers."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -34,7 +34,7 @@ def mix_seed(*parts: int) -> int:
 def seed_all(seed: int) -> None:
     """Seed the global generators of torch (all devices in use), Python and NumPy: about 15 microseconds on the CPU.
 
-    ``torch.manual_seed`` takes twenty times as long where it records a stack trace for devices that are not in use.
+    ``torch.manual_seed`` takes twenty times as long, because it records a stack trace for each device not in use.
     """
     torch.default_generator.manual_seed(seed)
     for backend in (torch.cuda, torch.xpu):
@@ -49,16 +49,23 @@ def seed_all(seed: int) -> None:
 def epoch_order(
     source: Sized, shuffle: bool, seed: int, epoch: int, round: int = 0, indexed: bool = False
 ) -> Sequence[int] | IndexedPermutation:
-    """The indices of one pass: a pure function of its arguments.
+    """Return the indices of one pass over the data, as a pure function of the arguments.
 
-    Of one of torch's own samplers the draws are taken from a generator made here, and it decides by itself whether to
-    permute. ``indexed`` computes a permutation where it is read, instead of drawing all of it; another permutation.
+    Args:
+        source: A dataset, or one of torch's samplers. A sampler decides by itself whether to permute; its random
+            numbers come from a generator that is created here.
+        shuffle: Permute the indices of a dataset.
+        seed: Seed of the run.
+        epoch: Epoch of the pass.
+        round: Number of passes that were begun before in the same epoch.
+        indexed: Return an ``IndexedPermutation`` instead of a drawn list. The permutation is a different one.
     """
-    key, count = mix_seed(seed, epoch, round), len(source)
-    whole = permutes(source, shuffle)
-    if not whole and (type(source) is SequentialSampler or not isinstance(source, Sampler)):
+    key = mix_seed(seed, epoch, round)
+    count = len(source)
+    permuted = permutes(source, shuffle)
+    if not permuted and (type(source) is SequentialSampler or not isinstance(source, Sampler)):
         return range(count)
-    if whole and indexed:
+    if permuted and indexed:
         return IndexedPermutation(count, key)
     generator = torch.Generator().manual_seed(key)
     if isinstance(source, Sampler):
@@ -70,14 +77,21 @@ def epoch_order(
 
 
 def permutes(source: Sized, shuffle: bool) -> bool:
-    """Whether a pass shows each index of a dataset once, in random order; arguments as for :func:`epoch_order`."""
+    """Return whether a pass shows each index once, in random order. The arguments are those of :func:`epoch_order`."""
     if type(source) is RandomSampler:
         return not source.replacement and len(source) == len(source.data_source)
     return shuffle and not isinstance(source, Sampler)
 
 
 def shard(indices: Sequence[int], rank: int, num_replicas: int, drop_last: bool) -> list[int]:
-    """One rank's part of the indices, of equal length on every rank: padded from the front, or cut at the end."""
+    """Return the indices of one rank. All ranks get equally many.
+
+    Args:
+        indices: Indices of all ranks.
+        rank: Rank whose indices are returned.
+        num_replicas: Number of ranks.
+        drop_last: Cut the last indices to reach equal lengths. Otherwise the first indices are repeated at the end.
+    """
     if drop_last:
         indices = indices[: len(indices) // num_replicas * num_replicas]
     elif indices:
@@ -87,16 +101,16 @@ def shard(indices: Sequence[int], rank: int, num_replicas: int, drop_last: bool)
 
 
 class ResumableSampler(DistributedSampler[int]):
-    """A sampler whose order is a pure function of ``(seed, epoch, round)``, whole or as one rank's part.
+    """Sampler whose order is a pure function of ``(seed, epoch, round)``. It yields all indices, or those of one rank.
 
-    It is a ``DistributedSampler`` so that Lightning tells it the epoch and does not wrap it in another one.
+    The class derives from ``DistributedSampler``, so that Lightning sets the epoch and does not wrap the sampler again.
 
     Args:
         source: The dataset, or one of torch's samplers that draws from a ``generator``.
-        shuffle: Whether to permute a dataset's indices.
-        seed: The run's seed, not negative.
-        num_replicas: Number of parts. ``None`` asks the process group, one without it.
-        rank: Which part. ``None`` asks the process group, 0 without it.
+        shuffle: Permute the indices of a dataset.
+        seed: Seed of the run, at least 0.
+        num_replicas: Number of ranks. ``None`` asks the process group, and is 1 without one.
+        rank: Rank whose indices are yielded. ``None`` asks the process group, and is 0 without one.
         drop_last: Cut the indices that do not divide by ``num_replicas`` instead of padding.
 
     Raises:
@@ -112,29 +126,35 @@ class ResumableSampler(DistributedSampler[int]):
         rank: int | None = None,
         drop_last: bool = False,
     ) -> None:
-        num_replicas = place_among_ranks()[1] if num_replicas is None else num_replicas
-        rank = place_among_ranks()[0] if rank is None else rank
+        if num_replicas is None:
+            num_replicas = place_among_ranks()[1]
+        if rank is None:
+            rank = place_among_ranks()[0]
         check_number("ResumableSampler", "seed", seed, least=0, whole=True)
         check_number("ResumableSampler", "rank", rank, least=0, below=num_replicas, whole=True)
         super().__init__(source, num_replicas, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
         self.source = source
         self.round = 0
-        self.first = 0  # indices of its part that the next pass leaves out
-        self.indexed = True  # false to go on in the order of a run that drew all of it
+        self.first = 0  # number of indices of this rank that the next pass skips
 
     @property
     def computes_order(self) -> bool:
-        """Whether the order is computed where it is read."""
-        return self.indexed and len(self.source) > INDEXED_FROM and permutes(self.source, self.shuffle)
+        """Whether the order is computed on access instead of drawn as a list."""
+        return len(self.source) > INDEXED_FROM and permutes(self.source, self.shuffle)
 
     def __iter__(self) -> Iterator[int]:
-        first, self.first = self.first, 0
+        first = self.first
+        self.first = 0
         order = epoch_order(self.source, self.shuffle, self.seed, self.epoch, self.round, self.computes_order)
         if isinstance(order, list):
             return iter(shard(order, self.rank, self.num_replicas, self.drop_last)[first:])
-        places = range(self.rank, len(self) * self.num_replicas, self.num_replicas)[first:]
-        return order.walk(places) if isinstance(order, IndexedPermutation) else (p % len(order) for p in places)
+        # Neither a range nor a computed permutation is made a list: it may have a hundred million items.
+        positions = range(self.rank, len(self) * self.num_replicas, self.num_replicas)[first:]
+        if isinstance(order, IndexedPermutation):
+            return order.walk(positions)
+        return (position % len(order) for position in positions)
 
     def __len__(self) -> int:
-        whole, parts = len(self.source), self.num_replicas
-        return whole // parts if self.drop_last else math.ceil(whole / parts)
+        if self.drop_last:
+            return len(self.source) // self.num_replicas
+        return math.ceil(len(self.source) / self.num_replicas)

@@ -265,7 +265,7 @@ def test_as_a_batch_sampler_it_works_on_one_process_and_is_refused_by_lightnings
 def test_overfit_batches_is_refused_in_words():
     with (
         pytest.warns(match="turning off the .* dataloader shuffling"),
-        pytest.raises(ConfigurationError, match=r"not by 0\..*limit_train_batches"),
+        pytest.raises(ConfigurationError, match=r"got 0\..*limit_train_batches"),
     ):
         fit(Learner(), [], max_epochs=1, overfit_batches=2)
 
