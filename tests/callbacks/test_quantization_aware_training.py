@@ -218,25 +218,29 @@ def test_a_layer_whose_weight_the_network_uses_by_itself_is_refused() -> None:
 
 
 def test_training_with_the_roundings_beats_rounding_afterwards() -> None:
-    torch.manual_seed(0)
-    x, teacher = torch.randn(256, 16), nn.Linear(16, 8)
-    y = torch.tanh(3 * teacher(x)).detach()
+    """Training lets the rounding errors of a row cancel, which rounding the best float weights does not.
 
-    def error(aware: bool) -> float:
-        torch.manual_seed(1)
-        network = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8))
-        optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
-        for step in range(250):
-            if step == (150 if aware else 249):
-                apply(network, [QuantizationAwareTraining(group_size=16)])
-                optimizer.param_groups[0]["lr"] = 3e-3 if aware else 0.0
-            optimizer.zero_grad()
-            F.mse_loss(network(x), y).backward()
-            optimizer.step()
-        with torch.no_grad():
-            return F.mse_loss(network(x), y).item()
-
-    assert error(aware=True) < 0.9 * error(aware=False)
+    The inputs vary in two directions, and 32 weights share them. The float weights are exact, so the first loss is
+    the error of rounding them. Each of the 128 outputs is a separate problem. The last loss is a quarter of the first,
+    with a standard deviation of 0.04 over seeds, on each instruction set.
+    """
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.randn(256, 2, generator=generator) @ torch.randn(2, 32, generator=generator)
+    x = directions + 0.05 * torch.randn(256, 32, generator=generator)
+    network = nn.Sequential(nn.Linear(32, 128, bias=False))
+    with torch.no_grad():
+        network[0].weight.copy_(torch.randn(128, 32, generator=generator))
+        y = network(x)
+    apply(network, [QuantizationAwareTraining(group_size=16)])
+    optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
+    errors = []
+    for _ in range(60):
+        loss = F.mse_loss(network(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        errors.append(loss.item())
+    assert errors[-1] < 0.5 * errors[0]
 
 
 @pytest.mark.parametrize(
