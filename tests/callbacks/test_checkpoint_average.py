@@ -131,7 +131,7 @@ def test_batch_norm_without_suitable_data_or_step_is_refused() -> None:
         def __iter__(self) -> Any:
             yield from data().dataset
 
-    with pytest.raises(ConfigurationError, match=r"BatchNorm, .* DataLoader over Rows; use GroupNorm"):
+    with pytest.raises(ConfigurationError, match=r"BatchNorm layers, .* DataLoader over Rows\. Use such"):
         trainer([CheckpointAverage(every_n_steps=1)], max_steps=4, max_epochs=-1, val_check_interval=4).fit(
             Normed(), DataLoader(Rows(), batch_size=4), data()
         )

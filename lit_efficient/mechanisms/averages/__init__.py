@@ -1,1 +1,1 @@
-"""Averages of weights: the arithmetic, the copies beside a model, snapshots in files, statistics of BatchNorm."""
+"""Averages of weights: arithmetic, exchange with the module's weights, snapshots in files, BatchNorm statistics."""

@@ -1,9 +1,10 @@
-"""Statistics of BatchNorm layers for weights that never saw a batch: computed again, as a plain mean over batches.
+"""Running statistics of BatchNorm layers for averaged weights: recomputed as a plain mean over training batches.
 
     running statistics = mean over n batches of the batch's own statistics (momentum 1 / i in batch i)
 
-The batches are drawn by a generator of their own, and all that training_step changes is put back: metrics, states that
-are carried from batch to batch, random states. Training never notices.
+Averaged weights have never processed a batch, so the running statistics of training do not fit them. The batches are
+drawn with a separate generator. Everything that training_step changes is restored: metrics, states that the module
+carries from batch to batch, random states. Training is not affected.
 """
 
 import copy
@@ -28,35 +29,42 @@ from lit_efficient.surgery import reshard
 
 
 def batch_norms(module: nn.Module) -> dict[str, BatchNorm]:
-    """Layers that keep running statistics, by name."""
-    layers = ((n, m) for n, m in module.named_modules() if isinstance(m, BatchNorm))
-    return {name: layer for name, layer in layers if layer.track_running_stats}
+    """Return the BatchNorm layers that keep running statistics, by name."""
+    layers = {}
+    for name, layer in module.named_modules():
+        if isinstance(layer, BatchNorm) and layer.track_running_stats:
+            layers[name] = layer
+    return layers
 
 
 def statistics_of(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of the running statistics, by name."""
-    norms = batch_norms(module)
-    return {f"{n}.{key}": t.clone() for n, norm in norms.items() for key, t in norm.named_buffers(recurse=False)}
+    """Return copies of the running statistics by buffer name."""
+    copies = {}
+    for name, norm in batch_norms(module).items():
+        for key, buffer in norm.named_buffers(recurse=False):
+            copies[f"{name}.{key}"] = buffer.clone()
+    return copies
 
 
 def recompute_statistics(module: Any, batches: int, *, who: str) -> dict[str, Tensor]:
-    """The statistics that ``training_step`` makes on random training batches, with BatchNorm alone in training mode.
+    """Return the statistics that ``training_step`` gives on random training batches, by buffer name.
 
-    Dropout and the like stay off: statistics should be those of the network that is evaluated. All processes draw the
-    same batches and so agree without communication. The module is left as it was.
+    Only BatchNorm layers are in training mode. Dropout and similar layers are off, because the statistics shall be
+    those of the evaluated network. All processes draw the same batches, so their results agree without communication.
+    The module is left unchanged.
 
     Args:
-        module: A LightningModule that is attached to a trainer in a fit.
-        batches: How many batches, at most; each has the size of a training batch.
-        who: Name of the technique that asks, for the error.
+        module: LightningModule that is attached to a trainer in a fit.
+        batches: Largest number of batches. Each has the size of a training batch.
+        who: Name of the calling technique, for the error.
 
     Raises:
-        ConfigurationError: If there are no training data to draw from at random.
+        ConfigurationError: If the training data cannot be drawn from at random.
     """
     trainer = module.trainer
     loader = _random_loader(trainer.train_dataloader, batches, who)
-    several = len(inspect.signature(module.training_step).parameters) > 1
-    # Callbacks do not act in here, but for those that change the loss.
+    takes_batch_index = len(inspect.signature(module.training_step).parameters) > 1
+    # The only callbacks that act during training_step are those that change the loss.
     record = Rewind([module, *(c for c in trainer.callbacks if isinstance(c, LossHooks))], shallow=[trainer])
     try:
         with silent(module):
@@ -68,7 +76,7 @@ def recompute_statistics(module: Any, batches: int, *, who: str) -> dict[str, Te
             for i, drawn in enumerate(islice(loader, batches)):
                 batch = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(drawn))
                 with trainer.precision_plugin.train_step_context():
-                    module.training_step(*((batch, i) if several else (batch,)))
+                    module.training_step(*((batch, i) if takes_batch_index else (batch,)))
         return statistics_of(module)
     finally:
         reshard(module)
@@ -76,17 +84,24 @@ def recompute_statistics(module: Any, batches: int, *, who: str) -> dict[str, Te
 
 
 def _random_loader(loader: Any, batches: int, who: str) -> DataLoader:
-    dataset, keyed = getattr(loader, "dataset", None), getattr(loader, "sampler", None)
+    """Return a loader over the dataset of ``loader`` that draws random batches with a generator of its own."""
+    dataset = getattr(loader, "dataset", None)
+    keyed = getattr(loader, "sampler", None)
     if isinstance(keyed, KeyedBatchSampler):
         keyed = copy.copy(keyed)
-        keyed.seed, keyed.epoch, keyed.shuffle, keyed.num_replicas, keyed.rank = 0, 0, True, 1, 0
+        keyed.seed = 0
+        keyed.epoch = 0
+        keyed.shuffle = True
+        # All processes draw the whole batches of one process, and so the same ones.
+        keyed.num_replicas = 1
+        keyed.rank = 0
         return DataLoader(loader.dataset, batch_size=None, sampler=keyed, collate_fn=loader.collate_fn)
     size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     if dataset is None or isinstance(dataset, IterableDataset) or size is None:
         raise ConfigurationError(
-            f"{who}: the network has BatchNorm, whose statistics are computed again for averaged weights, from one "
-            f"DataLoader with a map-style dataset, but the training data are {type(loader).__name__} over "
-            f"{type(dataset).__name__}; use GroupNorm or LayerNorm, or evaluate where such data are given"
+            f"{who}: the network has BatchNorm layers, whose statistics must be recomputed for averaged weights. That "
+            f"needs one DataLoader with a map-style dataset, but the training data are {type(loader).__name__} over "
+            f"{type(dataset).__name__}. Use such a DataLoader, or GroupNorm or LayerNorm in the network"
         )
     size = min(size, len(dataset))
     sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(0))
@@ -95,7 +110,7 @@ def _random_loader(loader: Any, batches: int, who: str) -> DataLoader:
 
 @contextmanager
 def silent(module: Any) -> Iterator[None]:
-    """What the training step logs here belongs to no epoch."""
+    """Context in which nothing is logged: values of these training steps belong to no epoch."""
     if module.trainer.loggers:
         module.trainer.loggers = [DummyLogger()]
     with wrapped(module, does_nothing, "log", "log_dict"):

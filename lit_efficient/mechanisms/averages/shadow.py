@@ -1,9 +1,9 @@
-"""What techniques share that keep a second set of weights: evaluation uses it, training never notices.
+"""Base class of techniques that keep a second set of weights for evaluation, such as a moving average.
 
-The second set is put into the module before each validation, test and prediction, and the raw weights are put back
-after it or after an exception anywhere. Only parameters are exchanged: buffers are always those of the module.
-Where both have one format their numbers change places, tensor by tensor, and there is no third copy: what is written
-into the weights meanwhile, or rounds them, is done to the average.
+The second set is copied into the module before each validation, test and prediction. The raw weights are put back
+afterwards, and after an exception anywhere. Only parameters are exchanged, buffers stay. Where both sets have the same
+dtype, their contents change places tensor by tensor, so that there is no third copy. Code that writes to the module's
+weights in between changes the average.
 """
 
 from collections import Counter
@@ -22,7 +22,10 @@ from lit_efficient.technique import Technique
 
 
 def outside_autograd(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Run without gradients, and not in inference mode, whose tensors could never be updated in place again."""
+    """Decorator that disables gradients and inference mode for a method.
+
+    Tensors that are created in inference mode could never be updated in place again.
+    """
 
     @wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -33,60 +36,77 @@ def outside_autograd(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ShadowWeights(Technique):
-    """Base of techniques that evaluate with other weights than they train. A subclass says which: :meth:`average`."""
+    """Base of techniques that evaluate with other weights than they train, which :meth:`average` returns."""
 
     phase = Phase.AVERAGE
-    label: ClassVar[str] = "average"  # what a checkpoint of these weights says it holds
+    label: ClassVar[str] = "average"  # recorded in weights-only checkpoints that hold the average
 
     def __init__(self) -> None:
         super().__init__()
-        self._raw: dict[str, Tensor] | None = None  # the module's own weights, while the average stands in the module
-        self._held: dict[str, Tensor] = {}  # the average, whose memory is the raw weights' meanwhile
-        self._module: int | None = None  # whose average it is: another module must not get it
+        # The module's raw weights while the average is in the module, else None.
+        self._raw: dict[str, Tensor] | None = None
+        # The dictionary that holds the average. While the average is in the module, its tensors hold the raw weights.
+        self._held: dict[str, Tensor] = {}
+        # id() of the module whose average is kept: another module must not get it.
+        self._module: int | None = None
 
     def average(self, module: Any) -> Mapping[str, Tensor] | None:
-        """The weights to evaluate with, by name, or ``None`` while there are none."""
+        """Return the weights for evaluation by parameter name, or ``None`` before the first update."""
         raise NotImplementedError
 
     def shares(self, steps: int) -> list[float] | None:
-        """The formula of the average after so many optimizer steps of a run: the share of the weights after each step.
+        """Return the average as a weighted sum: for each optimizer step the share of the weights after that step.
 
-        ``None`` while there is no average, or where it is no such sum.
+        Args:
+            steps: Number of optimizer steps of the run.
+
+        Returns:
+            ``steps`` shares that add up to 1, or ``None`` if there is no average or the average is not such a sum.
         """
         return None
 
     def buffers_for(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Buffers that belong to the average, and replace those of ``state``, by name.
+        """Return the buffers by name that belong to the average and replace those of the state dict ``state``.
 
         Raises:
-            CheckpointError: If they are not known.
+            CheckpointError: If these buffers are not known.
         """
         return {}
 
     def forget(self) -> None:
-        """Drop the average: other weights are about to be loaded, or another module is met."""
+        """Drop the average, because other weights are about to be loaded or another module will be trained."""
         raise NotImplementedError
 
     @outside_autograd
     def swap_in(self, module: Any) -> None:
-        """Put the average into ``module``; nothing happens while there is none, or if it stands there already."""
-        average = None if self._raw is not None else self.average(module)
+        """Put the average into ``module``. Do nothing if there is no average or if it is in the module already."""
+        if self._raw is not None:
+            return
+        average = self.average(module)
         if average is None:
             return
         reshard(module)
         parameters = dict(module.named_parameters())
-        places = {name: local(parameters[name]).untyped_storage().data_ptr() for name in average}
-        users = Counter(places.values())
-        tied = (name for name in average if users[places[name]] > 1)  # as a whole or in part
-        self._raw = {n: placed_like(parameters[n], average[n], parameters[n].dtype) for n in tied}
-        # What an average() makes anew at each call is not kept for the way back.
-        self._held = average if isinstance(average, dict) and self.average(module) is average else {}
+        # Parameters that share memory, in whole or in part, are copied before any of them is written.
+        storages = {name: local(parameters[name]).untyped_storage().data_ptr() for name in average}
+        users = Counter(storages.values())
+        self._raw = {}
+        for name in average:
+            if users[storages[name]] > 1:
+                self._raw[name] = placed_like(parameters[name], average[name], parameters[name].dtype)
+        # An average() that builds its tensors anew at each call cannot lend their memory to the raw weights.
+        self._held = {}
+        if isinstance(average, dict) and self.average(module) is average:
+            self._held = average
         for name in average:
             self._put_in(self._raw, name, parameters[name], average[name])
 
     def _put_in(self, raws: dict[str, Tensor], name: str, own: Any, average: Tensor) -> None:
+        """Copy the average of one parameter into the module. ``raws`` gets the raw weights."""
         exchanged = name in self._held and name not in raws and average.dtype == own.dtype
-        raws[name] = raw = raws[name] if name in raws else placed_like(own, average, own.dtype)
+        if name not in raws:
+            raws[name] = placed_like(own, average, own.dtype)
+        raw = raws[name]
         local(own).copy_(local(average))
         if exchanged:
             self._held[name] = own
@@ -95,31 +115,40 @@ class ShadowWeights(Technique):
 
     @outside_autograd
     def swap_out(self, module: Any) -> None:
-        """Put the raw weights back, bit for bit; whatever interrupts it, or :meth:`swap_in`, it can be done again."""
+        """Put the raw weights back, bit for bit.
+
+        If this method or :meth:`swap_in` was interrupted at any point, calling this method again completes the work.
+        """
         if self._raw is None:
             return
         reshard(module)
         parameters = dict(module.named_parameters())
         for name in reversed([*self._raw]):
             self._put_back(self._raw, name, parameters[name])
-        self._raw, self._held = None, {}
+        self._raw = None
+        self._held = {}
 
     def _put_back(self, raws: dict[str, Tensor], name: str, own: Any) -> None:
-        raw, held = raws[name], self._held.get(name)
-        # By memory: another parameter may have been made of it meanwhile.
+        """Copy the raw weights of one parameter back into the module, and the average out of it."""
+        raw = raws[name]
+        held = self._held.get(name)
+        # Compared by memory, because the parameter may have been replaced by another one over the same memory.
         exchanged = held is not None and local(held).data_ptr() == local(own).data_ptr()
-        average = placed_like(own, raw, own.dtype) if exchanged else own
-        if exchanged:
-            self._held[name] = average
+        if not exchanged:
+            local(own).copy_(local(raw))
+            del raws[name]
+            return
+        # Each statement leaves both sets of weights reachable, so that an interruption loses neither.
+        average = placed_like(own, raw, own.dtype)
+        self._held[name] = average
         local(own).copy_(local(raw))
         del raws[name]
-        if exchanged:
-            local(raw).copy_(local(average))
-            self._held[name] = raw
+        local(raw).copy_(local(average))
+        self._held[name] = raw
 
     @contextmanager
     def averaged(self, module: Any) -> Iterator[None]:
-        """Use the average in your own code: ``with ema.averaged(module): ...``."""
+        """Context in which the module holds the average, for your own code: ``with ema.averaged(module): ...``."""
         self.swap_in(module)
         try:
             yield
@@ -128,10 +157,10 @@ class ShadowWeights(Technique):
 
     @contextmanager
     def raw(self, module: Any) -> Iterator[bool]:
-        """Use the raw weights where the average stands in, as in validation, to see both side by side.
+        """Context in which the module holds its raw weights, for a comparison with the average during validation.
 
         Yields:
-            Whether the average was in the module; if not, the weights were the raw ones already.
+            Whether the module held the average before. Otherwise the module held its raw weights already.
         """
         swapped = self._raw is not None
         self.swap_out(module)
@@ -142,19 +171,21 @@ class ShadowWeights(Technique):
                 self.swap_in(module)
 
     def write_checkpoint(self, checkpoint: dict[str, Any], module: Any) -> None:
-        """Full checkpoints hold raw weights, those of weights alone the average; each says which."""
-        alone = "callbacks" not in checkpoint
-        average = self.average(module) if alone else None
-        source = average if average is not None else self._raw
-        if source is not None and (source is self._raw or self._raw is None):  # else the average stands there already
-            put_into_state_dict(checkpoint["state_dict"], source, module)
-        checkpoint.setdefault("lit_efficient", {})["weights"] = "raw" if average is None else self.label
+        """Put raw weights into full checkpoints and the average into weights-only ones, and record which it is."""
+        weights_only = "callbacks" not in checkpoint
+        average = self.average(module) if weights_only else None
+        if average is None and self._raw is not None:
+            put_into_state_dict(checkpoint["state_dict"], self._raw, module)
+        elif average is not None and self._raw is None:  # otherwise the average is in the module already
+            put_into_state_dict(checkpoint["state_dict"], average, module)
+        record = checkpoint.setdefault("lit_efficient", {})
+        record["weights"] = "raw" if average is None else self.label
 
     def read_checkpoint(self, checkpoint: Mapping[str, Any], module: Any) -> None:
         self.forget()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Meet a module: the average of another one is dropped."""
+        """Drop the average if it belongs to another module than ``pl_module``."""
         super().setup(trainer, pl_module, stage)
         if self._module != id(pl_module):
             self.forget()
@@ -175,18 +206,22 @@ class ShadowWeights(Technique):
 
 
 def put_into_state_dict(state_dict: dict[str, Any], source: Mapping[str, Tensor], module: nn.Module) -> None:
-    """Replace the entries of a module's ``state_dict`` by the tensors of ``source``, under every tied name.
+    """Replace the entries of a module's ``state_dict`` by the tensors of ``source``.
 
-    Sharded tensors are gathered unless the state dict holds shards itself; all processes must call this.
+    A tied parameter is replaced under all its names. Sharded tensors are gathered, unless the state dict holds shards
+    itself. All processes must call this function.
     """
-    canonical: dict[int, str] = {}
-    names: dict[str, list[str]] = {}
+    first_names: dict[int, str] = {}
+    tied_names: dict[str, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(canonical.setdefault(id(parameter), name), []).append(name)
-    sharded = any(map(is_sharded, state_dict.values()))
+        first_name = first_names.setdefault(id(parameter), name)
+        tied_names.setdefault(first_name, []).append(name)
+    holds_shards = any(map(is_sharded, state_dict.values()))
     for name, average in source.items():
-        tensor = average if sharded else whole(average)
-        for key in names[name]:
-            if key in state_dict:  # adapters-only checkpoints leave some out, other ranks leave all out
-                tensor = tensor.to(state_dict[key].device, state_dict[key].dtype)  # once for all that are tied
+        tensor = average if holds_shards else whole(average)
+        for key in tied_names[name]:
+            # Checkpoints of adapters leave some weights out, and ranks other than 0 leave all out.
+            if key in state_dict:
+                # Tied names share the converted tensor.
+                tensor = tensor.to(state_dict[key].device, state_dict[key].dtype)
                 state_dict[key] = tensor

@@ -1,8 +1,8 @@
-"""Thin snapshots of averages: one file a step and width, weights only, and any width built from them.
+"""Snapshots of averages: one file of weights per step and width, from which averages of any width can be built.
 
-    weights of width s at step T = sum_i c_i snapshot_i
+    average of width s at step T = sum_i c_i snapshot_i
 
-The c are :func:`lit_efficient.mechanisms.averages.weights.synthesis_weights`.
+The coefficients c come from :func:`lit_efficient.mechanisms.averages.weights.synthesis_weights`.
 """
 
 import json
@@ -24,30 +24,41 @@ _NAME = re.compile(r"average-step=(\d+)-sigma_rel=([0-9.e-]+)\.safetensors")
 
 @dataclass(frozen=True, order=True)
 class Snapshot:
-    """An average of the width ``sigma_rel`` after ``step`` updates."""
+    """Key of a snapshot: an average of width ``sigma_rel`` after ``step`` updates."""
 
     step: int
     sigma_rel: float
 
     @property
     def filename(self) -> str:
-        """Name of its file, which says all there is to say."""
+        """Name of the file. It holds both fields."""
         return f"average-step={self.step:08d}-sigma_rel={self.sigma_rel!r}.safetensors"
 
 
 def write_snapshot(
     folder: Path, snapshot: Snapshot, tensors: dict[str, Tensor], run: Collection[Snapshot] = (), dtype: Any = None
 ) -> None:
-    """Write one file, whole or not at all, which says what others the run has written until this step, inclusive."""
-    said = {"run": json.dumps([[other.step, other.sigma_rel] for other in run])} if run else {}
-    save_tensors(folder / snapshot.filename, tensors, dtype, **said)
+    """Write one snapshot atomically.
+
+    Args:
+        folder: Folder of the run's snapshots.
+        snapshot: Step and width, which give the file's name.
+        tensors: Weights by name.
+        run: All snapshots that the run has written until this step, this one included. They are recorded in the file,
+            so that a missing one is noticed.
+        dtype: Dtype of the weights in the file. ``None`` keeps theirs.
+    """
+    metadata = {}
+    if run:
+        metadata["run"] = json.dumps([[other.step, other.sigma_rel] for other in run])
+    save_tensors(folder / snapshot.filename, tensors, dtype, **metadata)
 
 
 def find_snapshots(folder: str | Path) -> list[Snapshot]:
-    """The snapshots in a folder, in the order of their steps.
+    """Return the snapshots in a folder in the order of their steps.
 
     Raises:
-        CheckpointError: If there is none.
+        CheckpointError: If there are none.
     """
     matches = (_NAME.fullmatch(path.name) for path in local_file(folder).glob("average-step=*"))
     found = sorted(Snapshot(int(match[1]), float(match[2])) for match in matches if match)
@@ -59,13 +70,13 @@ def find_snapshots(folder: str | Path) -> list[Snapshot]:
 
 
 def synthesize(folder: str | Path, sigma_rels: Sequence[float], step: int | None = None) -> list[dict[str, Tensor]]:
-    """Averages of any width from the snapshots in a folder, one state dict each, in float32 at least.
+    """Build averages of any width from the snapshots in a folder: one state dict per width, in float32 at least.
 
     Args:
-        folder: Where :class:`lit_efficient.PowerEMA` put them.
-        sigma_rels: Widths to build, each above 0 and below 0.2887. Those between the tracked ones come out best; up to
-            about twice the widest is good.
-        step: Step at which the averages end; ``None`` for the last. It must be one of the snapshots'.
+        folder: Folder to which :class:`lit_efficient.PowerEMA` wrote the snapshots.
+        sigma_rels: Widths to build, each above 0 and below 0.2887. Widths between the tracked ones are the most exact.
+            Widths up to about twice the widest tracked one are good.
+        step: Step at which the averages end. It must be the step of a snapshot. ``None`` selects the last.
 
     Raises:
         ConfigurationError: For a width out of range or a step without a snapshot.
@@ -86,6 +97,7 @@ def synthesize(folder: str | Path, sigma_rels: Sequence[float], step: int | None
         state = read(folder / snapshot.filename)["state_dict"]
         if i == 0:
             kinds = [(tensor.shape, precise(tensor.dtype)) for tensor in state.values()]
+            # The sums are pages of a temporary file, so that several widths of a large network need little memory.
             built = [dict(zip(state, zeros_in_file(kinds, folder))) for _ in shares]
         for name, tensor in state.items():
             for width, share in zip(built, shares):
@@ -94,18 +106,18 @@ def synthesize(folder: str | Path, sigma_rels: Sequence[float], step: int | None
 
 
 def _check_complete(folder: Path, used: Sequence[Snapshot]) -> None:
-    """Refuse to build from a part of a run's snapshots: it would be another average.
-
-    Those of earlier releases say nothing of the others; of them every step must have the same widths.
-    """
-    read(folder / used[-1].filename)  # whole, or refused
-    said = json.loads(metadata_of(folder / used[-1].filename).get("run", "[]"))
-    widths = {snapshot.sigma_rel for snapshot in used}
-    wanted = {Snapshot(int(step), float(width)) for step, width in said}
-    wanted = wanted or {Snapshot(snapshot.step, width) for snapshot in used for width in widths}
+    """Raise CheckpointError if snapshots of the run are missing, because the result would be another average."""
+    last = folder / used[-1].filename
+    read(last)  # raises if the file is damaged
+    recorded = json.loads(metadata_of(last).get("run", "[]"))
+    wanted = {Snapshot(int(step), float(width)) for step, width in recorded}
+    if not wanted:
+        # A snapshot that was written without a record: each step must at least have the same widths.
+        widths = {snapshot.sigma_rel for snapshot in used}
+        wanted = {Snapshot(snapshot.step, width) for snapshot in used for width in widths}
     missing = sorted(wanted - set(used))
     if missing:
         raise CheckpointError(
-            f"{len(missing)} of {len(wanted)} snapshots are missing in {folder}, first {missing[0].filename}: without "
-            "them it would be another average. A run that was resumed needs those of the run before in one folder"
+            f"{len(missing)} of {len(wanted)} snapshots are missing in {folder}, first {missing[0].filename}: the "
+            "result would be another average. If the run was resumed, put the snapshots of both parts into one folder"
         )
