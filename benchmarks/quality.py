@@ -48,7 +48,7 @@ import lit_efficient as le
 from benchmarks import figures
 from lit_efficient.evidence.comparing.estimates import LEVEL, Estimate, holm, mean_of, ratio_of
 from lit_efficient.losses.snr import RULES
-from lit_efficient.models.latent_codec import LatentCodec
+from lit_efficient.models.libraries.latent_codec import LatentCodec
 from lit_efficient.optimizers.schedules import decay_factor, warmup_cosine, warmup_factor
 
 RATES = (1e-3, 3e-3, 9e-3)

@@ -124,7 +124,7 @@ def slices(folder: Path, layers: int) -> Found:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from lit_efficient.models.weight_slices import WAITS, Waiting, fill_waiting
+    from lit_efficient.distributed.weight_slices import WAITS, Waiting, fill_waiting
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "base"), dtype=torch.bfloat16)
@@ -429,8 +429,8 @@ def checkpoints(folder: Path, layers: int) -> Found:
 def generation(folder: Path, layers: int) -> Found:
     import torch
 
-    from lit_efficient.models.generation import continue_rows
-    from lit_efficient.models.sampling import Sampling
+    from lit_efficient.models.generation.batched import continue_rows
+    from lit_efficient.models.generation.sampling import Sampling
 
     model, tokens = _llama(layers), 2048
     generator = [torch.Generator().manual_seed(0)]
@@ -444,7 +444,7 @@ def generation(folder: Path, layers: int) -> Found:
 
 def formats(folder: Path, layers: int) -> Found:
     from lit_efficient import CausalLMConfig
-    from lit_efficient.models.causal_lm import build
+    from lit_efficient.models.libraries.causal_lm import build
 
     size, found = sum(sizes(layers)[part] for part in ("rest", "linear")), {}
     kinds: Any = {"auto": 2, "float32": 4}
@@ -477,7 +477,7 @@ def refusal(folder: Path, layers: int) -> Found:
 
 def _sd(folder: Path) -> tuple[Any, Any]:
     from lit_efficient import DiffusersModelConfig, LatentData
-    from lit_efficient.models.text_encoder import CaptionReading, TextEncoderConfig
+    from lit_efficient.models.libraries.text_encoder import CaptionReading, TextEncoderConfig
     from tests.data.images.toy_images import ToyImages
 
     os.environ["LIT_EFFICIENT_CACHE"] = str(folder / "facts")
@@ -490,8 +490,8 @@ def _sd(folder: Path) -> tuple[Any, Any]:
 
 def _write_sd(folder: Path) -> None:
     from lit_efficient import DiffusersModelConfig
-    from lit_efficient.models.diffusers_model import build
-    from lit_efficient.models.text_encoder import TextEncoder, TextEncoderConfig
+    from lit_efficient.models.libraries.diffusers_model import build
+    from lit_efficient.models.libraries.text_encoder import TextEncoder, TextEncoderConfig
 
     build(DiffusersModelConfig(config_fields=SD_VAE)).save_pretrained(folder / "vae")
     TextEncoder.load(TextEncoderConfig(config_fields=SD_TEXT, max_length=77)).network.save_pretrained(folder / "words")

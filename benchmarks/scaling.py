@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lit_efficient.models.gpt import GPT, GPTConfig
+from lit_efficient.models.networks.gpt import GPT, GPTConfig
 from lit_efficient.strategies.replicated_strategy import reduce_in_bfloat16
 
 ROWS, LENGTH, STEPS, VOCABULARY = 8, 16, 4, 64

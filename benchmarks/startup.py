@@ -32,7 +32,7 @@ _LIGHTNING = """
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lit_efficient import LanguageModeling, PythonCorpus
-from lit_efficient.models.gpt import GPTConfig
+from lit_efficient.models.networks.gpt import GPTConfig
 L.seed_everything(0)
 module = LanguageModeling(GPTConfig(dim=128, depth=4, num_heads=4, max_length=512), 4e-3, 0.1, 40)
 data = PythonCorpus(vocab_size=2048, sequence_length=128, batch_size=8, val_batch_size=32, val_fraction=0.02)
@@ -42,7 +42,7 @@ L.Trainer(**options, callbacks=[saving]).fit(module, data)
 """
 _TORCH = """
 import torch
-from lit_efficient.models.gpt import GPT, GPTConfig
+from lit_efficient.models.networks.gpt import GPT, GPTConfig
 network = GPT(GPTConfig(dim=128, depth=4, num_heads=4, max_length=512, vocab_size=2048))
 optimizer = torch.optim.AdamW(network.parameters(), 4e-3)
 ids = torch.randint(2048, (8, 129))

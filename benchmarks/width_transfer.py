@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from lit_efficient import WidthTransfer, apply
 from lit_efficient.files.cache import cache_root
-from lit_efficient.models.dit import DiT, DiTConfig
-from lit_efficient.models.gpt import GPT, GPTConfig
+from lit_efficient.models.networks.dit import DiT, DiTConfig
+from lit_efficient.models.networks.gpt import GPT, GPTConfig
 
 VOCABULARY, LENGTH, BATCH = 32, 32, 8
 BASE = (64, 2)

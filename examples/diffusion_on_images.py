@@ -23,8 +23,8 @@ from lit_efficient import (
     LatentDiffusion,
     ThroughputBar,
 )
-from lit_efficient.models.autoencoder import AutoencoderConfig
-from lit_efficient.models.dit import DiTConfig
+from lit_efficient.models.networks.autoencoder import AutoencoderConfig
+from lit_efficient.models.networks.dit import DiTConfig
 
 
 def write_images(folder: Path, count: int = 400) -> None:

@@ -38,8 +38,8 @@ from lit_efficient.internals.hugging_face_loading import Replacing
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
-from lit_efficient.models.mixed_copies import MixedCopies
-from lit_efficient.models.silent_layers import SilentLayers, unwatch
+from lit_efficient.models.probes.mixed_copies import MixedCopies
+from lit_efficient.models.probes.silent_layers import SilentLayers, unwatch
 from lit_efficient.protocol import add_loss, check_batches, check_loss, product, weigh
 from lit_efficient.surgery import is_sharded, reshard
 

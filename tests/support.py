@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lit_efficient import testing
 from lit_efficient.losses.next_token import token_losses
-from lit_efficient.models.gpt import GPT, GPTConfig
+from lit_efficient.models.networks.gpt import GPT, GPTConfig
 from lit_efficient.testing import QUIET, WIDTH, Block, Net, assert_equal, trainer, weights
 from tests import processes
 

@@ -26,7 +26,7 @@ from lit_efficient.errors import (
     install_line,
     listed,
 )
-from lit_efficient.models.causal_lm import CausalLMConfig
+from lit_efficient.models.libraries.causal_lm import CausalLMConfig
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ LAYERS = (
     ("application",),
     ("declaration", "protocol", "catalog"),
     ("models",),
+    ("distributed",),
     ("losses",),
     ("surgery",),
     ("files", "internals"),

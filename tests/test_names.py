@@ -15,7 +15,7 @@ from lit_efficient import PUBLIC, errors
 from lit_efficient.catalog import PACKAGE
 from lit_efficient.declaration import Declaration
 
-SHARED = ("mechanisms", "export", "losses", "models", "data", "tasks", "cli", "files")
+SHARED = ("mechanisms", "distributed", "export", "losses", "models", "data", "tasks", "cli", "files")
 ROOT = ("application.py", "declaration.py", "technique.py", "protocol.py", "surgery.py")
 SLOTS = ("callbacks", "precision", "plugins", "strategies", "optimizers")
 TECHNIQUES = {name for name, module in PUBLIC.items() if module.split(".")[0] in SLOTS and name[0].isupper()}

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from lit_efficient import EMA, ExactResume, LoRA, MaxBatchSize, QuantizeBase
 from lit_efficient.application import apply
 from lit_efficient.mechanisms.adapters.quantized import dequantize, is_quantized
-from lit_efficient.models.gpt import GPT, GPTConfig
+from lit_efficient.models.networks.gpt import GPT, GPTConfig
 from tests.support import Net, Toy, assert_equal, data, trainer, weights
 
 pytestmark = pytest.mark.gpu
@@ -153,7 +153,7 @@ def test_packed_rows_with_grouped_heads_take_a_fused_kernel() -> None:
 
 
 def test_packed_rows_go_through_flex_attention_and_give_the_processors_numbers() -> None:
-    from lit_efficient.models.document_attention import _flex_tried, attend_documents, document_starts
+    from lit_efficient.models.networks.document_attention import _flex_tried, attend_documents, document_starts
 
     positions = torch.cat([torch.arange(n) for n in (150, 1, 261)]).repeat(2, 1)
     shapes = ((2, 4, 412, 32), (2, 2, 412, 32), (2, 2, 412, 32))

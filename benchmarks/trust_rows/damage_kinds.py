@@ -410,20 +410,20 @@ def _hugging_face() -> Any:
 
 
 def _network() -> Any:
-    from lit_efficient.models.causal_lm import CausalLMConfig, build
+    from lit_efficient.models.libraries.causal_lm import CausalLMConfig, build
 
     model = build(CausalLMConfig("merged"))
     return model.state_dict(), model.config.to_dict()
 
 
 def _teacher() -> Any:
-    from lit_efficient.models.teachers import find_teacher
+    from lit_efficient.models.libraries.teachers import find_teacher
 
     return find_teacher("merged", ["layers.0"], who="trial").network.state_dict()
 
 
 def _distilled() -> Any:
-    from lit_efficient.models.causal_lm import CausalLMConfig
+    from lit_efficient.models.libraries.causal_lm import CausalLMConfig
     from lit_efficient.tasks.teacher import TeacherSource
 
     source = TeacherSource(CausalLMConfig("merged"))
@@ -480,7 +480,7 @@ SAFETENSORS = Kind(
 def make_pipeline() -> None:
     from lit_efficient.export.pipelines import export_pipeline
     from tests.export.test_pipelines import made, written
-    from tests.models.test_text_encoder_of_pipelines import SPECIAL
+    from tests.models.libraries.test_text_encoder_of_pipelines import SPECIAL
 
     text = {"model_type": "clip_text_model", **SPECIAL, "hidden_size": 16, "intermediate_size": 16}
     text |= {"num_hidden_layers": 1, "num_attention_heads": 2, "projection_dim": 6}
@@ -490,7 +490,7 @@ def make_pipeline() -> None:
 
 def _part(subfolder: str, direct: bool = False) -> Any:
     from lit_efficient import DiffusersModelConfig
-    from lit_efficient.models.diffusers_model import build
+    from lit_efficient.models.libraries.diffusers_model import build
 
     spec = DiffusersModelConfig(f"pipe/{subfolder}") if direct else DiffusersModelConfig("pipe", subfolder=subfolder)
     model = build(spec)
@@ -499,7 +499,7 @@ def _part(subfolder: str, direct: bool = False) -> Any:
 
 def _autoencoder() -> Any:
     from lit_efficient import DiffusersModelConfig
-    from lit_efficient.models.autoencoders import build_autoencoder, declared_statistics
+    from lit_efficient.models.libraries.autoencoders import build_autoencoder, declared_statistics
 
     model = build_autoencoder(DiffusersModelConfig("pipe", subfolder="vae"))
     return model.state_dict(), declared_statistics(model)
@@ -542,7 +542,7 @@ def _bare() -> Any:
 
 
 def _captions() -> Any:
-    from lit_efficient.models.caption_tokens import load_tokenizer
+    from lit_efficient.models.libraries.caption_tokens import load_tokenizer
 
     return [load_tokenizer(name, "", None, 8, "right").state() for name in ("tokenizer", "tokenizer/tokenizer.json")]
 

@@ -331,7 +331,7 @@ def _config(saver: dict[str, Any], extra: Sequence[Any], trainer: dict[str, Any]
 
 def last_of(folder: Path) -> dict[str, Any]:
     """All that the last checkpoint says of the run, but for where it lies."""
-    from lit_efficient.mechanisms.shards import read_checkpoint
+    from lit_efficient.distributed.shards import read_checkpoint
 
     saved = read_checkpoint(folder / "runs/base/latest/last.ckpt", optimizers=True)
     states = {key: state for key, state in saved["callbacks"].items() if not key.startswith("ModelCheckpoint")}

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.trust_rows import Piece
 from benchmarks.trust_rows.resumes import quiet
-from lit_efficient.models.gpt import GPTBlock
+from lit_efficient.models.networks.gpt import GPTBlock
 from lit_efficient.testing import Block, Toy, data
 
 VALUES = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "1e25": 1e25, "1e38": 1e38}

@@ -67,7 +67,7 @@ def _packing() -> tuple[Callable[..., None], dict[str, Any]]:
     from lit_efficient.data.text.packing import pack_lengths
     from lit_efficient.data.text.truncation import Counts, cut
     from lit_efficient.losses.next_token import IGNORE
-    from lit_efficient.models.gpt import GPT, GPTConfig
+    from lit_efficient.models.networks.gpt import GPT, GPTConfig
 
     torch.manual_seed(0)
     model = GPT(GPTConfig(40, dim=8, depth=2, num_heads=2, hidden_dim=16, max_length=64)).double().eval()

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.declaration import LossHooks, Phase, Report
+from lit_efficient.distributed.ranks import data_rank
+from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number
-from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
-from lit_efficient.mechanisms.ranks import data_rank
 from lit_efficient.technique import Technique
 
 

@@ -25,6 +25,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lit_efficient.declaration import Report
+from lit_efficient.distributed.ranks import data_rank
+from lit_efficient.distributed.reducing import configure_in_order, keep_order
+from lit_efficient.distributed.seeds import mix_seed, seed_all
 from lit_efficient.errors import check_number
 from lit_efficient.internals.lightning_data import combined_loader, restore_loader_states
 from lit_efficient.internals.lightning_loops import (
@@ -40,9 +43,6 @@ from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_meth
 from lit_efficient.mechanisms.metering import gradients_of
 from lit_efficient.mechanisms.order.carried import attributes_of, differs
 from lit_efficient.mechanisms.order.resumable_loader import ResumableLoader, examine, make_resumable
-from lit_efficient.mechanisms.order.resumable_sampler import mix_seed, seed_all
-from lit_efficient.mechanisms.ranks import data_rank
-from lit_efficient.mechanisms.reducing import configure_in_order, keep_order
 from lit_efficient.mechanisms.trials.probes import loaders_in
 from lit_efficient.technique import Technique
 

@@ -16,7 +16,7 @@ from lit_efficient.declaration import Phase
 from lit_efficient.errors import ConfigurationError, check_choice, refusal
 from lit_efficient.losses.feature_matching import LAYOUTS, LOSSES, match_tokens
 from lit_efficient.mechanisms.alignment import PROJECTIONS, Alignment, Call, make_head, mean, unknown_width
-from lit_efficient.models.teachers import Teacher, find_teacher, only_module, width_of
+from lit_efficient.models.libraries.teachers import Teacher, find_teacher, only_module, width_of
 
 
 class FeatureMatching(Alignment):

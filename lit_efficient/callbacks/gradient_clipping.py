@@ -14,10 +14,10 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Report
+from lit_efficient.distributed.gradient_norm import gradient_norm
 from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.mechanisms.averages.weights import local
 from lit_efficient.mechanisms.clipping import ClipsGradients
-from lit_efficient.mechanisms.metering import gradient_norm
 
 
 class GradientClipping(ClipsGradients):

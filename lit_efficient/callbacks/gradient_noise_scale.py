@@ -22,11 +22,12 @@ from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
 from lit_efficient.declaration import Report
+from lit_efficient.distributed.gradient_norm import gradient_norm
 from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number
 from lit_efficient.internals.lightning_loops import logged_step
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_optimizers import unscales
-from lit_efficient.mechanisms.metering import gradient_norm, gradients_of, samples_of, short_number
+from lit_efficient.mechanisms.metering import gradients_of, samples_of, short_number
 from lit_efficient.technique import Technique
 
 

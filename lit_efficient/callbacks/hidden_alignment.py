@@ -34,7 +34,7 @@ from lit_efficient.mechanisms.alignment import (
     unknown_width,
 )
 from lit_efficient.mechanisms.blocks.finding import find_blocks
-from lit_efficient.models.teachers import CLASS, Teacher, find_teacher, only_module, width_of
+from lit_efficient.models.libraries.teachers import CLASS, Teacher, find_teacher, only_module, width_of
 from lit_efficient.surgery import moved, parents
 
 _UNMEASURED = {"below": 0, "measured": -1, "last": -1}  # measurements in a row; the step of the last; the last step

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
+from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConfigurationError, check_choice, check_number
 from lit_efficient.internals.torch_fake import has_values
 from lit_efficient.internals.torch_fx import adds_to_input, adds_to_several, all_residual_ends
 from lit_efficient.mechanisms.blocks.finding import find_blocks
-from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
-from lit_efficient.models.signs_of_training import sign_of_training
+from lit_efficient.models.probes.signs_of_training import sign_of_training
 from lit_efficient.surgery import count, inputs_first, match_modules
 from lit_efficient.technique import Technique
 

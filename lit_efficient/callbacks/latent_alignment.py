@@ -28,7 +28,7 @@ from lit_efficient.mechanisms.alignment import (
     member,
     unknown_width,
 )
-from lit_efficient.models.teachers import Teacher, find_teacher, input_width_of, only_module
+from lit_efficient.models.libraries.teachers import Teacher, find_teacher, input_width_of, only_module
 
 
 class LatentAlignment(Alignment):

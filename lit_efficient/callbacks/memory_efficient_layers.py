@@ -29,7 +29,7 @@ from lit_efficient.errors import ConfigurationError, check_choice
 from lit_efficient.losses.liger_cross_entropy import installed
 from lit_efficient.mechanisms.blocks.rotary import Turns, turns_of
 from lit_efficient.mechanisms.trials.memory import SavedTensors, format_bytes
-from lit_efficient.models.modes import evaluating, trying_out
+from lit_efficient.models.probes.modes import evaluating, trying_out
 from lit_efficient.surgery import mix_in, mix_out, mix_under, parents
 from lit_efficient.technique import Technique
 

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.declaration import LossHooks, Phase, Report
+from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.mechanisms.blocks.finding import find_blocks, trained_blocks
 from lit_efficient.mechanisms.blocks.residual import why_not_residual
-from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 from lit_efficient.mechanisms.side_terms import SideTerms, parts_of
-from lit_efficient.models.depth_routing import DepthRouted
-from lit_efficient.models.teachers import width_of
-from lit_efficient.models.token_rows import rows_in
+from lit_efficient.models.libraries.teachers import width_of
+from lit_efficient.models.networks.depth_routing import DepthRouted
+from lit_efficient.models.networks.token_rows import rows_in
 from lit_efficient.surgery import count, home_of, mix_in
 from lit_efficient.technique import Technique
 

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.declaration import LossHooks, Phase, Report
+from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import check_number
 from lit_efficient.mechanisms.blocks.feed_forward import find_feed_forwards
-from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 from lit_efficient.mechanisms.side_terms import SideTerms, parts_of
-from lit_efficient.models.expert_layers import ExpertMixture, add_mixture, balanced_bias, router_losses
-from lit_efficient.models.token_rows import rows_in, tell_rows
+from lit_efficient.models.networks.expert_layers import ExpertMixture, add_mixture, balanced_bias, router_losses
+from lit_efficient.models.networks.token_rows import rows_in, tell_rows
 from lit_efficient.surgery import call_layers, count
 from lit_efficient.technique import Technique
 

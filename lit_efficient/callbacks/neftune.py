@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
+from lit_efficient.distributed.ranks import data_rank
+from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConfigurationError, check_number
-from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
-from lit_efficient.mechanisms.ranks import data_rank
-from lit_efficient.models.document_attention import document_starts
-from lit_efficient.models.token_embeddings import token_embeddings
-from lit_efficient.models.token_rows import row_of, rows_in, tell_rows
+from lit_efficient.models.networks.document_attention import document_starts
+from lit_efficient.models.networks.token_rows import row_of, rows_in, tell_rows
+from lit_efficient.models.probes.token_embeddings import token_embeddings
 from lit_efficient.surgery import match_modules, mix_in
 from lit_efficient.technique import Technique
 

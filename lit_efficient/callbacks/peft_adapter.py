@@ -25,8 +25,8 @@ from lit_efficient.mechanisms.adapters.peft_methods import check_forward, inject
 from lit_efficient.mechanisms.adapters.peft_saved import peft_placement, read_peft_folder, start_from
 from lit_efficient.mechanisms.adapters.quantized import elements, is_bitsandbytes
 from lit_efficient.mechanisms.adapters.technique import AdapterTechnique
-from lit_efficient.models.causal_lm import Primitive
-from lit_efficient.models.config_fields import meant
+from lit_efficient.models.libraries.causal_lm import Primitive
+from lit_efficient.models.libraries.config_fields import meant
 from lit_efficient.surgery import call_layers, count
 
 _FIELDS = "fields of a peft configuration with peft_type, or its object"

@@ -22,7 +22,7 @@ from lit_efficient.mechanisms.adapters.base import freeze_base
 from lit_efficient.mechanisms.adapters.prefix import embeddings, find_decoder, tokenizer_at
 from lit_efficient.mechanisms.adapters.prompt import add_prompt, nearest_tokens
 from lit_efficient.mechanisms.adapters.virtual_tokens import VirtualTokens
-from lit_efficient.models.gpt import GPT
+from lit_efficient.models.networks.gpt import GPT
 from lit_efficient.surgery import count
 
 

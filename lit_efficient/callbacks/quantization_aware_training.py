@@ -20,7 +20,7 @@ from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_installed, check_number, refusal
 from lit_efficient.internals.import_noise import silence_imports
 from lit_efficient.mechanisms.adapters.quantized import is_quantized
-from lit_efficient.models.read_weights import Watched
+from lit_efficient.models.probes.read_weights import Watched
 from lit_efficient.surgery import call_layers, mix_in, mix_out, mix_under, name_pattern, unmixed
 from lit_efficient.technique import Technique
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from lit_efficient.declaration import Phase, Report
+from lit_efficient.distributed.weight_slices import weights_wait
 from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_installed, check_number, refusal
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.mechanisms.adapters.quantized import (
@@ -30,9 +31,8 @@ from lit_efficient.mechanisms.adapters.quantized import (
     quantize_linear,
     stored_bytes,
 )
-from lit_efficient.models.expert_layers import ExpertLinear
-from lit_efficient.models.read_weights import cast_to, read_layers
-from lit_efficient.models.weight_slices import weights_wait
+from lit_efficient.models.networks.expert_layers import ExpertLinear
+from lit_efficient.models.probes.read_weights import cast_to, read_layers
 from lit_efficient.surgery import call_layers, expert_stacks, name_pattern
 from lit_efficient.technique import Technique
 

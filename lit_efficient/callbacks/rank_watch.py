@@ -24,11 +24,11 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import distributed
 
+from lit_efficient.distributed.rank_line import DONE, ENDED, FAILED, LEFT, RankLine
+from lit_efficient.distributed.ranks import check_batches
 from lit_efficient.errors import check_number
 from lit_efficient.internals.lightning_trainer import answer_sigterm, leave_sigterm
 from lit_efficient.internals.wraps import inner_method, wrap_method
-from lit_efficient.mechanisms.rank_line import DONE, ENDED, FAILED, LEFT, RankLine
-from lit_efficient.mechanisms.ranks import check_batches
 
 _EXIT_CODE = 2
 _LAST = "its epoch ends after "

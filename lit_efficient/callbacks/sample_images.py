@@ -18,7 +18,7 @@ from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.files.pictures import draw_grid, write_picture
 from lit_efficient.files.runs import samples_file
 from lit_efficient.internals.lightning_trainer import AskedEarly
-from lit_efficient.models.modes import evaluating
+from lit_efficient.models.probes.modes import evaluating
 
 
 class SampleImages(AskedEarly, Callback):

@@ -16,8 +16,8 @@ from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.files.atomic_file import replacing
 from lit_efficient.files.runs import samples_file
 from lit_efficient.internals.lightning_trainer import AskedEarly
-from lit_efficient.models.modes import evaluating
-from lit_efficient.models.sampling import Sampling
+from lit_efficient.models.generation.sampling import Sampling
+from lit_efficient.models.probes.modes import evaluating
 
 
 class SampleText(AskedEarly, Callback):

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 from lit_efficient.application import own_training_step
 from lit_efficient.declaration import Phase, Report
+from lit_efficient.distributed.ranks import data_rank, gather_objects
+from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.wraps import does_nothing, wrapped
 from lit_efficient.losses.selection import choose, selection_odds, share_of
 from lit_efficient.mechanisms.moving import take_rows, tensors_in
-from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 from lit_efficient.mechanisms.ramps import BatchChanges
-from lit_efficient.mechanisms.ranks import data_rank, gather_objects
 from lit_efficient.mechanisms.rewind import other_randomness, random_states
-from lit_efficient.models.modes import evaluating
+from lit_efficient.models.probes.modes import evaluating
 from lit_efficient.protocol import sample_losses
 
 

@@ -27,10 +27,10 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import distributed
 
+from lit_efficient.distributed.shards import is_deepspeeds
 from lit_efficient.errors import refusal
 from lit_efficient.internals.lightning_loops import accumulates
 from lit_efficient.internals.lightning_trainer import log_step, original_handlers, signal_connector
-from lit_efficient.mechanisms.shards import is_deepspeeds
 
 
 class SignalCheckpoint(Callback):

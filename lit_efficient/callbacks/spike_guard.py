@@ -21,12 +21,13 @@ from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
 from lit_efficient.declaration import Report
+from lit_efficient.distributed.gradient_norm import gradient_norm
 from lit_efficient.errors import ConflictError, DivergedError, check_choice, check_number
 from lit_efficient.internals.lightning_loops import logged_step
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_optimizers import unscales
 from lit_efficient.internals.torch_trees import tree_map_only
-from lit_efficient.mechanisms.metering import gradient_norm, gradients_of
+from lit_efficient.mechanisms.metering import gradients_of
 from lit_efficient.technique import Technique
 
 _FLAT = 1e-3  # of the mean: how far values spread at least, or rounding would be a spike where all are alike

@@ -17,6 +17,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
+from lit_efficient.distributed.ranks import data_rank
+from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, listed
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map
 from lit_efficient.mechanisms.blocks.finding import find_blocks, trained_blocks
@@ -27,8 +29,6 @@ from lit_efficient.mechanisms.blocks.residual import (
     why_not_residual,
     without_cache,
 )
-from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
-from lit_efficient.mechanisms.ranks import data_rank
 from lit_efficient.surgery import mix_in, moved
 from lit_efficient.technique import Technique
 

@@ -16,10 +16,10 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from torch import Tensor
 
+from lit_efficient.distributed.ranks import readers
 from lit_efficient.errors import check_number
 from lit_efficient.internals.lightning_metrics import logs_in_bar
 from lit_efficient.mechanisms.metering import count_batch, short_number
-from lit_efficient.mechanisms.ranks import readers
 
 _SECONDS_A_LINE = 60.0  # where the end of the run is unknown
 _BAR = 60  # characters of a bar beside its figures

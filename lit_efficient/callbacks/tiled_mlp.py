@@ -24,7 +24,7 @@ from lit_efficient.internals.torch_compiler import is_compiled
 from lit_efficient.mechanisms.blocks.feed_forward import find_tokenwise
 from lit_efficient.mechanisms.blocks.recomputation import recompute
 from lit_efficient.mechanisms.trials.memory import format_bytes
-from lit_efficient.models.expert_layers import width_of
+from lit_efficient.models.networks.expert_layers import width_of
 from lit_efficient.surgery import mix_in
 from lit_efficient.technique import Technique
 

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_efficient.declaration import Phase, Report
+from lit_efficient.distributed.ranks import data_rank
+from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.internals.torch_dispatch import backward_runs
 from lit_efficient.internals.torch_modules import LoadsPartly, StaysFloat32
@@ -26,9 +28,7 @@ from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.mechanisms.blocks.finding import find_blocks
 from lit_efficient.mechanisms.blocks.freezing import NewLayer
 from lit_efficient.mechanisms.blocks.tokens import TokenAxes, find_axes, gather_tokens, scatter_tokens
-from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
-from lit_efficient.mechanisms.ranks import data_rank
-from lit_efficient.models.teachers import width_of
+from lit_efficient.models.libraries.teachers import width_of
 from lit_efficient.surgery import mix_in, unmixed
 from lit_efficient.technique import Technique
 

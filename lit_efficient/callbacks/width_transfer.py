@@ -29,9 +29,9 @@ from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.internals.torch_fake import has_values
 from lit_efficient.internals.torch_fx import all_residual_ends
-from lit_efficient.models.dit import DiT
-from lit_efficient.models.gpt import GPT
-from lit_efficient.models.signs_of_training import sign_of_training
+from lit_efficient.models.networks.dit import DiT
+from lit_efficient.models.networks.gpt import GPT
+from lit_efficient.models.probes.signs_of_training import sign_of_training
 from lit_efficient.optimizers.rates import split_groups
 from lit_efficient.surgery import inputs_first, own_draws
 from lit_efficient.technique import Technique

@@ -11,12 +11,12 @@ from torch import nn
 
 from lit_efficient.cli.run import default_part
 from lit_efficient.cli.run_folder import checkpoints
+from lit_efficient.distributed.shards import check_shards
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.checkpoints import DamagedError, load_verified
 from lit_efficient.files.moved import translate
 from lit_efficient.files.runs import LATEST, read_record, through_latest
 from lit_efficient.internals.lightning_cli import CLASS_PATH
-from lit_efficient.mechanisms.shards import check_shards
 
 # Words that mean the newest checkpoint of the newest run, for `fit` alone: scripts that start a job again say them.
 WORDS = {"last", "hpc"}

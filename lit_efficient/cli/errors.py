@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lit_efficient import PUBLIC
 from lit_efficient.cli.parsing import ALLOWED_IMPORTS, elsewhere
+from lit_efficient.distributed.rank_line import ENDED
 from lit_efficient.errors import (
     ConfigurationError,
     LitEfficientError,
@@ -32,7 +33,6 @@ from lit_efficient.errors import (
 from lit_efficient.files import configs
 from lit_efficient.files.moved import moved_path
 from lit_efficient.internals.torch_loaders import broke_off
-from lit_efficient.mechanisms.rank_line import ENDED
 
 MAX_LINES = 10
 _FEWER = "where it is killed, memory may have run out: set fewer num_workers"

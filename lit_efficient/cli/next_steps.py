@@ -16,8 +16,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lit_efficient.cli.run import SaveRunConfig, callbacks_of
 from lit_efficient.cli.run_folder import LastCheckpoint
+from lit_efficient.distributed.shards import is_deepspeeds
 from lit_efficient.mechanisms.adapters.base import leaves_base_out
-from lit_efficient.mechanisms.shards import is_deepspeeds
 
 COMMAND = "python -m lit_efficient"
 

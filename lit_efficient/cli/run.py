@@ -21,11 +21,11 @@ from lit_efficient.application import check_sharded, warn_of_rounding
 from lit_efficient.cli.run_folder import LAST, LastCheckpoint, RunFolder
 from lit_efficient.cli.secrets import masked
 from lit_efficient.declaration import techniques_of
+from lit_efficient.distributed.ranks import saying_who_waits
+from lit_efficient.distributed.shards import sum_shards
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.atomic_file import replacing
 from lit_efficient.internals.wraps import inner_method
-from lit_efficient.mechanisms.ranks import saying_who_waits
-from lit_efficient.mechanisms.shards import sum_shards
 
 # Beginnings of messages that advertise something, or tell what is not there.
 _CHATTER = ("💡", "TPU available: False", "HPU available: False", "Loading `train_dataloader` to estimate")

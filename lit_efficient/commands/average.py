@@ -7,12 +7,12 @@ from typing import Any, get_args
 
 from torch import Tensor
 
+from lit_efficient.distributed.shards import read_checkpoint
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice, refusal
 from lit_efficient.files.checkpoints import weights_alone, write
 from lit_efficient.files.tensors import zeros_in_file
 from lit_efficient.mechanisms.averages.weights import add_share, position_weights, precise
 from lit_efficient.mechanisms.restore import Weights, weights_of
-from lit_efficient.mechanisms.shards import read_checkpoint
 from lit_efficient.surgery import memory_of
 
 _STATISTICS = ("running_mean", "running_var")

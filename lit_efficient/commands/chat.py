@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from lit_efficient.models.generation import longest_row
-from lit_efficient.models.sampling import Sampling
+from lit_efficient.models.generation.batched import longest_row
+from lit_efficient.models.generation.sampling import Sampling
 from lit_efficient.tasks.text_generation import as_chat, length_of, room_for
 
 with contextlib.suppress(ImportError):  # Windows has none

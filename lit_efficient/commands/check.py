@@ -106,11 +106,12 @@ def _fit_without_steps(cli: Any, device: str, prepared: bool) -> list[str]:
     import torch
 
     from lit_efficient.application import find_optimizers
-    from lit_efficient.cli.many_processes import check_loggers, check_split
     from lit_efficient.cli.rehearsal import check_parts, steps_guessed
     from lit_efficient.declaration import Phase, techniques_of
+    from lit_efficient.distributed.many_processes import check_loggers, check_split
+    from lit_efficient.distributed.weight_slices import WAITS, Waiting
     from lit_efficient.internals.lightning_trainer import begin_fit
-    from lit_efficient.models.weight_slices import WAITS, Waiting
+    from lit_efficient.mechanisms.moving import tensors_in
 
     trainer, module, data = cli.trainer, cli.model, cli.datamodule
     left = [] if prepared else [f"the data: {type(data).__name__} was not prepared (--with_data does)"]
@@ -121,7 +122,7 @@ def _fit_without_steps(cli: Any, device: str, prepared: bool) -> list[str]:
             data.prepare_data()
             data.setup("fit")
             if trainer.world_size > 1:
-                cli.steps = check_split(trainer, data)
+                cli.steps = check_split(trainer, data, tensors_in)
             else:
                 next(iter(data.train_dataloader()))
     check_loggers(trainer)
@@ -233,7 +234,7 @@ def _give_memory(module: Any) -> None:
 def _lines(cli: Any, device: str, prepared: bool, left: list[str]) -> list[str]:
     from lit_efficient.application import reports_of
     from lit_efficient.declaration import techniques_of
-    from lit_efficient.models.weight_slices import weights_wait
+    from lit_efficient.distributed.weight_slices import weights_wait
 
     module, techniques = cli.model, techniques_of(cli.trainer)
     count = sum(p.numel() for p in module.parameters() if p.requires_grad)

@@ -4,9 +4,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from lit_efficient.distributed.shards import read_checkpoint
 from lit_efficient.errors import refusal
 from lit_efficient.files.checkpoints import write
-from lit_efficient.mechanisms.shards import read_checkpoint
 
 
 def run(argv: Sequence[str]) -> int:

@@ -16,13 +16,13 @@ from typing import Any
 
 from torch import Tensor
 
+from lit_efficient.distributed.shards import read_checkpoint
 from lit_efficient.errors import ConfigurationError, check_installed, refusal
 from lit_efficient.files.atomic_file import replacing
 from lit_efficient.files.checkpoints import local_file, weights_alone, write
 from lit_efficient.files.hidden_names import hidden_beside
 from lit_efficient.mechanisms.averages.snapshots import find_snapshots, synthesize
 from lit_efficient.mechanisms.restore import without_heads
-from lit_efficient.mechanisms.shards import read_checkpoint
 from lit_efficient.surgery import memory_of
 
 _INK, _GREY, _LINE, _BEST = "#1f2933", "#6b7785", "#2f6db3", "#c2410c"

@@ -42,7 +42,7 @@ def run(argv: Sequence[str]) -> int:
     given = [*(arguments.prompt or ()), *prompts_of(arguments.prompts or (), "generate", texts_alone)]
     if not given and not arguments.chat:
         parser.error("one of the arguments --prompt --prompts --chat is required")
-    from lit_efficient.models.sampling import Sampling
+    from lit_efficient.models.generation.sampling import Sampling
     from lit_efficient.tasks.loading import load_language_model
 
     forgiving_streams()

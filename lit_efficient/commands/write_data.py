@@ -25,10 +25,10 @@ Row = dict[str, Any]
 def run(argv: Sequence[str]) -> int:
     """Answer prompts with a checkpoint's model or one of Hugging Face."""
     arguments = _parser().parse_args(argv)
-    from lit_efficient.mechanisms.rank_line import together
-    from lit_efficient.mechanisms.ranks import gather_objects
-    from lit_efficient.models.causal_lm import CausalLMConfig
-    from lit_efficient.models.sampling import Sampling
+    from lit_efficient.distributed.rank_line import together
+    from lit_efficient.distributed.ranks import gather_objects
+    from lit_efficient.models.generation.sampling import Sampling
+    from lit_efficient.models.libraries.causal_lm import CausalLMConfig
     from lit_efficient.tasks.loading import load_hugging_face, load_language_model
     from lit_efficient.tasks.teacher import TeacherSource
 
@@ -147,7 +147,7 @@ def write_rows(
     first number and some prompts, and gives their rows, and whether the model ended each; others go unless
     ``keep_cut``. Batches begin where those of an undisturbed run do: what is beside a row decides how it is rounded.
     """
-    from lit_efficient.mechanisms.ranks import gather_objects, place_among_ranks
+    from lit_efficient.distributed.ranks import gather_objects, place_among_ranks
     from lit_efficient.tasks.text_generation import BATCH_SIZE
 
     written = cut = 0
@@ -174,7 +174,7 @@ def write_rows(
 def _answer(
     model: Any, arguments: argparse.Namespace
 ) -> Callable[[int, Sequence[str | Turns]], list[tuple[Row, bool]]]:
-    from lit_efficient.models.sampling import Sampling
+    from lit_efficient.models.generation.sampling import Sampling
     from lit_efficient.tasks.text_generation import as_chat
 
     tokenizer = model.tokenizer

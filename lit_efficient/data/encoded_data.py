@@ -27,10 +27,10 @@ from lit_efficient.data.latents.encoded_dataset import EncodedRows
 from lit_efficient.data.latents.encoded_fields import ChannelScaling, EncodedFields, EncodedNumbers
 from lit_efficient.data.latents.encoded_sources import EncodedSource, Layout, check_fields, open_encoded
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
-from lit_efficient.models.autoencoder import AutoencoderConfig
-from lit_efficient.models.autoencoders import build_autoencoder
-from lit_efficient.models.diffusers_model import DiffusersModelConfig
-from lit_efficient.models.latent_codec import LatentCodec
+from lit_efficient.models.libraries.autoencoders import build_autoencoder
+from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
+from lit_efficient.models.libraries.latent_codec import LatentCodec
+from lit_efficient.models.networks.autoencoder import AutoencoderConfig
 from lit_efficient.surgery import own_draws
 
 

@@ -30,10 +30,10 @@ from lit_efficient.data.latents.teacher_features import TeacherFeatures, stored_
 from lit_efficient.errors import ConfigurationError, check_choice, refusal
 from lit_efficient.files.cache import cache_root, digest_of
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
-from lit_efficient.models.autoencoder import AutoencoderConfig
-from lit_efficient.models.diffusers_model import DiffusersModelConfig
-from lit_efficient.models.latent_codec import AutoencoderOnDisk, LatentCodec, find_autoencoder
-from lit_efficient.models.text_encoder import TextEncoder, TextEncoderConfig
+from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
+from lit_efficient.models.libraries.latent_codec import AutoencoderOnDisk, LatentCodec, find_autoencoder
+from lit_efficient.models.libraries.text_encoder import TextEncoder, TextEncoderConfig
+from lit_efficient.models.networks.autoencoder import AutoencoderConfig
 
 MEASURED_IMAGES = 256
 IMAGES_AT_ONCE = 32

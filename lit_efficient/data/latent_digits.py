@@ -26,11 +26,12 @@ from lit_efficient.data.latents import stage_one
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.files.cache import cache_root
 from lit_efficient.files.sealed_folder import Contents, make_once, open_checked
-from lit_efficient.models import autoencoder as autoencoder_module
-from lit_efficient.models import conv_features, digit_features
-from lit_efficient.models.autoencoder import FACTOR, AutoencoderConfig, sample_posterior
-from lit_efficient.models.digit_features import DigitFeatures, judge_digits
-from lit_efficient.models.latent_codec import LatentCodec
+from lit_efficient.models.judges import digit_features
+from lit_efficient.models.judges.digit_features import DigitFeatures, judge_digits
+from lit_efficient.models.libraries.latent_codec import LatentCodec
+from lit_efficient.models.networks import autoencoder as autoencoder_module
+from lit_efficient.models.networks import conv_features
+from lit_efficient.models.networks.autoencoder import FACTOR, AutoencoderConfig, sample_posterior
 
 
 class LatentDigits(DigitsDataModule):

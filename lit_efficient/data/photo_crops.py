@@ -28,14 +28,15 @@ from torch.nn import functional as F
 from lit_efficient.data.images.image_module import ImageModule
 from lit_efficient.data.images.image_pixels import to_tensor
 from lit_efficient.data.latents import stage_one
+from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import check_choice, check_number, refusal
 from lit_efficient.files.cache import cache_root
 from lit_efficient.files.sealed_folder import Contents, make_once, open_checked
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
-from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
-from lit_efficient.models import conv_features, sample_quality
-from lit_efficient.models.conv_features import ConvFeatures
-from lit_efficient.models.sample_quality import distances_of_features
+from lit_efficient.models.judges import sample_quality
+from lit_efficient.models.judges.sample_quality import distances_of_features
+from lit_efficient.models.networks import conv_features
+from lit_efficient.models.networks.conv_features import ConvFeatures
 
 _NAMES = ("temple", "flower")
 _BANDS = ("top", "middle", "bottom")

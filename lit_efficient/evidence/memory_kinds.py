@@ -32,7 +32,7 @@ from lit_efficient.internals.torch_dispatch import (
 )
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.mechanisms.rewind import reachable
-from lit_efficient.models.gpt import GPT
+from lit_efficient.models.networks.gpt import GPT
 
 KINDS = (
     "weights",  # parameters

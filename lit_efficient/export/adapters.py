@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from lit_efficient.application import arguments_behind, converters
+from lit_efficient.distributed.shards import read_checkpoint
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice
 from lit_efficient.export.check import (
     batch_for,
@@ -35,7 +36,6 @@ from lit_efficient.mechanisms.adapters.peft_saved import peft_files, write_peft_
 from lit_efficient.mechanisms.adapters.peft_vectors import fold_vectors, refuse_prefix, scaled_names, vectors_to_peft
 from lit_efficient.mechanisms.adapters.quantized import dequantize_entry, is_code, is_quantized, quantize_entry
 from lit_efficient.mechanisms.restore import Asked, Weights, wanted_weights, weights_of
-from lit_efficient.mechanisms.shards import read_checkpoint
 from lit_efficient.surgery import memory_of, unmixed
 
 FORMATS = ("peft", "merged", "safetensors")

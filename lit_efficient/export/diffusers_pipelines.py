@@ -19,8 +19,8 @@ from typing import Any
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.export.diffusers_parts import EVERY, Parts, Pipeline, call_of, notes_of, refuse_rescale, scheduler_of
 from lit_efficient.export.diffusers_text_pipelines import of_pixart, of_sd3, of_unet
-from lit_efficient.models.dit_to_diffusers import NULL_CLASS
-from lit_efficient.models.folding import fold_labels, fold_timesteps
+from lit_efficient.models.libraries.dit_to_diffusers import NULL_CLASS
+from lit_efficient.models.libraries.folding import fold_labels, fold_timesteps
 
 
 def pipeline_for(parts: Parts) -> Pipeline:

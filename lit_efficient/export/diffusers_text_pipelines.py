@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.export.diffusers_parts import EVERY, Parts, Pipeline, call_of, refuse_rescale, scheduler_of, size_of
-from lit_efficient.models.text_network import TextEmbedding
+from lit_efficient.models.libraries.text_network import TextEmbedding
 
 _PROMPTS = ("", "a cat")
 _CAPTION = '"a caption"'

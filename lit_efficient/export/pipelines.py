@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.application import arguments_behind, converters
+from lit_efficient.distributed.shards import read_checkpoint
+from lit_efficient.distributed.weight_slices import WAITS, built_empty
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice
 from lit_efficient.export.check import check_tensors, digests, refuse_own_layers
 from lit_efficient.files.atomic_file import check_new_folder, write_folder
@@ -27,8 +29,6 @@ from lit_efficient.mechanisms.adapters.diffusers_lora import diffusers_class, wr
 from lit_efficient.mechanisms.adapters.merge import dequantize_layers, merge_adapters, whole_state, without_adapters
 from lit_efficient.mechanisms.adapters.peft_format import to_peft
 from lit_efficient.mechanisms.restore import Asked, Weights, take_weights, wanted_weights
-from lit_efficient.mechanisms.shards import read_checkpoint
-from lit_efficient.models.weight_slices import WAITS, built_empty
 from lit_efficient.surgery import own_draws, unmixed
 
 Lora = Literal["merged", "diffusers"]
@@ -136,8 +136,8 @@ def _load_base(module: nn.Module, base: Mapping[str, Tensor]) -> None:
 
 def _network(module: Any, keep_adapters: bool) -> Any:
     """The network as diffusers knows it, adapters merged or left out, in evaluation mode and without techniques."""
-    from lit_efficient.models.dit import DiT
-    from lit_efficient.models.dit_to_diffusers import convert
+    from lit_efficient.models.libraries.dit_to_diffusers import convert
+    from lit_efficient.models.networks.dit import DiT
 
     network = module.network
     refuse_own_layers(network)
@@ -185,8 +185,8 @@ def _pipeline(module: Any, network: Any) -> Any:
 
 
 def _autoencoder(codec: Any) -> Any:
-    from lit_efficient.models.autoencoders import DiffusersAutoencoder
-    from lit_efficient.models.folding import fold_statistics
+    from lit_efficient.models.libraries.autoencoders import DiffusersAutoencoder
+    from lit_efficient.models.libraries.folding import fold_statistics
 
     if codec is None:
         raise ConfigurationError("export: the checkpoint has no autoencoder, and a pipeline makes images with one")

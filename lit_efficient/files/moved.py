@@ -58,7 +58,7 @@ MOVED_PATHS = {
     "lit_efficient.data.encoded_fields": "lit_efficient.data.latents.encoded_fields",
     "lit_efficient.data.image_buckets": "lit_efficient.data.images.aspect_buckets",
     "lit_efficient.data.teacher_features": "lit_efficient.data.latents.teacher_features",
-    "lit_efficient.losses.perceptual": "lit_efficient.models.perceptual",
+    "lit_efficient.losses.perceptual": "lit_efficient.models.judges.perceptual",
     "lit_efficient.optimizers.adafactor": "lit_efficient.optimizers.grouped_adafactor",
     "lit_efficient.optimizers.adamw": "lit_efficient.optimizers.fused_adamw",
     "lit_efficient.optimizers.muon": "lit_efficient.optimizers.muon_adamw",

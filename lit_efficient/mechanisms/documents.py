@@ -17,16 +17,16 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
+from lit_efficient.distributed.row_slices import ROW_POSITIONS
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_dispatch import no_dispatch_modes
 from lit_efficient.internals.torch_fake import has_values
 from lit_efficient.internals.torch_modules import held_beside, hook_owners
 from lit_efficient.mechanisms.rewind import Rewind
-from lit_efficient.models.document_attention import causal_throughout, document_starts, read_starts
-from lit_efficient.models.generation import arguments_of, longest_row
-from lit_efficient.models.gpt import GPT
-from lit_efficient.models.modes import evaluating, whole_precision
-from lit_efficient.models.row_slices import ROW_POSITIONS
+from lit_efficient.models.generation.batched import arguments_of, longest_row
+from lit_efficient.models.networks.document_attention import causal_throughout, document_starts, read_starts
+from lit_efficient.models.networks.gpt import GPT
+from lit_efficient.models.probes.modes import evaluating, whole_precision
 
 _ROW = 16
 # Of networks that leak none, the rounding alone: 0 to 1e-4 in float32, up to 0.06 in bfloat16; of those that do, 0.08

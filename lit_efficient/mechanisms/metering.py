@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lit_efficient.distributed.row_slices import ROW_AMOUNT
 from lit_efficient.internals.torch_dispatch import is_traceable_wrapper_subclass, storage_id
-from lit_efficient.internals.torch_foreach import foreach_norm
 from lit_efficient.losses.next_token import IGNORE
-from lit_efficient.models.row_slices import ROW_AMOUNT
-from lit_efficient.surgery import is_sharded
 
 
 @dataclass
@@ -110,24 +108,6 @@ def gradients_of(optimizer: Optimizer) -> dict[Tensor, Tensor]:
     away = {} if gradients is None else gradients.arrived()
     own = {p: away.get(p, p).grad for group in optimizer.param_groups for p in group["params"]}
     return {p: gradient for p, gradient in own.items() if gradient is not None}
-
-
-def gradient_norm(gradients: Iterable[Tensor]) -> Tensor | None:
-    """The 2-norm of all gradients together, as a scalar that is not waited for; ``None`` where there are none.
-
-    Shards count as a whole, which all processes ask for together. Formats of 16 bits are summed in float32.
-    """
-    kinds: dict[Any, list[Tensor]] = {}
-    for gradient in gradients:
-        values = gradient.coalesce().values() if gradient.is_sparse else gradient
-        mesh = getattr(values, "device_mesh", None)  # shards of several meshes are not summed together
-        kinds.setdefault((is_sharded(values), values.device, values.dtype, mesh), []).append(values)
-    norms: list[Tensor] = []
-    for (sharded, _, dtype, _), tensors in kinds.items():
-        wide = torch.float32 if dtype.itemsize < 4 else None
-        norm: Any = torch.linalg.vector_norm(torch.stack(list(foreach_norm(tensors, 2.0, dtype=wide))))
-        norms.append(norm.full_tensor() if sharded else norm)
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms])) if norms else None
 
 
 def peak_memory(device: torch.device) -> int | None:

@@ -13,10 +13,10 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lit_efficient.application import replay, technique_of
+from lit_efficient.distributed.shards import read_checkpoint
 from lit_efficient.errors import CheckpointError, check_choice, refusal
 from lit_efficient.files.records import rebuild
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights
-from lit_efficient.mechanisms.shards import read_checkpoint
 from lit_efficient.surgery import memory_of
 
 Weights = Literal["auto", "average", "raw"]

@@ -10,12 +10,13 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lit_efficient.distributed.gradient_norm import gradient_norm
+from lit_efficient.distributed.ranks import readers
 from lit_efficient.internals.lightning_loops import accumulates, logged_step, watch_fetching
 from lit_efficient.internals.lightning_metrics import names_logged
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_optimizers import unscales
-from lit_efficient.mechanisms.metering import Amount, gradient_norm, gradients_of, measure, peak_memory
-from lit_efficient.mechanisms.ranks import readers
+from lit_efficient.mechanisms.metering import Amount, gradients_of, measure, peak_memory
 
 
 class RunFigures(Callback):

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_dispatch import is_traceable_wrapper_subclass
-from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 from lit_efficient.optimizers.host_states import Streamed, check_unchanged, streamed
 from lit_efficient.optimizers.stepping import change_class, loss_of, pieces, unhooked, with_gradient, with_step
 from lit_efficient.surgery import local

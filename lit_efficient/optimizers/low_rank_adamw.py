@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import DivergedError
-from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 from lit_efficient.optimizers.stepping import adamw, loss_of, with_gradient
 from lit_efficient.optimizers.subspaces import (
     gradient_scales,

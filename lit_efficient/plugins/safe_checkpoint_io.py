@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lit_efficient.distributed.shards import check_shards, read_shards
 from lit_efficient.errors import CheckpointError, DivergedError, listed, refusal
 from lit_efficient.files.atomic_file import link_again, remove_whole
 from lit_efficient.files.checkpoints import (
@@ -31,7 +32,6 @@ from lit_efficient.files.checkpoints import (
     save_atomically,
     state_of,
 )
-from lit_efficient.mechanisms.shards import check_shards, read_shards
 
 _MAPPED = sys.platform != "win32"  # where a file cannot be replaced while somebody reads it
 

@@ -23,9 +23,9 @@ from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from lit_efficient.declaration import techniques_of
+from lit_efficient.distributed.reducing import renew_reducer
 from lit_efficient.errors import ConflictError, check_number, refusal
 from lit_efficient.internals.lightning_strategies import forget_first_backward
-from lit_efficient.mechanisms.reducing import renew_reducer
 
 _COMPRESSIONS = ("bf16", "none")
 

@@ -28,6 +28,11 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.optim import Optimizer
 
 from lit_efficient.declaration import overrides, techniques_of
+from lit_efficient.distributed.ranks import check_batches
+from lit_efficient.distributed.row_slices import ROW_AMOUNT, own_slices, share_rows
+from lit_efficient.distributed.shards import TIED, check_everywhere, kept_aside, states_in, write_shards
+from lit_efficient.distributed.tensor_parallel import Parallel, clip_by_norm, parallelize, plan_of, same_draws
+from lit_efficient.distributed.weight_slices import fill_waiting
 from lit_efficient.errors import CheckpointError, ConfigurationError, ConflictError, check_choice, check_number, refusal
 from lit_efficient.files.checkpoints import load_verified
 from lit_efficient.internals.lightning_loops import BEFORE_TRANSFER
@@ -44,11 +49,6 @@ from lit_efficient.mechanisms.adapters.sharded import asking_for, check_adapters
 from lit_efficient.mechanisms.averages.weights import placed_like
 from lit_efficient.mechanisms.blocks.finding import find_blocks
 from lit_efficient.mechanisms.metering import measure
-from lit_efficient.mechanisms.ranks import check_batches
-from lit_efficient.mechanisms.shards import TIED, check_everywhere, kept_aside, states_in, write_shards
-from lit_efficient.mechanisms.tensor_parallel import Parallel, clip_by_norm, parallelize, plan_of, same_draws
-from lit_efficient.models.row_slices import ROW_AMOUNT, own_slices, share_rows
-from lit_efficient.models.weight_slices import fill_waiting
 from lit_efficient.surgery import count, is_sharded, reshard
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

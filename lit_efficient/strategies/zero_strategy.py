@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 
 from lightning.pytorch.plugins import DeepSpeedPrecision
 
+from lit_efficient.distributed.shards import check_everywhere, write_shards
 from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_installed, check_number, refusal
 from lit_efficient.internals.lightning_sharding import ZeroBase
-from lit_efficient.mechanisms.shards import check_everywhere, write_shards
 
 _PLACES = ("gpu", "cpu", "nvme")
 # What the trainer and the module say, and DeepSpeed's name for it.

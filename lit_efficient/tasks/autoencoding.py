@@ -22,8 +22,8 @@ from torch import Tensor
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.internals.lightning_metrics import logs_in_bar
 from lit_efficient.internals.lightning_trainer import trainer_of
-from lit_efficient.models.autoencoder import AutoencoderConfig, kl_divergence, sample_posterior
-from lit_efficient.models.autoencoders import (
+from lit_efficient.models.judges.perceptual import Perceptual, find_network, perceptual_distance, pixel_distance
+from lit_efficient.models.libraries.autoencoders import (
     CHECKPOINT_KEY,
     DiffusersAutoencoder,
     as_spec,
@@ -32,9 +32,9 @@ from lit_efficient.models.autoencoders import (
     is_deterministic,
     stored_config,
 )
-from lit_efficient.models.diffusers_model import DiffusersModelConfig, from_fields
-from lit_efficient.models.perceptual import Perceptual, find_network, perceptual_distance, pixel_distance
-from lit_efficient.models.teachers import Teacher, name_of
+from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig, from_fields
+from lit_efficient.models.libraries.teachers import Teacher, name_of
+from lit_efficient.models.networks.autoencoder import AutoencoderConfig, kl_divergence, sample_posterior
 from lit_efficient.optimizers.fused_adamw import FusedAdamW
 from lit_efficient.surgery import own_draws
 

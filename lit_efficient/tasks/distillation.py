@@ -36,9 +36,9 @@ from lit_efficient.losses.chunked_distillation import (
 from lit_efficient.losses.distillation import Divergence, top_k_of
 from lit_efficient.losses.next_token import IGNORE, sample_means, targets_of
 from lit_efficient.mechanisms.documents import DocumentRows
-from lit_efficient.models.causal_lm import CausalLMConfig
-from lit_efficient.models.gpt import GPTConfig
-from lit_efficient.models.output_head import check_head, hidden_states, output_head
+from lit_efficient.models.libraries.causal_lm import CausalLMConfig
+from lit_efficient.models.networks.gpt import GPTConfig
+from lit_efficient.models.probes.output_head import check_head, hidden_states, output_head
 from lit_efficient.surgery import moved
 from lit_efficient.tasks.language_modeling import LanguageModeling
 from lit_efficient.tasks.teacher import FrozenNetwork, TeacherSource, tokens_in_common

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from lit_efficient.application import on_read
 from lit_efficient.callbacks.token_weighted_accumulation import TokenWeightedAccumulation
 from lit_efficient.data.text.tokenizer_state import pack_tokenizer, token_ids, unpack_tokenizer
+from lit_efficient.distributed.row_slices import ROW_POSITIONS, mean_over_rows
+from lit_efficient.distributed.weight_slices import built_empty
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_number, refusal
 from lit_efficient.files.records import rebuild
 from lit_efficient.internals.hugging_face import masks_unread
@@ -31,17 +33,15 @@ from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.losses.next_token import IGNORE, sample_means, targets_of, token_losses
 from lit_efficient.mechanisms.documents import DocumentRows
-from lit_efficient.mechanisms.shards import weights_may_wait
-from lit_efficient.models import causal_lm
-from lit_efficient.models.causal_lm import CausalLMConfig
-from lit_efficient.models.gpt import GPT, GPTConfig
-from lit_efficient.models.learned_positions import learned_positions, positions_of
-from lit_efficient.models.row_slices import ROW_POSITIONS, mean_over_rows
-from lit_efficient.models.sampling import Sampling
-from lit_efficient.models.weight_slices import built_empty
+from lit_efficient.models.generation.sampling import Sampling
+from lit_efficient.models.libraries import causal_lm
+from lit_efficient.models.libraries.causal_lm import CausalLMConfig
+from lit_efficient.models.libraries.learned_positions import learned_positions, positions_of
+from lit_efficient.models.networks.gpt import GPT, GPTConfig
 from lit_efficient.optimizers.fused_adamw import FusedAdamW
 from lit_efficient.optimizers.schedules import warmup_cosine
 from lit_efficient.protocol import builds_no_layers
+from lit_efficient.tasks.deferred_weights import weights_may_wait
 from lit_efficient.tasks.text_generation import BATCH_SIZE, as_chat, continuations
 from lit_efficient.tasks.token_metrics import TokenMetrics
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError, refusal
-from lit_efficient.models.backbone_shape import BackboneShape
-from lit_efficient.models.condition import Condition
-from lit_efficient.models.text_encoder import TextEncoder
+from lit_efficient.models.libraries.text_encoder import TextEncoder
+from lit_efficient.models.networks.backbone_shape import BackboneShape
+from lit_efficient.models.networks.condition import Condition
 from lit_efficient.surgery import moved
 
 _PROMPTS = 64

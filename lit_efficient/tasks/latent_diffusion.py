@@ -8,7 +8,7 @@ average's and ``val/loss_raw`` that of the weights that train, at the same draws
 
 The parts: the model without its training, :mod:`lit_efficient.tasks.latent_generator`; what data must offer and batches
 may hold, :mod:`lit_efficient.tasks.latent_source`; what the network gets of labels and captions,
-:mod:`lit_efficient.tasks.latent_conditions`; the networks, :mod:`lit_efficient.models.backbones`.
+:mod:`lit_efficient.tasks.latent_conditions`; the networks, :mod:`lit_efficient.models.libraries.backbones`.
 
 Costs: with validation, one sampling of ``samples.count`` images, two network evaluations a step; with averaged
 weights each batch of it is evaluated twice.
@@ -23,6 +23,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from lit_efficient.distributed.ranks import data_rank
 from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.files.moved import takes_moved_keys
 from lit_efficient.internals.lightning_metrics import logs_in_bar
@@ -33,12 +34,11 @@ from lit_efficient.losses.diffusion_sampling import Sampler, SamplerName
 from lit_efficient.losses.noise_process import DiffusionProcess, Schedule
 from lit_efficient.losses.timesteps import Distribution, TimestepSampling, check_sampling, sample_timesteps
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights
-from lit_efficient.mechanisms.ranks import data_rank
-from lit_efficient.models.class_token import apart, with_token
-from lit_efficient.models.condition import Condition
-from lit_efficient.models.diffusers_model import DiffusersModelConfig
-from lit_efficient.models.dit import DiTConfig
-from lit_efficient.models.dit_to_diffusers import diffusers_fields
+from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
+from lit_efficient.models.libraries.dit_to_diffusers import diffusers_fields
+from lit_efficient.models.networks.class_token import apart, with_token
+from lit_efficient.models.networks.condition import Condition
+from lit_efficient.models.networks.dit import DiTConfig
 from lit_efficient.optimizers.fused_adamw import FusedAdamW
 from lit_efficient.optimizers.schedules import warmup_cosine
 from lit_efficient.protocol import builds_no_layers

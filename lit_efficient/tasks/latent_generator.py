@@ -19,6 +19,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
+from lit_efficient.distributed.ranks import data_rank
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.losses import diffusion
@@ -27,21 +28,20 @@ from lit_efficient.losses.diffusion import Prediction
 from lit_efficient.losses.diffusion_sampling import Sampler, SamplerName
 from lit_efficient.losses.noise_process import DiffusionProcess, Schedule
 from lit_efficient.mechanisms.adapters.base import leaves_base_out
-from lit_efficient.mechanisms.ranks import data_rank
-from lit_efficient.mechanisms.shards import weights_may_wait
-from lit_efficient.models import backbones
-from lit_efficient.models.backbone_shape import BackboneShape
-from lit_efficient.models.class_token import apart, rows_of
-from lit_efficient.models.condition import Condition
-from lit_efficient.models.diffusers_model import DiffusersModelConfig
-from lit_efficient.models.dit import DiTConfig
-from lit_efficient.models.latent_codec import LatentCodec
-from lit_efficient.models.modes import deep_path
-from lit_efficient.models.preview_decoder import PreviewDecoder
-from lit_efficient.models.text_encoder import TextEncoder
+from lit_efficient.models.libraries import backbones
+from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
+from lit_efficient.models.libraries.latent_codec import LatentCodec
+from lit_efficient.models.libraries.preview_decoder import PreviewDecoder
+from lit_efficient.models.libraries.text_encoder import TextEncoder
+from lit_efficient.models.networks.backbone_shape import BackboneShape
+from lit_efficient.models.networks.class_token import apart, rows_of
+from lit_efficient.models.networks.condition import Condition
+from lit_efficient.models.networks.dit import DiTConfig
+from lit_efficient.models.probes.modes import deep_path
 from lit_efficient.protocol import builds_no_layers
 from lit_efficient.surgery import moved
 from lit_efficient.tasks import latent_source
+from lit_efficient.tasks.deferred_weights import weights_may_wait
 from lit_efficient.tasks.latent_conditions import Conditioning, Prompts
 from lit_efficient.tasks.latent_sampling import draw_noise, guided, sample_latents
 from lit_efficient.tasks.latent_source import LatentSource

@@ -9,8 +9,8 @@ from lit_efficient.losses.diffusers_sampling import sample_with_diffusers
 from lit_efficient.losses.diffusion import Prediction
 from lit_efficient.losses.diffusion_sampling import Sampler, ddim_sample, guide, sampling_times
 from lit_efficient.losses.noise_process import DiffusionProcess
-from lit_efficient.models.condition import Condition
-from lit_efficient.models.modes import path_dropped
+from lit_efficient.models.networks.condition import Condition
+from lit_efficient.models.probes.modes import path_dropped
 from lit_efficient.surgery import moved
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lit_efficient.errors import CheckpointError, ConfigurationError
-from lit_efficient.models.autoencoder import sample_posterior
-from lit_efficient.models.latent_codec import LatentCodec
-from lit_efficient.models.text_encoder import TextEncoder
+from lit_efficient.models.libraries.latent_codec import LatentCodec
+from lit_efficient.models.libraries.text_encoder import TextEncoder
+from lit_efficient.models.networks.autoencoder import sample_posterior
 
 _IMAGES_AT_ONCE = 32
 _Frozen = TypeVar("_Frozen", LatentCodec, TextEncoder)

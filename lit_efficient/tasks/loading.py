@@ -7,11 +7,11 @@ from typing import Any
 
 import lit_efficient
 from lit_efficient.data.text.tokenizer_state import pack_tokenizer
+from lit_efficient.distributed.shards import read_checkpoint
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.files.sums import check_sums
 from lit_efficient.mechanisms.restore import take_weights
-from lit_efficient.mechanisms.shards import read_checkpoint
-from lit_efficient.models.causal_lm import CausalLMConfig
+from lit_efficient.models.libraries.causal_lm import CausalLMConfig
 from lit_efficient.surgery import own_draws
 from lit_efficient.tasks.language_modeling import LanguageModeling
 

@@ -11,8 +11,8 @@ from lit_efficient.errors import CheckpointError, LitEfficientError
 from lit_efficient.internals.lightning_metrics import logs_in_bar
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.mechanisms.adapters.merge import merge_adapters
-from lit_efficient.models.causal_lm import CausalLMConfig
-from lit_efficient.models.gpt import GPTConfig
+from lit_efficient.models.libraries.causal_lm import CausalLMConfig
+from lit_efficient.models.networks.gpt import GPTConfig
 from lit_efficient.tasks.language_modeling import LanguageModeling
 from lit_efficient.tasks.loading import load_language_model
 from lit_efficient.tasks.pairs import Comparison

@@ -19,8 +19,8 @@ from lit_efficient.errors import CheckpointError, ConfigurationError, ConflictEr
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.losses.preference import check_dpo, dpo_loss, orpo_loss, sequence_log_probs, simpo_loss
-from lit_efficient.models.causal_lm import CausalLMConfig
-from lit_efficient.models.gpt import GPTConfig
+from lit_efficient.models.libraries.causal_lm import CausalLMConfig
+from lit_efficient.models.networks.gpt import GPTConfig
 from lit_efficient.tasks.language_modeling import _DEFAULT_MODEL
 from lit_efficient.tasks.pair_task import PairTask
 from lit_efficient.tasks.pairs import Comparison, joined, pairs_of

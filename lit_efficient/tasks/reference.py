@@ -16,13 +16,13 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from lit_efficient.distributed.ranks import gather_objects
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_fsdp import drop_gathered
 from lit_efficient.internals.torch_shards import own_slices
 from lit_efficient.mechanisms.adapters.base import added_names
 from lit_efficient.mechanisms.adapters.disabled import disabled, has_adapters
-from lit_efficient.mechanisms.ranks import gather_objects
-from lit_efficient.models.modes import evaluating
+from lit_efficient.models.probes.modes import evaluating
 from lit_efficient.surgery import is_sharded, local
 
 _SAMPLES = 1024

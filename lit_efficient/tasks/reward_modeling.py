@@ -2,7 +2,8 @@
 
     loss = -log sigmoid(R(chosen) - R(rejected) - margin) + centering (R(chosen) + R(rejected))^2
 
-R is one linear layer on the last hidden state of any causal language model; see :mod:`lit_efficient.models.reward`.
+R is one linear layer on the last hidden state of any causal language model; see
+:mod:`lit_efficient.models.networks.reward`.
 """
 
 from collections.abc import Mapping
@@ -10,12 +11,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from lit_efficient.distributed.weight_slices import weights_wait
 from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.losses.preference import reward_loss
-from lit_efficient.models import reward
-from lit_efficient.models.causal_lm import CausalLMConfig
-from lit_efficient.models.gpt import GPTConfig
-from lit_efficient.models.weight_slices import weights_wait
+from lit_efficient.models.libraries.causal_lm import CausalLMConfig
+from lit_efficient.models.networks import reward
+from lit_efficient.models.networks.gpt import GPTConfig
 from lit_efficient.tasks.language_modeling import _DEFAULT_MODEL
 from lit_efficient.tasks.pair_task import PairTask
 from lit_efficient.tasks.pairs import Comparison, joined, pairs_of

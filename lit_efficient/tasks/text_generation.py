@@ -9,8 +9,8 @@ from torch import nn
 from lit_efficient.data.text.template_limits import limited
 from lit_efficient.data.text.token_cache import END_OF_TEXT
 from lit_efficient.errors import ConfigurationError, check_number, refusal
-from lit_efficient.models.generation import continue_rows, longest_row
-from lit_efficient.models.sampling import Sampling
+from lit_efficient.models.generation.batched import continue_rows, longest_row
+from lit_efficient.models.generation.sampling import Sampling
 
 BATCH_SIZE = 8
 

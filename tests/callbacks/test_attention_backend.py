@@ -16,10 +16,10 @@ import lit_efficient
 from lit_efficient import ActivationCheckpointing, AttentionBackend, CausalLMConfig, ConfigurationError, ConflictError
 from lit_efficient.application import apply
 from lit_efficient.callbacks.attention_backend import Kernels, switch_kernels, try_kernel
-from lit_efficient.models.causal_lm import build
+from lit_efficient.models.libraries.causal_lm import build
 from lit_efficient.testing import Run
 from tests.contract.row import Row
-from tests.models.test_causal_lm import SMALL
+from tests.models.libraries.test_causal_lm import SMALL
 from tests.support import AttentionNet, Net, Toy, data, trainer
 
 

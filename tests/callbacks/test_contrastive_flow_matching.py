@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import lit_efficient
 from lit_efficient import ConfigurationError, ConflictError, DiTConfig, LatentDiffusion, contrastive_flow_loss
 from lit_efficient.callbacks.contrastive_flow_matching import draw_others
-from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
+from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.testing import Run
 from tests.contract.row import Row
 from tests.support import Toy, data, trainer

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
 
 from lit_efficient import APOLLO, ConfigurationError, ConflictError, GaLore
-from lit_efficient.models.gpt import GPT, GPTConfig
+from lit_efficient.models.networks.gpt import GPT, GPTConfig
 from lit_efficient.optimizers.low_rank_adamw import LowRankAdamW
 from lit_efficient.testing import Run
 from tests.contract.row import Row

@@ -30,15 +30,15 @@ from lit_efficient import (
 )
 from lit_efficient.application import compare_techniques
 from lit_efficient.data.digit_images import TensorDictDataset
+from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.sums import write_sums
 from lit_efficient.losses.feature_matching import gradient_cosine
 from lit_efficient.mechanisms.alignment import make_head
-from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
-from lit_efficient.models.autoencoder import Autoencoder
-from lit_efficient.models.digit_features import DigitFeatures
-from lit_efficient.models.latent_codec import LatentCodec
-from lit_efficient.models.teachers import Teacher, find_teacher
+from lit_efficient.models.judges.digit_features import DigitFeatures
+from lit_efficient.models.libraries.latent_codec import LatentCodec
+from lit_efficient.models.libraries.teachers import Teacher, find_teacher
+from lit_efficient.models.networks.autoencoder import Autoencoder
 from lit_efficient.testing import Case, check_resumes
 from tests.support import QUIET
 

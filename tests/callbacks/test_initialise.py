@@ -12,9 +12,9 @@ from lit_efficient import ConfigurationError, Initialise
 from lit_efficient.application import apply, reports_of
 from lit_efficient.callbacks.initialise import SCHEMES, draw_weight
 from lit_efficient.internals.torch_fx import all_residual_ends, has_parts, residual_ends
-from lit_efficient.models.dit import DiT, DiTConfig
-from lit_efficient.models.gpt import GPT, GPTConfig
-from lit_efficient.models.signs_of_training import sign_of_training
+from lit_efficient.models.networks.dit import DiT, DiTConfig
+from lit_efficient.models.networks.gpt import GPT, GPTConfig
+from lit_efficient.models.probes.signs_of_training import sign_of_training
 from lit_efficient.testing import Run
 from tests.contract.row import Row
 from tests.mechanisms.adapters.decoders import FAMILIES, decoder

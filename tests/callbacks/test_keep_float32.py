@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 from lit_efficient import ConfigurationError, KeepFloat32, apply
-from lit_efficient.models.gpt import GPT, GPTConfig
+from lit_efficient.models.networks.gpt import GPT, GPTConfig
 from lit_efficient.testing import Run
 from tests.contract.row import Row
 from tests.support import Net, Toy, data, trainer

@@ -18,7 +18,7 @@ from lit_efficient import (
 from lit_efficient.callbacks.latent_alignment import last_weight
 from lit_efficient.data.digit_images import TensorDictDataset
 from lit_efficient.losses.feature_matching import match_tokens, vf_loss
-from tests.models.diffusers_autoencoders import KINDS
+from tests.models.libraries.diffusers_autoencoders import KINDS
 from tests.support import QUIET, assert_equal
 
 IMAGES = torch.rand(16, 1, 16, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1

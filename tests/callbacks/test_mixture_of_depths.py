@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from lit_efficient import ConfigurationError, DiT, DiTConfig, MixtureOfDepths
 from lit_efficient.mechanisms.flops import FlopMeter
 from lit_efficient.mechanisms.side_terms import SideTerms, parts_of
-from lit_efficient.models.depth_routing import DepthRouted, choose_tokens
-from lit_efficient.models.document_attention import document_starts
-from lit_efficient.models.gpt import GPT, GPTConfig, KVCache, rotary_table, rotate
+from lit_efficient.models.networks.depth_routing import DepthRouted, choose_tokens
+from lit_efficient.models.networks.document_attention import document_starts
+from lit_efficient.models.networks.gpt import GPT, GPTConfig, KVCache, rotary_table, rotate
 from lit_efficient.testing import Run
 from tests.contract.effects import moved, training
 from tests.contract.row import Row

@@ -25,9 +25,9 @@ from lit_efficient.mechanisms.adapters.merge import dequantize_layers
 from lit_efficient.mechanisms.adapters.quantized import QuantizedExperts
 from lit_efficient.mechanisms.flops import FlopMeter
 from lit_efficient.mechanisms.side_terms import parts_of
-from lit_efficient.models import expert_layers
-from lit_efficient.models.dit import DiT, DiTConfig
-from lit_efficient.models.expert_layers import (
+from lit_efficient.models.networks import expert_layers
+from lit_efficient.models.networks.dit import DiT, DiTConfig
+from lit_efficient.models.networks.expert_layers import (
     ExpertLinear,
     ExpertMixture,
     GroupedLayer,
@@ -37,7 +37,7 @@ from lit_efficient.models.expert_layers import (
     route_tokens,
     router_z_loss,
 )
-from lit_efficient.models.gpt import GPT, GPTConfig, SwiGLU
+from lit_efficient.models.networks.gpt import GPT, GPTConfig, SwiGLU
 from lit_efficient.testing import Case, Run, check_resumes
 from tests.contract.effects import moved
 from tests.contract.row import Row

@@ -14,7 +14,7 @@ from torch import nn
 from lit_efficient import ConfigurationError, PromptTuning
 from lit_efficient.application import apply, reports_of
 from lit_efficient.mechanisms.adapters.prompt import nearest_tokens
-from lit_efficient.models.gpt import GPT, GPTConfig, rotary_table
+from lit_efficient.models.networks.gpt import GPT, GPTConfig, rotary_table
 from lit_efficient.testing import Run
 from tests.contract import effects
 from tests.contract.row import Row

@@ -37,7 +37,7 @@ from lit_efficient.mechanisms.adapters.quantized import (
     stored_bytes,
 )
 from lit_efficient.mechanisms.trials.memory import AllocationMeter
-from lit_efficient.models.causal_lm import build
+from lit_efficient.models.libraries.causal_lm import build
 from lit_efficient.tasks.loading import load_language_model
 from tests.support import Toy, assert_equal, data, trainer, weights
 
@@ -333,7 +333,7 @@ PEAKS = {"nf4": 1.3, "fp4": 1.3, "int8": 1.3, "int4": 3.0}  # layers; int4's own
 
 
 def base(family: str, folder: Path) -> str:
-    from tests.models.test_causal_lm import FAMILIES
+    from tests.models.libraries.test_causal_lm import FAMILIES
 
     families = {
         **FAMILIES,

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 
 from lit_efficient import RunMetrics
 from lit_efficient.data.text.collate import packed_batch
-from lit_efficient.mechanisms.metering import count_real, gradient_norm, peak_memory
+from lit_efficient.distributed.gradient_norm import gradient_norm
+from lit_efficient.mechanisms.metering import count_real, peak_memory
 from lit_efficient.mechanisms.run_figures import rates_of
 from tests.processes import run_ranks
 from tests.ranks import metering

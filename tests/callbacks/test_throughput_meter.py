@@ -30,7 +30,7 @@ from lit_efficient.losses.next_token import IGNORE
 from lit_efficient.mechanisms.flops import FlopMeter, mixed_peak
 from lit_efficient.mechanisms.metering import Amount, held_bytes, measure
 from lit_efficient.mechanisms.run_figures import RunFigures
-from lit_efficient.models.gpt import GPT, GPTConfig
+from lit_efficient.models.networks.gpt import GPT, GPTConfig
 from tests.support import assert_equal, trainer, weights
 
 CONFIG = GPTConfig(48, dim=32, depth=2, num_heads=4, hidden_dim=64, max_length=32, tie_embeddings=False)

@@ -24,7 +24,7 @@ from lit_efficient import (
 from lit_efficient.application import apply
 from lit_efficient.callbacks.tiled_mlp import _Tiled, tiled
 from lit_efficient.mechanisms.trials.memory import AllocationMeter, SavedTensors
-from lit_efficient.models.gpt import GPT
+from lit_efficient.models.networks.gpt import GPT
 from lit_efficient.testing import Block, Net, Run, data
 from tests.contract import effects
 from tests.contract.row import Row

@@ -13,7 +13,7 @@ from torch import nn
 
 from lit_efficient import EMA, ChunkedCrossEntropy, ConfigurationError, ConflictError, LoRA, Tiling
 from lit_efficient.application import apply
-from lit_efficient.models.gpt import GPT, GPTConfig
+from lit_efficient.models.networks.gpt import GPT, GPTConfig
 from lit_efficient.testing import Run
 from tests.contract.row import Row
 from tests.mechanisms.test_documents import network_of

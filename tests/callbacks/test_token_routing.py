@@ -28,10 +28,10 @@ from lit_efficient import (
     draw_tokens,
 )
 from lit_efficient.callbacks.token_routing import TokenFusion
+from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.internals.torch_trees import tree_map
-from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
-from lit_efficient.models.condition import Condition
-from lit_efficient.models.modes import path_dropped
+from lit_efficient.models.networks.condition import Condition
+from lit_efficient.models.probes.modes import path_dropped
 from lit_efficient.tasks.latent_sampling import guided
 from lit_efficient.testing import Case, Run, check_resumes
 from tests.contract.effects import training

@@ -12,8 +12,8 @@ from torch import nn
 
 from lit_efficient import ConfigurationError, Lion, WidthTransfer
 from lit_efficient.application import apply
-from lit_efficient.models.dit import DiT, DiTConfig, DiTVariant
-from lit_efficient.models.gpt import GPT, GPTConfig
+from lit_efficient.models.networks.dit import DiT, DiTConfig, DiTVariant
+from lit_efficient.models.networks.gpt import GPT, GPTConfig
 from lit_efficient.testing import Run
 from tests.contract.row import Row
 from tests.support import AttentionNet

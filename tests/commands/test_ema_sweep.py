@@ -21,7 +21,7 @@ from lit_efficient.commands import ema_sweep
 from lit_efficient.commands.ema_sweep import WidthCurve, loss_among
 from lit_efficient.export import check
 from lit_efficient.mechanisms.averages.snapshots import Snapshot, synthesize, write_snapshot
-from lit_efficient.models.gpt import GPTConfig
+from lit_efficient.models.networks.gpt import GPTConfig
 
 MODEL = {"dim": 16, "depth": 1, "num_heads": 2, "max_length": 16}
 DATA = {"vocab_size": 300, "sequence_length": 16, "batch_size": 8, "val_fraction": 0.2}

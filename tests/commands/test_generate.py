@@ -13,7 +13,7 @@ from lit_efficient import EMA, CausalLMConfig, CorpusFiles, LanguageModeling, Lo
 from lit_efficient.__main__ import main
 from lit_efficient.files.runs import new_folder, point_latest, write_record
 from lit_efficient.tasks.loading import load_language_model
-from tests.models.test_causal_lm import SMALL
+from tests.models.libraries.test_causal_lm import SMALL
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     source.mkdir()
     for index in range(12):
         (source / f"file{index}.py").write_text(f"def function_{index}(self):\n    return self.value + {index}\n" * 9)
-    from lit_efficient.models.causal_lm import build
+    from lit_efficient.models.libraries.causal_lm import build
 
     torch.manual_seed(0)
     base = CausalLMConfig(config_fields={"model_type": "llama", **SMALL, "vocab_size": 300})

@@ -14,11 +14,11 @@ from torch.distributed import checkpoint as dcp
 from benchmarks.real_size import peak_of
 from lit_efficient import CheckpointAverage
 from lit_efficient.commands import average, convert
+from lit_efficient.distributed.shards import TIED
 from lit_efficient.export.adapters import export_checkpoint
 from lit_efficient.files.checkpoints import save_atomically
 from lit_efficient.internals.heap import give_back
 from lit_efficient.mechanisms.averages.snapshots import Snapshot, synthesize, write_snapshot
-from lit_efficient.mechanisms.shards import TIED
 from tests import processes
 from tests.support import Toy, assert_equal, data, trainer
 

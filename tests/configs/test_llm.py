@@ -17,7 +17,7 @@ from lit_efficient.data.text.chat_tokenizer import load_chat_tokenizer, train_ch
 from lit_efficient.data.text.chat_tokens import ChatTokens
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, add_low_rank
 from lit_efficient.mechanisms.adapters.targets import find_targets
-from lit_efficient.models import causal_lm
+from lit_efficient.models.libraries import causal_lm
 from tests.configs.following import fit_and_follow, made, small
 from tests.support_cli import Parts
 

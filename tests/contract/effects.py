@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.losses.snr import snr_weight
 from lit_efficient.mechanisms.averages.snapshots import find_snapshots
 from lit_efficient.mechanisms.averages.weights import decay_at, gamma_of, power_decay
-from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 from lit_efficient.optimizers.host_states import Streamed
 from lit_efficient.testing import Run, Step, data
 

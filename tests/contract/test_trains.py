@@ -24,7 +24,7 @@ from lit_efficient import (
 )
 from lit_efficient.declaration import overrides
 from lit_efficient.mechanisms.adapters.disabled import disabled
-from lit_efficient.models.silent_layers import Watched
+from lit_efficient.models.probes.silent_layers import Watched
 from tests.contract.table import CASES, network_of
 from tests.mechanisms.adapters.decoders import Language
 from tests.support import WIDTH, Net, Toy, assert_equal, data, trainer, weights

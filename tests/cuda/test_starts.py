@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 import lit_efficient
 from lit_efficient import ChunkedCrossEntropy, ConfigurationError, GPTConfig, LanguageModeling
 from lit_efficient.losses.chunked_cross_entropy import TokenLoss
-from lit_efficient.models.sampling import sample_token
-from lit_efficient.models.teachers import find_teacher
+from lit_efficient.models.generation.sampling import sample_token
+from lit_efficient.models.libraries.teachers import find_teacher
 from lit_efficient.testing import Run, data, trainer
 from tests.contract.table import NAMES, case
 from tests.cuda.fake_cuda import DEVICE, fake_cuda, on_cuda

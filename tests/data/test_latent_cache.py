@@ -27,11 +27,11 @@ from lit_efficient.data.images.image_module import ImageModule
 from lit_efficient.data.latents.latent_store import LatentStore
 from lit_efficient.data.latents.latent_writer import Ranks, plan_shards
 from lit_efficient.files.tensors import load_tensors, save_tensors
-from lit_efficient.models import latent_codec, text_encoder
-from lit_efficient.models.diffusers_model import build as build_diffusers
-from lit_efficient.models.latent_codec import LatentCodec
-from lit_efficient.models.text_encoder import CaptionReading, TextEncoder, TextEncoderConfig
-from lit_efficient.models.text_network import TextNetwork
+from lit_efficient.models.libraries import latent_codec, text_encoder
+from lit_efficient.models.libraries.diffusers_model import build as build_diffusers
+from lit_efficient.models.libraries.latent_codec import LatentCodec
+from lit_efficient.models.libraries.text_encoder import CaptionReading, TextEncoder, TextEncoderConfig
+from lit_efficient.models.libraries.text_network import TextNetwork
 from tests.data.images.image_kit import write
 from tests.data.images.toy_images import ToyImages
 from tests.support import assert_equal

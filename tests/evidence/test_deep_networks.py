@@ -13,7 +13,7 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.evidence.fits import LiveFit
 from lit_efficient.evidence.planning import deep_networks
 from lit_efficient.evidence.planning import plan as planning
-from lit_efficient.models.causal_lm import build
+from lit_efficient.models.libraries.causal_lm import build
 
 SHAPES: dict[str, Any] = {
     "gpt": GPTConfig(64, dim=32, depth=6, num_heads=2, max_length=32),

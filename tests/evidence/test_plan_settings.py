@@ -8,7 +8,7 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.evidence.fits import Change, Fit, give_arguments
 from lit_efficient.evidence.planning.plan_search import Predictions
 from lit_efficient.evidence.planning.plan_settings import batch_lever, length_lever, rank_lever
-from lit_efficient.models.gpt import GPTConfig
+from lit_efficient.models.networks.gpt import GPTConfig
 from tests.evidence.known_plans import plan_of
 from tests.support import Toy, trainer
 

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader
 from lit_efficient import EMA, DiffusersModelConfig, DiTConfig, DiTVariant, LatentDiffusion, LoRA
 from lit_efficient.losses.diffusion_sampling import Sampler
 from lit_efficient.losses.noise_process import DiffusionProcess
-from lit_efficient.models.latent_codec import LatentCodec
-from lit_efficient.models.text_encoder import TextEncoder, TextEncoderConfig
-from tests.models.diffusers_autoencoders import KL, small
-from tests.models.test_text_encoder_of_pipelines import clip, saved, t5
+from lit_efficient.models.libraries.latent_codec import LatentCodec
+from lit_efficient.models.libraries.text_encoder import TextEncoder, TextEncoderConfig
+from tests.models.libraries.diffusers_autoencoders import KL, small
+from tests.models.libraries.test_text_encoder_of_pipelines import clip, saved, t5
 from tests.processes import python
 from tests.support import QUIET
 from tests.support_cli import export

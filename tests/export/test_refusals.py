@@ -27,10 +27,10 @@ from lit_efficient import (
 from lit_efficient.export import pipelines
 from lit_efficient.files.sums import check_sums
 from lit_efficient.losses.diffusion_sampling import Sampler
-from lit_efficient.models.autoencoder import Autoencoder
-from lit_efficient.models.dit_to_diffusers import to_diffusers
-from lit_efficient.models.latent_codec import LatentCodec
-from lit_efficient.models.text_encoder import TextEncoder, TextEncoderConfig
+from lit_efficient.models.libraries.dit_to_diffusers import to_diffusers
+from lit_efficient.models.libraries.latent_codec import LatentCodec
+from lit_efficient.models.libraries.text_encoder import TextEncoder, TextEncoderConfig
+from lit_efficient.models.networks.autoencoder import Autoencoder
 from tests.export.test_pipelines import (
     CLIP,
     CONDITIONED,
@@ -48,7 +48,7 @@ from tests.export.test_pipelines import (
     trained,
     written,
 )
-from tests.models.diffusers_autoencoders import DC, TINY, small
+from tests.models.libraries.diffusers_autoencoders import DC, TINY, small
 from tests.support_cli import export
 
 V: dict[str, Any] = {"prediction": "v", "schedule": VP}

@@ -20,6 +20,7 @@ from lit_efficient import CausalLMConfig
 from lit_efficient.cli.run_log import RunLog
 from lit_efficient.data.text.chat_tokenizer import load_chat_tokenizer
 from lit_efficient.data.text.token_cache import load_tokenizer
+from lit_efficient.distributed.shards import check_everywhere
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.export.adapters import export_checkpoint
 from lit_efficient.files.atomic_file import write_folder
@@ -31,10 +32,9 @@ from lit_efficient.files.sums import check_sums
 from lit_efficient.files.tensors import load_tensors, save_tensors
 from lit_efficient.mechanisms.adapters.sharded import checkpoint_keys
 from lit_efficient.mechanisms.averages.snapshots import Snapshot, synthesize, write_snapshot
-from lit_efficient.mechanisms.shards import check_everywhere
-from lit_efficient.models.autoencoders import build_autoencoder
-from lit_efficient.models.causal_lm import build as build_causal_lm
-from lit_efficient.models.teachers import find_teacher
+from lit_efficient.models.libraries.autoencoders import build_autoencoder
+from lit_efficient.models.libraries.causal_lm import build as build_causal_lm
+from lit_efficient.models.libraries.teachers import find_teacher
 from lit_efficient.tasks.loading import hugging_face_tokenizer, load_language_model
 from tests import processes
 

@@ -22,11 +22,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from lit_efficient import CausalLMConfig, ConfigurationError, LanguageModeling
 from lit_efficient.mechanisms import documents
 from lit_efficient.mechanisms.documents import DocumentRows
-from lit_efficient.models import document_attention
-from lit_efficient.models.causal_lm import build
-from lit_efficient.models.gpt import GPT, GPTConfig
-from tests.models.test_causal_lm import SMALL
-from tests.models.test_document_attention import Squares
+from lit_efficient.models.libraries.causal_lm import build
+from lit_efficient.models.networks import document_attention
+from lit_efficient.models.networks.gpt import GPT, GPTConfig
+from tests.models.libraries.test_causal_lm import SMALL
+from tests.models.networks.test_document_attention import Squares
 
 STATES = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_d_state": 8}
 LINEAR = {f"linear_{name}": size for name, size in (("num_value_heads", 4), ("num_key_heads", 2))}

@@ -27,7 +27,7 @@ from lit_efficient import (
     parameter_groups,
 )
 from lit_efficient.internals.torch_muon import orthogonalised
-from lit_efficient.models.gpt import GPT, GPTConfig
+from lit_efficient.models.networks.gpt import GPT, GPTConfig
 from lit_efficient.optimizers.spectra import outlier_ratio
 from tests.support import Toy, assert_equal, data, trainer, weights
 

@@ -22,7 +22,7 @@ from lit_efficient import (
     RewardModeling,
     ShardedStrategy,
 )
-from lit_efficient.models import weight_slices
+from lit_efficient.distributed import weight_slices
 from lit_efficient.surgery import is_sharded
 from tests.support import trainer
 from tests.tasks import preference_kit
@@ -95,7 +95,7 @@ def fitted(
 
 def write(folder: str) -> None:
     """A model in several files, tied, and in bfloat16; checkpoints of it, of adapters beside it, and of our GPT."""
-    from tests.models.test_weight_slices import llama, trained
+    from tests.distributed.test_weight_slices import llama, trained
 
     torch.manual_seed(1)
     trained(llama(tied=False)).save_pretrained(f"{folder}/model", max_shard_size="40KB")

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lit_efficient import MixtureOfDepths, MixtureOfExperts
-from lit_efficient.models.gpt import GPT, GPTConfig
+from lit_efficient.models.networks.gpt import GPT, GPTConfig
 from tests.ranks.toys import weights_of_all
 from tests.support import assert_equal, trainer
 

@@ -30,13 +30,13 @@ from lit_efficient import (
     SelectiveBackprop,
     ThroughputMeter,
 )
+from lit_efficient.distributed.ranks import readers
+from lit_efficient.distributed.row_slices import ROW_POSITIONS, of_whole_rows, own_places, own_slices, share_rows
 from lit_efficient.errors import LitEfficientError
 from lit_efficient.mechanisms.metering import measure
-from lit_efficient.mechanisms.ranks import readers
 from lit_efficient.mechanisms.trials.memory import AllocationMeter
-from lit_efficient.models.document_attention import attend_documents, document_starts
-from lit_efficient.models.gpt import GPT
-from lit_efficient.models.row_slices import ROW_POSITIONS, of_whole_rows, own_places, own_slices, share_rows
+from lit_efficient.models.networks.document_attention import attend_documents, document_starts
+from lit_efficient.models.networks.gpt import GPT
 from tests.ranks.sharded import fit as fit_toy
 from tests.ranks.sharded import strategy
 from tests.ranks.toys import everyones, whole

@@ -52,11 +52,11 @@ from lit_efficient import (
     WarmupLinear,
     WarmupStableDecay,
 )
+from lit_efficient.distributed.ranks import readers
+from lit_efficient.distributed.shards import read_checkpoint
 from lit_efficient.errors import CheckpointError, LitEfficientError
-from lit_efficient.mechanisms.ranks import readers
-from lit_efficient.mechanisms.shards import read_checkpoint
-from lit_efficient.models.dit import DiT, DiTConfig
-from lit_efficient.models.gpt import GPT, GPTConfig
+from lit_efficient.models.networks.dit import DiT, DiTConfig
+from lit_efficient.models.networks.gpt import GPT, GPTConfig
 from lit_efficient.surgery import memory_of
 from tests.contract.effects import GRAPHS
 from tests.contract.row import Row

@@ -32,10 +32,11 @@ from lit_efficient import (
     StochasticDepth,
 )
 from lit_efficient.application import apply
+from lit_efficient.distributed import weight_slices
 from lit_efficient.mechanisms.adapters.base import is_added, noting_digests
 from lit_efficient.mechanisms.adapters.quantized import is_bitsandbytes, stored_bytes
 from lit_efficient.mechanisms.trials.memory import AllocationMeter
-from lit_efficient.models import causal_lm, diffusers_model, weight_slices
+from lit_efficient.models.libraries import causal_lm, diffusers_model
 from lit_efficient.surgery import local
 from lit_efficient.tasks import language_modeling
 from lit_efficient.tasks.latent_generator import Samples

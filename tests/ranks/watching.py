@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lit_efficient import ConfigurationError, RankWatch, ShardedStrategy
 from lit_efficient.cli import run as run_cli
-from lit_efficient.mechanisms import ranks
+from lit_efficient.distributed import ranks
 from tests.support import Toy, data, trainer
 
 SIGNALS = {"killed": signal.SIGKILL, "terminated": signal.SIGTERM}
@@ -149,7 +149,7 @@ def unreachable() -> None:
     run = trainer([watch], devices=2, strategy="ddp", max_epochs=1)
     with (
         mock.patch("socket.create_connection", side_effect=OSError("no route")),
-        mock.patch("lit_efficient.mechanisms.rank_line.WAIT", 1),
+        mock.patch("lit_efficient.distributed.rank_line.WAIT", 1),
         warnings.catch_warnings(record=True) as said,
     ):
         warnings.simplefilter("always")

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lit_efficient import Autoencoder, AutoencoderConfig, DiffusersModelConfig
-from lit_efficient.models.autoencoders import build_autoencoder
-from lit_efficient.models.latent_codec import LatentCodec
-from lit_efficient.models.text_encoder import TextEncoder, TextEncoderConfig
+from lit_efficient.models.libraries.autoencoders import build_autoencoder
+from lit_efficient.models.libraries.latent_codec import LatentCodec
+from lit_efficient.models.libraries.text_encoder import TextEncoder, TextEncoderConfig
 
 CLIP = {
     "model_type": "clip_text_model",

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lit_efficient import CausalLMConfig
-from lit_efficient.models.causal_lm import build
+from lit_efficient.models.libraries.causal_lm import build
 from tests import support
-from tests.models.test_causal_lm import FAMILIES
+from tests.models.libraries.test_causal_lm import FAMILIES
 
 IGNORE = -100
 

@@ -11,9 +11,9 @@ import yaml
 
 from lit_efficient import LatentCodec, Perceptual, build_autoencoder
 from lit_efficient.__main__ import main
-from lit_efficient.models.autoencoder import AutoencoderConfig
-from lit_efficient.models.diffusers_model import DiffusersModelConfig
-from tests.models.diffusers_autoencoders import TINY
+from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
+from lit_efficient.models.networks.autoencoder import AutoencoderConfig
+from tests.models.libraries.diffusers_autoencoders import TINY
 from tests.support_cli import Parts
 
 CONFIG = Path(__file__).parents[2] / "configs" / "tasks" / "autoencoder.yaml"
@@ -51,7 +51,7 @@ def test_ours_is_written_as_before(tmp_path: Path) -> None:
 
 
 def test_a_model_of_diffusers_and_a_network_by_class_path(tmp_path: Path) -> None:
-    network = {"class_path": "lit_efficient.models.digit_features.DigitFeatures"}
+    network = {"class_path": "lit_efficient.models.judges.digit_features.DigitFeatures"}
     perceptual = {"network": network, "layers": ["body.0", "body.2"], "weight": 0.5}
     arguments = {"autoencoder": {"config_fields": TINY}, "reconstruction": "smooth", "perceptual": perceptual}
     model = parts(tmp_path, {"class_path": "Autoencoding", "init_args": arguments})

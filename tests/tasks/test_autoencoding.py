@@ -29,9 +29,9 @@ from lit_efficient import (
 from lit_efficient.data.digit_images import TensorDictDataset
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.pictures import draw_grid
-from lit_efficient.models.autoencoder import autoencoder_loss, kl_divergence, sample_posterior
+from lit_efficient.models.networks.autoencoder import autoencoder_loss, kl_divergence, sample_posterior
 from tests import support
-from tests.models.diffusers_autoencoders import DC, KINDS, KL, TINY, images, small
+from tests.models.libraries.diffusers_autoencoders import DC, KINDS, KL, TINY, images, small
 from tests.support import QUIET, assert_equal
 
 OURS = AutoencoderConfig(latent_channels=2, width=8)
@@ -208,7 +208,7 @@ def test_a_weight_of_zero_measures_and_trains_as_without() -> None:
 
 
 def test_random_filters_are_the_same_in_every_run_and_notice_what_pixels_average_out() -> None:
-    from lit_efficient.models.perceptual import find_network, perceptual_distance
+    from lit_efficient.models.judges.perceptual import find_network, perceptual_distance
 
     before = torch.get_rng_state()
     one, two = (find_network(Perceptual(), 1, None, "test") for _ in range(2))

@@ -39,11 +39,11 @@ from lit_efficient import (
 from lit_efficient.__main__ import main
 from lit_efficient.data.text.token_cache import END_OF_TEXT
 from lit_efficient.losses.next_token import IGNORE, targets_of
-from lit_efficient.models.causal_lm import build
+from lit_efficient.models.libraries.causal_lm import build
 from lit_efficient.surgery import is_sharded
 from lit_efficient.tasks.teacher import FrozenNetwork, TeacherSource
 from tests import support
-from tests.models.test_causal_lm import FAMILIES, SMALL
+from tests.models.libraries.test_causal_lm import FAMILIES, SMALL
 from tests.processes import run_ranks
 from tests.ranks.toys import everyones, whole
 from tests.support import assert_equal, weights

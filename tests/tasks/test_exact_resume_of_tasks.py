@@ -37,7 +37,7 @@ from lit_efficient import (
     SNRWeighting,
     StochasticDepth,
 )
-from tests.models.diffusers_autoencoders import KL
+from tests.models.libraries.diffusers_autoencoders import KL
 from tests.support import assert_equal
 
 STEPS = 4  # of two batches, with validation after two steps and at the end

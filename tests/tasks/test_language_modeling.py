@@ -17,7 +17,7 @@ from lit_efficient.data.python_corpus import PythonCorpus
 from lit_efficient.data.text.arguments import CorpusFiles
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.next_token import IGNORE, sample_means, token_losses
-from lit_efficient.models.gpt import GPTConfig
+from lit_efficient.models.networks.gpt import GPTConfig
 from lit_efficient.tasks.language_modeling import LanguageModeling
 from lit_efficient.tasks.token_metrics import TokenMetrics
 from tests import support

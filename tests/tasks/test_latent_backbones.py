@@ -21,10 +21,10 @@ from lit_efficient import (
 )
 from lit_efficient.errors import CheckpointError
 from lit_efficient.losses.diffusion_sampling import Sampler
-from lit_efficient.models.condition import Condition
-from lit_efficient.models.diffusers_model import DiffusersModelConfig
+from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
+from lit_efficient.models.networks.condition import Condition
 from tests import support
-from tests.models.test_backbones import CONDITIONED, DIT, FLUX, PIXART, SANA, SD3, SDXL, UNET
+from tests.models.libraries.test_backbones import CONDITIONED, DIT, FLUX, PIXART, SANA, SD3, SDXL, UNET
 from tests.support import assert_equal
 from tests.tasks.captioned_latents import T5, CaptionedLatents, JudgedLatents, text_encoder
 from tests.tasks.test_exact_resume_of_tasks import SaveEverywhere, run

@@ -28,7 +28,7 @@ from lit_efficient import (
 from lit_efficient.application import apply
 from lit_efficient.errors import CheckpointError, ConflictError
 from lit_efficient.losses.next_token import token_losses
-from lit_efficient.models.causal_lm import build
+from lit_efficient.models.libraries.causal_lm import build
 from tests.processes import run_ranks
 from tests.ranks.toys import whole
 from tests.support import assert_equal, weights
@@ -275,7 +275,7 @@ def test_prediction_gives_margins_and_generation_works(tmp_path: Path) -> None:
 
 
 def test_sides_of_different_lengths_are_filled_up_and_routers_balanced() -> None:
-    from tests.models.test_causal_lm import FAMILIES
+    from tests.models.libraries.test_causal_lm import FAMILIES
 
     torch.manual_seed(0)
     task = _quiet(Preference(CausalLMConfig(config_fields=FAMILIES["mixtral"])))

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from lit_efficient import ConfigurationError, ExactResume, GPTConfig, LanguageModeling, LoRA, RewardModeling
-from lit_efficient.models.reward import last_positions
+from lit_efficient.models.networks.reward import last_positions
 from tests.support import assert_equal, weights
 from tests.tasks.preference_kit import SaveAfter, loader, pairs, saved, trainer
 

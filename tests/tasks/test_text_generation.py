@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerFast
 
 from lit_efficient import CausalLMConfig
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.models.causal_lm import build
-from lit_efficient.models.sampling import Sampling
+from lit_efficient.models.generation.sampling import Sampling
+from lit_efficient.models.libraries.causal_lm import build
 from lit_efficient.tasks import text_generation
-from tests.models.test_causal_lm import FAMILIES
+from tests.models.libraries.test_causal_lm import FAMILIES
 
 WORDS = {"<unk>": 0, "</s>": 1, "▁on": 2, "▁the": 3, "▁cat": 4, "▁sat": 5}
 
@@ -39,7 +39,7 @@ def test_the_space_before_the_first_new_word_stays(monkeypatch: pytest.MonkeyPat
     drawn = iter([4, 5, 1])
     network = build(CausalLMConfig(config_fields=FAMILIES["llama"]))
     network.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input_ids"]), with_kwargs=True)
-    monkeypatch.setattr("lit_efficient.models.generation.sample_token", words)
+    monkeypatch.setattr("lit_efficient.models.generation.batched.sample_token", words)
     text = text_generation.continuations(
         network,
         _tokenizer(),

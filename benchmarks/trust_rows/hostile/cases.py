@@ -142,7 +142,7 @@ COMMANDS: dict[str, Callable[[str], Act]] = {
     "restore": lambda path: lambda: restored(path),
     "io": lambda path: lambda: dotted("lit_efficient.SafeCheckpointIO")(fallback=True).load_checkpoint(path),
     "tokenizer": lambda path: lambda: dotted("lit_efficient.data.text.chat_tokenizer.load_chat_tokenizer")(path),
-    "autoencoder": lambda path: lambda: dotted("lit_efficient.models.autoencoders.build_autoencoder")(path),
+    "autoencoder": lambda path: lambda: dotted("lit_efficient.models.libraries.autoencoders.build_autoencoder")(path),
 }
 
 

@@ -60,9 +60,9 @@ def _model(name: str) -> Act:
     sys.stdin = open(os.devnull)  # noqa: SIM115
 
     def act() -> None:
-        lm = importlib.import_module("lit_efficient.models.causal_lm")
-        text = importlib.import_module("lit_efficient.models.text_encoder")
-        teacher = dotted("lit_efficient.models.teachers.find_teacher")
+        lm = importlib.import_module("lit_efficient.models.libraries.causal_lm")
+        text = importlib.import_module("lit_efficient.models.libraries.text_encoder")
+        teacher = dotted("lit_efficient.models.libraries.teachers.find_teacher")
         readers: list[Callable[[], object]] = [
             lambda: lm.build(lm.CausalLMConfig(folder)),
             lambda: teacher(folder, [""], who="FeatureMatching"),
@@ -121,16 +121,16 @@ def _weights(name: str) -> Act:
         saved(evil, str(folder / "diffusion_pytorch_model.bin"))
 
     def act() -> None:
-        lm = importlib.import_module("lit_efficient.models.causal_lm")
-        text = importlib.import_module("lit_efficient.models.text_encoder")
-        images = importlib.import_module("lit_efficient.models.diffusers_model")
+        lm = importlib.import_module("lit_efficient.models.libraries.causal_lm")
+        text = importlib.import_module("lit_efficient.models.libraries.text_encoder")
+        images = importlib.import_module("lit_efficient.models.libraries.diffusers_model")
         try_each(
             [
                 lambda: lm.build(lm.CausalLMConfig(str(folder))),
                 lambda: text.TextEncoder.load(text.TextEncoderConfig(str(folder))),
-                lambda: dotted("lit_efficient.models.teachers.find_teacher")(str(folder), [""], who="x"),
+                lambda: dotted("lit_efficient.models.libraries.teachers.find_teacher")(str(folder), [""], who="x"),
                 lambda: images.build(images.DiffusersModelConfig(str(folder))),
-                lambda: dotted("lit_efficient.models.autoencoders.build_autoencoder")(str(folder)),
+                lambda: dotted("lit_efficient.models.libraries.autoencoders.build_autoencoder")(str(folder)),
             ]
         )
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError, check_number
-from lit_efficient.models.sample_quality import distances_of_features
-from lit_efficient.models.teachers import find_teacher
+from lit_efficient.models.judges.sample_quality import distances_of_features
+from lit_efficient.models.libraries.teachers import find_teacher
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
+from lit_efficient.distributed.seeds import mix_seed
 
 if TYPE_CHECKING:
     from PIL.Image import Image

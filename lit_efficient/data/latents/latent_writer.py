@@ -41,9 +41,9 @@ from lit_efficient.files.cache import with_hash, without_hash, write_json
 from lit_efficient.files.sums import sha256_of
 from lit_efficient.files.tensors import map_tensors, save_tensors
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key, KeyedBatches
-from lit_efficient.models.latent_codec import LatentCodec
-from lit_efficient.models.teachers import Teacher
-from lit_efficient.models.text_encoder import TextEncoder
+from lit_efficient.models.libraries.latent_codec import LatentCodec
+from lit_efficient.models.libraries.teachers import Teacher
+from lit_efficient.models.libraries.text_encoder import TextEncoder
 
 SHARD_ROWS = 1024
 TEXT_ROWS = 256

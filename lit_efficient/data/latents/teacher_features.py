@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lit_efficient.data.latents.latent_format import StoredDtype
 from lit_efficient.errors import check_choice, check_number
-from lit_efficient.models.teachers import Teacher, find_teacher, name_of
+from lit_efficient.models.libraries.teachers import Teacher, find_teacher, name_of
 
 _WHO = "TeacherFeatures"
 

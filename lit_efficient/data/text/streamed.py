@@ -23,9 +23,9 @@ from lit_efficient.data.text.document_store import labels_of
 from lit_efficient.data.text.packing import pack_lengths
 from lit_efficient.data.text.reading import Example, Reader, check_malformed
 from lit_efficient.data.text.truncation import Counts, Side, cut, facts
+from lit_efficient.distributed.ranks import place_among_ranks
+from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
-from lit_efficient.mechanisms.ranks import place_among_ranks
 
 _ENOUGH_ROWS = 100  # from here on a share of malformed rows is telling
 

@@ -20,7 +20,7 @@ from lit_efficient.evidence.verifying.claims import Claim, Subject, Verdict, fir
 from lit_efficient.evidence.verifying.recorded_calls import Call, as_it_is, detached, recorded
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 from lit_efficient.mechanisms.rewind import Rewind
-from lit_efficient.models.modes import whole_precision
+from lit_efficient.models.probes.modes import whole_precision
 
 ROWS = 4  # of a batch that are looked at
 

@@ -95,7 +95,7 @@ def _pretrained(source: FitSource) -> Iterator[tuple[dict[str, Any], dict[str, A
         block = name.removesuffix(".name_or_path")
         if block == name or not path or f"{block}.random_weights" not in settings:
             continue
-        from lit_efficient.models.causal_lm import CausalLMConfig, resolve
+        from lit_efficient.models.libraries.causal_lm import CausalLMConfig, resolve
 
         config = resolve(CausalLMConfig(path, revision=settings.get(f"{block}.revision")))
         fields = {**(settings.get(f"{block}.config_fields") or {}), **_NARROW}

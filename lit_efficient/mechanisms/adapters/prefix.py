@@ -23,8 +23,8 @@ from lit_efficient.internals.torch_modules import StaysFloat32
 from lit_efficient.mechanisms.adapters.base import FollowsBase
 from lit_efficient.mechanisms.adapters.disabled import Switchable
 from lit_efficient.mechanisms.adapters.prefix_cache import PrefixCache, computed_by_transformer, owner_of, prefixed_call
-from lit_efficient.models.gpt import GPT, KVCache, rotary_table
-from lit_efficient.models.modes import evaluating
+from lit_efficient.models.networks.gpt import GPT, KVCache, rotary_table
+from lit_efficient.models.probes.modes import evaluating
 from lit_efficient.surgery import mix_in
 
 CHILD = "prefix_tuning"  # the name under which the prefix stands in the decoder

@@ -23,7 +23,7 @@ from lit_efficient.mechanisms.adapters.prefix import (
     embeddings,
     mix_in_prefix,
 )
-from lit_efficient.models.modes import evaluating
+from lit_efficient.models.probes.modes import evaluating
 
 PROMPT = "prompt_tuning"  # the name under which the prompt stands in the decoder
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import nn
 
+from lit_efficient.distributed.shards import check_everywhere, read_metadata
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.checkpoints import load_verified
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.wraps import inner_method, temporarily, wrap_method
 from lit_efficient.mechanisms.adapters.base import frozen_keys, has_frozen_base
-from lit_efficient.mechanisms.shards import check_everywhere, read_metadata
 
 
 def restore_without_base(strategy: Any) -> None:

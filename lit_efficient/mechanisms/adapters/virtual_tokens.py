@@ -9,7 +9,7 @@ from lit_efficient.errors import ConfigurationError, check_choice, check_number,
 from lit_efficient.mechanisms.adapters.peft_format import model_placement
 from lit_efficient.mechanisms.adapters.prefix import PrefixedDecoder, embeddings, find_decoder, read_tokens
 from lit_efficient.mechanisms.adapters.technique import AdapterTechnique
-from lit_efficient.models.gpt import GPT
+from lit_efficient.models.networks.gpt import GPT
 
 
 class VirtualTokens(AdapterTechnique):

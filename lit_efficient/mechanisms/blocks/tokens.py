@@ -21,7 +21,7 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_fake import has_values
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map
 from lit_efficient.mechanisms.blocks.residual import Streams, find_streams
-from lit_efficient.models.modes import evaluating
+from lit_efficient.models.probes.modes import evaluating
 from lit_efficient.surgery import moved, own_draws, unmixed
 
 _TOLERANCE = 1e-2  # of what the block adds; what does not go with the tokens misses by about all of it

@@ -25,12 +25,13 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lit_efficient.distributed.ranks import place_among_ranks
+from lit_efficient.distributed.seeds import mix_seed, seed_all
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.lightning_data import sampler_inside
 from lit_efficient.internals.torch_loaders import PlannedLoader, copied
 from lit_efficient.mechanisms.order.keyed_batch_sampler import KeyedBatchSampler
-from lit_efficient.mechanisms.order.resumable_sampler import ResumableSampler, mix_seed, seed_all
-from lit_efficient.mechanisms.ranks import place_among_ranks
+from lit_efficient.mechanisms.order.resumable_sampler import ResumableSampler
 
 _REPLACEABLE = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 # The order of these samplers is a pure function of a seed and of the epoch and round that the loader sets.

@@ -8,42 +8,18 @@ run with the next seed. Above ``INDEXED_FROM`` items the permutation is computed
 """
 
 import copy
-import hashlib
 import math
-import random
 from collections.abc import Iterator, Sequence, Sized
 
-import numpy as np
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
+from lit_efficient.distributed.ranks import place_among_ranks
+from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import check_number
 from lit_efficient.mechanisms.order.indexed_permutation import IndexedPermutation
-from lit_efficient.mechanisms.ranks import place_among_ranks
 
 INDEXED_FROM = 2**20  # items; smaller orders are drawn as a list
-_MPS = torch.backends.mps.is_available()
-
-
-def mix_seed(*parts: int) -> int:
-    """Return a 63-bit seed from integers: the same on every machine, and unrelated for neighbouring integers."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def seed_all(seed: int) -> None:
-    """Seed the global generators of torch (all devices in use), Python and NumPy: about 15 microseconds on the CPU.
-
-    ``torch.manual_seed`` takes twenty times as long, because it records a stack trace for each device not in use.
-    """
-    torch.default_generator.manual_seed(seed)
-    for backend in (torch.cuda, torch.xpu):
-        if backend.is_initialized():
-            backend.manual_seed_all(seed)
-    if _MPS:
-        torch.mps.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
 
 
 def epoch_order(

@@ -11,9 +11,9 @@ from lit_efficient.data.latents.latent_format import (
     normalize_item,
     quantize,
 )
-from lit_efficient.models.autoencoder import AutoencoderConfig, sample_posterior
-from lit_efficient.models.autoencoders import build_autoencoder
-from lit_efficient.models.latent_codec import LatentCodec
+from lit_efficient.models.libraries.autoencoders import build_autoencoder
+from lit_efficient.models.libraries.latent_codec import LatentCodec
+from lit_efficient.models.networks.autoencoder import AutoencoderConfig, sample_posterior
 
 
 def latents(rows: int = 5) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from lit_efficient.data.text.collate import packed_batch, padded_batch
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.next_token import IGNORE
-from lit_efficient.models.gpt import GPT, GPTConfig, KVCache
+from lit_efficient.models.networks.gpt import GPT, GPTConfig, KVCache
 
 VOCABULARY = 50
 
@@ -139,7 +139,7 @@ def test_positions_and_cache_exclude_each_other() -> None:
 
 def test_stochastic_depth_of_rows_takes_each_row_with_its_positions() -> None:
     """A technique that runs blocks on some rows must cut table and mask along."""
-    from lit_efficient.models.gpt import packed_layout
+    from lit_efficient.models.networks.gpt import packed_layout
 
     batch = packed_batch(rows(), length=24)
     table, mask = packed_layout(batch["position_ids"], batch["position_ids"].shape[1], 8, 10_000.0)

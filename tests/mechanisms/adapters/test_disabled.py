@@ -12,8 +12,8 @@ from torch import nn
 from lit_efficient import GPT, IA3, CausalLMConfig, GPTConfig, LoRA, PrefixTuning, QuantizeBase
 from lit_efficient.application import apply
 from lit_efficient.mechanisms.adapters.disabled import disabled, has_adapters
-from lit_efficient.models.causal_lm import build
-from tests.models.test_causal_lm import FAMILIES
+from lit_efficient.models.libraries.causal_lm import build
+from tests.models.libraries.test_causal_lm import FAMILIES
 
 IDS = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(1))
 TECHNIQUES: dict[str, Any] = {

@@ -14,10 +14,10 @@ import lit_efficient
 from lit_efficient import CausalLMConfig
 from lit_efficient.application import apply
 from lit_efficient.mechanisms.blocks.rotary import Turns, turns_of
-from lit_efficient.models.causal_lm import build
+from lit_efficient.models.libraries.causal_lm import build
 from tests.losses.test_liger_cross_entropy import interpreted
 from tests.mechanisms.test_documents import FIELDS, network_of
-from tests.models.test_causal_lm import SMALL
+from tests.models.libraries.test_causal_lm import SMALL
 from tests.support import Net
 
 CPU = torch.device("cpu")

@@ -18,17 +18,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lit_efficient.distributed import seeds as seeds_module
+from lit_efficient.distributed.seeds import mix_seed, seed_all
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.mechanisms.order import resumable_sampler
 from lit_efficient.mechanisms.order.resumable_loader import ResumableLoader, examine, make_resumable
-from lit_efficient.mechanisms.order.resumable_sampler import (
-    ResumableSampler,
-    epoch_order,
-    mix_seed,
-    permutes,
-    seed_all,
-    shard,
-)
+from lit_efficient.mechanisms.order.resumable_sampler import ResumableSampler, epoch_order, permutes, shard
 from tests.callbacks.resume_kit import Augmented
 
 DATA = Augmented(11)
@@ -273,7 +267,7 @@ def test_seeds_and_orders_are_those_of_earlier_releases():
 @pytest.mark.parametrize("there", [False, True])
 def test_apples_generator_is_seeded_where_there_is_one(there, monkeypatch):
     seeds = []
-    monkeypatch.setattr(resumable_sampler, "_MPS", there)
+    monkeypatch.setattr(seeds_module, "_MPS", there)
     monkeypatch.setattr(torch.mps, "manual_seed", seeds.append)
     seed_all(5)
     assert seeds == [5] * there

@@ -1,0 +1,1 @@
+"""Code for several processes: ranks, slices of weights and rows, sharded checkpoints, tensor parallelism."""

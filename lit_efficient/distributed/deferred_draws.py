@@ -1,0 +1,238 @@
+"""Random weights of a network larger than a host: noted as it is built, drawn tensor by tensor where each is kept.
+
+    with DeferredDraws() as draws: network = make()      # large tensors on the meta device
+    draws.note(network)  ->  shard  ->  draws.get_tensor(name) of one after the other (distributed/weight_slices.py)
+
+While the network is built, what it does to each large tensor is noted with the state of the generator before, and what
+would be drawn is drawn for nothing and freed, so that the generator goes on as ever. Filling it in repeats that for one
+tensor after the other and keeps this process's slice: the weights are those of a network that was built as usual, bit
+for bit, on the CPU. Costs: each tensor is drawn twice, by every process; in memory one tensor at a time.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.torch_dispatch import (
+    TorchDispatchMode,
+    changes_arguments,
+    no_dispatch_modes,
+    storage_id,
+    truncated_draws,
+)
+from lit_efficient.internals.torch_tensors import version
+from lit_efficient.internals.torch_trees import tree_leaves, tree_map
+
+_ATEN = torch.ops.aten
+_MAKE = {_ATEN.empty, _ATEN.empty_strided, _ATEN.zeros, _ATEN.ones, _ATEN.full, _ATEN.randn, _ATEN.rand}
+_ASKED = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_SMALL = 1024  # elements; what is smaller is made at once: code may ask for its numbers
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor on the meta device was; code may give it another shape or other memory later."""
+
+    storage: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: Any
+    dtype: torch.dtype
+
+    @property
+    def key(self) -> int:
+        return storage_id(self.storage)
+
+    def of(self, storage: torch.UntypedStorage) -> Tensor:
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A tensor with numbers that an operation was given, and how often it had been changed by then."""
+
+    tensor: Tensor
+    version: int
+
+
+@dataclass(frozen=True)
+class _Note:
+    """What was done: arguments, result, random state before it, and the format of what named none."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    result: Any
+    state: Tensor | None
+    dtype: torch.dtype
+
+
+class _Ordinary(TorchFunctionMode):
+    """What stands on the meta device says that it does not: initialisers of torch's do nothing there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return False if func == _ASKED else func(*args, **(kwargs or {}))
+
+
+class DeferredDraws(TorchDispatchMode):
+    """Build a network without memory for its large tensors; :meth:`get_tensor` gives the numbers of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._notes: list[_Note] = []
+        self._named: dict[str, Any] = {}  # a place, or the tensor itself
+        self._beside = ExitStack()
+
+    def __enter__(self) -> "DeferredDraws":
+        self._beside.enter_context(truncated_draws(self._truncated))
+        self._beside.enter_context(_Ordinary())
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._beside.close()
+
+    def _truncated(self, draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def truncated(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if not _is_meta(tensor):
+                return draw(tensor, *args, **kwargs)
+            state = _generator(kwargs).get_state()
+            with no_dispatch_modes():
+                draw(_scratch(tensor), *args, **kwargs)
+            self._note(draw, _kept((tensor, *args)), kwargs, tensor, state)
+            return tensor
+
+        return truncated
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        makes = getattr(func, "overloadpacket", None) in _MAKE and not any(map(_is_meta, tree_leaves((args, kwargs))))
+        if makes and kwargs.get("device") in (None, torch.device("cpu")) and _elements(func, args) >= _SMALL:
+            kwargs["device"] = torch.device("meta")
+        as_given = _kept((args, kwargs))  # it may change them
+        result = func(*args, **kwargs)
+        if not any(map(_is_meta, tree_leaves((args, kwargs, result)))):
+            return result
+        state = None
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            state = _generator(kwargs).get_state()
+            func(*tree_map(_scratch, args), **_on_cpu(tree_map(_scratch, kwargs)))
+        self._note(func, as_given[0], as_given[1], result, state)
+        return result
+
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any, state: Tensor | None) -> None:
+        self._notes.append(_Note(func, args, kwargs, _kept(result), state, torch.get_default_dtype()))
+
+    def note(self, module: nn.Module) -> None:
+        """Keep what stands for each parameter and buffer of a module, before it is sharded or moved."""
+        named = _tensors(module)
+        self._named = {name: _place_of(t) if _is_meta(t) else t.detach().clone() for name, t in named.items()}
+
+    def noted(self) -> list[str]:
+        """The names of what stands for numbers."""
+        return list(self._named)
+
+    def __deepcopy__(self, memo: Any) -> "DeferredDraws":
+        return self  # what was noted does not change
+
+    def get_tensor(self, name: str) -> Tensor:
+        """What would stand in a parameter or buffer that was noted, whole."""
+        wanted = self._named[name]
+        if not isinstance(wanted, _Place):
+            return wanted
+        needed, chosen = {wanted.key}, []
+        for note in reversed(self._notes):
+            given = _places((note.args, note.kwargs))
+            written = given if changes_arguments(note.func) else []
+            if any(place.key in needed for place in [*written, *_places(note.result)]):
+                chosen.append(note)
+                needed |= {place.key for place in given}
+        real: dict[int, torch.UntypedStorage] = {}
+
+        def realized(value: Any) -> Any:
+            if isinstance(value, _Given):
+                if version(value.tensor) != value.version:
+                    raise ConfigurationError(
+                        f"DeferredDraws: a tensor of {tuple(value.tensor.shape)} that weights were made of was changed "
+                        "after it: make them of a copy"
+                    )
+                return value.tensor
+            return value.of(real[value.key]) if isinstance(value, _Place) else value
+
+        for note in reversed(chosen):
+            kwargs = _on_cpu(tree_map(realized, note.kwargs))
+            if note.state is not None:
+                kwargs = kwargs | ({"generator": torch.Generator()} if "generator" in kwargs else {})
+            with _as_then(note, _generator(kwargs)):
+                made = note.func(*tree_map(realized, note.args), **kwargs)
+            for place, own in zip(tree_leaves(note.result), tree_leaves(made)):
+                if isinstance(place, _Place):
+                    real.setdefault(place.key, own.untyped_storage())
+        return wanted.of(real[wanted.key])
+
+
+@contextmanager
+def _as_then(note: _Note, generator: torch.Generator) -> Iterator[None]:
+    """Draw as when a note was taken, and go on as before."""
+    state, dtype = generator.get_state(), torch.get_default_dtype()
+    if note.state is not None:
+        generator.set_state(note.state)
+    torch.set_default_dtype(note.dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        generator.set_state(state)
+
+
+def _place_of(tensor: Tensor) -> _Place:
+    return _Place(tensor.untyped_storage(), tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+
+
+def _kept(tree: Any) -> Any:
+    """Arguments or results as they are now: places of meta tensors; of others small ones copied."""
+
+    def kept(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if _is_meta(value):
+            return _place_of(value)
+        return value.detach().clone() if value.numel() < _SMALL else _Given(value, version(value))
+
+    return tree_map(kept, tree)
+
+
+def _places(tree: Any) -> list[_Place]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, _Place)]
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    parameters = module.named_parameters(remove_duplicate=False)  # ``to_empty`` unties them
+    return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
+
+
+def _is_meta(value: object) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "meta"
+
+
+def _elements(func: Any, args: Any) -> int:
+    return int(torch.Size(args[0]).numel()) if args and isinstance(args[0], list | tuple) else 0
+
+
+def _scratch(value: Any) -> Any:
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype) if _is_meta(value) else value
+
+
+def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
+
+
+def _generator(kwargs: Any) -> torch.Generator:
+    return kwargs.get("generator") or torch.default_generator

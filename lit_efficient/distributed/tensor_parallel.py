@@ -1,0 +1,180 @@
+"""Tensor parallelism: n processes share the layers of a network's plan, and see the same batch.
+
+    colwise:  y_i = x W_i^T            W in n parts by rows; process i has the i-th part of y
+    rowwise:  y = sum_i x_i W_i^T      W in n parts by columns; the sum is over all processes
+
+Saves: (n - 1)/n of the memory of these layers, of their gradients and states, and of what lies between two of them.
+Costs: a block sums its activations over the processes four times a step: after attention and MLP, and backward.
+Source: Shoeybi et al. (2019), https://arxiv.org/abs/1909.08053; torch.distributed.tensor.parallel
+
+A network declares its plan, as ``tp_plan``, in the words of Hugging Face: ``{"blocks.*.mlp.up": "colwise", ...}``.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+from lit_efficient.distributed.gradient_norm import gradient_norm
+from lit_efficient.distributed.seeds import seed_all
+from lit_efficient.errors import ConfigurationError, ConflictError, check_number, refusal
+from lit_efficient.internals.torch_modules import tensor_tables
+from lit_efficient.surgery import local
+
+_HEADS = ("num_attention_heads", "num_key_value_heads", "num_heads", "kv_heads")
+# What goes in and comes out is whole: such a layer may as well stay whole itself.
+_WHOLE = ("embedding_rowwise", "colwise_gather_output", "colwise_rep", "rowwise_split_input")
+
+
+def _style(name: str) -> Any:
+    if name == "replicated_with_grad_allreduce":  # a norm of heads: each process has gradients of its own heads
+        return SequenceParallel(sequence_dim=0, use_local_output=True)
+    if name.startswith("colwise"):
+        return ColwiseParallel(output_layouts=None if name == "colwise" else Replicate())
+    return RowwiseParallel(input_layouts=None if name == "rowwise" else Replicate())
+
+
+_KNOWN = ("colwise", "rowwise", "replicated_with_grad_allreduce", *_WHOLE)
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """What processes of `ShardedStrategy` share beside the shards; each number divides that of all processes.
+
+    Args:
+        tensor: So many share each layer of the network's own plan (``tp_plan``: GPT, DiT, many of Hugging Face's) and
+            see the same batch.
+        context: So many share each row of tokens, of which each has a slice (context parallelism, for rows that are too
+            long for one): GPT, and Hugging Face's models whose tokens see others by causal attention alone.
+    """
+
+    tensor: int = 1
+    context: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            check_number("ShardedStrategy", f"parallel.{name}", value, least=1, whole=True)
+        if self.tensor > 1 < self.context:
+            raise refusal("ShardedStrategy", "parallel.context", "1 with parallel.tensor above 1", self.context)
+
+
+def plan_of(root: nn.Module, processes: int) -> dict[str, str]:
+    """The layers of ``root`` that ``processes`` share, by their dotted names, and how.
+
+    Raises:
+        ConfigurationError: Without a plan, with one that has other styles, and for sizes that cannot be divided.
+        ConflictError: For a layer that a technique has changed.
+    """
+    found: dict[str, str] = {}
+    inside: tuple[str, ...] = ()
+    for name, network in root.named_modules():
+        plan = getattr(network, "tp_plan", None)
+        if not isinstance(plan, dict) or not plan or name.startswith(inside or ("\0",)):
+            continue
+        prefix = f"{name}." if name else ""
+        inside += (prefix,)
+        _check_heads(network, processes)
+        names = [one for one, _ in (*network.named_modules(), *network.named_parameters())]
+        for pattern, style in plan.items():
+            for one in (one for one in names if _matches(one, pattern)):
+                if style == "replicate":
+                    continue
+                if style not in _KNOWN:
+                    raise ConfigurationError(
+                        f"ShardedStrategy: {type(network).__name__} plans {style!r} for {one!r}, which is not made "
+                        "here: set parallel.tensor to 1, which shards any network"
+                    )
+                if _divides(network.get_submodule(one), style, processes, prefix + one):
+                    found[prefix + one] = style
+    if not found:
+        raise ConfigurationError(
+            f"ShardedStrategy: {type(root).__name__} has no network with a plan (tp_plan) for parallel.tensor="
+            f"{processes}: set it to 1, which shards any network"
+        )
+    for places in _shared(root):  # tied weights are divided in all places, by rows, or in none
+        if not all(found.get(place) in (*_WHOLE[:3], None) for place in places):
+            raise ConfigurationError(f"ShardedStrategy: {places[0]!r} shares its weight: set parallel.tensor to 1")
+        if not all(place in found for place in places):
+            for place in places:
+                found.pop(place, None)
+    return found
+
+
+def parallelize(root: nn.Module, mesh: Any) -> int:
+    """Divide the layers of the plan of ``root`` among the processes of ``mesh``, in place; return how many.
+
+    Raises:
+        ConfigurationError, ConflictError: As of :func:`plan_of`.
+    """
+    plan = plan_of(root, mesh.size())
+    shared = _shared(root)
+    for name, style in plan.items():
+        parallelize_module(root.get_submodule(name), mesh, _style(style))
+    for first, *others in shared:
+        for other in others:
+            root.get_submodule(other).weight = root.get_submodule(first).weight
+    return len(plan)
+
+
+def same_draws(mesh: Any) -> None:
+    """Have the processes of ``mesh`` draw alike from now on: what they compute together is of one batch."""
+    seed = torch.randint(2**62, (1,))
+    distributed.broadcast(there := seed.to(mesh.device_type), group=mesh.get_group(), group_src=0)
+    seed_all(int(there))
+
+
+def clip_by_norm(self: Any, optimizer: Any, clip_val: float) -> None:
+    """In the place of a precision's ``clip_grad_by_norm``, which adds up no norms of shards of several meshes."""
+    gradients = [p.grad for p in self.main_params(optimizer) if p.grad is not None]
+    if (norm := gradient_norm(gradients)) is not None:
+        scale = (clip_val / (norm + 1e-6)).clamp(max=1.0)  # as torch does
+        for gradient in map(local, gradients):
+            gradient.mul_(scale.to(gradient))
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _check_heads(network: Any, processes: int) -> None:
+    for name in _HEADS:
+        heads = getattr(getattr(network, "config", None), name, None)
+        if isinstance(heads, int) and heads % processes:
+            raise ConfigurationError(
+                f"ShardedStrategy: {type(network).__name__} has {name}={heads}, which parallel.tensor={processes} does "
+                "not divide"
+            )
+
+
+def _divides(layer: Any, style: str, processes: int, name: str) -> bool:
+    """Whether a layer is divided; false for one that may stay whole, and is no plain one or of another size."""
+    if style == "replicated_with_grad_allreduce":
+        return True
+    plain = type(layer) is (nn.Embedding if style == "embedding_rowwise" else nn.Linear)
+    by = "in_features" if style.startswith("rowwise") else "out_features"
+    size = layer.num_embeddings if isinstance(layer, nn.Embedding) else getattr(layer, by, 0)
+    if plain and size % processes == 0:
+        return True
+    if style in _WHOLE:
+        return False
+    if not plain:
+        raise ConflictError(
+            f"ShardedStrategy: {name!r} is a {type(layer).__name__}, and tensor parallelism divides plain linear "
+            "layers: set parallel.tensor to 1, or leave out what has changed it"
+        )
+    raise ConfigurationError(f"ShardedStrategy: {name!r} has {by}={size}, which {processes} processes do not divide")
+
+
+def _shared(root: nn.Module) -> list[list[str]]:
+    """The names of layers that share their weight."""
+    places: defaultdict[int, list[str]] = defaultdict(list)
+    for name, part in root.named_modules():
+        if isinstance(weight := tensor_tables(part)[0].get("weight"), nn.Parameter):
+            places[id(weight)].append(name)
+    return [names for names in places.values() if len(names) > 1]

@@ -1,0 +1,225 @@
+"""Weights for a network larger than a host: each process reads from safetensors what it holds, and nothing else.
+
+    built_empty(make) -> change -> shard -> fill_waiting(network, device)
+
+Files are mapped, in one piece or in the several that an index of Hugging Face lists; of a shard only its own bytes are
+read. A layer that makes something else of a weight, codes or experts, is given it whole, and keeps its slices of that.
+Costs in memory: what the process holds, and one layer of those.
+Source: https://huggingface.co/docs/safetensors/index.
+"""
+
+import json
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lit_efficient.distributed.deferred_draws import DeferredDraws
+from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.files.sums import check_sums
+from lit_efficient.files.tensors import map_tensors
+from lit_efficient.internals.heap import give_back
+from lit_efficient.internals.torch_modules import (
+    FollowsWeight,
+    Loads,
+    give_memory,
+    saved_names,
+    take_attributes,
+    tensor_tables,
+    whole_twin,
+)
+from lit_efficient.internals.torch_shards import own_slices
+from lit_efficient.surgery import is_sharded, local
+
+_INDEX = ".safetensors.index.json"
+WAITS = "_lit_efficient_weights"  # of a network that has been built empty: the note of its weights
+Noted = Callable[[str, torch.Tensor, torch.dtype], object]  # a tensor's name, its numbers, and its format in the module
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Where the weights of an empty network lie, or what draws them, and the formats that it has been built in."""
+
+    source: str | DeferredDraws
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+
+
+def built_empty(make: Callable[[], nn.Module]) -> nn.Module:
+    """The network that ``make`` gives, whose weights are drawn, but for small ones when all of it is sharded.
+
+    Those of another device than the CPU are drawn at once; buffers, which every process holds, too.
+    """
+    if torch.get_default_device().type != "cpu":
+        return make()
+    with DeferredDraws() as draws:
+        network = make()
+    draws.note(network)
+    for prefix, part in network.named_modules():
+        for name in [name for name, buffer in part.named_buffers(recurse=False) if buffer.is_meta]:
+            setattr(part, name, draws.get_tensor(f"{prefix}.{name}".lstrip(".")))
+    dtypes = {name: p.dtype for name, p in network.named_parameters(remove_duplicate=False)}
+    network.__dict__[WAITS] = Waiting(draws, dtypes)
+    return network
+
+
+def weights_wait(root: nn.Module) -> bool:
+    """Whether there is a network in ``root`` without its weights, which :func:`fill_waiting` gives it."""
+    return any(WAITS in part.__dict__ for part in root.modules())
+
+
+def fill_waiting(root: nn.Module, device: torch.device, noted: Noted | None = None) -> int:
+    """Give memory and their weights to the networks in ``root`` that were built empty, when all of it is sharded.
+
+    ``noted`` gets each tensor that is read, whole.
+
+    Returns:
+        How many there were.
+
+    Raises:
+        CheckpointError: If a file is missing or damaged, or a tensor is missing or of another shape.
+        ConfigurationError: If a tensor holds codes in the place of numbers, or is sharded such that no process has a
+            slice of it.
+    """
+    waiting = [(name, network) for name, network in root.named_modules() if WAITS in network.__dict__]
+    empty = [_on_meta(network) for _, network in waiting]
+    if waiting:  # of the whole: whoever has sharded it must see its new parameters
+        give_memory(root, device)
+    for (prefix, network), names in zip(waiting, empty):
+        note: Waiting = network.__dict__.pop(WAITS)
+        found = _Reading(network, note.source, note.dtypes, names, noted, f"{prefix}." if prefix else "")
+        if missing := found.missing():
+            raise CheckpointError(f"{note.source} lacks {len(missing)} tensors, first {missing[0]!r}")
+    return len(waiting)
+
+
+def _on_meta(network: nn.Module) -> set[str]:
+    parts = network.named_modules(remove_duplicate=False)
+    return {f"{n}.{k}".lstrip(".") for n, part in parts for k in saved_names(part) if getattr(part, k).is_meta}
+
+
+class _Reading:
+    """One pass over a network, which reads what is ``wanted`` of it."""
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        network: nn.Module,
+        source: str | os.PathLike[str] | DeferredDraws,
+        dtypes: Mapping[str, torch.dtype],
+        wanted: Collection[str],
+        noted: Noted | None,
+        prefix: str,
+    ) -> None:
+        self.places: Mapping[str, Any]
+        self.opened: dict[Any, Any] = {}
+        if isinstance(source, DeferredDraws):
+            self.places, self.opened[source] = dict.fromkeys(source.noted(), source), source
+        else:
+            if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+                check_sums(source)
+            self.places = stored_places(Path(source))
+        self.dtypes, self.noted, self.prefix = dtypes, noted, prefix
+        self.loaded, self.lacking = set[int](), dict[str, int]()
+        for layer, part in network.named_modules(remove_duplicate=False):
+            own = {name: f"{layer}.{name}" if layer else name for name in saved_names(part)}
+            own = {name: full for name, full in own.items() if full in wanted}
+            if own and (isinstance(part, Loads) or (isinstance(part, FollowsWeight) and part.made_of_weight)):
+                self._through(part, layer, own)
+                give_back()  # of codes and their making 20 MiB a block of a 1B network were kept
+            else:
+                for name, full in own.items():
+                    self._slice(getattr(part, name), full)
+
+    def missing(self) -> list[str]:
+        """What the files lack, and is not tied to what they have."""
+        return [name for name, tensor in self.lacking.items() if tensor not in self.loaded]
+
+    def _file(self, name: str) -> Any:
+        """The file of a tensor; ``None`` where it is in none."""
+        if name not in self.places:
+            return None
+        place = self.places[name]
+        self.opened[place] = self.opened.get(place) or map_tensors(place)
+        return self.opened[place]
+
+    def _slice(self, tensor: Any, name: str) -> None:
+        if id(tensor) in self.loaded:
+            return
+        file = self._file(name)
+        if file is None:
+            self.lacking[name] = id(tensor)
+            return
+        whole = file.get_tensor(name)  # of a file, whose pages are read where they are asked for
+        if whole.is_floating_point() is not tensor.is_floating_point():
+            raise ConfigurationError(f"{name!r} is {tensor.dtype} here and {whole.dtype} in {self.places[name]}")
+        if whole.shape != tensor.shape:
+            there = f"{tuple(whole.shape)} in {self.places[name]}"
+            raise CheckpointError(f"{name!r} is {tuple(tensor.shape)} here and {there}")
+        if is_sharded(tensor) or tensor.requires_grad or (whole.dtype, whole.device) != (tensor.dtype, tensor.device):
+            local(tensor).copy_(whole[_slices_of(tensor, name)])
+        else:  # frozen: its pages stay the file's
+            tensor.data = whole
+        self.loaded.add(id(tensor))
+        if self.noted is not None:
+            self.noted(self.prefix + name, whole, tensor.dtype)
+
+    def _through(self, part: Any, layer: str, own: Mapping[str, str]) -> None:
+        """What a layer makes of its weights, of which each process keeps its slices."""
+        before = f"{layer}." if layer else ""
+        state: dict[str, Any] = {}
+        for full in own.values():
+            if (file := self._file(full)) is not None:
+                whole = file.get_tensor(full)
+                state[full] = whole.to(self.dtypes.get(full, whole.dtype))
+        twin = whole_twin(part, own)
+        if isinstance(part, Loads):
+            twin.before_load(state, before)
+        for table in tensor_tables(twin):
+            table.update({n: state[before + n] for n in table if before + n in state})
+        made = part.made_of_weight if isinstance(part, FollowsWeight) else ()
+        if made:
+            twin.follow_weight()
+        take_attributes(part, twin)
+        for name in (*own, *made):
+            tensor, value = getattr(part, name), getattr(twin, name)
+            if name not in made and own[name] not in state:
+                self.lacking[own[name]] = id(tensor)
+                continue
+            if tuple(value.shape) != tuple(tensor.shape):
+                raise CheckpointError(
+                    f"{before + name!r} is {tuple(tensor.shape)} here, and the files make {tuple(value.shape)} of it"
+                )
+            local(tensor).copy_(value[_slices_of(tensor, before + name)])
+            self.loaded.add(id(tensor))
+            if self.noted is not None and name in own:
+                self.noted(self.prefix + own[name], value, tensor.dtype)
+
+
+def stored_places(path: Path) -> dict[str, Path]:
+    """The file that each tensor of a folder lies in."""
+    indexes = sorted(path.glob(f"*{_INDEX}")) if path.is_dir() else []
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if len(indexes) > 1 or (not indexes and len(files) != 1) or (files and not files[0].is_file()):
+        raise CheckpointError(
+            f"{path} must be a safetensors file, or a folder with one or with one index *{_INDEX}; it has "
+            f"{len(indexes)} indexes and {len(files) if path.exists() else 0} files"
+        )
+    if not indexes:
+        return dict.fromkeys(map_tensors(files[0]).keys(), files[0])
+    try:
+        listed = json.loads(indexes[0].read_text("utf-8"))["weight_map"]
+        return {str(name): path / Path(str(file)).name for name, file in listed.items()}  # none lies elsewhere
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{indexes[0]} cannot be read ({error!r})") from error
+
+
+def _slices_of(tensor: Any, name: str) -> tuple[slice, ...]:
+    """What this process holds of a tensor."""
+    own = own_slices(tensor) if is_sharded(tensor) else tuple(slice(0, size) for size in tensor.shape)
+    if own is None:
+        raise ConfigurationError(f"{name!r} is sharded in strides, which are no slices of a file")
+    return own

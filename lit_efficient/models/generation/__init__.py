@@ -1,0 +1,1 @@
+"""Generate text: sampling of the next token, and generation for several sequences in one batch."""

@@ -1,0 +1,129 @@
+"""Continue several sequences at once, of any lengths, with any causal network, each as if it were alone.
+
+No row is filled up: all are read up to the end of the shortest, then token by token, where a longer one takes its own
+next token instead of a drawn one. So nothing has to be masked, which state-space models could not do, and every
+position is the one that the row has alone. Saves the weights' way through memory for each row but one; costs a step
+for each token by which the longest is longer than the shortest.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_efficient.models.generation.sampling import Sampling, penalized, sample_token
+from lit_efficient.models.networks.gpt import GPT, KVCache
+from lit_efficient.models.probes.modes import evaluating, whole_precision
+from lit_efficient.models.probes.output_head import hidden_states
+
+
+def longest_row(network: nn.Module) -> int:
+    """Most tokens that a `GPT` or a causal model of transformers reads."""
+    if isinstance(network, GPT):
+        return network.config.max_length
+    config: Any = network.config
+    positions = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 0)
+    return positions if positions > 0 else 1 << 30
+
+
+def arguments_of(network: nn.Module) -> set[str]:
+    """What a call of it takes by name, by itself or by a class that it inherits from."""
+    forwards = [vars(kind)["forward"] for kind in type(network).__mro__ if "forward" in vars(kind)]
+    return {name for forward in forwards for name in inspect.signature(forward).parameters}
+
+
+@torch.no_grad()
+def continue_rows(
+    network: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    sampling: Sampling,
+    generators: Sequence[torch.Generator],
+    stop: set[int],
+    written: Callable[[int, list[int]], bool] | None = None,
+) -> list[list[int]]:
+    """What follows each prompt: at most ``max_new_tokens`` ids, up to the first of ``stop``, which is among them.
+
+    Unlike ``generate`` of transformers it neither reads nor changes the global random state.
+
+    Args:
+        network: a `GPT`, or a causal model of transformers.
+        prompts: ids of each, at least one.
+        max_new_tokens: most tokens to add.
+        sampling: how the next token is drawn.
+        generators: the only source of randomness of each prompt, on the device of the network.
+        stop: ids that end a text.
+        written: called after each token with the number of its row and all that is new in it; true ends the row.
+    """
+    rows = [list(prompt) for prompt in prompts]
+    seen, most = min(map(len, rows)), max(map(len, rows)) + max_new_tokens
+    ends = [len(row) + max_new_tokens for row in rows]
+    device = generators[0].device
+    with evaluating(network):
+        pending = torch.tensor([row[:seen] for row in rows], device=device)
+        reader = _Reader(network, most, pending.flatten())
+        while True:
+            logits = reader.read(pending)
+            drawing = [i for i, row in enumerate(rows) if len(row) == seen < ends[i]]
+            drawn = [_drawn(logits[i : i + 1], rows[i], sampling, generators[i]) for i in drawing]
+            for i, token in zip(drawing, torch.cat(drawn).flatten().tolist() if drawn else ()):
+                rows[i].append(token)
+                if token in stop or (written is not None and written(i, rows[i][len(prompts[i]) :])):
+                    ends[i] = len(rows[i])
+            if all(len(row) == end for row, end in zip(rows, ends)):
+                return [row[len(prompt) :] for row, prompt in zip(rows, prompts)]
+            # What has ended reads its last token again: nobody looks at it.
+            pending = torch.tensor([row[min(seen, len(row) - 1)] for row in rows], device=device)[:, None]
+            seen += 1
+
+
+def _drawn(logits: Tensor, row: list[int], how: Sampling, generator: torch.Generator) -> Tensor:
+    if how.repetition_penalty != 1.0:
+        logits = penalized(logits, torch.tensor([sorted(set(row))], device=logits.device), how.repetition_penalty)
+    return sample_token(logits, how.temperature, how.top_p, generator, how.top_k, how.min_p)
+
+
+class _Reader:
+    """Reads rows bit by bit, with what the network carries from call to call.
+
+    That has other names for attention and for states of several kinds; it is what the output has and a call takes. Not
+    every network goes on from it as if it had read all at once: one that does not is given all anew for each token.
+    """
+
+    def __init__(self, network: nn.Module, most: int, tokens: Tensor) -> None:
+        self.network = network
+        self.caches = [KVCache(most) for _ in network.blocks] if isinstance(network, GPT) else None
+        self.takes = arguments_of(network)
+        self.carried: dict[str, Any] = {}
+        self.all: Tensor | None = None  # of a network that carries nothing
+        self.carries = self.caches is None and self._goes_on(tokens[torch.arange(12) % len(tokens)].view(2, 6))
+
+    def read(self, pending: Tensor) -> Tensor:
+        """Logits ``[B, V]`` behind ``pending`` ``[B, T]``, which follow what was read before."""
+        if self.caches is not None:
+            last_logits: Tensor = hidden_states(self.network, {"input_ids": pending, "cache": self.caches})[1]
+            return last_logits[:, -1]
+        if not self.carried:
+            self.all = pending = pending if self.all is None else torch.cat((self.all, pending), 1)
+        last = {"logits_to_keep": 1} if "logits_to_keep" in self.takes else {}
+        output = self.network(input_ids=pending, use_cache=self.carries, **last, **self.carried)
+        if self.carries:
+            self.carried = {name: output[name] for name in output if name in self.takes and output[name] is not None}
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def _goes_on(self, rows: Tensor) -> bool:
+        self.carries = False
+        whole = self.read(rows).float()
+        self.all, self.carries = None, True
+        try:
+            parts = [self.read(part).float() for part in rows.split((4, 1, 1), 1)][-1]
+        except Exception:  # each network fails in its own way
+            return False
+        finally:
+            self.all, self.carried = None, {}
+        close = 1e-3 if whole_precision(self.network, rows.device) else 0.1
+        return bool((parts - whole).abs().max() <= close * whole.abs().max())

@@ -1,0 +1,122 @@
+"""How far two images are in the features of a frozen network: what an autoencoder is to keep besides pixels.
+
+    d(x, y) = mean over layers of  mean over positions |n(f_l(x)) - n(f_l(y))|^2,    n(v) = v / sqrt(|v|^2 + 1e-6)
+
+With a network trained on images this is LPIPS without its learned weights. With random filters it compares edges and
+textures at three scales, needs no download, and is the weaker judge; it says so by its name.
+
+Costs: two forwards and one backward of the network a step.
+Source: Johnson et al. (2016), https://arxiv.org/abs/1603.08155; Zhang et al. (2018), https://arxiv.org/abs/1801.03924.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lit_efficient.errors import check_number, refusal
+from lit_efficient.losses.feature_matching import to_tokens
+from lit_efficient.models.libraries.teachers import Teacher, find_teacher
+
+RANDOM = "random"
+_EPS = 1e-6  # keeps the gradient finite where a position has no features at all
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class Perceptual:
+    """A perceptual term: whose features, and how much they count.
+
+    Args:
+        network: ``random``: three layers of fixed random filters, made here; a module, in code or by ``class_path``;
+            ``data.NAME``, a network of the data module; the folder, hub name or ``config.json`` (random weights) of a
+            transformers vision model.
+        layers: Patterns for the ends of the names of the layers to compare, each of one; ``""`` is the network's
+            output. Of ``random`` all three, unless some are named.
+        weight: What the term is multiplied by, at least 0; at 0 it is measured alone.
+        image_size: Side that images are resized to for the network; null: what its config says, else none.
+    """
+
+    network: str | nn.Module = RANDOM
+    layers: list[str] = field(default_factory=list)
+    weight: float = 1.0
+    image_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_number("Perceptual", "weight", self.weight, least=0)
+        check_number("Perceptual", "image_size", self.image_size, least=1, whole=True, null=True)
+        if not self.layers and self.network != RANDOM:
+            raise refusal("Perceptual", "layers", "names of the network's layers ('' is its output)", self.layers)
+
+
+class RandomFeatures(nn.Module):
+    """Fixed random 3x3 filters at full, half and quarter resolution, each followed by a ReLU.
+
+    Weights have the scale that keeps the size of features (He), and come from a generator of their own.
+    """
+
+    def __init__(self, channels: int, seed: int = _SEED) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        widths = (channels, 16, 32, 64)
+        self.stages = nn.ModuleList()
+        for index, (inputs, outputs) in enumerate(pairwise(widths)):
+            with torch.device("meta"):
+                convolution = nn.Conv2d(inputs, outputs, 3, stride=1 if index == 0 else 2, padding=1, bias=False)
+            filters = torch.randn(convolution.weight.shape, generator=generator, device="cpu", dtype=torch.float32)
+            convolution.weight = nn.Parameter(filters * (2 / (9 * inputs)) ** 0.5)
+            self.stages.append(nn.Sequential(convolution, nn.ReLU()))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images [B, C, H, W] to features [B, 64, H / 4, W / 4]."""
+        for stage in self.stages:
+            images = stage(images)
+        return images
+
+
+def feature_distance(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Tensor:
+    """The distance of features by layer, each [B, D, H, W], [B, N, D] or [B, D]: a scalar, in [0, 4], in float32."""
+    return torch.stack(
+        [(_direction(ours[layer]) - _direction(theirs[layer])).square().sum(-1).mean() for layer in theirs]
+    ).mean()
+
+
+def perceptual_distance(network: Teacher, images: Tensor, target: Tensor) -> Tensor:
+    """The distance of images [B, C, H, W] in [-1, 1] to others; gradients flow to the first."""
+    return feature_distance(network.of_images(images, gradients=True), network.of_images(target))
+
+
+def find_network(spec: Perceptual, channels: int, data: Any, who: str) -> Teacher:
+    """The frozen network that a term names; random filters need the channels of the images."""
+    network = RandomFeatures(channels) if spec.network == RANDOM else spec.network
+    layers = spec.layers or ["stages.0", "stages.1", "stages.2"]
+    return find_teacher(
+        network, layers, who=f"{who}: perceptual", data=data, image_size=spec.image_size, argument="layers"
+    )
+
+
+def _direction(features: Tensor) -> Tensor:
+    tokens = to_tokens(features)
+    tokens = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
+    return tokens / (tokens.square().sum(-1, keepdim=True) + _EPS).sqrt()
+
+
+def pixel_distance(images: Tensor, target: Tensor, kind: str) -> Tensor:
+    """Mean over elements of a distance of pixels, in float32.
+
+    Args:
+        images: Any shape.
+        target: The same shape.
+        kind: ``l2``: e^2; ``l1``: |e|; ``smooth``: Huber's, quadratic up to an error of 0.1 (of a range of 2) and
+            linear from there, with the slope 1.
+    """
+    images, target = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (images, target))
+    if kind == "l1":
+        return (images - target).abs().mean()
+    if kind == "smooth":
+        return F.smooth_l1_loss(images, target, beta=0.1)
+    return (images - target).square().mean()

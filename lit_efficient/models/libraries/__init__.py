@@ -1,0 +1,1 @@
+"""Adapters for networks of transformers, diffusers and timm."""

@@ -1,0 +1,269 @@
+"""Every autoencoder of images behind one interface: ours, and diffusers' AutoencoderKL, AutoencoderTiny, AutoencoderDC.
+
+    encode: images [B, C, H, W] in [-1, 1] -> mean, logvar [B, c, H / f, W / f];    logvar None: a deterministic encoder
+    decode: latents [B, c, h, w] -> images [B, C, f h, f w], about in [-1, 1]
+
+AutoencoderTiny imitates another VAE: what it encodes to and decodes from are that one's *scaled* latents.
+
+Costs: what the model holds; `encode` and `decode` take a batch whole, so the caller cuts it as memory allows.
+Source: Rombach et al. (2022), https://arxiv.org/abs/2112.10752 (KL); https://github.com/madebyollin/taesd (Tiny); Chen
+    et al. (2024), https://arxiv.org/abs/2410.10733 (DC).
+"""
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice
+from lit_efficient.models.libraries.diffusers_model import (
+    DiffusersModelConfig,
+    build,
+    from_fields,
+    model_class,
+    resolve,
+)
+from lit_efficient.models.networks.autoencoder import Autoencoder, AutoencoderConfig, check_images, sample_posterior
+
+AutoencoderSpec = AutoencoderConfig | DiffusersModelConfig | str
+CHECKPOINT_KEY = "autoencoding"  # in checkpoints of `Autoencoding`: the `stored_config`
+_KINDS = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC")
+_WITH_POSTERIOR = ("AutoencoderKL",)
+# Fields that say how latents are used, not what encoder and decoder compute.
+_USAGE = {"scaling_factor", "shift_factor", "latents_mean", "latents_std", "sample_size", "force_upcast"}
+
+
+@runtime_checkable
+class ImageAutoencoder(Protocol):
+    """An ``nn.Module`` that turns images into latents and back."""
+
+    image_channels: int
+    latent_channels: int
+    factor: int  # pixels per latent position, on each side
+    source: DiffusersModelConfig | str | None  # what builds it again, weights included
+
+    def encode(self, x: Tensor, /) -> tuple[Tensor, Tensor | None]:
+        """Images [B, C, H, W] in [-1, 1] to the posterior's mean and log-variance; None of a deterministic encoder."""
+
+    def decode(self, z: Tensor, /) -> Tensor:
+        """Latents [B, c, h, w] to images [B, C, factor h, factor w]."""
+
+
+class DiffusersAutoencoder(nn.Module):
+    """One of diffusers' image autoencoders. Parameters are named ``network.<diffusers' names>``.
+
+    Args:
+        network: An ``AutoencoderKL``, ``AutoencoderTiny`` or ``AutoencoderDC``.
+
+    Raises:
+        ConfigurationError: For another model, and one whose decoder does not undo the encoder's shape.
+    """
+
+    def __init__(self, network: Any) -> None:
+        super().__init__()
+        config = whole_config(network)
+        self.network = network
+        self.source: DiffusersModelConfig | str | None = None
+        self.image_channels, self.latent_channels, self.factor = _shape(config)
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether the encoder gives no variance."""
+        return _kind(self.network).__name__ not in _WITH_POSTERIOR
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Images [B, C, H, W] in [-1, 1] to mean and logvar (or None) [B, c, H / factor, W / factor]."""
+        check_images(x, self, _kind(self.network).__name__)
+        self._check_checkpointing()
+        encoded = self.network.encode(self._as_weights(x), return_dict=False)[0]
+        return (encoded, None) if self.deterministic else (encoded.mean, encoded.logvar)
+
+    def decode(self, z: Tensor) -> Tensor:
+        """Latents [B, c, h, w] to images [B, C, factor h, factor w], about in [-1, 1] (not clamped)."""
+        return self.network.decode(self._as_weights(z), return_dict=False)[0]
+
+    def forward(self, x: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Images to (reconstruction through one posterior sample, mean, logvar or None)."""
+        mean, logvar = self.encode(x)
+        return self.decode(sample_posterior(mean, logvar, generator)), mean, logvar
+
+    def _check_checkpointing(self) -> None:
+        """Refuse what diffusers computes wrongly: a Tiny encoder that checkpoints itself gets images in [-1, 1]."""
+        encoder = self.network.encoder
+        if _kind(encoder).__name__ == "EncoderTiny" and encoder.gradient_checkpointing and torch.is_grad_enabled():
+            raise ConfigurationError(
+                "AutoencoderTiny: enable_gradient_checkpointing() is not for training its encoder: diffusers "
+                "leaves out the step from [-1, 1] to [0, 1] there. Set network.encoder.gradient_checkpointing = False."
+            )
+
+    def _as_weights(self, x: Tensor) -> Tensor:
+        """In the weights' format, unless autocast chooses one for each operation."""
+        device = x.device.type
+        chosen = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        return x if chosen else x.to(next(self.network.parameters()).dtype)
+
+
+def build_autoencoder(spec: AutoencoderSpec) -> ImageAutoencoder:
+    """The autoencoder that a specification describes, in training mode.
+
+    Args:
+        spec: The shape of ours (random weights, from the global generator); a model of diffusers; or the path of a
+            checkpoint of `Autoencoding`, of either: with the weights that its ``state_dict`` holds, which are the
+            average in a checkpoint of weights alone of a run with `EMA`, and raw in a full one.
+
+    Raises:
+        ConfigurationError: For a class that is no image autoencoder.
+        CheckpointError: For a file that is no checkpoint of `Autoencoding`.
+    """
+    if isinstance(spec, AutoencoderConfig):
+        return Autoencoder(spec)
+    if isinstance(spec, str):
+        return _from_checkpoint(spec)
+    check_kind(spec)
+    autoencoder = DiffusersAutoencoder(build(spec))
+    autoencoder.source = None if spec.draws_weights else spec
+    return autoencoder
+
+
+def check_kind(spec: DiffusersModelConfig) -> str:
+    """The name of the model's class, which must be an image autoencoder's.
+
+    Raises:
+        ConfigurationError: If it is another one.
+    """
+    name = str(resolve(spec)["_class_name"])
+    check_choice("autoencoder", f"the _class_name of {spec.described!r}", name, _KINDS)
+    return name
+
+
+def is_deterministic(spec: AutoencoderConfig | DiffusersModelConfig) -> bool:
+    """Whether the encoder that is described gives no variance."""
+    return isinstance(spec, DiffusersModelConfig) and check_kind(spec) not in _WITH_POSTERIOR
+
+
+def as_spec(stored: Mapping[str, Any]) -> AutoencoderConfig | DiffusersModelConfig:
+    """The specification that a checkpoint keeps as a dictionary."""
+    return AutoencoderConfig(**stored) if "latent_channels" in stored else DiffusersModelConfig(**stored)
+
+
+def whole_config(network: nn.Module) -> dict[str, Any]:
+    """A diffusers model's configuration with ``_class_name``, as JSON could hold it; `from_fields` builds it again."""
+    kind: Any = _kind(network)
+    check_choice("autoencoder", "the model", kind.__name__, _KINDS)
+    config: Any = network.config
+    known = [name for name in inspect.signature(kind.__init__).parameters if name != "self"]
+    return {"_class_name": kind.__name__, **json.loads(json.dumps({name: config[name] for name in known}))}
+
+
+def stored_config(autoencoder: ImageAutoencoder) -> dict[str, Any]:
+    """What checkpoints keep, beside weights, to build it again: see `empty_autoencoder`."""
+    if isinstance(autoencoder, DiffusersAutoencoder):
+        return whole_config(autoencoder.network)
+    assert isinstance(autoencoder, Autoencoder)
+    return asdict(autoencoder.config)
+
+
+def description(stored: Mapping[str, Any]) -> str:
+    """What besides the weights decides what a model of diffusers computes, as text; of ours the weights say all.
+
+    Fields that have the class's default are left out: a later version of diffusers may add some.
+    """
+    if "_class_name" not in stored:
+        return ""
+    usual = inspect.signature(model_class(stored["_class_name"]).__init__).parameters
+    own = {
+        name: value
+        for name, value in stored.items()
+        if name == "_class_name" or (name not in _USAGE and json.dumps(value) != json.dumps(usual[name].default))
+    }
+    return json.dumps(own, sort_keys=True)
+
+
+def declared_statistics(autoencoder: ImageAutoencoder) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation [c] of latents that the model's configuration states; of ours 0 and 1.
+
+    As in diffusers' pipelines: ``(z - latents_mean) scaling_factor / latents_std`` where these are given, and
+    ``(z - shift_factor) scaling_factor`` otherwise. AutoencoderTiny's latents are scaled as they are.
+    """
+    channels = autoencoder.latent_channels
+    if not isinstance(autoencoder, DiffusersAutoencoder):
+        return torch.zeros(channels), torch.ones(channels)
+    config = whole_config(autoencoder.network)
+    scale = float(config["scaling_factor"])
+    mean, std = config.get("latents_mean"), config.get("latents_std")
+    if mean is not None and std is not None:
+        return torch.tensor(mean, dtype=torch.float32), torch.tensor(std, dtype=torch.float32) / scale
+    return torch.full((channels,), float(config.get("shift_factor") or 0.0)), torch.full((channels,), 1.0 / scale)
+
+
+def _kind(network: nn.Module) -> type:
+    """Its class as diffusers has it, whatever techniques and FSDP have mixed in."""
+    cls = type(network)
+    return next((kind for kind in cls.__mro__ if kind.__module__.startswith("diffusers.")), cls)
+
+
+def _shape(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Channels of images, channels of latents, and factor, of a whole configuration."""
+    name = str(config["_class_name"])
+    if name == "AutoencoderKL":
+        down, up = (2 ** (len(config[key]) - 1) for key in ("down_block_types", "up_block_types"))
+    elif name == "AutoencoderTiny":
+        down = 2 ** (len(config["encoder_block_out_channels"]) - 1)
+        up = config["upsampling_scaling_factor"] ** (len(config["decoder_block_out_channels"]) - 1)
+    else:
+        down, up = (2 ** _halvings(config[f"{side}_layers_per_block"]) for side in ("encoder", "decoder"))
+    taken, given = config["in_channels"], config.get("out_channels", config["in_channels"])
+    if (taken, down) != (given, up):
+        raise ConfigurationError(
+            f"{name}: the decoder must undo the encoder, which takes {taken} channels and makes them {down} times "
+            f"smaller; it gives {given}, {up} times larger."
+        )
+    return int(taken), int(config["latent_channels"]), int(down)
+
+
+def _halvings(layers: Sequence[int]) -> int:
+    """Of AutoencoderDC: one after each stage but the last; a stage without layers has none, the first one its own."""
+    return sum(1 for count in layers[:-1] if count > 0) + (1 if layers[0] == 0 else 0)
+
+
+def empty_autoencoder(stored: Mapping[str, Any], weights: Mapping[str, Tensor], source: str) -> ImageAutoencoder:
+    """An autoencoder around tensors that a file brings; draws no random number and copies nothing.
+
+    ``stored`` has the fields of an `AutoencoderConfig`, or a whole configuration with ``_class_name``.
+
+    Raises:
+        CheckpointError: If the weights, which are of ``source``, do not fit.
+    """
+    made: Autoencoder | DiffusersAutoencoder
+    with torch.device("meta"):
+        if "_class_name" in stored:
+            made = DiffusersAutoencoder(from_fields(dict(stored)))
+        else:
+            made = Autoencoder(AutoencoderConfig(**stored))
+    try:
+        made.load_state_dict(weights, assign=True)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{source} does not fit its autoencoder (adapters? merge them first: python -m lit_efficient export): "
+            f"{' '.join(str(error).split())[:300]}"
+        ) from error
+    return made
+
+
+def _from_checkpoint(path: str) -> ImageAutoencoder:
+    from lit_efficient.files.checkpoints import read
+
+    checkpoint = read(path)
+    # Before there was a choice of autoencoders the hyper-parameters said all.
+    stored = checkpoint.get(CHECKPOINT_KEY) or checkpoint.get("hyper_parameters", {}).get("autoencoder")
+    prefix = "autoencoder."
+    weights = {k.removeprefix(prefix): t for k, t in checkpoint["state_dict"].items() if k.startswith(prefix)}
+    if not isinstance(stored, dict) or not weights:
+        raise CheckpointError(f"{path} is not a checkpoint of Autoencoding: it holds no autoencoder")
+    autoencoder = empty_autoencoder(stored, weights, path)
+    autoencoder.source = path
+    return autoencoder

@@ -1,0 +1,330 @@
+"""Any causal language model of Hugging Face: its weights from a hub or a folder, or random ones for a configuration.
+
+A folder's weights are read from safetensors into a model that was built on the meta device, so that they are in memory
+once; code that a repository brings along is never run. Costs what the model holds: 4, 2 or about 0.5 bytes a parameter
+in float32, bfloat16 or NF4.
+Source: https://huggingface.co/docs/transformers/main/en/main_classes/model.
+"""
+
+import copy
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from lit_efficient.distributed.deferred_draws import DeferredDraws
+from lit_efficient.distributed.weight_slices import WAITS, Waiting, stored_places
+from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice, check_installed, refusal
+from lit_efficient.files.checkpoints import missing_folder
+from lit_efficient.files.sums import check_sums
+from lit_efficient.internals.bitsandbytes_cpu import keep_unpacked
+from lit_efficient.internals.hugging_face import causal_model_of, from_config
+from lit_efficient.internals.hugging_face_loading import Replacing, empty_from_config, replacing_config
+from lit_efficient.internals.torch_fake import detect_fake_mode
+from lit_efficient.internals.torch_modules import exchange
+from lit_efficient.models.libraries.bounds import check_bounds
+from lit_efficient.models.libraries.config_fields import check_names, check_values, check_whole, meant, read_by_others
+from lit_efficient.models.probes.read_weights import read_layers
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+Primitive = bool | int | float | str | None
+
+
+@dataclass(frozen=True)
+class CausalLMConfig:
+    """A causal language model of Hugging Face, by name or by configuration.
+
+    Args:
+        name_or_path: a hub's name or a local folder; None builds from ``config_fields`` alone.
+        config_fields: fields of the model's configuration that replace the named one's; without ``name_or_path`` the
+            whole configuration, with ``model_type`` (``llama``, ``qwen3``, ...). ``vocab_size`` left out is the data's.
+        random_weights: draw new weights although ``name_or_path`` has some.
+        revision: branch, tag or commit of a hub's repository; a commit is what never changes.
+        dtype: number format of the weights; ``auto`` is that of the files.
+        quantize: load the linear layers in 4 bits (NF4, double quantisation) or 8, without the float weights ever being
+            in memory whole; the head stays. Only for weights that are loaded; for random ones use `QuantizeBase`.
+        resize_vocabulary: give the embeddings and the head a row for each token id of the data that the model lacks; it
+            begins as the mean of the others. What LoRA leaves frozen is not learned: name them in ``modules_to_save``.
+        attention: kernel by transformers' name: ``sdpa``, ``eager``, ``flash_attention_2``, ...; None is its choice.
+    """
+
+    name_or_path: str | None = None
+    config_fields: dict[str, Primitive | list[Primitive] | dict[str, Primitive]] | None = None
+    random_weights: bool = False
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
+    quantize: Literal["nf4", "int8"] | None = None
+    attention: str | None = None
+    resize_vocabulary: bool = False
+
+    def __post_init__(self) -> None:
+        owner = "CausalLMConfig"
+        if self.name_or_path is None and "model_type" not in (self.config_fields or {}):
+            lacks = f"has no model_type{meant('model_type', self.config_fields)}"
+            allowed = f"a hub's name or a folder, as config_fields={self.config_fields!r} {lacks}"
+            raise refusal(owner, "name_or_path", allowed, None)
+        check_choice(owner, "dtype", self.dtype, ("float32", "bfloat16", "float16", "auto"))
+        check_choice(owner, "quantize", self.quantize, ("nf4", "int8"), null=True)
+        check_installed(owner, "transformers", *(["bitsandbytes"] if self.quantize else []))
+        if self.draws_weights and self.quantize is not None:
+            raise ConfigurationError(
+                f"{owner}: quantize is for weights that are loaded, got {self.quantize!r} with random ones; "
+                "add QuantizeBase to trainer.callbacks instead."
+            )
+        if self.draws_weights and self.dtype == "auto":
+            raise refusal(owner, "dtype", "a format by name for random weights", self.dtype)
+
+    @property
+    def draws_weights(self) -> bool:
+        """Whether the weights are random."""
+        return self.name_or_path is None or self.random_weights
+
+    @property
+    def takes_vocabulary(self) -> bool:
+        """Whether the number of token ids is the data's."""
+        return self.draws_weights and "vocab_size" not in (self.config_fields or {})
+
+
+def resolve(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) -> "PretrainedConfig":
+    """The whole configuration of the model that the user asked for.
+
+    ``from_data`` has ``vocab_size`` and ids of special tokens (``eos_token_id``, ...), taken where random weights are
+    drawn and ``spec.config_fields`` says nothing of them.
+
+    Raises:
+        ConfigurationError: for a name that has no configuration, or an unknown model type or field.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    changed = dict(spec.config_fields or {})
+    stored = {} if spec.name_or_path is None else _stored(spec)
+    kind = str((changed if spec.name_or_path is None else stored).get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        raise refusal("CausalLMConfig", "model_type", "a type that transformers knows", kind)
+    known = CONFIG_MAPPING[kind]
+    declared = declared_fields(known)
+    given = getattr(known, "__dataclass_fields__", {})
+    check_values("CausalLMConfig", changed, {name: getattr(one, "default", None) for name, one in given.items()})
+    if spec.draws_weights:  # not every family has all special tokens
+        changed = {**{name: value for name, value in (from_data or {}).items() if name in declared}, **changed}
+    if "num_hidden_layers" in changed:  # derived from it again
+        stored.pop("layer_types", None)
+    parts = [f"name_or_path {spec.name_or_path!r}"] * (spec.name_or_path is not None)
+    parts += ["config_fields"] * bool(changed)
+    with read_by_others(f"CausalLMConfig: {' and '.join(parts)} do not make a {kind}", changed):
+        config = known(**{k: v for k, v in {**stored, **changed}.items() if k != "model_type"})
+        rows = config.get_text_config().vocab_size
+    if not isinstance(rows, int):
+        raise refusal("CausalLMConfig", "vocab_size", "a whole number", rows)
+    undeclared = [name for name in changed if name not in declared]
+    read = _read_names(config) if undeclared else set()
+    check_names("CausalLMConfig", sorted(set(changed) - read), declared, f"the model type {kind}")
+    return config
+
+
+def declared_fields(kind: Any) -> set[str]:
+    """The fields that a class of configurations of transformers names."""
+    parameters = inspect.signature(kind.__init__).parameters
+    return {*dir(kind), *getattr(kind, "__dataclass_fields__", ()), *kind.attribute_map, *parameters}
+
+
+def _read_names(config: "PretrainedConfig") -> set[str]:
+    """What a model asks its configuration for while it is built: some fields are read and declared nowhere."""
+    asked = set[str]()
+    kind = type(config)
+
+    class Asked(kind):  # type: ignore[misc, valid-type]
+        def __getattribute__(self, name: str) -> Any:
+            asked.add(name)
+            return super().__getattribute__(name)
+
+    model = causal_model_of(config)
+    if model is not None:
+        seen = copy.copy(config)
+        seen.__class__ = Asked
+        with torch.device("meta"):
+            from_config(model, seen)
+    return asked
+
+
+def _stored(spec: CausalLMConfig) -> dict[str, Any]:
+    from transformers import PretrainedConfig
+
+    if (missing := missing_folder(spec.name_or_path or "")) is not None:
+        raise ConfigurationError(f"CausalLMConfig: name_or_path: {missing}")
+    check_sums(spec.name_or_path, weights=False)
+    with read_by_others(f"CausalLMConfig: name_or_path {spec.name_or_path!r} has no configuration that can be read"):
+        stored, _ = PretrainedConfig.get_config_dict(spec.name_or_path or "", revision=spec.revision)
+        return dict(stored)
+
+
+def build(
+    spec: CausalLMConfig, from_data: Mapping[str, int] | None = None, replacing: Replacing | None = None
+) -> "PreTrainedModel":
+    """The model, in training mode; random weights come from torch's global generator.
+
+    ``replacing`` puts other layers in the place of linear ones as soon as their weights are read. Random weights, those
+    that ``spec`` or the files quantise, and embeddings that grow are left to whoever acts later.
+
+    Raises:
+        ConfigurationError: if the data has more token ids than the model has rows, or nothing can be loaded.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = resolve(spec, from_data)
+    vocab_size = (from_data or {}).get("vocab_size")
+    rows = int(config.get_text_config().vocab_size)
+    grows = vocab_size is not None and vocab_size > rows
+    if grows and not (spec.resize_vocabulary and not spec.draws_weights):
+        raise ConfigurationError(
+            f"CausalLMConfig: the data has {vocab_size} token ids, the model {rows}: use the model's own tokenizer, or "
+            "set resize_vocabulary for one with added tokens."
+        )
+    options: dict[str, Any] = {} if spec.attention is None else {"attn_implementation": spec.attention}
+    dtype = spec.dtype if spec.dtype == "auto" else getattr(torch, spec.dtype)
+    takes = not grows and spec.quantize is None and getattr(config, "quantization_config", None) is None
+    takes = takes and torch.get_default_device().type != "meta"
+    replaced = replacing_config(replacing) if replacing is not None and takes else None
+    fakes = detect_fake_mode() is not None  # which nothing is read into
+    if fakes and spec.quantize is not None:
+        raise refusal("plan", "model.quantize", "null; QuantizeBase in its place can be planned", spec.quantize)
+    named = "the model" if spec.name_or_path is None else spec.name_or_path
+    with read_by_others(f"CausalLMConfig: {named} cannot be built", spec.config_fields):
+        if spec.draws_weights or fakes:
+            dtype = (config.dtype or torch.float32) if fakes and dtype == "auto" else dtype
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **options)
+        else:
+            check_sums(spec.name_or_path)
+            check_bounds("CausalLMConfig", spec.name_or_path, config, AutoModelForCausalLM)
+            model = AutoModelForCausalLM.from_pretrained(
+                spec.name_or_path or "",
+                config=config,
+                revision=spec.revision,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                quantization_config=_quantization(spec, dtype, config) if replaced is None else replaced,
+                **options,
+            )
+    check_whole("CausalLMConfig", model, spec.config_fields or {})
+    if grows:
+        grow_vocabulary(model, int(vocab_size or 0))
+    keep_unpacked(model)
+    return model.train()
+
+
+def stored_folder(spec: CausalLMConfig) -> Path:
+    """The folder of a named model's files, which a hub's are fetched into.
+
+    Raises:
+        OSError, ValueError: If it cannot be had.
+    """
+    folder = Path(spec.name_or_path or "")
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.safetensors", "*.json"]
+    return Path(snapshot_download(str(spec.name_or_path), revision=spec.revision, allow_patterns=wanted))
+
+
+def build_empty(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) -> "PreTrainedModel | None":
+    """The model without memory for its weights, which :func:`fill_waiting` gives it when it has been sharded.
+
+    Returns:
+        ``None`` where :func:`build` has more to do than to read files under the network's own names.
+    """
+    if spec.draws_weights or spec.quantize is not None:
+        return None
+    config = resolve(spec, from_data)
+    grows = (from_data or {}).get("vocab_size", 0) > config.get_text_config().vocab_size
+    if grows or getattr(config, "quantization_config", None) is not None:
+        return None
+    try:
+        folder = stored_folder(spec)
+        stored = stored_places(folder).keys()
+    except (OSError, ValueError, CheckpointError):
+        return None  # which `build` says
+    from transformers import AutoModelForCausalLM
+
+    dtype = getattr(config, "dtype", None) if spec.dtype == "auto" else getattr(torch, spec.dtype)
+    options: dict[str, Any] = {"dtype": dtype or torch.float32, "trust_remote_code": False}
+    options |= {} if spec.attention is None else {"attn_implementation": spec.attention}
+    with torch.device("cpu"), DeferredDraws():
+        model = empty_from_config(AutoModelForCausalLM, config, **options)
+    exchange(model, lambda p: p.to("meta"))  # small ones, too
+    # What is tied to another weight, and in the files beside it, may be another one there: `build` looks.
+    needed = {name for name in model.state_dict() if name not in model.all_tied_weights_keys}
+    if needed != stored or any(buffer.device.type == "meta" for buffer in model.buffers()):
+        return None
+    dtypes = {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
+    model.__dict__[WAITS] = Waiting(str(folder), dtypes)
+    keep_unpacked(model)
+    return model.train()
+
+
+def widened(spec: CausalLMConfig) -> str | None:
+    """What to tell somebody whose model takes twice the memory of its files; None where it does not."""
+    if spec.draws_weights or spec.dtype != "float32" or spec.quantize is not None:
+        return None
+    stored = _stored(spec)
+    kinds = (part.get(key) for part in (stored, stored.get("text_config") or {}) for key in ("dtype", "torch_dtype"))
+    kind = next(filter(None, kinds), None)
+    if kind not in ("bfloat16", "float16"):
+        return None
+    return f"{spec.name_or_path} holds {kind}, and the model is built in float32: dtype: auto takes it as it is"
+
+
+@torch.no_grad()
+def grow_vocabulary(model: "PreTrainedModel", size: int) -> None:
+    """Add rows up to ``size`` to the embeddings and the head, tied or not, in place; each is the mean of those that
+    were there.
+
+    So a new token is at first as likely as others are on average, and what the model says of the old ones stays in
+    proportion. Source: Hewitt (2021), https://nlp.stanford.edu/~johnhew/vocab-expansion.html.
+    """
+    rows = int(model.config.get_text_config().vocab_size)
+    model.resize_token_embeddings(size, mean_resizing=False)
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        for parameter in () if layer is None else layer.parameters(recurse=False):
+            parameter[rows:] = parameter[:rows].float().mean(0).to(parameter.dtype)
+
+
+def _quantization(spec: CausalLMConfig, dtype: Any, config: "PretrainedConfig") -> Any:
+    if spec.quantize is None:
+        return None
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    kept: list[str] = []
+
+    def make() -> nn.Module:
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
+        kept.extend(get_keys_to_not_convert(model))
+        return model
+
+    skipped = sorted({*read_layers(make), *kept})
+    if spec.quantize == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skipped)
+    compute = torch.float32 if dtype == "auto" else dtype
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute,
+        llm_int8_skip_modules=skipped,
+    )  # fmt: skip
+
+
+def from_json(config: Mapping[str, Any], dtype: torch.dtype = torch.float32, whole: bool = True) -> "PreTrainedModel":
+    """A model for weights that a checkpoint brings, all if it is ``whole``, from its configuration as stored in it."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = str(config["model_type"])
+    fields = {key: value for key, value in config.items() if key not in ("model_type", "quantization_config")}
+    make = empty_from_config if whole else from_config
+    return make(AutoModelForCausalLM, CONFIG_MAPPING[kind](**fields), dtype=dtype, trust_remote_code=False)

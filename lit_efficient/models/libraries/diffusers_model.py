@@ -1,0 +1,229 @@
+"""Any model of diffusers: its weights from a hub or a folder, or random ones for a configuration.
+
+Costs what the model holds. Weights are read from safetensors only; code that a repository brings along is never run.
+Source: https://huggingface.co/docs/diffusers/main/en/api/models/overview.
+"""
+
+import difflib
+import inspect
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import nn
+
+from lit_efficient.distributed.weight_slices import WAITS, Waiting, built_empty, fill_waiting, stored_places
+from lit_efficient.errors import (
+    CheckpointError,
+    ConfigurationError,
+    check_choice,
+    check_installed,
+    check_number,
+    refusal,
+)
+from lit_efficient.files.sums import check_sums
+from lit_efficient.internals.hugging_face import keeps_float32
+from lit_efficient.models.libraries.causal_lm import Primitive
+from lit_efficient.models.libraries.config_fields import check_names, check_values, check_whole, meant, unusual
+
+if TYPE_CHECKING:
+    from diffusers import ModelMixin
+
+_OWNER = "DiffusersModelConfig"
+
+
+@dataclass(frozen=True)
+class DiffusersModelConfig:
+    """A model of diffusers, by name or by configuration.
+
+    Args:
+        name_or_path: a hub's name or a local folder, of the model or of a pipeline (with ``subfolder``); None builds
+            from ``config_fields`` alone.
+        config_fields: fields of the model's configuration that replace the named one's; without ``name_or_path`` the
+            whole configuration, with ``_class_name`` (``AutoencoderKL``, ``UNet2DConditionModel``, ...).
+        subfolder: where in a pipeline the model is: ``vae``, ``unet``, ``transformer``.
+        random_weights: draw new weights although ``name_or_path`` has some.
+        revision: branch, tag or commit of a hub's repository; a commit is what never changes.
+        dtype: number format of the weights.
+        guidance: the input of a network that was distilled to take the guidance as one (FLUX.1-dev), in training and
+            in sampling alike; other networks take none.
+    """
+
+    name_or_path: str | None = None
+    config_fields: dict[str, Primitive | list[Primitive | list[Primitive]] | dict[str, Primitive]] | None = None
+    subfolder: str = ""
+    random_weights: bool = False
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    guidance: float = 3.5
+
+    def __post_init__(self) -> None:
+        if self.name_or_path is None and "_class_name" not in (self.config_fields or {}):
+            lacks = f"has no _class_name{meant('_class_name', self.config_fields)}"
+            allowed = f"a hub's name or a folder, as config_fields={self.config_fields!r} {lacks}"
+            raise refusal(_OWNER, "name_or_path", allowed, None)
+        check_choice(_OWNER, "dtype", self.dtype, ("float32", "bfloat16", "float16"))
+        check_number(_OWNER, "guidance", self.guidance, least=0)
+        check_installed(_OWNER, "diffusers")
+
+    @property
+    def draws_weights(self) -> bool:
+        """Whether the weights are random."""
+        return self.name_or_path is None or self.random_weights
+
+    @property
+    def described(self) -> str:
+        """The name, or the class."""
+        if self.name_or_path is None:
+            return str((self.config_fields or {})["_class_name"])
+        return f"{self.name_or_path}/{self.subfolder}".rstrip("/")
+
+
+def resolve(spec: DiffusersModelConfig) -> dict[str, Any]:
+    """The whole configuration of the model, ``_class_name`` included, as JSON could hold it.
+
+    Raises:
+        ConfigurationError: for a name that has no configuration, an unknown class or an unknown field.
+    """
+    stored = {} if spec.name_or_path is None else _stored(spec)
+    fields = {**stored, **(spec.config_fields or {})}
+    kind = model_class(str(fields.get("_class_name")))
+    known = [name for name in inspect.signature(kind.__init__).parameters if name != "self"]
+    given = [name for name in spec.config_fields or {} if not name.startswith("_")]
+    check_names(_OWNER, given, known, kind.__name__)
+    defaults = {name: one.default for name, one in inspect.signature(kind.__init__).parameters.items()}
+    check_values(_OWNER, spec.config_fields or {}, defaults)
+    kept = {name: value for name, value in fields.items() if name in known}
+    return {"_class_name": kind.__name__, **json.loads(json.dumps(kept))}
+
+
+def build(spec: DiffusersModelConfig) -> "ModelMixin":
+    """The model, in training mode. Random weights come from torch's global generator.
+
+    Raises:
+        ConfigurationError: if it cannot be built or loaded.
+    """
+    fields = resolve(spec)
+    kind, dtype = model_class(fields["_class_name"]), getattr(torch, spec.dtype)
+    if spec.draws_weights:
+        drawn: Any = from_fields(fields) if dtype == torch.float32 else _converted(fields, dtype)
+        if dtype != torch.float32:
+            fill_waiting(drawn, torch.device("cpu"))  # each tensor is converted as soon as it is drawn
+        return cast("ModelMixin", drawn.train())
+    changed = {name: fields[name] for name in spec.config_fields or {} if name in fields and name != "_class_name"}
+    check_sums(spec.name_or_path, spec.subfolder)
+    try:
+        model: Any = kind.from_pretrained(
+            spec.name_or_path,
+            subfolder=spec.subfolder or None,
+            revision=spec.revision,
+            torch_dtype=dtype,
+            use_safetensors=True,
+            **changed,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"{_OWNER}: {spec.described!r} cannot be loaded: {str(error).strip().splitlines()[0]}"
+        ) from error
+    return model.train()
+
+
+def build_empty(spec: DiffusersModelConfig) -> "nn.Module | None":
+    """The model without memory for its weights, which ``fill_waiting`` gives it when it has been sharded.
+
+    Returns:
+        ``None`` where :func:`build` has more to do than to read a folder's files under the network's own names.
+    """
+    fields = resolve(spec)
+    if spec.draws_weights:
+        return _converted(fields, getattr(torch, spec.dtype)).train()
+    folder, dtype = Path(str(spec.name_or_path)).expanduser() / spec.subfolder, getattr(torch, spec.dtype)
+    try:
+        stored = stored_places(folder).keys()
+    except CheckpointError:
+        return None  # of a hub, of several variants, or for `build` to refuse
+    with torch.device("meta"):
+        model: Any = nn.Module.to(cast(nn.Module, from_fields(fields)), dtype)
+    held = model.state_dict().keys()
+    mixed = dtype != torch.float32 and keeps_float32(model)
+    if mixed or stored != held or not held >= {name for name, _ in model.named_buffers()}:
+        return None
+    model.__dict__[WAITS] = Waiting(str(folder), {name: p.dtype for name, p in model.named_parameters()})
+    return cast("nn.Module", model.train())
+
+
+def _converted(fields: dict[str, Any], dtype: torch.dtype) -> nn.Module:
+    """A network of random weights, which wait. Its own ``to`` would warn of formats, whatever the format."""
+    return built_empty(lambda: nn.Module.to(cast(nn.Module, from_fields(fields)), dtype))
+
+
+def from_fields(fields: dict[str, Any]) -> "ModelMixin":
+    """A model with random weights, from its whole configuration, as `resolve` gives it and checkpoints keep it."""
+    kind = model_class(str(fields.get("_class_name")))
+    try:
+        made = kind(**{name: value for name, value in fields.items() if not name.startswith("_")})
+    except Exception as error:  # each model validates in its own way
+        raise misfit(fields, error) from error
+    check_whole(_OWNER, made, fields)
+    return cast("ModelMixin", made)
+
+
+def misfit(fields: dict[str, Any], error: Exception) -> ConfigurationError:
+    """What to say of fields that make no model: the reason, and the fields that are unlike their defaults."""
+    kind = model_class(str(fields.get("_class_name")))
+    taken = inspect.signature(kind.__init__).parameters
+    odd = [
+        f"{name}: {'null' if value is None else value}"
+        for name, value in fields.items()
+        if name in taken and not _is_like(value, taken[name].default)
+    ]
+    hint, reason = f" ({', '.join(odd)})" if odd else unusual(fields), " ".join(str(error).split())
+    return ConfigurationError(f"{_OWNER}: config_fields do not make a {kind.__name__}: {reason}{hint}")
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    """Whether a value is of the kind of a field's default; anything is of that of none."""
+    if default is None or default is inspect.Parameter.empty:
+        return value is not None or default is None
+    kinds = ((int, float), (list, tuple), (str,), (dict,))
+    return any(isinstance(value, kind) and isinstance(default, kind) for kind in kinds)
+
+
+def model_class(name: str) -> Any:
+    """The class of diffusers that has this name.
+
+    Raises:
+        ConfigurationError: if there is none, or it is no model.
+    """
+    import diffusers
+
+    kind = getattr(diffusers, name, None) if name.isidentifier() else None
+    if not (isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin)):
+        models = [known for known in dir(diffusers) if known.endswith(("Model", "ModelV2")) or "Autoencoder" in known]
+        near = difflib.get_close_matches(name, models, n=3)
+        hint = f" (near ones: {', '.join(near)})" if near else ""
+        raise refusal(_OWNER, "_class_name", f"a model of diffusers{hint}", name)
+    return kind
+
+
+def _stored(spec: DiffusersModelConfig) -> dict[str, Any]:
+    from diffusers import ModelMixin
+    from diffusers.configuration_utils import ConfigMixin
+
+    name = str(spec.name_or_path)
+    if not Path(name).expanduser().is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise ConfigurationError(f"{_OWNER}: name_or_path: there is no folder {name}.")
+    check_sums(name, spec.subfolder, weights=False)
+    reader: Any = type("Reader", (ModelMixin, ConfigMixin), {"config_name": "config.json"})
+    try:
+        fields: Any = reader.load_config(name, subfolder=spec.subfolder or None, revision=spec.revision)
+    except (OSError, ValueError) as error:
+        subfolder = f"subfolder: {spec.subfolder}"
+        hint = subfolder if spec.subfolder else f"a pipeline's folder needs {subfolder}vae, unet or transformer"
+        raise ConfigurationError(
+            f"{_OWNER}: {spec.described!r} has no config.json that can be read ({hint}): "
+            f"{str(error).strip().splitlines()[0]}"
+        ) from error
+    return dict(fields)

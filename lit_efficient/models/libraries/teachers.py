@@ -1,0 +1,398 @@
+"""Frozen networks whose features another one learns from: found by name, shown images as they know them, never trained.
+
+A teacher is deliberately no ``nn.Module`` of the run: a LightningModule that uses one neither trains, counts, averages,
+saves nor shards it.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lit_efficient.errors import ConfigurationError, refusal
+from lit_efficient.files.sums import check_sums
+from lit_efficient.internals.torch_trees import tree_map
+from lit_efficient.models.libraries.bounds import check_bounds
+from lit_efficient.models.libraries.config_fields import read_by_others
+from lit_efficient.surgery import match_modules, moved, own_draws
+
+_IN_CODE = "given in code: "  # what stands for such a teacher in a checkpoint
+_DATA = "data."
+_WIDTHS = ("hidden_size", "width", "dim", "d_model", "n_embd", "embed_dim")
+_WITHOUT = {"labels", "use_cache", "past_key_values"}  # a teacher gives features, not losses
+
+
+CLASS = "class token"  # beside the layers' patterns
+
+
+class Teacher:
+    """A frozen network and the layers whose features are wanted.
+
+    Args:
+        network: It is put into evaluation mode and frozen, in place.
+        layers: Patterns of dotted names, each of one layer; an empty one stands for the network's output.
+        who: Name of the technique that asks, for errors.
+        image_size: Side to which :meth:`of_images` resizes; ``None``: what the network says it was made for, and the
+            images as they are where it says none.
+        statistics: Mean and standard deviation of each channel of images in [0, 1] that the network expects; ``None``:
+            what it says itself, as timm's models do; else it gets them in [-1, 1].
+        skip_tokens: How many tokens before those of the patches :meth:`of_images` leaves out; ``None``: as many as the
+            network says it has.
+        tokens: Whether an empty pattern stands, for :meth:`of_images`, for what a model of timm has before it pools.
+        class_layer: Of which :meth:`of_images` gives the class token, or the one vector an image, as ``CLASS``.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        layers: Sequence[str],
+        *,
+        who: str,
+        image_size: int | None = None,
+        statistics: tuple[list[float], list[float]] | None = None,
+        skip_tokens: int | None = None,
+        tokens: bool = False,
+        class_layer: str | None = None,
+        argument: str = "teacher_layer",
+    ) -> None:
+        layers = [*layers, *([] if class_layer is None else [class_layer])]
+        self.class_layer = class_layer
+        self.network = network.eval().requires_grad_(False)
+        self.layers = {layer: only_module(network, layer, f"{who}: {argument}") for layer in layers}
+        self.who = who
+        self.image_size = image_size
+        self.statistics = _own_statistics(network) if statistics is None else statistics
+        self.skip_tokens = skip_tokens
+        self._has_gradient = False  # known to have one on this device
+        self.unpooled = tokens and "" in self.layers and callable(getattr(network, "forward_features", None))
+
+    def features(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Features by layer's pattern, without gradients, of the arguments that the network's forward knows."""
+        return self._features(self.network, args, kwargs, gradients=False)
+
+    def _features(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool
+    ) -> dict[str, Tensor]:
+        device, dtype = _placed(self.network)
+        args, kwargs = _on((args, kwargs), device, dtype, detach=not gradients)
+        found: dict[str, Tensor] = {}
+        with ExitStack() as hooks, torch.set_grad_enabled(gradients and torch.is_grad_enabled()):
+            for layer, name in self.layers.items():
+                hooks.enter_context(self.network.get_submodule(name).register_forward_hook(_keep(found, layer)))
+            output = forward(*args, **_known(self.network, kwargs))
+        return found if forward is self.network else found | {"": feature_of(output)}
+
+    def of_images(self, images: Tensor, gradients: bool = False) -> dict[str, Tensor]:
+        """Features of images [B, C, H, W] in [-1, 1]; class and register tokens are left out where they are known.
+
+        Models of transformers and timm get as many channels as they have, their size and their normalisation.
+
+        Args:
+            images: The images.
+            gradients: Whether gradients flow to the images; the network is frozen in any case.
+        """
+        config, embedding = (getattr(self.network, name, None) for name in ("config", "patch_embed"))
+        own = _side(getattr(config, "image_size", None) or getattr(embedding, "img_size", None))
+        size, channels = self.image_size or own, getattr(config, "num_channels", None)
+        if self.statistics is not None and channels is None:
+            channels = input_width_of(self.network, "")
+        kwargs: dict[str, Any] = {}
+        if images.ndim == 4:
+            images = _prepared(images.float(), size, channels, self.statistics)
+            if size != own and "interpolate_pos_encoding" in _named(self.network):
+                kwargs["interpolate_pos_encoding"] = True
+        forward: Any = self.network.forward_features if self.unpooled else self.network
+        found = self._features(forward, (images,), kwargs, gradients)
+        if gradients and images.requires_grad and torch.is_grad_enabled() and not self._has_gradient:
+            self._check_gradient(images, list(found.values()))
+        if getattr(self.network, "output_fmt", None) == "NHWC":  # of timm's Swin, say
+            found = {k: t.permute(0, 3, 1, 2) if t.ndim == 4 else t for k, t in found.items()}
+        patch = _side(getattr(config, "patch_size", None) or getattr(embedding, "patch_size", None))
+        patches = (images.shape[-2] // patch) * (images.shape[-1] // patch) if patch and images.ndim == 4 else 0
+        skipped = {k: self._skipped(t.shape[1], patches) if t.ndim == 3 else 0 for k, t in found.items()}
+        features = {k: t[:, skipped[k] :] if t.ndim == 3 else t for k, t in found.items()}
+        if self.class_layer is not None:
+            one = found[self.class_layer]
+            if one.ndim != 2 and not skipped[self.class_layer]:
+                raise ConfigurationError(
+                    f"{self.who}: head.class_layer {self.class_layer!r} of {type(self.network).__name__} gives "
+                    f"{list(one.shape)}, and no class token or one vector an image: name another layer"
+                )
+            features[CLASS] = one if one.ndim == 2 else one[:, 0]
+        return features
+
+    def _check_gradient(self, images: Tensor, found: list[Tensor]) -> None:
+        """Refuse, before the run's own backward pass, what torch would refuse there in words of its own."""
+        if torch.are_deterministic_algorithms_enabled() and images.device.type != "cpu":
+            try:
+                torch.autograd.grad([feature.sum() for feature in found], images, retain_graph=True)
+            except RuntimeError as error:
+                if "deterministic" not in str(error):
+                    raise
+                raise ConfigurationError(
+                    f"{self.who}: on {images.device.type} the gradient of {type(self.network).__name__} has no "
+                    f"deterministic kernel ({str(error).split()[0]}); name layers before the one that needs it, take "
+                    "another network, or set trainer.deterministic to warn"
+                ) from error
+        self._has_gradient = True
+
+    def _skipped(self, count: int, patches: int) -> int:
+        """How many of a layer's tokens stand before those of the patches (0: their number is not known)."""
+        if self.skip_tokens is not None:
+            return self.skip_tokens
+        known = getattr(self.network, "num_prefix_tokens", max(0, count - patches) if patches else 0)
+        return 0 if count == patches else int(known)
+
+    def to(self, device: torch.device) -> None:
+        """Move the network."""
+        if _placed(self.network)[0] != device:
+            with torch.inference_mode(False):  # a validation's move makes weights that training could not use
+                self.network.to(device)
+
+    def width(self, layer: str) -> int | None:
+        """Width of a layer's features, where the network says it."""
+        return width_of(self.network, self.layers[layer])
+
+
+def find_teacher(spec: str | nn.Module, layers: Sequence[str], *, who: str, data: Any = None, **images: Any) -> Teacher:
+    """The teacher that an argument names.
+
+    Args:
+        spec: A module; ``data.NAME``, an attribute of the data module; the folder or name of a transformers model; or a
+            transformers ``config.json``, for random weights (seed 0).
+        layers: As in :class:`Teacher`.
+        who: Name of the technique that asks, for errors.
+        data: The data module, if there is one.
+        **images: ``image_size``, ``skip_tokens``, ``tokens`` and ``argument`` of :class:`Teacher`.
+
+    Raises:
+        ConfigurationError: If there is no such thing.
+    """
+    if isinstance(spec, nn.Module):
+        return Teacher(spec, layers, who=who, **images)
+    if spec.startswith(_IN_CODE):
+        raise ConfigurationError(f"{who}: teacher was {spec!r}, which no config can name: give the module again")
+    if spec.startswith(_DATA):
+        network = getattr(data, spec.removeprefix(_DATA), None)
+        if not isinstance(network, nn.Module):
+            names = [name for name, value in vars(data).items() if isinstance(value, nn.Module)] if data else []
+            raise ConfigurationError(
+                f"{who}: teacher is {spec!r}, but {type(data).__name__ if data else 'no data module'} has no such "
+                f"network{'; it has ' + ', '.join(names) if names else ''}"
+            )
+        return Teacher(network, layers, who=who, **images)
+    return Teacher(_of_transformers(spec, who), layers, who=who, statistics=_statistics(spec), **images)
+
+
+def name_of(spec: str | nn.Module) -> str:
+    """What a checkpoint keeps of a teacher: its name, or for a module the class and a digest of its weights."""
+    if isinstance(spec, str):
+        return spec
+    digest = hashlib.sha256()
+    for key, tensor in spec.state_dict().items():
+        digest.update(key.encode())
+        digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+    return f"{_IN_CODE}{type(spec).__name__} {digest.hexdigest()[:16]}"
+
+
+def _of_transformers(spec: str, who: str) -> nn.Module:
+    from transformers import AutoConfig, AutoModel
+
+    check_sums(spec)  # before the configuration, whose values may raise anything
+    allowed = "a module, data.NAME, or the folder, name or config.json of a transformers model"
+    with read_by_others(str(refusal(who, "teacher", allowed, spec))):
+        config = AutoConfig.from_pretrained(spec, trust_remote_code=False)
+        if not spec.endswith(".json"):
+            check_bounds(who, spec, config, AutoModel)
+            return AutoModel.from_pretrained(spec, trust_remote_code=False)
+        with own_draws(0):
+            return AutoModel.from_config(config)
+
+
+def _statistics(spec: str) -> tuple[list[float], list[float]] | None:
+    """What the image processor beside a model of transformers normalises by, of a folder or a hub's name."""
+    from transformers.image_processing_base import ImageProcessingMixin
+
+    if spec.endswith(".json"):
+        return None
+    try:
+        kept, _ = ImageProcessingMixin.get_image_processor_dict(spec)
+    except (OSError, ValueError):  # a model without one, as of text
+        return None
+    if not kept.get("do_normalize", True):
+        return [0.0], [1.0]
+    return (list(kept["image_mean"]), list(kept["image_std"])) if "image_mean" in kept else None
+
+
+def _own_statistics(network: nn.Module) -> tuple[list[float], list[float]] | None:
+    """What a network says itself: timm's ``pretrained_cfg``, open_clip's attributes, the folder a model came from."""
+    kept: Any = getattr(network, "pretrained_cfg", None)
+    if isinstance(kept, Mapping) and "mean" in kept and "std" in kept:
+        return list(kept["mean"]), list(kept["std"])
+    mean, std = getattr(network, "image_mean", None), getattr(network, "image_std", None)
+    if mean is not None and std is not None:
+        return list(mean), list(std)
+    name = getattr(getattr(network, "config", None), "name_or_path", None)
+    return _statistics(name) if name and hasattr(network, "save_pretrained") and Path(name).is_dir() else None
+
+
+def only_module(root: nn.Module, pattern: str, who: str) -> str:
+    """Dotted name of the one module that a pattern matches; an empty pattern is the root.
+
+    Raises:
+        ConfigurationError: If it matches none, or several.
+    """
+    if not pattern:
+        return ""
+    names = [name for name, _ in match_modules(root, [pattern], who=who)]
+    if len(names) > 1:
+        raise ConfigurationError(
+            f"{who}: {pattern!r} matches {len(names)} modules, {', '.join(names[:4])}: name one of them in full"
+        )
+    return names[0]
+
+
+def width_of(root: nn.Module, name: str) -> int | None:
+    """Number of features of a layer's output, as far as its class or a config around it tells; else ``None``."""
+    layer: Any = root.get_submodule(name)
+    parent, _, last = name.rpartition(".")
+    owner = root.get_submodule(parent)
+    own = _own_width(layer)
+    if own is None and isinstance(owner, nn.Sequential) and name and not any(True for _ in layer.parameters()):
+        own = _last_width(list(owner)[: int(last) + 1])  # an activation: as wide as what comes before it
+    if own is not None:
+        return own
+    norms = [(part_name.count("."), part) for part_name, part in layer.named_modules() if "Norm" in type(part).__name__]
+    if name and norms and not isinstance(layer, nn.Sequential):  # of a residual block: as wide as its stream
+        norms.sort(key=lambda norm: norm[0])  # those of queries and keys lie deeper
+        return next(filter(None, (_own_width(part) for _, part in norms)), None)  # of adaptive ones the one inside
+    parts = name.split(".") if name else []
+    for i in range(len(parts), -1, -1):
+        config = getattr(root.get_submodule(".".join(parts[:i])), "config", None)
+        for attribute in _WIDTHS:
+            if isinstance(getattr(config, attribute, None), int):
+                return int(getattr(config, attribute))
+    sizes = getattr(getattr(root, "config", None), "hidden_sizes", None)
+    return int(sizes[-1]) if sizes else None
+
+
+def input_width_of(root: nn.Module, name: str) -> int | None:
+    """Number of features of a layer's input, as far as the first layer in it tells; else ``None``."""
+    for part in root.get_submodule(name).modules():
+        for attribute in ("in_features", "in_channels"):
+            if isinstance(getattr(part, attribute, None), int):
+                return int(getattr(part, attribute))
+        if "Norm" in type(part).__name__:
+            return _own_width(part)
+    return None
+
+
+def _own_width(layer: Any) -> int | None:
+    if isinstance(layer, nn.Sequential):
+        return _last_width(layer)
+    for attribute in ("out_features", "out_channels", "embedding_dim", "num_channels", "num_features"):
+        if isinstance(getattr(layer, attribute, None), int):
+            return int(getattr(layer, attribute))
+    shape = getattr(layer, "normalized_shape", None)
+    if shape:
+        return int(shape[-1])
+    weight = getattr(layer, "weight", None)  # an RMS norm of whatever package
+    return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.ndim == 1 else None
+
+
+def _last_width(layers: Iterable[nn.Module]) -> int | None:
+    """Width after layers in a row, unless one that changes shapes comes after the last that says its own."""
+    for layer in reversed(list(layers)):
+        if isinstance(layer, nn.Flatten | nn.Unflatten | nn.PixelShuffle | nn.PixelUnshuffle):
+            return None
+        if (width := _own_width(layer)) is not None:
+            return width
+    return None
+
+
+def feature_of(output: Any) -> Tensor:
+    """The features in what a layer returned: a tensor, the first one of a tuple, or ``last_hidden_state``.
+
+    Raises:
+        ConfigurationError: If there is none.
+    """
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping) and isinstance(output.get("last_hidden_state"), Tensor):
+        return output["last_hidden_state"]
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else ()
+    for value in values:
+        if isinstance(value, Tensor):
+            return value
+    raise ConfigurationError(
+        f"a layer returned a {type(output).__name__}, in which there are no features: name another"
+    )
+
+
+def _keep(found: dict[str, Tensor], layer: str) -> Any:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        found[layer] = feature_of(output)
+
+    return hook
+
+
+def _named(network: nn.Module) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(network.forward).parameters
+
+
+def _known(network: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = _named(network)
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return {k: v for k, v in kwargs.items() if k not in _WITHOUT and (anything or k in parameters)}
+
+
+def _placed(network: nn.Module) -> tuple[torch.device | None, torch.dtype | None]:
+    first = next((t for t in (*network.parameters(), *network.buffers()) if t.is_floating_point()), None)
+    return (None, None) if first is None else (first.device, first.dtype)
+
+
+def _on(tree: Any, device: torch.device | None, dtype: torch.dtype | None, detach: bool = True) -> Any:
+    """Tensors on the network's device, floats in its format."""
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return moved(value.detach() if detach else value, device, dtype if value.is_floating_point() else None)
+
+    return tree_map(move, tree)
+
+
+def _side(value: Any) -> int | None:
+    return int(value[0]) if isinstance(value, list | tuple) else value
+
+
+def _resized(images: Tensor, size: int) -> Tensor:
+    if not (images.requires_grad and torch.are_deterministic_algorithms_enabled()):
+        return F.interpolate(images, (size, size), mode="bicubic", align_corners=False, antialias=True)
+    # The same as products with two matrices: on CUDA the gradient of F.interpolate is not deterministic, and refused.
+    for _ in range(2):
+        side = torch.eye(images.shape[-1], dtype=images.dtype, device=images.device)[None, None]
+        rows = F.interpolate(side, (side.shape[-1], size), mode="bicubic", align_corners=False, antialias=True)[0, 0]
+        images = (images @ rows).mT
+    return images
+
+
+def _prepared(
+    images: Tensor, size: int | None, channels: int | None, statistics: tuple[list[float], list[float]] | None
+) -> Tensor:
+    if channels and images.shape[1] != channels:
+        images = images.mean(1, keepdim=True).expand(-1, channels, -1, -1)
+    if size and tuple(images.shape[-2:]) != (size, size):
+        images = _resized(images, size)
+    if statistics is None:
+        return images
+    mean, std = (moved(torch.tensor(s).view(1, -1, 1, 1), images.device) for s in statistics)
+    if images.shape[1] == 1:  # a network of one channel that has the statistics of three
+        mean, std = mean.mean(1, keepdim=True), std.mean(1, keepdim=True)
+    return ((images + 1.0) / 2.0 - mean) / std

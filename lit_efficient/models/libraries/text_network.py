@@ -1,0 +1,335 @@
+"""One text encoder of Hugging Face with its tokenizer: how it is named, built, read and known from others."""
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lit_efficient.errors import ConfigurationError, check_choice, check_number, did_you_mean, refusal
+from lit_efficient.files.sums import check_sums
+from lit_efficient.internals.hugging_face import from_config
+from lit_efficient.models.libraries.bounds import check_bounds
+from lit_efficient.models.libraries.caption_tokens import CaptionTokens, load_tokenizer
+from lit_efficient.models.libraries.causal_lm import Primitive, declared_fields
+from lit_efficient.models.libraries.config_fields import check_names, check_values, meant, read_by_others
+from lit_efficient.surgery import moved, own_draws
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_OWNER = "TextEncoderConfig"
+_FINAL_NORMS = ("text_model.final_layer_norm", "final_layer_norm", "encoder.final_layer_norm", "norm", "final_norm")
+
+
+@dataclass(frozen=True)
+class CaptionReading:
+    """How captions become tokens.
+
+    Args:
+        tokenizer: a hub's name, a folder or a ``tokenizer.json``; ``bytes`` for one token a byte. None is the model's
+            own, or bytes without ``name_or_path``.
+        subfolder: where in a pipeline the tokenizer is: ``tokenizer``.
+        padding: whether the network sees the padding: ``hidden`` or ``seen``; ``auto`` is what the encoder was trained
+            with, ``seen`` for CLIP and ``hidden`` for the others.
+        padding_side: where it is.
+    """
+
+    tokenizer: str | None = None
+    subfolder: str = ""
+    padding: Literal["auto", "hidden", "seen"] = "auto"
+    padding_side: Literal["right", "left"] = "right"
+
+    def __post_init__(self) -> None:
+        check_choice(_OWNER, "captions.padding", self.padding, ("auto", "hidden", "seen"))
+        check_choice(_OWNER, "captions.padding_side", self.padding_side, ("right", "left"))
+
+
+@dataclass(frozen=True)
+class TextEncoderConfig:
+    """A text encoder of Hugging Face, by name or by configuration.
+
+    Args:
+        name_or_path: a hub's name or a local folder, of the encoder or of a pipeline (with ``subfolder``); None builds
+            from ``config_fields`` alone, with random weights (always the same ones).
+        config_fields: fields of the model's configuration that replace the named one's; without ``name_or_path`` the
+            whole configuration, with ``model_type`` (``clip_text_model``, ``t5``, ...). ``architectures`` chooses the
+            class: ``[CLIPTextModelWithProjection]``.
+        subfolder: where in a pipeline the encoder is: ``text_encoder``.
+        max_length: tokens of a caption, special ones included; longer ones are cut, shorter ones padded.
+        layer: whose output: -1 is the last, after the final norm; -2 the one before it, and so on.
+        final_norm: apply the final norm to an earlier layer.
+        captions: the tokenizer and its padding.
+        pipeline: all encoders of a pipeline's folder, joined as it joins them: ``sdxl``, ``sd3`` or ``flux``. What it
+            fixes is left unset then: tokenizers, subfolders, layers, padding; ``max_length`` is T5's, if it has one.
+        revision: branch, tag or commit of a hub's repository; a commit is what never changes.
+        dtype: number format of the weights and of the embeddings.
+    """
+
+    name_or_path: str | None = None
+    config_fields: dict[str, Primitive | list[Primitive] | dict[str, Primitive]] | None = None
+    subfolder: str = ""
+    max_length: int = 77
+    layer: int = -1
+    final_norm: bool = False
+    captions: CaptionReading = CaptionReading()
+    pipeline: Literal["sdxl", "sd3", "flux"] | None = None
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+
+    def __post_init__(self) -> None:
+        if self.pipeline is not None:
+            self._check_pipeline()
+        elif self.name_or_path is None and "model_type" not in (self.config_fields or {}):
+            lacks = f"has no model_type{meant('model_type', self.config_fields)}"
+            allowed = f"a hub's name or a folder, as config_fields={self.config_fields!r} {lacks}"
+            raise refusal(_OWNER, "name_or_path", allowed, None)
+        elif self.name_or_path is None and find_spec("transformers"):
+            _check_fields(self.config_fields or {})
+        check_number(_OWNER, "max_length", self.max_length, least=2, whole=True)
+        check_number(_OWNER, "layer", self.layer, most=-1, whole=True)
+        if self.final_norm and self.layer == -1:
+            raise refusal(_OWNER, "final_norm", "false for layer -1, which has it", self.final_norm)
+        check_choice(_OWNER, "dtype", self.dtype, ("float32", "bfloat16", "float16"))
+
+    def _check_pipeline(self) -> None:
+        check_choice(_OWNER, "pipeline", self.pipeline, ("sdxl", "sd3", "flux"), null=True)
+        free = {"name_or_path", "max_length", "pipeline", "revision", "dtype"}
+        fixed = [f.name for f in fields(self) if f.name not in free and getattr(self, f.name) != f.default]
+        if fixed:
+            raise refusal(_OWNER, "pipeline", f"null with {', '.join(fixed)}, which a pipeline fixes", self.pipeline)
+        if self.name_or_path is None:
+            raise refusal(_OWNER, "name_or_path", "the pipeline's folder or name", None)
+
+
+class TextEmbedding(NamedTuple):
+    """Embeddings of B captions (or of one, without the first dimension).
+
+    Args:
+        hidden: One for each token, [B, L, D].
+        mask: Which tokens the network may see, [B, L] bool.
+        pooled: One for each caption, [B, P]; None of an encoder that has none.
+    """
+
+    hidden: Tensor
+    mask: Tensor
+    pooled: Tensor | None
+
+
+class TextNetwork:
+    """A frozen encoder with its tokenizer; the network is frozen and put in evaluation mode."""
+
+    def __init__(self, spec: TextEncoderConfig, network: nn.Module, tokens: CaptionTokens) -> None:
+        self.spec = spec
+        self.network: Any = network.eval().requires_grad_(False)
+        self.tokens = tokens
+
+    @classmethod
+    def load(cls, spec: TextEncoderConfig) -> "TextNetwork":
+        """The one that ``spec`` names, on the CPU. Leaves torch's global generator as it is.
+
+        Raises:
+            ConfigurationError: If it or its tokenizer cannot be built or loaded.
+        """
+        reading = spec.captions
+        name = reading.tokenizer or spec.name_or_path or "bytes"
+        subfolder = reading.subfolder if reading.tokenizer != "bytes" else ""
+        tokens = load_tokenizer(name, subfolder, spec.revision, spec.max_length, reading.padding_side)
+        config = _configuration(spec, tokens)
+        with read_by_others(f"{_OWNER}: the encoder {spec.name_or_path or config.model_type} cannot be built"):
+            network = _drawn(config, spec.dtype) if spec.name_or_path is None else _loaded(spec, config)
+            loaded = cls(spec, network, tokens)
+            loaded._check()
+        return loaded
+
+    def embed(self, captions: Sequence[str], device: torch.device) -> TextEmbedding:
+        """Embeddings of captions, [n, ...], on ``device``."""
+        ids, mask = (moved(torch.stack(rows), device) for rows in zip(*map(self.tokens.encode, captions)))
+        if not self.hides_padding:
+            mask = torch.ones_like(mask)
+        options: dict[str, Any] = {"attention_mask": mask} if self.hides_padding else {}
+        if self.spec.layer != -1:
+            options["output_hidden_states"] = True
+        with torch.autocast(device.type, enabled=False):  # the same numbers in a training step as in a cache
+            output = self.network.to(device)(input_ids=ids, return_dict=True, **options)
+        if self.spec.layer == -1:
+            hidden = output.last_hidden_state
+        else:
+            hidden = output.hidden_states[self.spec.layer]
+            hidden = self._final_norm()(hidden) if self.spec.final_norm else hidden
+        pooled = getattr(output, "text_embeds", None)
+        pooled = getattr(output, "pooler_output", None) if pooled is None else pooled
+        return TextEmbedding(hidden, mask, pooled)
+
+    @property
+    def hides_padding(self) -> bool:
+        """Whether masks leave the padding out; otherwise they are all true."""
+        config = self.network.config
+        if self.spec.captions.padding == "auto":
+            return config.model_type != "clip_text_model" or bool(getattr(config, "use_attention_mask", False))
+        return self.spec.captions.padding == "hidden"
+
+    def digest(self) -> str:
+        """SHA-256 of all that an embedding depends on: the weights, the tokenizer and how they are read."""
+        reading = {name: getattr(self.spec, name) for name in ("layer", "final_norm", "dtype")}
+        described = [reading, self.hides_padding, self.tokens.state()]
+        digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
+        for name, tensor in sorted(self.network.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return sum(tensor.nbytes for tensor in self.network.state_dict().values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Primitives and tensors only."""
+        return {
+            "config": json.loads(self.network.config.to_json_string(use_diff=False)),
+            "architecture": type(self.network).__name__,
+            "tokenizer": self.tokens.state(),
+            "weights": {name: tensor.detach().cpu() for name, tensor in self.network.state_dict().items()},
+        }
+
+    @classmethod
+    def from_state_dict(cls, spec: TextEncoderConfig, state: dict[str, Any]) -> "TextNetwork":
+        """The one that ``state_dict`` was taken from. Leaves torch's global generator as it is."""
+        from transformers import AutoConfig
+
+        stored = {key: value for key, value in state["config"].items() if key != "model_type"}
+        config = AutoConfig.for_model(state["config"]["model_type"], **stored)
+        config.architectures = [state["architecture"]]
+        network = _drawn(config, spec.dtype)
+        network.load_state_dict(state["weights"])
+        return cls(spec, network, CaptionTokens(**state["tokenizer"]))
+
+    def _final_norm(self) -> nn.Module:
+        modules = dict(self.network.named_modules())
+        return next(modules[name] for name in _FINAL_NORMS if name in modules)
+
+    def _check(self) -> None:
+        """Refuse before any work what would fail at a caption: too many tokens, no such layer, no such norm."""
+        config = self.network.config
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        positions = getattr(text, "max_position_embeddings", None)
+        if positions is not None:
+            if self.spec.max_length > positions:
+                allowed = f"at most {positions}, the positions of {type(self.network).__name__}"
+                raise refusal(_OWNER, "max_length", allowed, self.spec.max_length)
+            try:  # some count their positions from behind the padding's: RoBERTa has two fewer than it says
+                real = next(i for i in range(3) if i not in (self.tokens.pad, getattr(text, "pad_token_id", None)))
+                with torch.no_grad():
+                    self.network(input_ids=torch.full((1, self.spec.max_length), real))
+            except (IndexError, RuntimeError) as error:
+                allowed = f"less than {positions}: {type(self.network).__name__} keeps some of its positions"
+                raise refusal(_OWNER, "max_length", allowed, self.spec.max_length) from error
+        layers = getattr(text, "num_hidden_layers", None)
+        if layers is not None and self.spec.layer < -1 - layers:
+            allowed = f"-1 to {-1 - layers}, as {type(self.network).__name__} has {layers} layers"
+            raise refusal(_OWNER, "layer", allowed, self.spec.layer)
+        if self.spec.final_norm and not set(_FINAL_NORMS) & set(dict(self.network.named_modules())):
+            raise ConfigurationError(f"{_OWNER}: final_norm: {type(self.network).__name__} has none that is known.")
+        rows = getattr(text, "vocab_size", None)
+        if rows is not None and rows < self.tokens.vocab_size:
+            raise ConfigurationError(
+                f"{_OWNER}: the tokenizer has {self.tokens.vocab_size} token ids and the encoder {rows}: use its own."
+            )
+
+
+def _check_fields(fields: dict[str, Any]) -> None:
+    """Refuse fields whose names or values are none of their type's, before captions, which may come much later."""
+    from transformers import CONFIG_MAPPING
+
+    if (kind := str(fields["model_type"])) not in CONFIG_MAPPING:
+        allowed = f"a type that transformers knows{did_you_mean(kind, CONFIG_MAPPING).rstrip('?')}"
+        raise refusal(_OWNER, "config_fields.model_type", allowed, kind)
+    values = {name: value for name, value in fields.items() if name != "model_type"}
+    _check_names(kind, values)
+    given = getattr(CONFIG_MAPPING[kind], "__dataclass_fields__", {})
+    check_values(_OWNER, values, {name: getattr(one, "default", None) for name, one in given.items()})
+    for name in (name for name in values if name.endswith(("_size", "_heads")) and values[name] == 0):
+        raise refusal(_OWNER, f"config_fields.{name}", "a number of at least 1", 0)
+
+
+def _check_names(kind: str, values: Iterable[str]) -> None:
+    from transformers import CONFIG_MAPPING
+
+    declared = declared_fields(CONFIG_MAPPING[kind])  # others may be read and declared nowhere
+    typos = [name for name in values if name not in declared and difflib.get_close_matches(name, declared, 1, 0.8)]
+    check_names(_OWNER, typos, declared, f"the model type {kind}")
+
+
+def _configuration(spec: TextEncoderConfig, tokens: CaptionTokens) -> "PretrainedConfig":
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    values = dict(spec.config_fields or {})
+    if spec.name_or_path is not None and (known := str(values.get("model_type"))) in CONFIG_MAPPING:
+        _check_names(known, values)
+    named = spec.name_or_path or spec.config_fields
+    with read_by_others(f"{_OWNER}: {named} has no configuration that can be read"):
+        if spec.name_or_path is None:
+            # What a configuration leaves out is the tokenizer's: CLIP looks for its end token to pool at.
+            special = {"pad_token_id": tokens.pad, "bos_token_id": tokens.end, "eos_token_id": tokens.end}
+            values = {"vocab_size": tokens.vocab_size} | special | values
+            config = AutoConfig.for_model(str(values.pop("model_type")), **values)
+        else:
+            check_sums(spec.name_or_path, spec.subfolder, weights=False)
+            located = {"subfolder": spec.subfolder, "revision": spec.revision, "trust_remote_code": False}
+            config = AutoConfig.from_pretrained(spec.name_or_path, **located)
+            for name, value in values.items():
+                setattr(config, name, value)
+    if config.model_type == "clip":  # the encoder of text within a model of both
+        return config.text_config
+    return config
+
+
+def _architecture(config: "PretrainedConfig") -> Any:
+    """The class that reads text only, of those that transformers has for a configuration."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING
+
+    named = next(iter(config.architectures or ()), "")
+    if named.startswith("CLIPText"):
+        return getattr(transformers, named)
+    if type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING:
+        return MODEL_FOR_TEXT_ENCODING_MAPPING[type(config)]
+    return transformers.AutoModel
+
+
+def _drawn(config: "PretrainedConfig", dtype: str) -> nn.Module:
+    """Random weights, always the same ones."""
+    architecture = _architecture(config)
+    config.use_cache = False
+    with own_draws(0):
+        return _reader(architecture, from_config(architecture, config, dtype=getattr(torch, dtype)))
+
+
+def _loaded(spec: TextEncoderConfig, config: "PretrainedConfig") -> nn.Module:
+    architecture = _architecture(config)
+    config.use_cache = False
+    check_sums(spec.name_or_path, spec.subfolder)
+    check_bounds(_OWNER, spec.name_or_path, config, architecture, spec.subfolder)
+    model = architecture.from_pretrained(
+        spec.name_or_path,
+        config=config,
+        subfolder=spec.subfolder,
+        revision=spec.revision,
+        dtype=getattr(torch, spec.dtype),
+        use_safetensors=True,
+        trust_remote_code=False,
+    )
+    return _reader(architecture, model)
+
+
+def _reader(architecture: Any, model: Any) -> nn.Module:
+    """The half that reads, of a model of encoder and decoder; of some families transformers has a class for it."""
+    whole = architecture.__name__ == "AutoModel" and model.config.is_encoder_decoder
+    reader: nn.Module = model.get_encoder() if whole else model
+    return reader

@@ -1,0 +1,1 @@
+"""Networks defined in this package, and the layers that they are made of."""

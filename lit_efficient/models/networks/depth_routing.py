@@ -1,0 +1,365 @@
+"""A residual block that runs on a few tokens of each row, which its router chooses; the others pass it unchanged.
+
+    r = w . rms(x),    g = 2 sigmoid(r)                      in float32, [B, T]
+    x_t <- x_t + g_t (block(x of the chosen)_t - x_t)        of the chosen tokens t, in their order
+    chosen: in training the largest r of each row; else what a predictor makes of the token alone
+
+The arguments of a block are cut to the chosen tokens along the dimensions that stand for tokens. Which these are is
+asked of the block: on all tokens but the last it must give what it gives on all, as a causal one does.
+Source: Raposo et al. (2024), https://arxiv.org/abs/2404.02258; g starts near 1, where theirs is r itself, so that a
+trained block starts as it was.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.torch_modules import StaysFloat32
+from lit_efficient.losses.selection import share_of
+from lit_efficient.models.networks.gpt import KVCache
+from lit_efficient.models.networks.kept_keys import only_kept
+from lit_efficient.models.networks.token_rows import row_of
+
+_STARTS = "starts"  # of our GPT's blocks: an index of tokens, [B, T]
+
+
+def choose_tokens(scores: Tensor, count: int) -> Tensor:
+    """Positions of the tokens with the largest scores of each row, ascending.
+
+    Args:
+        scores: [B, T].
+        count: How many, 1 to T.
+
+    Returns:
+        [B, count], int64.
+    """
+    return scores.topk(count, dim=1).indices.sort(dim=1).values
+
+
+def run_chosen(
+    block: Callable[[Tensor], Tensor], x: Tensor, gates: Tensor, positions: Tensor, kept: Tensor | None = None
+) -> Tensor:
+    """``x``, with the gated residual of a block added to the tokens at ``positions``.
+
+    Args:
+        block: Maps the chosen tokens [B, k, D] to as many, its input included.
+        x: [B, T, D].
+        gates: Factors of the residual, [B, T].
+        positions: Of the chosen tokens, [B, k], each once.
+        kept: Which of them count, [B, k] bool: the others fill rows of which fewer were chosen. ``None``: all.
+
+    Source: Raposo et al. (2024), https://arxiv.org/abs/2404.02258, equation 1.
+    """
+    index = positions[..., None].expand(-1, -1, x.shape[-1])
+    part = x.gather(1, index)
+    y = block(part)
+    added = (gates.gather(1, positions)[..., None] * (y - part)).to(x.dtype)
+    if kept is not None:
+        added = torch.where(kept[..., None], added, 0)
+    return x.scatter(1, index, part + added)
+
+
+class DepthRouted(StaysFloat32):
+    """Mix-in of a residual block: routes the tokens of each row."""
+
+    float32 = ("depth_",)
+    depth_router: nn.Parameter  # [D]
+    depth_predictor: nn.Parameter  # [D + 1], the last one its bias; [1]: that of the router, which predicts
+    depth_capacity: float
+    depth_name: str
+    depth_arguments: tuple[str, ...]  # names of the block's own
+    depth_tuple: bool | None  # whether it returns a tuple; None before its first call
+    token_rows: dict[str, Any]  # of the batch: says what is padding
+    depth_dims: dict[Any, tuple[int, ...]]  # what is known of the arguments: place and dimensions -> those of tokens
+    training: bool
+    side_terms: list[Tensor] | None = None  # of each call, while a step's are collected
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's output for all tokens, in the form in which it returns one."""
+        run = super().forward  # type: ignore[misc]
+        first, *others = self.depth_arguments
+        named = dict(zip((first, *others), args, strict=False)) | kwargs
+        x = named.pop(first)
+
+        def block(tokens: Tensor, named: dict[str, Any]) -> Tensor:
+            y = run(tokens, **named)
+            self.depth_tuple = isinstance(y, tuple)
+            if isinstance(y, tuple):
+                y = y[0] if all(item is None for item in y[1:]) else None
+            if not isinstance(y, Tensor) or y.shape != tokens.shape:
+                raise _refusal(self, "it does not return a tensor of its input's shape, and nothing else")
+            return y
+
+        y = self._routed(block, x, named)
+        return (y,) if self.depth_tuple else y
+
+    def _routed(self, block: Callable[..., Tensor], x: Tensor, named: dict[str, Any]) -> Tensor:
+        scores, guess = self._scores(x)
+        gates = 2 * scores.sigmoid()
+        cache = next((key for key, value in named.items() if _is_cache(value)), None)
+        past = 0 if cache is None else _length(named[cache], self)
+        if self.training or cache is None:
+            if past:
+                raise _refusal(self, "in training it was given keys and values of earlier tokens")
+            named = {key: _without(value, key) for key, value in named.items()}
+            self._learn_dims(block, x, named)
+        if self.training:
+            count, real = share_of(self.depth_capacity, x.shape[1]), self._real(named, x)
+            if real is None:
+                positions, kept = choose_tokens(scores.detach(), count), None
+                chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, positions, value=True)
+            else:
+                best = scores.detach().masked_fill(~real, -math.inf).argsort(1, descending=True)[:, :count]
+                shares = self.depth_capacity * real.sum(1, keepdim=True).double() * (1 - 1e-12)  # as share_of
+                taken = torch.arange(count, device=x.device) < shares.ceil().clamp_min(1)
+                chosen = torch.zeros_like(real).scatter(1, best, taken)
+                positions, kept = _first_chosen(chosen, count)
+            weight = None if real is None else real * (real.numel() / real.sum().clamp_min(1)).to(guess.dtype)
+            # In a recomputed forward, too:
+            term = F.binary_cross_entropy_with_logits(guess, chosen.to(guess.dtype), weight)[None]
+            if self.side_terms is not None and torch.is_grad_enabled():
+                self.side_terms.append(term)
+            return run_chosen(
+                lambda part: block(part, self._cut(named, x.shape[1], positions, kept)), x, gates, positions, kept
+            )
+        chosen = guess > 0
+        if cache is not None:
+            return self._cached(block, x, named, cache, gates, chosen)
+        most = int(chosen.sum(1).max())
+        if not most and self.depth_tuple is not None:
+            return x
+        positions, kept = _first_chosen(chosen, max(most, 1))
+        return run_chosen(
+            lambda part: block(part, self._cut(named, x.shape[1], positions, kept)), x, gates, positions, kept
+        )
+
+    def _real(self, named: dict[str, Any], x: Tensor) -> Tensor | None:
+        """Which tokens are no padding, [B, T], as the block's own mask says, on whose diagonal each sees itself, or
+        else the batch; ``None``: all, as far as is known.
+        """
+        length = x.shape[1]
+        for key, value in named.items():
+            if isinstance(value, Tensor) and self.depth_dims.get(((key,), value.ndim)) == (2, 3):
+                own = value.diagonal(dim1=-2, dim2=-1)[:, 0]
+                own = own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
+                return own.expand(len(x), length)
+        mask = row_of(self, "attention_mask", x.shape[:-1])
+        return None if mask is None else mask != 0
+
+    def _scores(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast(x.device.type, enabled=False):
+            normed = F.rms_norm(x.to(self.depth_router.dtype), x.shape[-1:])
+            scores = normed @ self.depth_router
+            if len(self.depth_predictor) == 1:
+                return scores, scores + self.depth_predictor
+            return scores, normed.detach() @ self.depth_predictor[:-1] + self.depth_predictor[-1]
+
+    # The arguments of part of the tokens ---------------------------------------------------------------------------
+
+    def _cut(self, named: dict[str, Any], length: int, positions: Tensor, kept: Tensor | None = None) -> dict[str, Any]:
+        def part_of(place: Any, value: Tensor) -> Any:
+            dims = self.depth_dims.get((place, value.ndim), ()) if length in value.shape else ()
+            if dims == (-1,):  # the block does not read it
+                return None
+            if place == (_STARTS,) and dims:
+                order = positions if kept is None else torch.where(kept, positions, length)  # ascending
+                return torch.searchsorted(order, value.gather(1, positions))
+            cut = functools.reduce(lambda part, dim: _take(part, dim, positions), dims, value)
+            return only_kept(cut, kept) if len(dims) == 2 and kept is not None else cut
+
+        return {key: _map(part_of, value, (key,)) for key, value in named.items()}
+
+    @torch.compiler.disable
+    def _learn_dims(self, block: Callable[..., Tensor], x: Tensor, named: dict[str, Any]) -> None:
+        """Find the dimensions of tokens in arguments that were not seen before."""
+        length = x.shape[1]
+        leaves = [leaf for key, value in named.items() for leaf in _leaves(value, (key,))]
+        leaves = [(place, v) for place, v in leaves if length in v.shape and (place, v.ndim) not in self.depth_dims]
+        if length < 2 or (self.depth_dims and not leaves):
+            return
+        modes = [(part, part.training) for part in self.modules()]  # type: ignore[attr-defined]
+        try:
+            for part, _ in modes:
+                part.training = False
+            with torch.no_grad():
+                self._learn(block, x.detach(), named, leaves)
+        finally:
+            for part, training in modes:
+                part.training = training
+
+    def _learn(self, block: Any, x: Tensor, named: dict[str, Any], leaves: list[tuple[Any, Tensor]]) -> None:
+        length = x.shape[1]
+        whole = _first(block, x, named)
+        known: dict[Any, tuple[int, ...]] = {("", 0): ()}  # that it was asked
+        options: list[list[tuple[int, ...]]] = []
+        for place, value in leaves:
+            if not value.is_floating_point() and value.dtype != torch.bool and place != (_STARTS,):
+                other = {key: _map(_changed(place), item, (key,)) for key, item in named.items()}
+                if not _same(functools.partial(_first, block, x, other), whole):
+                    raise _refusal(self, f"it reads {_named(place)}, numbers of tokens, which a part has others of")
+                options.append([(-1,)])
+                continue
+            dims = [i for i, size in enumerate(value.shape) if size == length and i]
+            pair = [(2, 3)] if value.ndim == 4 and dims[-2:] == [2, 3] else []
+            options.append([*pair, *((dim,) for dim in dims), ()])
+        first = torch.arange(length - 1, device=x.device).repeat(len(x), 1)
+        for choice in itertools.product(*options):
+            tried = {(place, v.ndim): dims for (place, v), dims in zip(leaves, choice, strict=True)}
+            before = self.depth_dims
+            self.depth_dims = before | known | tried
+            if _same(lambda: block(x[:, :-1], self._cut(named, length, first)), whole):
+                self._check_order(block, x, named, whole)
+                return
+            self.depth_dims = before
+        raise _refusal(self, "on its first tokens alone it computes something else than on all: it is not causal")
+
+    def _check_order(self, block: Any, x: Tensor, named: dict[str, Any], whole: Tensor) -> None:
+        """Refuse a block whose last token, of many, moves the others by less than they were compared to."""
+        other = torch.cat((x[:, :-1], -x[:, -1:].roll(1, -1)), 1)
+        if not _same(lambda: _first(block, other, named), whole, max(1e-3, 4 * torch.finfo(x.dtype).eps)):
+            raise _refusal(self, "another last token changes what it computes for the first ones: it is not causal")
+
+    # Generation ------------------------------------------------------------------------------------------------------
+
+    def _cached(
+        self, block: Any, x: Tensor, named: dict[str, Any], cache: str, gates: Tensor, chosen: Tensor
+    ) -> Tensor:
+        """All new tokens run, that the cache stays aligned, unless none was chosen; the others' keys are hidden."""
+        held = named[cache]
+        kept = _kept_in(held, self)
+        past, length = _length(held, self), x.shape[1]
+        if kept is None and past:
+            kept = chosen.new_ones(len(x), past)  # learned prefixes
+        kept = chosen if kept is None else torch.cat((kept, chosen), 1)
+        if past and self.depth_tuple is not None and not bool(chosen.any()):
+            _append_nothing(held, self, length)
+            _keep_in(held, self, kept)
+            return x
+        if isinstance(held, KVCache):
+            held.kept = kept
+        else:
+            masks = [key for key, v in named.items() if isinstance(v, Tensor) and v.ndim == 4 and v.shape[2] == length]
+            mask = named[masks[0]] if masks else None
+            if mask is None:
+                mask = torch.ones(length, past + length, dtype=torch.bool, device=x.device).tril(past)
+            if mask.shape[-1] != past + length:
+                raise _refusal(self, "its cache has places for other tokens: use the dynamic cache")
+            named = named | {masks[0] if masks else "attention_mask": only_kept(mask, kept)}
+        y = block(x, named)
+        _keep_in(held, self, kept)
+        added = (gates[..., None] * (y - x)).to(x.dtype)
+        return x + torch.where(chosen[..., None], added, 0)
+
+
+def _first_chosen(chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Positions [B, count] of the chosen [B, T], ascending, filled up by others behind them, and which are chosen."""
+    positions = chosen.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :count].contiguous()
+    return positions, chosen.gather(1, positions)
+
+
+def _refusal(block: Any, why: str) -> ConfigurationError:
+    return ConfigurationError(f"MixtureOfDepths: block {block.depth_name!r} cannot run on part of the tokens: {why}")
+
+
+def _changed(place: Any) -> Callable[[Any, Tensor], Tensor]:
+    return lambda at, value: value.flip(-1) + 1 if at == place else value
+
+
+def _first(block: Callable[..., Tensor], x: Tensor, named: dict[str, Any]) -> Tensor:
+    return block(x, named)[:, :-1]
+
+
+def _same(run: Callable[[], Tensor], wanted: Tensor, tolerance: float = 2e-2) -> bool:
+    try:
+        found = run()
+    except Exception:  # code of anybody, given what may not fit
+        return False
+    scale = float(wanted.float().abs().max())
+    return found.shape == wanted.shape and torch.allclose(
+        found.float(), wanted.float(), rtol=tolerance, atol=tolerance * scale
+    )
+
+
+def _take(value: Tensor, dim: int, positions: Tensor) -> Tensor:
+    """Entries along ``dim``, at least 1, at each row's own positions; the first dimension is that of rows, or 1."""
+    rows = len(positions)
+    value = value.expand(rows, *value.shape[1:])
+    index = positions.view(rows, *[1] * (dim - 1), -1, *[1] * (value.ndim - dim - 1))
+    return value.gather(dim, index.expand(*value.shape[:dim], -1, *value.shape[dim + 1 :]))
+
+
+def _leaves(value: Any, place: tuple[Any, ...]) -> Iterator[tuple[Any, Tensor]]:
+    if isinstance(value, Tensor):
+        yield place, value
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from _leaves(item, (*place, i))
+
+
+def _map(function: Callable[[Any, Tensor], Any], value: Any, place: tuple[Any, ...]) -> Any:
+    if isinstance(value, Tensor):
+        return function(place, value)
+    if isinstance(value, list | tuple):
+        return type(value)(_map(function, item, (*place, i)) for i, item in enumerate(value))
+    return value
+
+
+def _named(place: tuple[Any, ...]) -> str:
+    return repr(".".join(map(str, place)))
+
+
+# Caches: our own, one a block, and transformers', one for all ---------------------------------------------------------
+
+
+def _is_cache(value: Any) -> bool:
+    return isinstance(value, KVCache) or callable(getattr(value, "get_seq_length", None))
+
+
+def _without(value: Any, key: str) -> Any:
+    return None if _is_cache(value) else False if key == "use_cache" else value
+
+
+def _layer(block: Any) -> int:
+    found = [part.layer_idx for part in block.modules() if isinstance(getattr(part, "layer_idx", None), int)]
+    if not found:
+        raise _refusal(block, "none of its parts says which layer of the cache is its own (layer_idx)")
+    return int(found[0])
+
+
+def _length(cache: Any, block: Any) -> int:
+    return cache.length if isinstance(cache, KVCache) else int(cache.get_seq_length(_layer(block)))
+
+
+def _kept_in(cache: Any, block: Any) -> Tensor | None:
+    if isinstance(cache, KVCache):
+        return cache.kept
+    kept, keys = getattr(cache, "kept_tokens", {}).get(_layer(block), (None, None))
+    if kept is not None and cache.layers[_layer(block)].keys is not keys:
+        raise _refusal(block, "its cache was reordered or cut, as beam search does")
+    return kept
+
+
+def _keep_in(cache: Any, block: Any, kept: Tensor) -> None:
+    if isinstance(cache, KVCache):
+        cache.kept = kept
+        return
+    if not hasattr(cache, "kept_tokens"):
+        cache.kept_tokens = {}
+    cache.kept_tokens[_layer(block)] = (kept, cache.layers[_layer(block)].keys)
+
+
+def _append_nothing(cache: Any, block: Any, length: int) -> None:
+    """Keep the cache aligned with those of the other blocks: keys that nobody will see."""
+    if isinstance(cache, KVCache):
+        cache.append(*cache.zeros(length))
+        return
+    layer = cache.layers[_layer(block)]
+    zeros = (held.new_zeros(*held.shape[:2], length, held.shape[3]) for held in (layer.keys, layer.values))
+    cache.update(*zeros, _layer(block))

@@ -1,0 +1,250 @@
+"""Diffusion transformer: patches of a latent as tokens; the timestep and the class steer every layer norm.
+
+    x <- x + g1(c) * attention(norm(x) * (1 + b1(c)) + a1(c))
+    x <- x + attention_to_text(norm(x), text)                         with context_width > 0
+    x <- x + g2(c) * mlp(norm(x) * (1 + b2(c)) + a2(c))
+
+``c`` is the sum of the embedded time and class; a, b and g are linear in silu(c) and start at zero (adaLN-zero), as
+does the attention to text, so the untrained network is the identity on its tokens and predicts zero.
+
+Costs: 18 width^2 parameters a block with an MLP ratio of 4, of which 6 width^2 are the modulation; text adds
+2 width^2 + 2 width context_width.
+Source: Peebles and Xie (2022), https://arxiv.org/abs/2212.09748; attention to text where Chen et al. (2023) have it,
+https://arxiv.org/abs/2310.00426.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
+from lit_efficient.models.networks.class_token import ClassToken, TokenPort, apart, with_token
+from lit_efficient.models.networks.dit_layers import DiTBlock, grid_positions, modulate, rotary_table, sinusoids
+
+Positions = Literal["sincos", "rope"]
+TimeEmbedding = Literal["compact", "diffusers"]
+
+_FREQUENCIES = {"compact": 64, "diffusers": 256}  # sines and cosines of the time embedding, in all
+_TIME_SCALE = 1000.0  # t in [0, 1] spans what integer timesteps span in the paper
+
+
+@dataclass(frozen=True)
+class DiTVariant:
+    """What a network of the same size may do in another way.
+
+    Args:
+        positions: sincos adds positions to the tokens; rope turns queries and keys by them, which depends on distances
+            alone and serves other sizes better. width / heads must be a multiple of 4 for it.
+        qk_norm: Normalise queries and keys, which keeps large networks and large learning rates stable in bfloat16.
+        time_embedding: Frequencies that the time is embedded with: compact has 64, diffusers the 256 of its DiT, which
+            an export to its layout needs.
+        class_token: A token of the image's content that is noised and drawn with its latents (REG).
+    """
+
+    positions: Positions = "sincos"
+    qk_norm: bool = False
+    time_embedding: TimeEmbedding = "compact"
+    class_token: ClassToken = ClassToken()  # noqa: RUF009 (frozen)
+
+    def __post_init__(self) -> None:
+        check_choice("DiTConfig", "variant.positions", self.positions, get_args(Positions))
+        check_choice("DiTConfig", "variant.qk_norm", self.qk_norm, (True, False))
+        check_choice("DiTConfig", "variant.time_embedding", self.time_embedding, get_args(TimeEmbedding))
+
+
+@dataclass(frozen=True)
+class DiTConfig:
+    """The network's shape.
+
+    Args:
+        channels: Channels of the latents.
+        size: Height and width of the latents. Others that patch_size divides work as well.
+        patch_size: Side of a token, in latent positions; divides size.
+        width: Features of a token; a multiple of 4 and of heads.
+        depth: Number of blocks, 10,000 at most.
+        heads: Attention heads.
+        mlp_ratio: Hidden features of the MLP, in multiples of width.
+        num_classes: Classes of the labels; one more row of the embedding stands for "no label". 0: no labels at all.
+        context_width: Features of the text tokens that each block attends to; 0 for no text.
+        variant: Positions, norms of queries and keys, and the time's frequencies.
+    """
+
+    draws_weights: ClassVar[bool] = True  # no file has any
+
+    channels: int = 4
+    size: int = 8
+    patch_size: int = 2
+    width: int = 64
+    depth: int = 3
+    heads: int = 4
+    mlp_ratio: int = 4
+    num_classes: int = 10
+    context_width: int = 0
+    variant: DiTVariant = DiTVariant()
+
+    def __post_init__(self) -> None:
+        for name in ("channels", "size", "patch_size", "width", "depth", "heads", "mlp_ratio"):
+            most = 10_000 if name == "depth" else None  # even blocks without weights take a while
+            check_number("DiTConfig", name, getattr(self, name), least=1, most=most, whole=True)
+        for name in ("num_classes", "context_width"):
+            check_number("DiTConfig", name, getattr(self, name), least=0, whole=True)
+        if self.size % self.patch_size:
+            raise refusal("DiTConfig", "patch_size", f"a divisor of size {self.size}", self.patch_size)
+        units = {f"heads {self.heads}": self.heads, "4 (2-D positions)": 4}
+        if self.variant.positions == "rope":
+            said = f"4 times heads {self.heads} for variant.positions='rope' (pairs of rows and of columns)"
+            units[said] = 4 * self.heads
+        for said, unit in units.items():
+            if self.width % unit:
+                raise refusal("DiTConfig", "width", f"a multiple of {said}", self.width)
+
+
+class DiT(nn.Module):
+    """Predicts a diffusion target for a noisy latent, its time, and its class, its text, both or neither.
+
+    Dropping conditions is the caller's: it draws once per sample and passes ``null_class``, or the text that stands for
+    none, for the dropped ones.
+
+    Args:
+        config: The shape.
+    """
+
+    positions: Tensor | None  # of the trained size; None with rope
+    # How processes share the layers (distributed/tensor_parallel). No part by rows of qkv, which is one layer, has
+    # whole heads: what it gives is gathered.
+    tp_plan: ClassVar[dict[str, str]] = {
+        **{f"blocks.*.{name}": "colwise_gather_output" for name in ("attention.qkv", "cross.q", "cross.kv")},
+        **{f"blocks.*.{name}.out": "rowwise_split_input" for name in ("attention", "cross")},
+        "blocks.*.mlp.0": "colwise",
+        "blocks.*.mlp.2": "rowwise",
+        "blocks.*.modulation": "colwise_gather_output",
+    }
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, patch = config.width, config.patch_size
+        self.patch_in = nn.Conv2d(config.channels, width, patch, stride=patch)
+        self.time = nn.Sequential(
+            nn.Linear(_FREQUENCIES[config.variant.time_embedding], width), nn.SiLU(), nn.Linear(width, width)
+        )
+        self.label = nn.Embedding(config.num_classes + 1, width) if config.num_classes else None
+        self.blocks = nn.ModuleList(
+            DiTBlock(width, config.heads, config.mlp_ratio, config.variant.qk_norm, config.context_width)
+            for _ in range(config.depth)
+        )
+        self.norm = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
+        self.modulation = nn.Linear(width, 2 * width)
+        self.patch_out = nn.Linear(width, patch * patch * config.channels)
+        features = config.variant.class_token.features
+        self.class_token = TokenPort(features, width) if features else None
+        positions = grid_positions(config.size // patch, width) if config.variant.positions == "sincos" else None
+        self.register_buffer("positions", positions, persistent=False)
+        self._initialise()
+
+    @property
+    def null_class(self) -> int:
+        """The label that stands for "no label"."""
+        return self.config.num_classes
+
+    def forward(
+        self,
+        x: Tensor,
+        t: Tensor,
+        y: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Predict.
+
+        Args:
+            x: Noisy latents, [B, C, H, W]; height and width are multiples of the patch size. Rows of a class token
+                stand behind them (see :mod:`lit_efficient.models.networks.class_token`).
+            t: Times, [B] in [0, 1].
+            y: Labels, [B] int64; for networks with classes.
+            context: Text tokens, [B, L, context_width]; for networks with text.
+            context_mask: Which of them are tokens, [B, L] bool; None: all. A row without any is a row without text.
+
+        Returns:
+            Predictions, [B, C, H, W].
+
+        Raises:
+            ConfigurationError: For a condition that is missing, or that the network has no use for, and for other
+                shapes.
+        """
+        token = None
+        if self.class_token is not None:
+            x, token = apart(x, self.class_token.enter.in_features)
+        self._check_inputs(x, y, context, context_mask)
+        dtype = self.patch_in.weight.dtype  # of a layer that is not quantised
+        patch = self.config.patch_size
+        grid = (x.shape[2] // patch, x.shape[3] // patch)
+        c = self._embed_time(t).to(dtype)
+        c = self.time(c) if self.label is None else self.time(c) + self.label(y)
+        tokens = self.patch_in(x.to(dtype)).flatten(2).transpose(1, 2)
+        rotary = None
+        if self.positions is None:
+            rotary = rotary_table(grid, self.config.width // self.config.heads, x.device)
+        else:
+            tokens = tokens + self._positions(grid).to(dtype)
+        if self.class_token is not None:
+            tokens = torch.cat([tokens, self.class_token.enter(token.to(dtype))[:, None]], 1)  # type: ignore[union-attr]
+            if rotary is not None:  # it has no place: turned by nothing
+                rotary = torch.cat([rotary, torch.eye(2, 1, device=x.device).expand(2, rotary.shape[2])[:, None]], 1)
+        if context is not None:
+            context = context.to(dtype)
+        for block in self.blocks:
+            tokens = block(tokens, c, context=context, context_mask=context_mask, rotary_emb=rotary)
+        shift, scale = self.modulation(F.silu(c)).chunk(2, dim=-1)
+        tokens = modulate(self.norm(tokens), shift, scale)
+        ends = tokens if self.class_token is None else tokens[:, :-1]
+        latents = F.fold(self.patch_out(ends).transpose(1, 2), (x.shape[2], x.shape[3]), patch, stride=patch)
+        return latents if self.class_token is None else with_token(latents, self.class_token.leave(tokens[:, -1]))
+
+    def _embed_time(self, t: Tensor) -> Tensor:
+        kind = self.config.variant.time_embedding
+        return sinusoids(t * _TIME_SCALE, _FREQUENCIES[kind], ends=kind == "diffusers")
+
+    def _positions(self, grid: tuple[int, int]) -> Tensor:
+        side = self.config.size // self.config.patch_size
+        assert self.positions is not None
+        return (
+            self.positions if grid == (side, side) else grid_positions(grid, self.config.width, self.positions.device)
+        )
+
+    def _check_inputs(self, x: Tensor, y: Tensor | None, context: Tensor | None, context_mask: Tensor | None) -> None:
+        config = self.config
+        if x.shape[1] != config.channels or x.shape[2] % config.patch_size or x.shape[3] % config.patch_size:
+            allowed = f"[B, {config.channels}, H, W] with H and W multiples of patch_size {config.patch_size}"
+            raise refusal("DiT", "x", allowed, list(x.shape))
+        for name, value, size, argument in (
+            ("y (labels)", y, config.num_classes, "num_classes"),
+            ("context (text)", context, config.context_width, "context_width"),
+        ):
+            if (value is None) == (size > 0):
+                wanted = "needs" if value is None else "has no use for"
+                raise ConfigurationError(f"DiT: a network with {argument}={size} {wanted} {name}.")
+        if context is not None and (context.dim() != 3 or context.shape[-1] != config.context_width):
+            raise refusal("DiT", "context", f"[B, L, {config.context_width}]", list(context.shape))
+        if context_mask is not None and (
+            context is None or context_mask.dtype != torch.bool or context_mask.shape != context.shape[:2]
+        ):
+            allowed = "None without context" if context is None else f"bool {list(context.shape[:2])}"
+            raise refusal("DiT", "context_mask", allowed, (context_mask.dtype, list(context_mask.shape)))
+
+    def _initialise(self) -> None:
+        """Xavier for linear layers, small normals for the embeddings, zero for what must start as the identity."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+        nn.init.xavier_uniform_(self.patch_in.weight.flatten(1))
+        nn.init.zeros_(self.patch_in.bias)  # type: ignore[arg-type]
+        for name, parameter in self.named_parameters():
+            if name in ("time.0.weight", "time.2.weight", "label.weight"):
+                nn.init.normal_(parameter, std=0.02)
+            elif "modulation" in name or name.startswith(("patch_out", "class_token.leave")) or ".cross.out." in name:
+                nn.init.zeros_(parameter)

@@ -1,0 +1,325 @@
+"""A feed-forward module with experts: its own code, run once on all tokens, sorted by the expert that each chose.
+
+    p = softmax(W x)            in float32, [E]
+    y = sum_e g_e FFN_e(x),     g = p over the k experts with the largest p (+ b), divided by their sum
+
+Each linear layer of the module holds the weights of all experts, [E, out, in], under the name that its weight had, and
+multiplies each group of rows by those of one expert (a grouped product). No token is dropped, whatever the choice.
+
+Sources: Shazeer et al. (2017), https://arxiv.org/abs/1701.06538; without dropping: Gale et al. (2022),
+https://arxiv.org/abs/2211.15841; balance: Fedus et al. (2021), https://arxiv.org/abs/2101.03961; z: Zoph et al. (2022),
+https://arxiv.org/abs/2202.08906; b: Wang et al. (2024), https://arxiv.org/abs/2408.15664.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lit_efficient.internals.torch_modules import Loads, StaysFloat32
+from lit_efficient.models.networks.token_rows import row_of
+from lit_efficient.surgery import home_of, mix_in
+
+_GROUPED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def route_tokens(logits: Tensor, top_k: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The experts of each token, and their weights, which sum to 1.
+
+    For ``top_k=1`` the weight is 1 in value, with the gradient of ``log p``: divided by itself it would have none.
+
+    Args:
+        logits: Of the router, [N, E].
+        top_k: Experts a token, 1 to E.
+        bias: Added to the probabilities for the choice alone, [E].
+
+    Returns:
+        Weights [N, k] and experts [N, k], int64.
+    """
+    probabilities = logits.softmax(-1)
+    chosen = (probabilities if bias is None else probabilities + bias).topk(top_k, dim=-1).indices
+    picked = probabilities.gather(-1, chosen)
+    total = picked.detach() if top_k == 1 else picked.sum(-1, keepdim=True)
+    return picked / total.clamp_min(torch.finfo(total.dtype).tiny), chosen
+
+
+def load_balance_loss(logits: Tensor, chosen: Tensor, real: Tensor | None = None) -> Tensor:
+    """``E sum_e f_e P_e``: f the share of the choices, P the mean probability. 1 where both are even, E at worst.
+
+    Args:
+        logits: Of the router, [N, E].
+        chosen: Experts of each token, [N, k].
+        real: Which tokens count, [N] bool, the others being padding; ``None``: all.
+
+    Source: Fedus et al. (2021), https://arxiv.org/abs/2101.03961, equation 4; several choices a token count alike.
+    """
+    experts = logits.shape[-1]
+    loads = _loads(chosen, experts, real).to(logits.dtype)
+    return experts * (loads / loads.sum().clamp_min(1) * _mean(logits.softmax(-1), real)).sum()
+
+
+def router_z_loss(logits: Tensor, real: Tensor | None = None) -> Tensor:
+    """``mean (log sum_e exp l_e)^2``, which keeps the router's logits [N, E] small; of the ``real`` [N] tokens, or all.
+
+    Source: Zoph et al. (2022), https://arxiv.org/abs/2202.08906, equation 5.
+    """
+    return _mean(logits.logsumexp(-1).square(), real)
+
+
+def router_losses(call: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
+    """Both losses, [2], of what a mixture appends to its ``side_terms``."""
+    logits, chosen, real = call
+    return torch.stack([load_balance_loss(logits, chosen, real), router_z_loss(logits, real)])
+
+
+def balanced_bias(bias: Tensor, loads: Tensor, rate: float) -> Tensor:
+    """The bias [E] of the next step: ``rate`` more for experts below the mean load [E], as much less for those above.
+
+    Source: Wang et al. (2024), https://arxiv.org/abs/2408.15664, algorithm 1.
+    """
+    loads = loads.to(bias.dtype)
+    return bias + rate * torch.sign(loads.mean() - loads)
+
+
+@dataclass
+class Groups:
+    """Rows that are sorted by expert."""
+
+    experts: Tensor  # the expert of each row, [M], ascending
+    ends: Tensor  # where the rows of each expert end, [E] int32
+
+
+def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, transposed: bool = False) -> Tensor:
+    """Each row times the matrix of its expert: [M, in] -> [M, out], rows in the order of ``groups``.
+
+    By torch's grouped product where there is one for the numbers and sizes at hand, else slice by slice (which on a GPU
+    waits for the sizes of the slices). The weight is [E, out, in], or ``transposed`` [E, in, out]; the bias [E, out] or
+    None.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight, bias = (None if tensor is None else tensor.to(dtype) for tensor in (x, weight, bias))  # type: ignore
+    matrices = weight if transposed else weight.mT  # [E, in, out]
+    if _is_groupable(x, matrices):
+        y = _Contiguous.apply(F.grouped_mm(x, matrices, offs=groups.ends))
+    else:
+        y = _by_slices(x, matrices, groups.ends)
+    return y if bias is None else y + bias[groups.experts]
+
+
+@torch.compiler.disable
+def _by_slices(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    return torch.cat([part @ matrix for part, matrix in zip(x.split(sizes), matrices, strict=True)])
+
+
+def _is_groupable(x: Tensor, matrices: Tensor) -> bool:
+    """Whether torch's kernels take them: multiples of 16 bytes, on a GPU since Ampere; compiled, bfloat16."""
+    if torch.compiler.is_compiling() and x.dtype != torch.bfloat16:
+        return False
+    aligned = all(size * x.element_size() % 16 == 0 for size in matrices.shape[1:])
+    new = x.device.type == "cpu" or (x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0))
+    return aligned and new and x.dtype in _GROUPED and x.dtype == matrices.dtype and len(x) > 0
+
+
+class _Contiguous(torch.autograd.Function):
+    """The identity; its gradient, which may be one number for all, is laid out as the grouped product needs it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.contiguous()
+
+
+class GroupedLayer(Loads):
+    """What layers of experts have in common, whatever they store their weights as."""
+
+    groups: Groups | None = None  # of the rows, while the module around runs
+    expert_shape: tuple[int, int, int]  # of the weight: experts, outputs and inputs, or inputs and outputs
+    is_transposed: bool
+    bias: nn.Parameter | None
+
+    def grouped_product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Rows of the sorted tokens [M, in] times the matrices of their experts [E, out, in]."""
+        return grouped_linear(x, weight, None, self.known_groups())
+
+    def known_groups(self) -> Groups:
+        """Which row is whose."""
+        if self.groups is None:
+            raise RuntimeError("a layer of experts is called by the feed-forward module around it alone")
+        return self.groups
+
+    def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Give each expert the weights of a checkpoint that has one layer; take those that lie row under row apart."""
+        experts, *matrix = self.expert_shape
+        given, bias = state_dict.get(f"{prefix}weight"), state_dict.get(f"{prefix}bias")
+        if given is not None and given.is_floating_point() and given.ndim == 2:
+            one = list(given.shape) == matrix
+            outputs_first = given.unflatten(0, (experts, -1)) if not one else given
+            rows = outputs_first.mT if self.is_transposed and not one else outputs_first
+            state_dict[f"{prefix}weight"] = rows.expand(experts, *matrix) if one else rows.contiguous()
+        if bias is not None and bias.ndim == 1:
+            state_dict[f"{prefix}bias"] = bias.expand(experts, *bias.shape)
+
+    def extra_repr(self) -> str:
+        """The sizes."""
+        return f"experts, outputs, inputs={self.expert_shape}, transposed={self.is_transposed}"
+
+
+class ExpertLinear(GroupedLayer, nn.Module):
+    """The linear layers of all experts: weight [E, out, in], or ``transposed`` [E, in, out], and bias [E, out]."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool = False) -> None:
+        super().__init__()
+        self.is_transposed = transposed
+        self.weight = weight
+        self.register_parameter("bias", bias)
+        self.expert_shape = tuple(weight.shape)  # type: ignore[assignment]
+        self.in_features, self.out_features = weight.shape[1:] if transposed else weight.shape[:0:-1]
+
+    @classmethod
+    def copies_of(cls, layer: Any, experts: int) -> "ExpertLinear":
+        """Experts that start as an ``nn.Linear``, or as GPT-2's ``Conv1D``."""
+        weight, bias = (
+            None if tensor is None else nn.Parameter(_repeated(tensor.detach(), experts), tensor.requires_grad)
+            for tensor in (layer.weight, layer.bias)
+        )
+        assert weight is not None
+        return cls(weight, bias, not isinstance(layer, nn.Linear)).train(layer.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rows of the sorted tokens, [M, in] -> [M, out]."""
+        return grouped_linear(x, self.weight, self.bias, self.known_groups(), self.is_transposed)
+
+
+class ExpertMixture(Loads, StaysFloat32):
+    """Mix-in of a feed-forward module: routes the tokens and runs the module's own forward on them, sorted."""
+
+    float32 = ("router_",)
+    router_weight: nn.Parameter  # [E, D]
+    router_bias: Tensor | None  # [E], of the balance by bias
+    router_top_k: int
+    router_shared: int  # experts beyond the router's, which all tokens pass
+    router_load: Tensor | None  # [E], choices since the last step
+    training: bool
+    side_terms: list[Any] | None = None  # logits, choices and what is real of each call, while a step's are collected
+    token_rows: dict[str, Any]  # says what is padding
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """[..., D] -> [..., D]."""
+        rows = x.reshape(-1, x.shape[-1])  # [N, D]
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(rows.to(torch.promote_types(x.dtype, torch.float32)), self.router_weight.to(_wide(x)))
+        weights, chosen = route_tokens(logits, self.router_top_k, self.router_bias)
+        if self.side_terms is not None and self.training and len(rows) and torch.is_grad_enabled():
+            mask = row_of(self, "attention_mask", x.shape[:-1])
+            real = None if mask is None else mask.flatten() != 0
+            self.side_terms.append((logits, chosen, real))
+            self._count(chosen, real)
+        if self.router_shared:
+            weights, chosen = self._with_shared(weights, chosen)
+        slots = chosen.shape[-1]
+        experts, order = chosen.flatten().sort(stable=True)
+        every = torch.arange(len(self.router_weight) + self.router_shared, device=x.device)
+        groups = Groups(experts, torch.searchsorted(experts, every, right=True, out_int32=True))
+        layers = [part for part in self.modules() if isinstance(part, GroupedLayer)]  # type: ignore[attr-defined]
+        for layer in layers:
+            layer.groups = groups
+        try:
+            y = super().forward(rows[order // slots], *args, **kwargs)  # type: ignore[misc]  # of the module
+        finally:
+            for layer in layers:
+                layer.groups = None
+        y = y[order.argsort()].unflatten(0, (-1, slots))  # [N, k, D]
+        return (y * weights[..., None]).sum(1).to(y.dtype).reshape(*x.shape[:-1], y.shape[-1])
+
+    def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Keep the router where a checkpoint is of the network without experts."""
+        own = dict(self.named_modules())  # type: ignore[attr-defined]
+        layers = {name: part for name, part in own.items() if isinstance(part, GroupedLayer)}
+        given = [(state_dict.get(f"{prefix}{name}.weight"), part.expert_shape[1:]) for name, part in layers.items()]
+        if given and all(weight is not None and weight.shape == shape for weight, shape in given):
+            for name, tensor in (("router_weight", self.router_weight), ("router_bias", self.router_bias)):
+                if tensor is not None:
+                    state_dict.setdefault(f"{prefix}{name}", tensor.detach())
+
+    def _count(self, chosen: Tensor, real: Tensor | None) -> None:
+        if self.router_bias is not None:
+            now = _loads(chosen, len(self.router_bias), real)
+            self.router_load = now if self.router_load is None else self.router_load.to(now.device) + now
+
+    def _with_shared(self, weights: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Those that all tokens pass, each with the weight of all that were chosen together."""
+        shared = torch.arange(self.router_shared, device=chosen.device) + len(self.router_weight)
+        chosen = torch.cat((chosen, shared.expand(len(chosen), -1)), 1)
+        return torch.cat((weights, weights.new_ones(len(weights), len(shared))), 1) / (1 + len(shared)), chosen
+
+
+def add_mixture(
+    module: Any, experts: int, top_k: int, shared: int = 0, *, balanced: bool = False, generator: torch.Generator
+) -> None:
+    """Give a feed-forward module experts, in place, each with its weights: its output is what it was.
+
+    Args:
+        module: Maps tokens [..., D] to [..., D], each by itself, through linear layers.
+        experts: How many the router chooses from.
+        top_k: How many of them a token passes.
+        shared: Further ones, which all tokens pass. The output is the mean of theirs and of what the choice gives.
+        balanced: Whether there is a bias for the choice.
+        generator: Draws the router's weights, of variance 0.1 / D.
+    """
+    layers = {name: part for name, part in module.named_modules() if is_linear(part)}
+    for name, layer in layers.items():
+        owner, _, last = name.rpartition(".")
+        setattr(module.get_submodule(owner), last, ExpertLinear.copies_of(layer, experts + shared))
+    first = next(iter(layers.values())).weight
+    width = width_of(module)
+    dtype = torch.promote_types(first.dtype, torch.float32)
+    drawn = torch.randn(experts, width, generator=generator, device="cpu", dtype=torch.float32) * (0.1 / width) ** 0.5
+    module.register_parameter("router_weight", nn.Parameter(drawn.to(home_of(first), dtype)))
+    bias = torch.zeros(experts, dtype=dtype, device=home_of(first)) if balanced else None
+    module.register_buffer("router_bias", bias)
+    mix_in(module, ExpertMixture, router_top_k=top_k, router_shared=shared, router_load=None, token_rows={})
+
+
+def width_of(module: nn.Module) -> int:
+    """Inputs of a module's first linear layer, of any kind, or of all experts' ones; 0 without one."""
+    for part in module.modules():
+        if hasattr(part, "in_features"):
+            return int(part.in_features)  # type: ignore[arg-type]
+        if is_linear(part):
+            return len(part.weight)  # type: ignore[arg-type]
+    return 0
+
+
+def is_linear(part: nn.Module) -> bool:
+    """Whether a layer is an ``nn.Linear``, or GPT-2's ``Conv1D``, and nothing derived from it."""
+    kind = type(part)
+    return kind is nn.Linear or (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+
+
+def _repeated(tensor: Tensor, times: int) -> Tensor:
+    return tensor.expand(times, *tensor.shape).clone(memory_format=torch.contiguous_format)
+
+
+def _loads(chosen: Tensor, experts: int, real: Tensor | None = None) -> Tensor:
+    """How often each expert was chosen, [E]; without waiting for a GPU."""
+    flat = chosen.flatten()
+    ones = torch.ones_like(flat) if real is None else real.to(flat.dtype).repeat_interleave(chosen.shape[-1])
+    return torch.zeros(experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, ones)
+
+
+def _mean(values: Tensor, real: Tensor | None) -> Tensor:
+    """Over the tokens that count, the first dimension."""
+    if real is None:
+        return values.mean(0)
+    return torch.tensordot(real.to(values.dtype), values, 1) / real.sum().clamp_min(1)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

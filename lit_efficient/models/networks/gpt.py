@@ -1,0 +1,399 @@
+"""A small modern GPT: decoder-only transformer with RMSNorm, rotary positions, SwiGLU and grouped-query attention.
+
+    x = x + Attention(RMSNorm(x));    x = x + W_down(silu(W_gate h) * W_up h),  h = RMSNorm(x)
+
+Same function as a Llama with its published weights' layout of heads (rotary pairs are the two halves of a head).
+Sources: RMSNorm https://arxiv.org/abs/1910.07467, rotary https://arxiv.org/abs/2104.09864, SwiGLU
+https://arxiv.org/abs/2002.05202, grouped-query attention https://arxiv.org/abs/2305.13245, tied embeddings
+https://arxiv.org/abs/1608.05859, scaled residual initialisation: GPT-2.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lit_efficient.distributed.row_slices import own_places
+from lit_efficient.errors import ConfigurationError, check_number, refusal
+from lit_efficient.losses.next_token import token_losses
+from lit_efficient.models.generation.sampling import sample_token
+from lit_efficient.models.networks.document_attention import attend_documents, document_starts
+from lit_efficient.models.networks.kept_keys import only_kept
+from lit_efficient.models.probes.modes import evaluating
+
+
+@dataclass(frozen=True)
+class GPTConstants:
+    """Numbers of a `GPT` that rarely change.
+
+    Args:
+        rope_theta: base of the rotary wavelengths.
+        norm_eps: added to the mean square in RMSNorm.
+    """
+
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        check_number("GPTConfig", "constants.rope_theta", self.rope_theta, above=0)
+        check_number("GPTConfig", "constants.norm_eps", self.norm_eps, above=0)
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a `GPT`.
+
+    Args:
+        vocab_size: number of token ids; None takes it from the data.
+        dim: width of the residual stream; divisible by ``num_heads``.
+        depth: number of blocks, 10,000 at most.
+        num_heads: number of query heads; ``dim / num_heads`` must be even (rotary positions turn pairs).
+        num_kv_heads: number of key and value heads, a divisor of ``num_heads``; None means ``num_heads``. Fewer heads
+            make the cache of a generation smaller by ``num_heads / num_kv_heads``.
+        hidden_dim: width inside the SwiGLU; None means ``8/3 dim`` rounded up to a multiple of 32, which has as many
+            parameters as the usual two-matrix MLP of width ``4 dim``.
+        max_length: longest sequence in tokens.
+        dropout: rate on the attention's and the MLP's output, in [0, 1).
+        tie_embeddings: share one matrix between the embedding and the head.
+        constants: of the rotary positions and of RMSNorm.
+    """
+
+    draws_weights: ClassVar[bool] = True  # no file has any
+
+    vocab_size: int | None = None
+    dim: int = 256
+    depth: int = 4
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    hidden_dim: int | None = None
+    max_length: int = 1024
+    dropout: float = 0.0
+    tie_embeddings: bool = True
+    constants: GPTConstants = GPTConstants()
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "dim", "depth", "num_heads", "num_kv_heads", "hidden_dim", "max_length"):
+            null = name in ("vocab_size", "num_kv_heads", "hidden_dim")
+            most = 10_000 if name == "depth" else None  # even blocks without weights take a while
+            check_number("GPTConfig", name, getattr(self, name), least=1, most=most, whole=True, null=null)
+        if self.dim % (2 * self.num_heads):
+            allowed = f"a multiple of 2 * num_heads = {2 * self.num_heads} (rotary positions turn pairs within a head)"
+            raise refusal("GPTConfig", "dim", allowed, self.dim)
+        if self.num_heads % self.kv_heads:
+            raise refusal("GPTConfig", "num_kv_heads", f"a divisor of num_heads = {self.num_heads}", self.num_kv_heads)
+        check_number("GPTConfig", "dropout", self.dropout, least=0, below=1)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.dim // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads, with None resolved."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def mlp_dim(self) -> int:
+        """Width inside the SwiGLU, with None resolved."""
+        return -(-8 * self.dim // (3 * 32)) * 32 if self.hidden_dim is None else self.hidden_dim
+
+
+def rotary_table(start: int, stop: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
+    """Cosines and sines for the positions ``start`` to ``stop - 1``.
+
+    Computed on the fly in float32: a buffer would be rounded by ``.to(bfloat16)``, which merges neighbouring positions
+    beyond 256, and would be left empty when a model built on the meta device is filled from a checkpoint.
+
+    Returns:
+        ``[1, 2, stop - start, head_dim / 2]``, float32. The leading 1 keeps it from being taken for a batch of two.
+    """
+    frequency = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+    angle = torch.outer(torch.arange(start, stop, dtype=torch.float32, device=device), frequency)
+    return torch.stack((angle.cos(), angle.sin()))[None]
+
+
+def packed_layout(position_ids: Tensor, length: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Rotary table of rows that hold several documents each, and where these begin.
+
+    Args:
+        position_ids: ``[B, T]``, from 0 in every document.
+        length: of the rows, or of this process's slices of them (`own_slices`).
+        head_dim: width of one head.
+        theta: base of the rotary wavelengths.
+
+    Returns:
+        The table for `rotate` ``[B, 2, 1, length, head_dim / 2]``, and `document_starts` ``[B, T]``.
+    """
+    whole, device = position_ids.shape[1], position_ids.device
+    own = position_ids if length == whole else position_ids[:, own_places(whole, device)]
+    table = rotary_table(0, whole, head_dim, theta, device)[0][:, own]  # (2, B, length, head_dim / 2)
+    return table.transpose(0, 1).unsqueeze(2), document_starts(position_ids)
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Turn each pair ``(x[i], x[i + head_dim / 2])`` by its position's angle.
+
+    Args:
+        x: queries or keys ``[B, heads, T, head_dim]``.
+        table: `rotary_table` ``[1, 2, T, head_dim / 2]``, or one a row ``[B, 2, T, head_dim / 2]`` or
+            ``[B, 2, 1, T, head_dim / 2]``.
+    """
+    cos, sin = (table if table.ndim == 5 else table.unsqueeze(2)).to(x.dtype).unbind(1)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+class KVCache:
+    """The keys and values of one block for the tokens seen so far.
+
+    Args:
+        max_length: most tokens it will hold; memory is taken for all of them at the first `append`.
+    """
+
+    def __init__(self, max_length: int) -> None:
+        self.max_length = max_length
+        self.length = 0
+        self.kept: Tensor | None = None  # [B, length with what comes next] bool: keys that others may see; None: all
+        self._store: Tensor | None = None
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Add ``[B, heads, T, head_dim]`` of each and return all so far, ``[B, heads, length, head_dim]``."""
+        if self._store is None:
+            batch, heads, _, head_dim = key.shape
+            self._store = key.new_empty(2, batch, heads, self.max_length, head_dim)
+        stop = self.length + key.shape[2]
+        self._store[0, :, :, self.length : stop] = key
+        self._store[1, :, :, self.length : stop] = value
+        self.length = stop
+        return self._store[0, :, :, :stop], self._store[1, :, :, :stop]
+
+    def zeros(self, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of ``length`` tokens that stand for nothing; for a cache that holds some."""
+        assert self._store is not None
+        _, batch, heads, _, head_dim = self._store.shape
+        return tuple(self._store.new_zeros(2, batch, heads, length, head_dim))
+
+
+class GPTAttention(nn.Module):
+    """Causal self-attention with rotary positions and grouped queries."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.grouped = config.kv_heads != config.num_heads
+        self.dropout = config.dropout
+        self.query = nn.Linear(config.dim, config.dim, bias=False)
+        self.key = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
+        self.value = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
+        self.out = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, rotary: Tensor, cache: KVCache | None = None, starts: Tensor | None = None) -> Tensor:
+        """Mix ``x`` ``[B, T, D]`` over time; the tokens in ``cache`` come before it.
+
+        It is causal, and stays within documents that begin at `document_starts` ``[B, T]`` of whole rows.
+        """
+        query, key, value = (
+            layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )  # (B, heads, T, head_dim)
+        query, key = rotate(query, rotary), rotate(key, rotary)
+        if starts is not None:
+            mixed = attend_documents(query, key, value, starts)
+        else:
+            past, kept = 0, None
+            if cache is not None:
+                past, kept = cache.length, getattr(cache, "kept", None)  # a prefix has none
+                key, value = cache.append(key, value)
+            mixed = self._attend(query, key, value, past, kept)
+        return F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), self.dropout, self.training)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, past: int, kept: Tensor | None = None) -> Tensor:
+        length, mask = query.shape[2], None
+        # is_causal aligns the corner at the first key, which is right only without a past
+        if (past and length > 1) or kept is not None:
+            mask = torch.ones(length, past + length, dtype=torch.bool, device=query.device).tril(past)
+            if kept is not None:
+                mask = only_kept(mask, kept)
+            if self.grouped:
+                # CUDA's kernel for masks wants a key head for each query head; torch would form all scores in memory.
+                groups = query.shape[1] // key.shape[1]
+                key, value = (heads.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for heads in (key, value))
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=past == 0 and length > 1 and mask is None,
+            enable_gqa=self.grouped and mask is None,
+        )
+
+
+class SwiGLU(nn.Module):
+    """Gated MLP ``W_down(silu(W_gate x) * W_up x)``."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.dropout = config.dropout
+        self.gate = nn.Linear(config.dim, config.mlp_dim, bias=False)
+        self.up = nn.Linear(config.dim, config.mlp_dim, bias=False)
+        self.down = nn.Linear(config.mlp_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[B, T, D]`` to ``[B, T, D]``."""
+        return F.dropout(self.down(F.silu(self.gate(x)) * self.up(x)), self.dropout, self.training)
+
+
+class GPTBlock(nn.Module):
+    """One residual block: attention, then MLP, each behind its own RMSNorm."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, config.constants.norm_eps)
+        self.attention = GPTAttention(config)
+        self.mlp_norm = nn.RMSNorm(config.dim, config.constants.norm_eps)
+        self.mlp = SwiGLU(config)
+
+    def forward(self, x: Tensor, rotary: Tensor, cache: KVCache | None = None, starts: Tensor | None = None) -> Tensor:
+        """Add both residuals to ``x`` ``[B, T, D]``; the shape stays. ``starts`` as in `GPTAttention`."""
+        x = x + self.attention(self.attention_norm(x), rotary, cache, starts)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT(nn.Module):
+    """Decoder-only language model.
+
+    Args:
+        config: its shape; ``vocab_size`` must be a number here.
+    """
+
+    loss_function = staticmethod(token_losses)
+    tp_plan: ClassVar[dict[str, str]] = {  # how processes share the layers (distributed/tensor_parallel)
+        "embedding": "embedding_rowwise",
+        **{f"blocks.*.attention.{name}": "colwise" for name in ("query", "key", "value")},
+        "blocks.*.attention.out": "rowwise",
+        **{f"blocks.*.mlp.{name}": "colwise" for name in ("gate", "up")},
+        "blocks.*.mlp.down": "rowwise",
+        "head": "colwise_gather_output",
+    }
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        if config.vocab_size is None:
+            raise refusal("GPT", "config.vocab_size", "a number to build the network", None)
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(GPTBlock(config) for _ in range(config.depth))
+        self.norm = nn.RMSNorm(config.dim, config.constants.norm_eps)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Draw all weights anew: N(0, 0.02^2), the 2 * depth projections into the residual stream divided by its root.
+
+        That keeps the variance of the residual stream at the top independent of depth.
+        """
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            elif isinstance(module, nn.RMSNorm):
+                module.reset_parameters()
+        for block in self.blocks:
+            assert isinstance(block, GPTBlock)
+            for projection in (block.attention.out, block.mlp.down):
+                nn.init.normal_(projection.weight, std=0.02 / (2 * self.config.depth) ** 0.5)
+
+    def features(
+        self, input_ids: Tensor, cache: list[KVCache] | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states before the head, for losses that never hold all logits.
+
+        Args:
+            input_ids: ``[B, T]``.
+            cache: one `KVCache` a block; ``input_ids`` continue what it holds.
+            position_ids: ``[B, T]``, from 0 in every document of a packed row; documents do not see each other. It
+                cannot be had together with ``cache``. Of whole rows, where ``input_ids`` are slices (`own_slices`).
+
+        Returns:
+            ``[B, T, D]``; ``head`` turns them into logits.
+        """
+        start = cache[0].length if cache else 0
+        stop = start + (input_ids if position_ids is None else position_ids).shape[1]
+        if stop > self.config.max_length:
+            raise ConfigurationError(
+                f"GPT: input_ids hold at most max_length = {self.config.max_length} tokens, got {stop}."
+            )
+        if position_ids is not None and cache is not None:
+            raise ConfigurationError("GPT: position_ids of packed documents cannot be combined with a cache.")
+        x = self.embedding(input_ids)
+        if position_ids is not None:
+            sizes = input_ids.shape[1], self.config.head_dim
+            rotary, starts = packed_layout(position_ids, *sizes, self.config.constants.rope_theta)
+            for block in self.blocks:
+                x = block(x, rotary, None, starts)
+            return self.norm(x)
+        rotary = rotary_table(start, stop, self.config.head_dim, self.config.constants.rope_theta, input_ids.device)
+        for index, block in enumerate(self.blocks):
+            x = block(x, rotary) if cache is None else block(x, rotary, cache[index])
+        return self.norm(x)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        cache: list[KVCache] | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Tensor:
+        """Logits ``[B, T, V]`` of the next token for ``input_ids`` ``[B, T]``; the rest as in `features`.
+
+        With ``labels`` ``[B, T]``, already shifted, the `token_losses` ``[B, T]`` instead.
+        """
+        logits = self.head(self.features(input_ids, cache, position_ids))
+        return logits if labels is None else self.loss_function(logits, labels)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        generator: torch.Generator | None = None,
+        use_cache: bool = True,
+    ) -> Tensor:
+        """Continue ``input_ids`` token by token; the global random state is neither read nor changed.
+
+        Args:
+            input_ids: prompts of equal length ``[B, T]``, T at least 1.
+            max_new_tokens: how many tokens to add; ``T + max_new_tokens`` is at most ``max_length``.
+            temperature: divides the logits; 0 takes the likeliest token.
+            top_p: draw only among the likeliest tokens that together have this probability, in (0, 1].
+            generator: source of randomness, on the device of the model; None is a fresh one with seed 0.
+            use_cache: keep keys and values (linear work a token) instead of recomputing them (for checks).
+
+        Returns:
+            ``[B, T + max_new_tokens]``, the prompts included.
+        """
+        limit = self.config.max_length
+        length = input_ids.shape[1]
+        if length < 1 or max_new_tokens < 0 or length + max_new_tokens > limit:
+            raise ConfigurationError(
+                f"GPT.generate: a prompt of at least 1 token and max_new_tokens together must not exceed max_length = "
+                f"{limit}, got {length} and {max_new_tokens}."
+            )
+        generator = generator or torch.Generator(input_ids.device).manual_seed(0)
+        cache = [KVCache(length + max_new_tokens) for _ in self.blocks] if use_cache else None
+        pending = input_ids  # what the cache has not seen
+        with evaluating(self):
+            for _ in range(max_new_tokens):
+                # Through __call__, so that hooks (sharded parameters are gathered by one) run.
+                logits = self(pending, cache)[:, -1]
+                token = sample_token(logits, temperature, top_p, generator)
+                input_ids = torch.cat((input_ids, token), dim=1)
+                pending = token if use_cache else input_ids
+        return input_ids

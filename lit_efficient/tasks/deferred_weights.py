@@ -1,0 +1,15 @@
+"""Decide whether a task's network may be built without its weights, which each process then reads in slices."""
+
+from typing import Any
+
+from lit_efficient.declaration import Phase, techniques_of
+from lit_efficient.internals.lightning_trainer import trainer_of
+
+
+def weights_may_wait(module: Any) -> bool:
+    """Whether the strategy gives each process its slices of a network, and no technique asks for numbers before."""
+    trainer = trainer_of(module)
+    if trainer is None or not getattr(trainer.strategy, "reads_slices", False):
+        return False
+    surgery = (Phase.ARCHITECTURE, Phase.QUANTIZE, Phase.ADAPT)
+    return not any(one.phase in surgery and one.needs_numbers for one in techniques_of(trainer))

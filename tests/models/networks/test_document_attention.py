@@ -1,0 +1,99 @@
+"""Packed rows without a T x T mask: the numbers and gradients of the masked ones, and no tensor of T x T anywhere."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+from lit_efficient.internals.torch_dispatch import TorchDispatchMode
+from lit_efficient.mechanisms.trials.memory import AllocationMeter
+from lit_efficient.models.networks import document_attention
+from lit_efficient.models.networks.document_attention import attend_documents, document_starts, visible_blocks
+from lit_efficient.models.networks.gpt import GPT, GPTConfig
+
+LENGTHS = ((150, 1, 89, 60), (300,), (1, 1, 298), (127, 1, 128, 44))
+POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
+STARTS = document_starts(POSITIONS)
+
+
+class Squares(TorchDispatchMode):
+    """Notes what an operator returns that has an entry for each pair of a row's tokens."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length, self.found = length, list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for item in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(item, Tensor) and item.shape[-2:] == (self.length, self.length):
+                self.found.append(str(func))
+        return result
+
+
+def masked(query: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> Tensor:
+    """The oracle: torch's attention under the whole mask, each key head written out for its queries."""
+    index = torch.arange(starts.shape[1])
+    mask = (index[None, :, None] >= index) & (starts[:, :, None] == starts[:, None, :])
+    key, value = (heads.repeat_interleave(query.shape[1] // heads.shape[1], 1) for heads in (key, value))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None])
+
+
+def heads(count: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(count)
+    return torch.randn(4, count, 300, 8, dtype=dtype, generator=generator).requires_grad_()
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_numbers_and_gradients_are_those_of_the_mask(kv_heads: int) -> None:
+    inputs = heads(4), heads(kv_heads), heads(kv_heads)
+    weigh = torch.linspace(-1, 1, 300 * 8, dtype=torch.float64).view(300, 8)
+    both = [attend(*inputs, STARTS) for attend in (attend_documents, masked)]
+    torch.testing.assert_close(*both, rtol=1e-12, atol=1e-12)
+    gradients = [torch.autograd.grad((out * weigh).sum(), inputs) for out in both]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_the_blocks_for_a_gpu_are_those_that_flex_attention_finds_itself() -> None:
+    """Its own way goes over T x T entries; 300 tokens are two blocks of 128 and a part of one."""
+    blocks = visible_blocks(STARTS)
+    found = create_block_mask(blocks.mask_mod, 4, None, 300, 300, device="cpu")
+    assert torch.equal(blocks.to_dense(), found.to_dense())
+    index = torch.arange(300)
+    seen = blocks.mask_mod(torch.tensor(3), torch.tensor(0), index[:, None], index[None])
+    assert torch.equal(seen, (STARTS[3][:, None] <= index) & (index <= index[:, None]))
+
+
+def test_compiled_blocks_run_without_a_break() -> None:
+    inputs = heads(4, torch.float32), heads(2, torch.float32), heads(2, torch.float32)
+    compiled = torch.compile(attend_documents, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*inputs, STARTS), masked(*inputs, STARTS), rtol=1e-5, atol=1e-5)
+
+
+def test_a_packed_step_holds_no_square_and_less_than_with_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward of the GPT; the same under the mask does hold some, which the count must see."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=32, dim=32, depth=2, num_heads=4, num_kv_heads=2, max_length=300))
+    ids = torch.arange(300).remainder(32).repeat(4, 1)
+
+    def step(network: GPT) -> tuple[int, list[str]]:
+        with AllocationMeter(network.parameters()) as meter, Squares(300) as squares:
+            network(ids, position_ids=POSITIONS).square().mean().backward()
+        return meter.peak, squares.found
+
+    other = deepcopy(model)
+    peak, squares = step(model)
+    monkeypatch.setattr(document_attention, "_one_by_one", lambda *given, **_: masked(*given))
+    most, found = step(other)
+    assert not squares
+    assert found
+    assert most - peak > 300 * 300 * 4 * 5  # the boolean mask, and what a kernel makes of it in float32
+    for one, also in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, also.grad, rtol=1e-3, atol=1e-7)
