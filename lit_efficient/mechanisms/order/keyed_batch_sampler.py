@@ -27,10 +27,10 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
+from lit_efficient.distributed.ranks import place_among_ranks
 from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.mechanisms.order.indexed_permutation import IndexedPermutation
-from lit_efficient.distributed.ranks import place_among_ranks
 from lit_efficient.mechanisms.order.resumable_sampler import INDEXED_FROM, epoch_order, shard
 
 Key = tuple[int, int]
