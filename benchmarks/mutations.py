@@ -56,7 +56,6 @@ TESTS: dict[str, tuple[int, tuple[str, ...]]] = {
         ("files/test_checkpoints.py", "plugins/test_safe_checkpoint_io.py", "commands/test_average.py"),
     ),
     "files/cache.py": (4, ("files/test_cache.py", "data/test_python_corpus.py", "data/test_latent_cache.py")),
-    "files/moved.py": (4, ("files/test_moved.py",)),
     "files/tensors.py": (4, ("files/test_tensors.py", "callbacks/test_power_ema.py")),
     "files/sums.py": (3, ("files/test_sums.py",)),
     "plugins/safe_checkpoint_io.py": (5, ("plugins/test_safe_checkpoint_io.py",)),

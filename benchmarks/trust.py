@@ -57,11 +57,10 @@ ROWS = {
     9: "Hostile inputs",
     10: "Secrets",
     11: "Supply chain",
-    12: "Checkpoints of earlier releases",
-    13: "Load",
-    14: "Determinism",
-    15: "Properties",
-    16: "Faults put into the package",
+    12: "Load",
+    13: "Determinism",
+    14: "Properties",
+    15: "Faults put into the package",
 }
 HEAD = """# Trust
 

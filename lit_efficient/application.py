@@ -32,7 +32,6 @@ from lit_efficient.declaration import (
     techniques_of,
 )
 from lit_efficient.errors import ConfigurationError, ConflictError, refusal
-from lit_efficient.files.moved import translate
 from lit_efficient.files.records import rebuild
 from lit_efficient.internals.hugging_face_loading import Replacing
 from lit_efficient.internals.lightning_strategies import traits_of
@@ -622,7 +621,7 @@ def compare_techniques(
     Raises:
         ConfigurationError: Naming the technique, and how it differs.
     """
-    old = {r["name"]: {**r, "arguments": translate(r["name"], r["arguments"])} for r in saved}
+    old = {r["name"]: r for r in saved}
     new = {r["name"]: r for r in current}
     fatal = {"weights", "optimizer"} if fitting else {"weights"}
     for name in sorted({*old, *new}):

@@ -22,7 +22,6 @@ TECHNIQUES = {name for name, module in PUBLIC.items() if module.split(".")[0] in
 MESSAGES = {name for name, value in vars(errors).items() if inspect.isfunction(value)}
 ALLOWED = {
     "mechanisms/adapters/peft_vectors.py": {"IA3"},  # the word of peft's format
-    "files/moved.py": {"HiddenAlignment", "LatentAlignment"},  # whose arguments the release before had elsewhere
     # what the task is composed with, and the optimizer that it builds; no decision
     "tasks/language_modeling.py": {"FusedAdamW", "TokenWeightedAccumulation"},
     "tasks/latent_diffusion.py": {"FusedAdamW"},

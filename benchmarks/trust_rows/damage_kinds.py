@@ -275,9 +275,9 @@ AVERAGES = Kind(
 
 
 def make_snapshots() -> None:
-    from tests.compatibility.cases import CASES, run
+    from benchmarks.trust_rows.toys import fit_power_ema
 
-    run(CASES["power_ema"], Path(), save=Path("a.ckpt"))
+    fit_power_ema(Path("a.ckpt"))
 
 
 def _synthesized() -> Any:
@@ -309,8 +309,8 @@ def make_swept() -> None:
 
 
 def _stranger(path: str) -> Any:
+    from benchmarks.trust_rows.toys import Stranger
     from lit_efficient import restore
-    from tests.compatibility.toys import Stranger
 
     return restore(Stranger(), path).state_dict()
 
@@ -334,21 +334,20 @@ SWEPT = Kind(
 # Exports -------------------------------------------------------------------------------------------------------------
 
 
-def _case(name: str) -> None:
-    """A run whose checkpoint is NAME.ckpt; those with adapters stand beside ``base``."""
+def _fit_adapter() -> None:
+    """Write the model folder ``base`` and ``adapter.ckpt``, a checkpoint of adapters over it."""
+    from benchmarks.trust_rows.toys import LLAMA, fit_adapter, settle
     from lit_efficient import CausalLMConfig, LanguageModeling
-    from tests.compatibility.cases import CASES, run
-    from tests.compatibility.toys import LLAMA, settle
 
     if not Path("base").exists():
         module = LanguageModeling(CausalLMConfig(config_fields=LLAMA))
         module.configure_model()
         settle(module.network).save_pretrained("base")
-    run(CASES[name], Path(), save=Path(f"{name}.ckpt"))
+    fit_adapter(Path("adapter.ckpt"))
 
 
 def make_adapter() -> None:
-    _case("adapter")
+    _fit_adapter()
     _command("export", "adapter.ckpt", "--format", "peft", "--output", "exported_adapter", "--no-check")
 
 
@@ -386,10 +385,10 @@ ADAPTER = Kind(
 
 def make_merged() -> None:
     """The base of an adapter, exported: a model, and what an adapter stands beside."""
+    from benchmarks.trust_rows.toys import Words
     from lit_efficient import CausalLMConfig, LanguageModeling
-    from tests.compatibility.toys import Words
 
-    _case("adapter")
+    _fit_adapter()
     import lightning.pytorch as L
 
     module = LanguageModeling(CausalLMConfig("base"))
@@ -684,8 +683,8 @@ TEACHER_HALF = Kind(
 
 
 def _latents(folder: str = "latents") -> Any:
+    from benchmarks.trust_rows.toys import Patterns
     from lit_efficient import AutoencoderConfig, LatentData
-    from tests.compatibility.toys import Patterns
 
     return LatentData(Patterns(), AutoencoderConfig(1, 2, 8), folder=folder)
 
@@ -886,7 +885,7 @@ SHARDS = Kind(
 def _stock(steps: int, **fit: Any) -> Any:
     import lightning.pytorch as L
 
-    from tests.compatibility.toys import Stranger, rows
+    from benchmarks.trust_rows.toys import Stranger, rows
 
     L.seed_everything(0, verbose=False)
     run = L.Trainer(
@@ -921,7 +920,7 @@ STOCK = Kind(
 def _transformers_trainer(steps: int) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
-    from tests.compatibility.toys import LLAMA
+    from benchmarks.trust_rows.toys import LLAMA
 
     set_seed(0)
     fields = {key: value for key, value in LLAMA.items() if key != "model_type"}

@@ -161,7 +161,7 @@ def again(case: str, folder: Path) -> str:
 
 PIECES = (
     Piece(
-        13,
+        12,
         "load-steps",
         "500 steps (5,000 in one case) of a small fit with the defaults of the command line, saved every 50: resident "
         f"memory grows by less than {BYTES:,} bytes a step, Python's blocks by less than {BLOCKS}, and open handles, "
@@ -171,7 +171,7 @@ PIECES = (
         in_ci=0,
     ),
     Piece(
-        13,
+        12,
         "load-again",
         "A search (learning rate, batch size) in a fit that is killed and resumed, and all of it again in the same "
         "folder: each ends as a run that nobody killed, bit for bit, and leaves no more files",

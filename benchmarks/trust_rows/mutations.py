@@ -1,4 +1,4 @@
-"""Row 16: faults put into the package one at a time, and its tests; see :mod:`benchmarks.mutations`."""
+"""Row 15: faults put into the package one at a time, and its tests; see :mod:`benchmarks.mutations`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _trial(case: str, folder: Path) -> str:
 
 PIECES = (
     Piece(
-        16,
+        15,
         "faults",
         "A sign, a comparison, a condition, a constant or a call is changed in a core file: a test of that file fails",
         names,

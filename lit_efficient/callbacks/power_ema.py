@@ -154,4 +154,4 @@ class PowerEMA(Technique):
                 f"{list(self.sigma_rels)}: keep those of the run"
             )
         self._averages, self._updates = [dict(a) for a in state_dict["averages"]], int(state_dict["updates"])
-        self._steps = list(state_dict.get("steps", []))  # earlier releases counted none
+        self._steps = list(state_dict["steps"])

@@ -14,7 +14,6 @@ from lit_efficient.cli.run_folder import checkpoints
 from lit_efficient.distributed.shards import check_shards
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.checkpoints import DamagedError, load_verified
-from lit_efficient.files.moved import translate
 from lit_efficient.files.runs import LATEST, read_record, through_latest
 from lit_efficient.internals.lightning_cli import CLASS_PATH
 
@@ -111,8 +110,7 @@ def differences(checkpoint: Mapping[str, Any], config: Mapping[str, Any], fits: 
         for section, key in (("model", "hyper_parameters"), ("data", "datamodule_hyper_parameters")):
             held, name = dict(checkpoint.get(key) or {}), str((config.get(section) or {}).get("class_path"))
             path = {"class_path": held.pop(CLASS_PATH)} if CLASS_PATH in held else {}
-            arguments = translate(name.rpartition(".")[2], held)
-            then[section] = {"class_path": name, **path, "init_args": arguments}
+            then[section] = {"class_path": name, **path, "init_args": held}
     sections = [key for key in {**config, **then} if key not in ("config", "ckpt_path")] if fits else ["model", "data"]
     before, now = ({key: tree.get(key) for key in sections} for tree in (then, config))
     old, new = flat(before), flat(now)

@@ -31,7 +31,6 @@ from lit_efficient.errors import (
     is_out_of_memory,
 )
 from lit_efficient.files import configs
-from lit_efficient.files.moved import moved_path
 from lit_efficient.internals.torch_loaders import broke_off
 
 MAX_LINES = 10
@@ -236,16 +235,15 @@ def _cause(line: str, allowed: str, given: str) -> tuple[float, str, str] | None
     if match := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", line):
         ours = match[2] in PUBLIC or match[1] == "lit_efficient"
         near = did_you_mean(match[2], PUBLIC if ours else dir(sys.modules.get(match[1])))
-        advice = moved_path(f"{match[1]}.{match[2]}") or near
-        return 7, f"there is no {match[2]!r} in {match[1]}{advice}", ""
+        return 7, f"there is no {match[2]!r} in {match[1]}{near}", ""
     if match := re.search(r"No module named '([\w.]+)'", line):
-        return 7, f"there is no module {match[1]!r}{moved_path(match[1])}", ""
+        return 7, f"there is no module {match[1]!r}", ""
     if match := re.search(r"[Ii]mport path (\S* ?)does not correspond to a subclass of (\w+)", line):
         name, bases = match[1].strip() or given, [base for base in _BASES if base.__name__ == match[2]]
         near = did_you_mean(name.rpartition(".")[2], _known_classes(bases)) if bases else ""
         return 7, f"{name or 'the class'} is not a {match[2]}{near}", ""
     if match := re.search(r"File does not exist: '?([^']+)'?", line):
-        return 7, f"there is no file {match[1]!r}{moved_path(match[1])}", ""
+        return 7, f"there is no file {match[1]!r}", ""
     if match := re.search(r"Unexpected import path format: (\S+)", line):
         name = match[1].split("(")[0]
         hub = " (a model's name on a hub stands in name_or_path)" if "/" in name else ""

@@ -39,7 +39,6 @@ from lit_efficient.cli.merging import MergesMappings, holds_mappings
 from lit_efficient.cli.without import TakesOut, options
 from lit_efficient.errors import ConfigurationError, did_you_mean
 from lit_efficient.files import configs
-from lit_efficient.files.moved import moved_key
 from lit_efficient.internals.jsonargparse_parser import (
     ChecksValues,
     actions,
@@ -260,16 +259,16 @@ class Parser(ChecksValues, LightningArgumentParser):
                 level = level.rpartition(".")[0]
             below = [dest[len(level) :].lstrip(".").split(".")[0] for dest in dests if dest.startswith(level)]
             accepted = ", ".join(dict.fromkeys(filter(None, below)))
-            key, dot, _ = name[len(level) :].lstrip(".").partition(".")
+            key, _, _ = name[len(level) :].lstrip(".").partition(".")
             near = did_you_mean(name, dests)
             if not did_you_mean(last, [leaf(near.rpartition("'")[0])]):  # the section alone makes them no kin
                 near = did_you_mean(
                     key, [*below, *(s for s in SPEC if s[:3] == key[:3] and s != key), *map(leaf, dests)]
                 )
-            moved = moved_key(parser.described, name) or elsewhere(parser.described, last)
-            if not (dot and did_you_mean(key, below)):  # else it is the group that is misspelt
-                moved = moved_key(parser.described, last) or moved
-            message = f"no option {name!r}{moved or f'{near} (accepted: {accepted})'}"
+            ungrouped = [dest for dest in dests if dest.endswith((f".{name}", f".{name.partition('.')[0]}"))]
+            if ungrouped:  # the key is right, and the group in front of it is missing
+                near = f", did you mean {ungrouped[0]!r}?"
+            message = f"no option {name!r}{elsewhere(parser.described, last) or f'{near} (accepted: {accepted})'}"
         super().error(message, ex)
 
     def before_check(self, action: Any, value: Any, key: str) -> None:

@@ -87,7 +87,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What `write_json` wrote; a mapping without a hash, as earlier releases wrote them, as it is.
+    """What `write_json` wrote.
 
     Raises:
         ValueError: If it is damaged, or no mapping.
@@ -105,13 +105,13 @@ def with_hash(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_hash(found: Any) -> dict[str, Any]:
-    """What `with_hash` was given; a mapping without a hash as it is.
+    """What `with_hash` was given.
 
     Raises:
         ValueError: If it is damaged, or no mapping.
     """
     content: dict[str, Any] = dict(found)
-    if _DIGEST in content and content.pop(_DIGEST) != _digest(content):
+    if content.pop(_DIGEST, None) != _digest(content):
         raise ValueError("it is not what was written: its hash differs")
     return content
 

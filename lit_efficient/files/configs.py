@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 
 from lit_efficient.errors import ConfigurationError, nearest
-from lit_efficient.files.moved import moved_path
 
 BARE = ("tasks", "techniques")
 """Folders whose configs need no folder in front of their name: no name stands in both."""
@@ -60,7 +59,7 @@ def find(given: str) -> str:
         stems = {name.rpartition("/")[2] for name in known()}
         like = {stem} & stems or nearest(stem, stems, 3)
         names = " or ".join(repr(name) for name in known() if name.rpartition("/")[2] in like)
-        advice = moved_path(given) or (f", did you mean {names}?" if names else "")
+        advice = f", did you mean {names}?" if names else ""
         raise ConfigurationError(
             f"config: there is no file {given!r}{advice}\n  `python -m lit_efficient configs` lists those that it has"
         )

@@ -5,17 +5,15 @@ from dataclasses import is_dataclass
 from inspect import signature
 from typing import Any, TypeVar
 
-from lit_efficient.files.moved import translate
-
 _T = TypeVar("_T")
 
 
 def rebuild(cls: Callable[..., _T], stored: Mapping[str, Any]) -> _T:
-    """The object of ``cls`` whose arguments a checkpoint records as primitives; keys of the release before are known.
+    """The object of ``cls`` whose arguments a checkpoint records as primitives.
 
     Those whose default is a dataclass are dictionaries.
     """
-    arguments = translate(cls.__name__, stored)
+    arguments = dict(stored)
     for name, parameter in signature(cls).parameters.items():
         if is_dataclass(parameter.default) and isinstance(arguments.get(name), Mapping):
             arguments[name] = rebuild(type(parameter.default), arguments[name])

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from lit_efficient.distributed.ranks import data_rank
 from lit_efficient.errors import ConfigurationError, check_number
-from lit_efficient.files.moved import takes_moved_keys
 from lit_efficient.internals.lightning_metrics import logs_in_bar
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.losses import diffusion
@@ -82,7 +81,6 @@ class LatentDiffusion(LatentGenerator):
     logs: ClassVar[tuple[str, ...]] = ("train/loss", "val/loss")  # and more whose names begin so
     commands_after_fit: ClassVar[tuple[str, ...]] = ("sample --ckpt {ckpt} --output {output}.png",)
 
-    @takes_moved_keys
     def __init__(
         self,
         backbone: DiTConfig | DiffusersModelConfig = DiTConfig(),  # noqa: B008 (frozen)

@@ -77,10 +77,9 @@ WRONG = {
         ["'ToyModl'", "tests.support_cli", "did you mean 'ToyModel'"],
     ),
     "no such file": (["-c", "nothing.yaml"], ["config", "nothing.yaml", "no file"]),
-    "moved config": (["-c", "configs/techniques/min_snr.yaml"], ["it is now 'configs/techniques/snr_weighting.yaml'"]),
-    "moved module": (
-        ["--data=lit_efficient.data.digits.DigitImages"],
-        ["'digits'", "it is now 'lit_efficient.data.digit_images'"],
+    "no such module": (
+        ["--data=lit_efficient.data.digitz.DigitImages"],
+        ["there is no", "'digitz'", "lit_efficient.data"],
     ),
     "a part taken out as a file does": (["--trainer.callbacks-=EMA"], ["callbacks_", "--without NAME"]),
     "numbers of CPU cores": (["--trainer.devices=0,1"], ["trainer: devices must be auto, a number", "CPU", "'0,1'"]),

@@ -111,10 +111,6 @@ def _check_complete(folder: Path, used: Sequence[Snapshot]) -> None:
     read(last)  # raises if the file is damaged
     recorded = json.loads(metadata_of(last).get("run", "[]"))
     wanted = {Snapshot(int(step), float(width)) for step, width in recorded}
-    if not wanted:
-        # A snapshot that was written without a record: each step must at least have the same widths.
-        widths = {snapshot.sigma_rel for snapshot in used}
-        wanted = {Snapshot(snapshot.step, width) for snapshot in used for width in widths}
     missing = sorted(wanted - set(used))
     if missing:
         raise CheckpointError(
