@@ -62,7 +62,7 @@ def test_pure_functions() -> None:
     assert suggest_lr(rates, cut, decay=0.0) == suggest_lr(rates, losses, decay=0.0)
     with pytest.raises(ConfigurationError, match="never falls"):
         suggest_lr([1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
-    with pytest.raises(ConfigurationError, match=r"1 finite losses are too few .* it is inf at the rate 2"):
+    with pytest.raises(ConfigurationError, match=r"1 finite losses are too few .* the loss is inf at the rate 2"):
         suggest_lr([1.0, 2.0, 3.0], [1.0, math.inf, 3.0])
     noisy = [0.1, 1.0, 1.2, 1.1, 1.0, 0.9, 0.8, 0.8, 0.7]
     assert not any(grows(noisy[:end], 4.0) for end in range(10))

@@ -161,7 +161,7 @@ def test_out_of_memory_at_the_smallest_size_says_what_it_needs() -> None:
 def test_where_free_memory_is_unknown_a_limit_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on macOS and Windows."""
     monkeypatch.delattr(os, "sysconf")
-    with pytest.raises(ConfigurationError, match="cannot be read on linux: give memory_limit"):
+    with pytest.raises(ConfigurationError, match="cannot be read on linux: set memory_limit"):
         search(MaxBatchSize())
     assert search(MaxBatchSize(memory_limit="1GiB")).size == 16
 
@@ -373,7 +373,7 @@ def test_small_datasets_bound_the_size(caplog: pytest.LogCaptureFixture) -> None
     finder = MaxBatchSize()
     with caplog.at_level("INFO"):
         trainer([finder]).fit(Toy(), data(6, 64), data())
-    assert "batches of 64 were asked for, but a process has 6 samples" in caplog.text
+    assert "the batch size is 64, but a process has only 6 samples" in caplog.text
     assert (finder.found.size, finder.found.accumulation) == (64, 1)  # type: ignore[union-attr]
 
 
@@ -424,7 +424,7 @@ def test_what_cannot_work_is_refused() -> None:
         trainer([MaxBatchSize("batch")]).fit(Toy(), datamodule=_Rows())
     fixed = _Rows()
     fixed.train_dataloader = lambda: data(16, 8)  # type: ignore[method-assign]
-    with pytest.raises(ConfigurationError, match="it does not follow it"):
+    with pytest.raises(ConfigurationError, match="but the training loader has the batch size"):
         trainer([MaxBatchSize()]).fit(Toy(), datamodule=fixed)
     with pytest.raises(ConflictError, match="GradientAccumulationScheduler"):
         trainer([MaxBatchSize(), L.callbacks.GradientAccumulationScheduler({0: 1})]).fit(Toy(), data())

@@ -1,1 +1,1 @@
-"""Steps that are taken back: batch sizes and learning rates are tried, memory is measured."""
+"""Trial steps that are undone afterwards, to find a batch size or a learning rate and to measure memory."""

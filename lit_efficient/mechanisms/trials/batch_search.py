@@ -1,10 +1,10 @@
-"""The search for a batch size: what is tried, within which memory, and what came of it.
+"""Search for the largest batch size whose training and validation steps run within a memory budget.
 
     budget = (1 - margin) * limit;    a size fits if its training and validation steps ran within the budget
 
-The margin is inside the trial, so that what is returned is what ran. A trial is two optimizer steps, because the second
-has the optimizer's states, and up to two micro-batches each, because the second has the first one's gradients; more
-micro-batches need no more.
+The margin is part of the trial, so the returned size has run with the margin kept free. A trial consists of two
+optimizer steps, because optimizer states exist only in the second. Each step has up to two micro-batches, because
+the gradients of the first exist only in the second. More micro-batches need no more memory.
 """
 
 import contextlib
@@ -36,24 +36,25 @@ from lit_efficient.mechanisms.trials.steps import Trials
 
 @dataclass
 class Trial:
-    """One size that was tried."""
+    """Result of the trial of one batch size."""
 
-    size: int  # samples a batch and process
-    accumulation: int  # batches an optimizer step would have
-    peak_bytes: int = 0  # the most memory that was in use, up to the failure where it failed
-    failed_in: str = ""  # ``training`` or ``validation``, or an empty string if it ran
+    size: int  # samples per batch and process
+    accumulation: int  # batches per optimizer step
+    peak_bytes: int = 0  # largest memory in use, until the failure if the trial failed
+    failed_in: str = ""  # "training" or "validation", or "" if the trial ran
 
     def line(self) -> str:
-        """A line of the table of trials."""
+        """Return this trial as a line of the table of trials."""
         outcome = f"out of memory in {self.failed_in}" if self.failed_in else "ran"
         return f"    {self.size:>6} x {self.accumulation:<5} {format_bytes(self.peak_bytes):>12}  {outcome}"
 
 
 @dataclass
 class FoundBatch:
-    """What the search found: it is kept in checkpoints, so that a resumed run does not search again.
+    """Result of the search. It is stored in checkpoints, so that a resumed run does not search again.
 
-    ``batches`` of an epoch are as many optimizer steps as before: smaller batches leave less out under ``drop_last``.
+    ``batches`` is the number of batches of an epoch that keeps its number of optimizer steps. Without it smaller
+    batches would give more steps under ``drop_last``, which leaves out fewer samples.
     """
 
     size: int
@@ -65,10 +66,16 @@ class FoundBatch:
 
 
 class BatchSearch:
-    """One search on a trainer that stands before its first epoch.
+    """One search, on a trainer before its first epoch.
 
-    Of the memory that may be used, or all there is, ``margin`` is a share to keep free; ``scan`` samples are looked at
-    for the longest ones, and callbacks whose classes ``idle`` names do not act.
+    Args:
+        trainer: The trainer.
+        place: Attribute or loader that holds the batch size.
+        memory_limit: Memory that may be used, in bytes or as a text like ``12GiB``. ``None``: all available memory.
+        margin: Fraction of that memory to keep free.
+        include_validation: Run validation steps as well.
+        scan: Number of samples among which the longest are searched.
+        idle: Names of callback classes that do not act in trials.
     """
 
     def __init__(
@@ -81,18 +88,20 @@ class BatchSearch:
         scan: int,
         idle: Iterable[str],
     ) -> None:
-        self.trainer, self.place, self.scan = trainer, place, scan
-        self.asked = place.value
+        self.trainer = trainer
+        self.place = place
+        self.scan = scan
+        self.requested = place.value
         self.accumulation = trainer.accumulate_grad_batches
         self.validates = include_validation and trainer.enable_validation
-        # An early error if the attribute is not what the loader follows.
-        self.most = min(self._samples_a_process(loader) for loader in loaders_in(place.loaders()))
+        # place.loaders() raises here, before any trial, if the loaders do not follow the attribute.
+        self.most = min(self._samples_per_process(loader) for loader in loaders_in(place.loaders()))
         self.trials = Trials(trainer, idle)
         self.device = trainer.strategy.root_device
         limits = [self._available(), None if memory_limit is None else parse_bytes(memory_limit)]
         if limits == [None, None]:
             raise ConfigurationError(
-                f"{place.owner}: how much memory is free cannot be read on {sys.platform}: give memory_limit"
+                f"{place.owner}: the free memory cannot be read on {sys.platform}: set memory_limit"
             )
         self.limit = min(limit for limit in limits if limit is not None)
         self.budget = int(self.limit * (1 - margin))
@@ -102,19 +111,25 @@ class BatchSearch:
         self._longest: dict[str, list[Any]] = {}
 
     def run(self, mode: str, keep_effective_batch: bool, min_size: int, max_size: int | None) -> FoundBatch:
-        """Find the largest size.
+        """Find the largest size that fits.
+
+        Args:
+            mode: ``power`` or ``binary``, see :func:`candidate_sizes`.
+            keep_effective_batch: Change the accumulation such that the effective batch stays the same.
+            min_size: Smallest size to try.
+            max_size: Largest size to try. ``None``: as many samples as a process has.
 
         Raises:
             ConfigurationError: If no size is within the bounds.
-            OutOfMemoryError: If the smallest does not fit.
+            OutOfMemoryError: If the smallest size does not fit.
         """
-        asked = min(self.asked, self.most)
-        if asked < self.asked:
+        requested = min(self.requested, self.most)
+        if requested < self.requested:
             rank_zero_info(
-                f"{self.place.owner}: batches of {self.asked} were asked for, but a process has {self.most} samples an "
-                f"epoch: {self.most} is the largest size there is"
+                f"{self.place.owner}: the batch size is {self.requested}, but a process has only {self.most} samples "
+                f"per epoch: the search begins at {self.most}"
             )
-        self.effective = asked * self.accumulation if keep_effective_batch else None
+        self.effective = requested * self.accumulation if keep_effective_batch else None
         most = min(self.most, max_size or self.most)
         sizes = [size for size in candidate_sizes(mode, most, self.effective) if size >= min_size]
         if not sizes:
@@ -122,7 +137,7 @@ class BatchSearch:
             raise ConfigurationError(f"{self.place.owner}: there is no size from {min_size} (min_size) to {most}{kept}")
         try:
             found = largest_fitting(sizes, self._fits)
-        except (RuntimeError, ValueError) as error:  # batch normalisation, and losses of pairs, need two
+        except (RuntimeError, ValueError) as error:  # batch normalisation and losses of pairs need two samples
             if self._size != 1 or len(sizes) == 1 or isinstance(error, LitEfficientError):
                 raise
             rank_zero_info(f"{self.place.owner}: a batch of 1 does not run, so {sizes[1]} is the smallest: {error}")
@@ -132,9 +147,12 @@ class BatchSearch:
         if found is None:
             raise self._too_much(sizes[0])
         peak = next(trial.peak_bytes for trial in self.tried if trial.size == found)
-        size = self.asked if found == asked else found  # what is above the data's length stays as it was written
+        # A size above the length of the data stays as the user wrote it.
+        size = self.requested if found == requested else found
         trials = [asdict(trial) for trial in self.tried]
-        batches = None if self.effective is None else math.ceil(self.trainer.num_training_batches * self.asked / size)
+        batches = None
+        if self.effective is not None:
+            batches = math.ceil(self.trainer.num_training_batches * self.requested / size)
         return FoundBatch(size, self._accumulation(found), peak, self.budget, trials, batches)
 
     def _accumulation(self, size: int) -> int:
@@ -146,7 +164,7 @@ class BatchSearch:
         return not trial.failed_in
 
     def _try(self, size: int, budget: int) -> Trial:
-        """Run the steps of one size within a budget."""
+        """Run the steps of one size within a budget in bytes."""
         self._size = size
         trial = Trial(size, self._accumulation(size), failed_in="training")
         micro_batches = min(trial.accumulation, 2)
@@ -163,7 +181,7 @@ class BatchSearch:
                     self.trials.validate(makers)
         except OutOfMemoryError:
             return trial
-        # A backend without a limit of its own has not refused anything: compare.
+        # A backend that cannot enforce a limit has raised nothing, so the peak is compared with the budget.
         if self.trials.agree(float(trial.peak_bytes <= budget)) == 1:
             trial.failed_in = ""
         return trial
@@ -179,11 +197,11 @@ class BatchSearch:
 
     @contextlib.contextmanager
     def _measured(self, budget: int, trial: Trial) -> Any:
-        """Hold the steps inside to a budget; the peak goes into ``trial``."""
+        """Context in which memory is limited to ``budget`` bytes. The peak is written to ``trial``."""
         if self.device.type == "cpu":
             meter = AllocationMeter(self.trials.record.tensors, budget)
             try:
-                # Uncompiled: the compiler gives up, for good, a function that is called under a dispatch mode.
+                # Uncompiled, because the compiler permanently gives up a function that is called under a dispatch mode.
                 with torch.compiler.set_stance("force_eager"), meter:
                     yield meter
             finally:
@@ -196,12 +214,12 @@ class BatchSearch:
                 trial.peak_bytes = torch.accelerator.max_memory_allocated(self.device)
 
     def _maker(self, loaders: Any, name: str, meter: AllocationMeter | None) -> Callable[[], Any]:
-        """What makes a batch of the longest samples, in the structure in which the loop hands batches on."""
+        """Return a function that makes a batch of the longest samples, in the structure that the loop passes on."""
         loaders = getattr(loaders, "iterables", loaders)
         probes = {id(loader): self._probe(loader, f"{name} {i}") for i, loader in enumerate(loaders_in(loaders))}
 
         def make() -> Any:
-            # Reading samples is not counted: they may be views of a whole dataset, which has its place anyway.
+            # The memory of samples is not counted while they are read: they may be views of a dataset in memory.
             with contextlib.nullcontext() if meter is None else meter.paused():
                 batch = tree_map_only(DataLoader, lambda loader: probes[id(loader)].batch(), loaders)
             if meter is not None:
@@ -221,13 +239,13 @@ class BatchSearch:
         owners = (self.trainer.datamodule, self.trainer.lightning_module)
         return next((owner.longest_samples for owner in owners if hasattr(owner, "longest_samples")), None)
 
-    def _samples_a_process(self, loader: DataLoader[Any]) -> int:
+    def _samples_per_process(self, loader: DataLoader[Any]) -> int:
         if isinstance(loader.sampler, KeyedBatchSampler):
             return loader.sampler.largest_batch()
         samples = len(loader.sampler)  # type: ignore[arg-type]
         if samples < 1:
             raise ConfigurationError(
-                f"{self.place.owner}: {type(loader.dataset).__name__} is empty: there is nothing to try"
+                f"{self.place.owner}: the training dataset {type(loader.dataset).__name__} is empty"
             )
         if wants_distributed_sampler(self.trainer, loader):
             replicas = self.trainer.distributed_sampler_kwargs["num_replicas"]
@@ -235,16 +253,17 @@ class BatchSearch:
         return samples
 
     def _available(self) -> int | None:
-        """Bytes of the device that this process may have in all, what it holds now included; ``None``: unknown."""
+        """Return the bytes that this process may have in total, including those in use, or ``None`` if unknown."""
         if self.device.type == "cpu":
-            if (free := available_cpu_memory()) is None:
+            free = available_cpu_memory()
+            if free is None:
                 return None
             held = AllocationMeter(self.trials.record.tensors).live
             return held + free // max(1, getattr(self.trainer.strategy, "num_processes", 1))
         return torch.accelerator.get_memory_info(self.device)[0] + torch.accelerator.memory_reserved(self.device)
 
     def _too_much(self, size: int) -> OutOfMemoryError:
-        """The error for a smallest size that does not fit, with what it needs where that can be measured."""
+        """Return the error for the smallest size, with the memory that it needs where that can be measured."""
         first = self.tried[0]
         needs = f"more than {format_bytes(first.peak_bytes)} ({first.peak_bytes} bytes)"
         available = self._available()
@@ -254,7 +273,7 @@ class BatchSearch:
                 needs = f"{format_bytes(whole.peak_bytes)} ({whole.peak_bytes} bytes)"
         limit = f"{format_bytes(self.budget)} ({self.budget} bytes)"
         return OutOfMemoryError(
-            f"{self.place.owner}: a batch of {size} needs {needs} in {first.failed_in}, and {limit} may be used, the "
-            f"margin already taken from the limit of {format_bytes(self.limit)}; use a smaller model, shorter samples, "
-            "activation checkpointing, a low-bit optimizer or more memory"
+            f"{self.place.owner}: a batch of {size} needs {needs} in {first.failed_in}, but only {limit} may be used: "
+            f"the limit of {format_bytes(self.limit)} less the margin. Use a smaller model, shorter samples, activation "
+            "checkpointing, a low-bit optimizer or more memory"
         )

@@ -1,9 +1,9 @@
-"""Where a run keeps its batch size, which sizes are worth trying, and how the largest that fits is found.
+"""Attribute or loader that holds a run's batch size, candidate sizes, and the search for the largest that fits.
 
-    effective = size * accumulation stays:   size in the divisors of effective,  accumulation = effective / size
+    effective = size * accumulation is kept:   size in the divisors of effective,  accumulation = effective / size
 
-Only sizes that divide the effective batch keep every optimizer step what it was. The search never returns a size that
-it has not tried.
+Only sizes that divide the effective batch keep every optimizer step the same. The search returns only sizes that it
+has tried.
 """
 
 import bisect
@@ -14,17 +14,16 @@ from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.internals.lightning_data import data_source
 from lit_efficient.mechanisms.trials.probes import batch_size_of, check_loader, loaders_in, resize
 
-NAMES = ("device_batch", "batch_size")  # what "auto" looks for, in this order
+NAMES = ("device_batch", "batch_size")  # attributes that "auto" looks for, in this order
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of a number of 1 or more, smallest first."""
-    small = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]
-    return sorted({*small, *(number // i for i in small)})
+    """Return all divisors of a positive integer, smallest first."""
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
 
 
 def halvings(number: int) -> list[int]:
-    """A number divided by its smallest prime factors, one after the other, smallest first: 1, 3, 6, 12 for 12."""
+    """Return a number divided by its smallest prime factors one by one, in ascending order: 1, 3, 6, 12 for 12."""
     chain = [number]
     factor = 2
     while chain[-1] > 1:
@@ -35,12 +34,12 @@ def halvings(number: int) -> list[int]:
 
 
 def candidate_sizes(mode: str, most: int, effective: int | None = None) -> list[int]:
-    """The batch sizes to choose from, smallest first.
+    """Return the batch sizes to choose from, smallest first.
 
     Args:
-        mode: ``power`` for steps of about two, ``binary`` for every size.
-        most: No size is larger.
-        effective: Only sizes that divide this; ``None`` for any.
+        mode: ``power`` for sizes that roughly double, ``binary`` for all sizes.
+        most: Largest size.
+        effective: Effective batch that all sizes must divide. ``None``: no such condition.
 
     Example:
         >>> candidate_sizes("power", most=100, effective=96)
@@ -59,19 +58,21 @@ def candidate_sizes(mode: str, most: int, effective: int | None = None) -> list[
 
 
 def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """The largest size that was tried and fits, if larger sizes never need less; ``None`` if the smallest does not fit.
+    """Return the largest size that was tried and fits, or ``None`` if the smallest does not fit.
 
-    Doubling finds the first that does not fit, halving the interval the last that does.
+    Doubling finds a first size that does not fit, then bisection finds the largest that does. This assumes that a
+    larger size never needs less memory.
 
     Args:
-        sizes: The sizes to choose from, smallest first.
-        fits: Tries one.
+        sizes: Sizes to choose from, smallest first.
+        fits: Function that tries a size.
 
     Example:
         >>> largest_fitting(range(1, 1000), lambda size: size <= 300)
         300
     """
-    low, high = -1, 0  # what fits, what is tried next
+    low = -1  # index of the largest size that fits
+    high = 0  # index of the size to try next
     while high < len(sizes) and fits(sizes[high]):
         low = high
         high = max(high + 1, bisect.bisect_left(sizes, 2 * sizes[high]))
@@ -90,12 +91,16 @@ def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | 
 
 
 class BatchSizeTarget:
-    """What holds the batch size: an attribute of the datamodule or the module, or the loader that was passed to fit.
+    """Holder of the batch size: an attribute of the datamodule or module, or the loader that was passed to fit.
 
-    The path has dots, or is ``auto``; data is attached to the trainer.
+    Args:
+        trainer: Trainer to which the data is attached.
+        path: Dotted path of the attribute, or ``auto``.
+        owner: Name of the technique, for errors.
 
     Raises:
-        ConfigurationError: If there is no such attribute, it is not a whole number, or it is not what loaders follow.
+        ConfigurationError: If there is no such attribute, if it is not a whole number, or if the loaders' batch size is
+            another one.
     """
 
     def __init__(self, trainer: Any, path: str, owner: str) -> None:
@@ -107,73 +112,85 @@ class BatchSizeTarget:
         if self._passed is not None:
             self._check_passed(path)
             return
-        for name in NAMES if path == "auto" else (path,):
+        names = NAMES if path == "auto" else (path,)
+        for name in names:
             self._places = [place for holder in holders for place in places_of(holder, name)]
             if self._places:
                 self.name = name
                 break
         else:
             tried = " and ".join(type(holder).__name__ for holder in holders)
-            wanted = " or ".join(repr(name) for name in (NAMES if path == "auto" else (path,)))
+            wanted = " or ".join(map(repr, names))
             raise ConfigurationError(
-                f"{owner}: target={path!r}, but {tried} has no attribute {wanted}; name the one that the training "
-                "loader's batch_size comes from"
+                f"{owner}: target={path!r}, but {tried} has no attribute {wanted}. Name the attribute from which the "
+                "training loader's batch_size comes"
             )
         check_number(owner, self.name, self.value, least=1, whole=True)
 
     def _check_passed(self, path: str) -> None:
         if path != "auto":
             raise ConfigurationError(
-                f"{self.owner}: target={path!r}, but a loader was passed to fit, and no attribute decides its size; "
-                "use target='auto' for the loader's own"
+                f"{self.owner}: target={path!r}, but a loader was passed to fit, whose batch size no attribute decides."
+                " Use target='auto' to change the loader itself"
             )
         self.name = "the loader's batch_size"
         loaders = loaders_in(self._passed)
         for loader in loaders:
             check_loader(loader, self.owner)
-        if len({batch_size_of(loader) for loader in loaders}) != 1:
-            sizes = [batch_size_of(loader) for loader in loaders]
+        sizes = [batch_size_of(loader) for loader in loaders]
+        if len(set(sizes)) != 1:
             raise ConfigurationError(
-                f"{self.owner}: the loaders passed to fit have batches of {sizes}, and which of them to change cannot "
-                "be known; give them one size, or put it into an attribute of a datamodule"
+                f"{self.owner}: the loaders passed to fit have the batch sizes {sizes}, and the one to change is "
+                "unknown. Use one batch size for all, or an attribute of a datamodule"
             )
 
     @property
     def value(self) -> int:
-        """The batch size of now."""
+        """Present batch size."""
         if self._passed is not None:
             return int(batch_size_of(loaders_in(self._source.instance)[0]) or 1)
         return value_at(self._places[0])
 
     def set(self, size: int) -> None:
-        """Change the batch size wherever it is held; loaders that exist already do not follow."""
+        """Change the batch size in all its holders. Loaders that exist already do not change."""
         if self._passed is not None:
             unchanged = size == batch_size_of(loaders_in(self._passed)[0])
             self._source.instance = self._passed if unchanged else resize(self._passed, size)
         set_at(self._places, size)
 
     def loaders(self) -> Any:
-        """The training loaders of the batch size of now, in the collection in which they are handed to the trainer.
+        """Return new training loaders of the present batch size, in the collection that the trainer gets.
 
         Raises:
-            ConfigurationError: If they are of a kind that has none, or have another one.
+            ConfigurationError: If a loader has no batch size, or another one.
         """
         collection = self._source.dataloader()
         for loader in loaders_in(collection):
             check_loader(loader, self.owner)
             if batch_size_of(loader) != self.value:
                 raise ConfigurationError(
-                    f"{self.owner}: {self.name} is {self.value}, but the training loader has batches of "
-                    f"{batch_size_of(loader)}: it does not follow it; name the attribute that it does follow in target"
+                    f"{self.owner}: {self.name} is {self.value}, but the training loader has the batch size "
+                    f"{batch_size_of(loader)}. Set target to the attribute from which the loader takes its batch size"
                 )
         return collection
 
 
 def places_of(holder: Any, path: str) -> list[tuple[Any, str]]:
-    """The places of one holder that hold an attribute: the attribute, and its copy in ``hparams``."""
+    """Return the places of a holder where an attribute is stored: the attribute itself, and its copy in ``hparams``.
+
+    Args:
+        holder: A module, a datamodule or a dictionary.
+        path: Dotted path of the attribute.
+
+    Returns:
+        Pairs of the object or dictionary that holds the value, and the name or key in it.
+    """
     *parents, name = path.split(".")
     for parent in parents:
-        holder = holder.get(parent) if isinstance(holder, dict) else getattr(holder, parent, None)
+        if isinstance(holder, dict):
+            holder = holder.get(parent)
+        else:
+            holder = getattr(holder, parent, None)
         if holder is None:
             return []
     places: list[tuple[Any, str]] = []
@@ -188,13 +205,13 @@ def places_of(holder: Any, path: str) -> list[tuple[Any, str]]:
 
 
 def value_at(place: tuple[Any, str]) -> Any:
-    """What a place of :func:`places_of` holds."""
+    """Return the value that is stored in a place of :func:`places_of`."""
     holder, name = place
     return holder[name] if isinstance(holder, dict) else getattr(holder, name)
 
 
 def set_at(places: list[tuple[Any, str]], value: Any) -> None:
-    """Let places hold another value."""
+    """Store a value in all places."""
     for holder, name in places:
         if isinstance(holder, dict):
             holder[name] = value

@@ -1,11 +1,12 @@
-"""Memory as a number that can be enforced: live tensor bytes on the CPU, the allocator's own limit on accelerators.
+"""Memory limits that can be enforced: bytes of live tensors on the CPU, the allocator's own limit on accelerators.
 
     live = sum of the bytes of all distinct storages that an operator returned and that still exist;  live <= limit
 
-A CPU's allocator has neither counters nor a limit of its own: what is too much makes the operating system kill the
-process. :class:`AllocationMeter` sees every operator (backward and optimizer included) through torch's dispatcher,
-counts a storage once, for as long as it lives, and raises in the middle of a step. Scratch space inside a kernel is not
-seen. On accelerators the allocator's peak is read and, where the backend can, its limit is set.
+A CPU's allocator has neither counters nor a limit: if memory runs out, the operating system kills the process.
+:class:`AllocationMeter` intercepts every operator, including those of the backward pass and the optimizer, through
+torch's dispatcher. It counts each storage once while the storage exists, and raises in the middle of a step. Scratch
+memory inside a kernel is not counted. On accelerators the allocator's peak is read, and its limit is set where the
+backend supports that.
 """
 
 from __future__ import annotations
@@ -38,38 +39,50 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECA
 
 
 def parse_bytes(size: int | str, who: str = "parse_bytes", name: str = "memory_limit") -> int:
-    """Bytes of a number or of a text such as ``12GiB`` (powers of 1024) or ``12GB`` (powers of 1000).
+    """Return the bytes of a number or of a text such as ``12GiB`` (powers of 1024) or ``12GB`` (powers of 1000).
+
+    Args:
+        size: The number or text.
+        who: Class or function whose argument it is, for the error.
+        name: Name of the argument, for the error.
 
     Raises:
-        ConfigurationError: If it is neither, or not above 0.
+        ConfigurationError: If ``size`` is neither, or not above 0.
     """
-    bytes_ = size if isinstance(size, int) and not isinstance(size, bool) else 0
-    if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
-        number, unit, binary = match.groups()
-        bytes_ = int(float(number) * (1024 if binary else 1000) ** _UNITS[unit.upper()])
+    bytes_ = 0
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size)
+        if match is not None:
+            number, unit, binary = match.groups()
+            base = 1024 if binary else 1000
+            bytes_ = int(float(number) * base ** _UNITS[unit.upper()])
+    elif isinstance(size, int) and not isinstance(size, bool):
+        bytes_ = size
     if bytes_ < 1:
         raise refusal(who, name, "a number of bytes above 0 or a text like 12GiB", size)
     return bytes_
 
 
 def format_bytes(size: float) -> str:
-    """A size for people: ``1.5 GiB``."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+    """Return a number of bytes as text with a binary unit: ``1.5 GiB``."""
+    if size < 1024:
+        return f"{size:.0f} B"
+    for unit in ("KiB", "MiB"):
         size /= 1024
-    return f"{size:.1f} GiB"
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:.1f} GiB"
 
 
 class AllocationMeter(TorchDispatchMode):
-    """Count the bytes of CPU tensors while active, and refuse what goes beyond a limit.
+    """Dispatch mode that counts the bytes of live CPU tensors and enforces a limit.
 
     Args:
-        resident: Tensors that exist already and count from the beginning.
-        limit: Bytes that may live at a time; ``None`` only counts.
+        resident: Existing tensors that count from the beginning.
+        limit: Largest number of bytes that may be live at a time. ``None``: only count.
 
     Raises:
-        OutOfMemoryError: From within the operator that went beyond the limit.
+        OutOfMemoryError: From within the operator that exceeds the limit.
 
     Example:
         >>> with AllocationMeter() as meter:
@@ -89,10 +102,10 @@ class AllocationMeter(TorchDispatchMode):
         self.limit = limit
 
     def add(self, tensor: Tensor) -> None:
-        """Count a tensor's storage, unless it counts already or is not on the CPU."""
-        if is_traceable_wrapper_subclass(tensor):  # quantised or sharded: what it wraps is what takes the space
+        """Count a tensor's storage, unless it is counted already or not on the CPU."""
+        if is_traceable_wrapper_subclass(tensor):  # quantised or sharded: the wrapped tensors take the space
             for name in tensor.__tensor_flatten__()[0]:
-                self.add_all(getattr(tensor, name))  # of a shard also its mesh, which is no tensor
+                self.add_all(getattr(tensor, name))  # a shard's attributes include its mesh, which is not a tensor
             return
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return
@@ -113,7 +126,7 @@ class AllocationMeter(TorchDispatchMode):
 
     @staticmethod
     def paused() -> contextlib.AbstractContextManager[Any]:
-        """Count nothing inside."""
+        """Return a context in which nothing is counted."""
         return no_dispatch_modes()
 
     def _forget(self, key: int) -> None:
@@ -124,7 +137,7 @@ class AllocationMeter(TorchDispatchMode):
     def _refuse_excess(self) -> None:
         if self.limit is not None and self.live > self.limit:
             raise OutOfMemoryError(
-                f"out of memory: {self.live} bytes ({format_bytes(self.live)}) of tensors are alive, and the limit is "
+                f"out of memory: {self.live} bytes ({format_bytes(self.live)}) of tensors are live, and the limit is "
                 f"{self.limit} bytes ({format_bytes(self.limit)})"
             )
 
@@ -139,12 +152,12 @@ class AllocationMeter(TorchDispatchMode):
 
 
 class SavedTensors(saved_tensors_hooks):
-    """Count the bytes that operators save for the backward pass while active, each storage once.
+    """Context that counts the bytes that operators save for the backward pass, each storage once.
 
-    Earlier hooks (that offload, or a checkpoint's that discard) still run inside.
+    Hooks that were active before, such as those of offloading or activation checkpointing, still run.
 
     Args:
-        without: Tensors whose storages do not count, such as parameters, which exist anyway.
+        without: Tensors whose storages are not counted, such as parameters.
 
     Example:
         >>> x = torch.ones(64, requires_grad=True)
@@ -157,18 +170,29 @@ class SavedTensors(saved_tensors_hooks):
     def __init__(self, without: Iterable[Tensor] = ()) -> None:
         super().__init__(self._pack, self._unpack)
         self.bytes = 0
-        self._storages = {storage_id(storage): storage for storage in (tensor.untyped_storage() for tensor in without)}
+        # Storages are kept alive, because a freed one's address could be used by another storage.
+        self._storages = {}
+        for tensor in without:
+            storage = tensor.untyped_storage()
+            self._storages[storage_id(storage)] = storage
         self._inner: tuple[Any, Any] | None = None
 
     def _pack(self, tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()
-        if (key := storage_id(storage)) not in self._storages:
-            self._storages[key] = storage  # alive, lest another one gets its address
+        key = storage_id(storage)
+        if key not in self._storages:
+            self._storages[key] = storage
             self.bytes += storage.nbytes()
-        return tensor.detach() if self._inner is None else self._inner[0](tensor)
+        if self._inner is None:
+            return tensor.detach()
+        pack, _ = self._inner
+        return pack(tensor)
 
     def _unpack(self, packed: Any) -> Any:
-        return packed if self._inner is None else self._inner[1](packed)
+        if self._inner is None:
+            return packed
+        _, unpack = self._inner
+        return unpack(packed)
 
     def __enter__(self) -> SavedTensors:  # type: ignore[override]
         self._inner = saving_hooks()
@@ -181,7 +205,10 @@ class SavedTensors(saved_tensors_hooks):
 
 
 def available_cpu_memory() -> int | None:
-    """Bytes that this process may still take, by the operating system and by its control group; ``None``: unknown."""
+    """Return the bytes that this process may still allocate, or ``None`` if they are unknown.
+
+    The result respects the limits of the operating system and of the control group.
+    """
     try:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError):  # Windows has no such call, macOS no such name
@@ -197,7 +224,10 @@ def available_cpu_memory() -> int | None:
 
 @contextlib.contextmanager
 def accelerator_limit(device: torch.device, limit: int | None) -> Iterator[None]:
-    """Hold an accelerator's allocator to ``limit`` bytes, where its backend knows how to, and start a new peak."""
+    """Context that limits an accelerator's allocator to ``limit`` bytes and resets the peak.
+
+    A backend without such a limit only gets its peak reset.
+    """
     backend: Any = getattr(torch, device.type)
     total = torch.accelerator.get_memory_info(device)[1]
     enforce = limit is not None and hasattr(backend, "set_per_process_memory_fraction")
@@ -213,7 +243,7 @@ def accelerator_limit(device: torch.device, limit: int | None) -> Iterator[None]
 
 
 def release_frames(error: BaseException) -> None:
-    """Let go of every tensor that the frames of an error, and of the errors behind it, still hold."""
+    """Release the tensors that the stack frames of an error and of its causes hold, by clearing their tracebacks."""
     seen: set[int] = set()
     chain: list[BaseException | None] = [error]
     while chain:
@@ -226,9 +256,9 @@ def release_frames(error: BaseException) -> None:
 
 @contextlib.contextmanager
 def collected() -> Iterator[None]:
-    """Leave no garbage of what happens inside: collect cycles, and give an accelerator's cached blocks back.
+    """Context after which reference cycles are collected and an accelerator's cached blocks are released.
 
-    What exists already is set aside meanwhile: a collection over all that was ever imported takes a second.
+    Objects that exist before are frozen, because a collection over everything that was imported takes a second.
     """
     freeze = gc.get_freeze_count() == 0
     if freeze:

@@ -1,8 +1,8 @@
-"""The batches to test memory with: the largest samples that a dataset has, put together by its loader's own hands.
+"""Batches for memory tests: the largest samples of a dataset, collated by the loader's own functions.
 
     scan n samples spread over the dataset -> sort by bytes, largest first -> collate the first B of them
 
-A batch at random says nothing about memory where samples differ in length: the step that fails comes hours later.
+Where samples differ in length, a random batch says nothing about the largest memory: a later batch may need more.
 """
 
 import copy
@@ -24,7 +24,7 @@ Longest = Callable[[Any, int], Sequence[int]]
 
 
 def sample_bytes(sample: object) -> int:
-    """Bytes of a sample's tensors, arrays, texts and numbers."""
+    """Return the bytes of a sample's tensors, arrays, texts, images and numbers."""
     return sum(_leaf_bytes(leaf) for leaf in tree_leaves(sample))
 
 
@@ -40,106 +40,121 @@ def _leaf_bytes(leaf: object) -> int:
 
 
 def longest_samples(dataset: Any, count: int, indices: Sequence[Any] | None = None) -> list[Any]:
-    """Indices (all, or the given ones or keys) of ``count`` samples, spread evenly over a dataset, the one with the
-    most bytes first; no more than these are read.
+    """Return the indices of ``count`` samples that are spread evenly over a dataset, the largest sample first.
+
+    Args:
+        dataset: Map-style dataset. Only ``count`` samples are read.
+        count: Number of samples.
+        indices: Indices or keys to choose from. ``None``: all indices.
     """
-    known = range(len(dataset)) if indices is None else indices
-    count = min(count, len(known))
-    chosen = [known[i * len(known) // count] for i in range(count)]
+    if indices is None:
+        indices = range(len(dataset))
+    count = min(count, len(indices))
+    chosen = [indices[i * len(indices) // count] for i in range(count)]
     sizes = {index: sample_bytes(dataset[index]) for index in chosen}
     return sorted(sizes, key=lambda index: -sizes[index])
 
 
 def loaders_in(loaders: Any) -> list[Any]:
-    """The loaders in a collection of them, in order."""
+    """Return the loaders in a collection of loaders, in order."""
     return list(tree_leaves(getattr(loaders, "iterables", loaders)))
 
 
 def batch_size_of(loader: DataLoader[Any]) -> int | None:
-    """Samples a batch, of a loader whose sampler makes whole batches of keys, too."""
-    return loader.sampler.batch_size if isinstance(loader.sampler, KeyedBatchSampler) else loader.batch_size
+    """Return the number of samples in a batch, or None if the loader has no batch size."""
+    if isinstance(loader.sampler, KeyedBatchSampler):
+        return loader.sampler.batch_size
+    return loader.batch_size
 
 
 def check_loader(loader: Any, owner: str) -> None:
-    """Refuse a loader that has no batch size to change.
+    """Raise an error for a loader whose batch size cannot be changed.
 
     Raises:
-        ConfigurationError: Naming the reason and the way out.
+        ConfigurationError: With the reason and the way out.
     """
     if not isinstance(loader, DataLoader):
         raise ConfigurationError(
-            f"{owner}: a {type(loader).__name__} has no batch size that could be set; use a torch DataLoader"
+            f"{owner}: a {type(loader).__name__} has no batch size that could be changed; use a torch DataLoader"
         )
     if isinstance(loader.dataset, IterableDataset):
         raise ConfigurationError(
-            f"{owner}: the iterable dataset {type(loader.dataset).__name__} cannot be asked for its longest samples "
-            "nor for its length, and may batch by itself; find the size with a dataset that has indices"
+            f"{owner}: the iterable dataset {type(loader.dataset).__name__} does not tell its length or its longest "
+            "samples, and may batch by itself. Find the batch size with a map-style dataset"
         )
     if batch_size_of(loader) is None:
-        kind = type(loader.batch_sampler).__name__
-        raise ConfigurationError(
-            f"{owner}: the loader has no batch_size "
-            f"({'it does not batch' if loader.batch_sampler is None else f'{kind} decides what is in a batch'}); "
-            "give the loader batch_size=..."
-        )
+        reason = "it does not batch"
+        if loader.batch_sampler is not None:
+            reason = f"its {type(loader.batch_sampler).__name__} composes the batches"
+        raise ConfigurationError(f"{owner}: the loader has no batch_size ({reason}). Give the loader batch_size=...")
 
 
 class ProbeBatches:
-    """Makes batches of a loader's longest samples, of its batch size and with its collate function.
+    """Maker of batches of a loader's longest samples, with the loader's batch size and collate function.
 
-    Indices or keys come largest first; they are repeated where the batch is larger.
+    Args:
+        loader: The loader.
+        indices: Indices or keys of the longest samples, largest first. They are repeated to fill a larger batch.
     """
 
     def __init__(self, loader: DataLoader[Any], indices: Sequence[Any]) -> None:
         size = min(batch_size_of(loader) or 1, len(loader.dataset))  # type: ignore[arg-type]
         self._indices = list(itertools.islice(itertools.cycle(indices), size))
-        # What a loader without workers uses, batched reading (``__getitems__``) included.
+        # A loader without workers uses the same fetcher, which also reads whole batches by ``__getitems__``.
         self._fetcher = fetcher(loader)
 
     @staticmethod
     def find(loader: DataLoader[Any], scan: int, longest: Longest | None = None) -> list[Any]:
-        """Indices, or keys, of the longest of ``scan`` samples of a loader's dataset, largest first.
+        """Return the indices or keys of the longest of ``scan`` samples of a loader's dataset, largest first.
 
-        Where its sampler draws from a subset, only that is looked at. ``longest`` is asked in the place of
-        :func:`longest_samples`.
+        Args:
+            loader: The loader. If its sampler draws from a subset, only that subset is scanned.
+            scan: Number of samples to scan.
+            longest: Function to use instead of :func:`longest_samples`.
         """
         keyed = loader.sampler if isinstance(loader.sampler, KeyedBatchSampler) else None
-        dataset: Any = loader.dataset.dataset if isinstance(loader.dataset, KeyedBatches) else loader.dataset
-        if longest is None:
-            known = [(index, 0) for index in keyed.index] if keyed else getattr(loader.sampler, "indices", None)
-            indices = longest_samples(dataset, scan, known)
+        dataset: Any = loader.dataset
+        if isinstance(dataset, KeyedBatches):
+            dataset = dataset.dataset
+        indices: list[Any]
+        if longest is not None:
+            indices = [int(index) for index in longest(dataset, scan)]
+            if keyed:
+                indices = [(index, 0) for index in indices]
+        elif keyed:
+            indices = longest_samples(dataset, scan, [(index, 0) for index in keyed.index])
         else:
-            found = [int(index) for index in longest(dataset, scan)]
-            indices = [(index, 0) for index in found] if keyed else found
+            indices = longest_samples(dataset, scan, getattr(loader.sampler, "indices", None))
         if not indices:
-            raise refusal("longest_samples(dataset, count)", "what it returns", "at least one index", indices)
+            raise refusal("longest_samples(dataset, count)", "result", "at least one index", indices)
         return keyed.alike(indices) if keyed else indices
 
     def batch(self) -> Any:
-        """A batch, read again."""
+        """Read the samples again and return them as a batch."""
         return self._fetcher.fetch(self._indices)
 
 
 def with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
-    """A copy of a loader with another batch size, and with everything else the same object, its class and sampler
-    included.
-    """
+    """Return a copy of a loader with another batch size. All other parts are the same objects."""
     other = copied(loader)
-    # DataLoader forbids to set these after __init__, because it could not check them again; their kinds stay.
+    # DataLoader forbids setting its samplers after __init__, where it checks them. The new ones are of the same kind,
+    # so the checks still hold, and the instance's dictionary is written instead.
     if isinstance(loader.sampler, KeyedBatchSampler):
         vars(other)["sampler"] = loader.sampler.resized(size)
         return other
     vars(other)["batch_size"] = size
     sampler = copy.copy(loader.batch_sampler)
     if type(sampler) is not BatchSampler:
-        raise ConfigurationError(f"the batches of {type(sampler).__name__} are its own: it has no size to change")
+        raise ConfigurationError(
+            f"{type(sampler).__name__} composes batches by itself: its batch size cannot be changed"
+        )
     sampler.batch_size = size
     vars(other)["batch_sampler"] = sampler
     return other
 
 
 def resize(loaders: Any, size: int) -> Any:
-    """A collection of loaders with the training loaders' batch size changed, see :func:`with_batch_size`."""
+    """Return a collection of loaders with another batch size, see :func:`with_batch_size`."""
     if hasattr(loaders, "iterables"):  # Lightning's CombinedLoader
         other = copy.copy(loaders)
         other.flattened = [resize(loader, size) for loader in loaders.flattened]
@@ -148,7 +163,11 @@ def resize(loaders: Any, size: int) -> Any:
 
 
 def live_generators(loaders: Any) -> list[torch.Generator]:
-    """The generators that loaders and their samplers draw from, where they have their own."""
-    parts = [part for loader in loaders_in(loaders) for part in (loader, getattr(loader, "sampler", None))]
-    found = [getattr(part, "generator", None) for part in parts]
-    return [generator for generator in found if isinstance(generator, torch.Generator)]
+    """Return the random generators that loaders and their samplers hold."""
+    generators = []
+    for loader in loaders_in(loaders):
+        for part in (loader, getattr(loader, "sampler", None)):
+            generator = getattr(part, "generator", None)
+            if isinstance(generator, torch.Generator):
+                generators.append(generator)
+    return generators

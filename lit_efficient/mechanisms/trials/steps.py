@@ -1,11 +1,12 @@
-"""Steps that leave no trace: run real training and validation steps of a fit before its first epoch, and undo them.
+"""Trial steps: real training and validation steps of a fit that run before its first epoch and are undone.
 
-    at the first epoch's start:  record everything, then n times (steps, put everything back), then go on
+    at the start of the first epoch:  record everything, then n times (run steps, restore everything), then train
 
-That is the one point at which all is as in training: weights and optimizer states are restored, the strategy has
-wrapped the model, and every ``on_train_start`` has been called; and nothing has been trained. Steps go through the
-trainer's own loop, so that transforms, rewritten optimizers, precision, clipping and the hooks of all callbacks take
-part. What would leave a trace outside the process does not: loggers, checkpoints, progress bars, writers of files.
+At this point everything is as in training: weights and optimizer states are restored, the strategy has wrapped the
+model, and ``on_train_start`` of all callbacks has been called. Nothing has been trained yet. Trial steps use the
+trainer's own loop, so they include transforms, rewritten optimizers, precision, clipping and the hooks of all
+callbacks. Objects that would leave traces outside the process are disabled: loggers, checkpoints, progress bars,
+writers of files.
 """
 
 import logging
@@ -37,17 +38,17 @@ from lit_efficient.mechanisms.trials.memory import collected, release_frames
 from lit_efficient.surgery import reshard
 from lit_efficient.technique import Technique
 
-# By name, because Lightning's classes exist twice: in lightning.pytorch and in pytorch_lightning.
+# Names instead of classes, because Lightning's classes exist twice: in lightning.pytorch and in pytorch_lightning.
 WRITERS = {"Checkpoint", "ProgressBar", "ModelSummary"}
 
 
 class Trials:
-    """The record of a fit's state, and the means to run steps from it.
+    """Recorded state of a fit, from which trial steps are run.
 
     Args:
-        trainer: A trainer at the start of its first epoch.
-        idle: Names of callback classes that must not act in trials, beside loggers, checkpoints, progress bars and
-            those that leave traces (:attr:`lit_efficient.declaration.Declaration.leaves_traces`).
+        trainer: Trainer at the start of its first epoch.
+        idle: Names of callback classes that must not act in trials, in addition to loggers, checkpoints, progress bars
+            and techniques that leave traces.
     """
 
     def __init__(self, trainer: Any, idle: Iterable[str] = ()) -> None:
@@ -57,15 +58,17 @@ class Trials:
         roots = [trainer.lightning_module, trainer.callbacks, strategy.optimizers, strategy.lr_scheduler_configs]
         roots += [trainer.fit_loop, logger_connector(trainer), trainer.state, strategy.precision_plugin]
         shallow = [trainer, strategy, *([data] if data is not None else [])]
-        reshard(trainer.lightning_module)  # what is gathered is no state
+        reshard(trainer.lightning_module)  # gathered parameters are temporary and must not be recorded
         self.record = Rewind(roots, shallow)
 
     @contextmanager
     def trial(self, accumulate: int = 1, alone: bool = True) -> Iterator[None]:
-        """Prepare the trainer for steps that nobody is to notice, and put everything back afterwards.
+        """Context in which the trainer can run trial steps. Everything is restored afterwards.
 
-        ``alone``: each process steps without the others, as it must where one may run out of memory, and techniques
-        that spare memory by chance do not.
+        Args:
+            accumulate: Number of micro-batches per optimizer step.
+            alone: Run each process without the others, which is necessary where a process may run out of memory, and
+                run techniques that save memory at random as if they saved none.
         """
         trainer, loop = self.trainer, self.trainer.fit_loop
         with collected(), quiet(), tempfile.TemporaryDirectory() as folder:
@@ -92,23 +95,29 @@ class Trials:
                 self.record.restore()
 
     def train(self, batch: Callable[[], Any]) -> None:
-        """Run one batch through the training loop: hooks, forward, backward and, at a window's end, the optimizer.
+        """Run one batch through the training loop, with the optimizer step if the batch completes its accumulation.
+
+        Args:
+            batch: Function that returns the batch.
 
         Raises:
-            OutOfMemoryError: If memory ran out, on this process or on another one.
+            OutOfMemoryError: If this process or another one ran out of memory.
         """
         self._attempt(lambda: self.trainer.fit_loop.epoch_loop.advance(_Feed(batch)))
 
     def validate(self, batches: Sequence[Callable[[], Any]]) -> None:
         """Run one batch of each validation loader through the validation loop.
 
+        Args:
+            batches: Functions that return the batches.
+
         Raises:
-            OutOfMemoryError: If memory ran out, on this process or on another one.
+            OutOfMemoryError: If this process or another one ran out of memory.
         """
         self._attempt(lambda: self._validate(batches))
 
     def agree(self, own: float) -> float:
-        """The smallest of all processes' values."""
+        """Return the smallest of the values of all processes."""
         if self.trainer.world_size == 1:
             return own
         value = torch.tensor(own, dtype=torch.float64, device=self.trainer.strategy.root_device)
@@ -116,7 +125,7 @@ class Trials:
         return float(value)
 
     def finish(self) -> None:
-        """Wrap the model for several processes again, if it was: the old wrapper has seen backward passes of trials."""
+        """Wrap the model in a new DDP wrapper if it had one, because the old one has processed trial steps."""
         strategy = self.trainer.strategy
         if self.trainer.world_size > 1 and traits_of(strategy).replicates:
             strategy.model = self.trainer.lightning_module
@@ -131,7 +140,7 @@ class Trials:
         trainer.training = True
 
     def _attempt(self, unit: Callable[[], None]) -> None:
-        """Run a unit on all processes, and let all of them know whether one has run out of memory."""
+        """Run a function on all processes, and raise on all of them if one ran out of memory."""
         complaint = ""
         try:
             unit()
@@ -144,7 +153,7 @@ class Trials:
             raise OutOfMemoryError(complaint or "out of memory on another process")
 
     def _step_alone(self) -> None:
-        """Leave out what processes do together: where one runs out of memory the others would wait for it for ever."""
+        """Disable collective operations: if one process ran out of memory, the others would wait for it forever."""
         strategy = self.trainer.strategy
         if self.trainer.world_size > 1 and traits_of(strategy).replicates:
             strategy.model = self.trainer.lightning_module
@@ -160,14 +169,20 @@ class Trials:
 
 
 def leaves_traces(callback: object) -> bool:
-    """Whether a callback writes, draws or stops outside of what :class:`Rewind` puts back."""
+    """Return whether a callback has effects that :class:`Rewind` cannot undo, such as writing files."""
     names = {base.__name__ for base in type(callback).__mro__}
     return bool(getattr(callback, "leaves_traces", False) or names & WRITERS)
 
 
 @contextmanager
 def quiet(level: int = logging.INFO, warns: bool = True, prints: TextIO | None = None) -> Iterator[None]:
-    """Say nothing of what is undone afterwards (that a layer thaws, that a size was found): log up to a level, warn."""
+    """Context that suppresses messages about steps that are undone afterwards.
+
+    Args:
+        level: Highest logging level that is suppressed.
+        warns: Let warnings pass.
+        prints: Stream that replaces standard output. ``None`` leaves standard output as it is.
+    """
     before = logging.root.manager.disable
     logging.disable(max(before, level))
     try:
@@ -180,7 +195,7 @@ def quiet(level: int = logging.INFO, warns: bool = True, prints: TextIO | None =
 
 
 class _Feed:
-    """Stands in for Lightning's data fetcher: one batch, and more to come."""
+    """Replacement of Lightning's data fetcher that returns one batch and claims that more will follow."""
 
     done = False
 
@@ -192,7 +207,7 @@ class _Feed:
 
 
 class _One:
-    """A loader of one batch, which is made when it is asked for."""
+    """Loader of one batch, which is created when iteration begins."""
 
     def __init__(self, batch: Callable[[], Any]) -> None:
         self._make = batch
@@ -209,7 +224,7 @@ def _itself(value: Any, *_: Any, **__: Any) -> Any:
 
 
 class _Waiting:
-    """What a fit's loop has still to call, by the point at which it does."""
+    """Functions that a fit's loop will call, by the point at which it calls them."""
 
     def __init__(self) -> None:
         self.before_run: list[Callable[[dict[str, Any]], None]] = []
@@ -219,10 +234,13 @@ class _Waiting:
 def schedule(
     trainer: Any, before_run: Callable[[dict[str, Any]], None], before_epoch: Callable[[], None], order: int
 ) -> None:
-    """Call functions at two points of the coming fit that no hook of Lightning has; for ``on_fit_start``.
+    """Schedule functions for two points of the coming fit for which Lightning has no hook. Call it in ``on_fit_start``.
 
-    ``before_run`` is called when everything is restored and no data is loaded yet, with the states of all generators,
-    ``before_epoch`` at the first epoch's start, after every ``on_train_start``, the smaller its order the earlier.
+    Args:
+        trainer: The trainer.
+        before_run: Called when everything is restored and no data is loaded yet, with the states of all generators.
+        before_epoch: Called at the start of the first epoch, after all ``on_train_start`` hooks.
+        order: Functions ``before_epoch`` are called in ascending order of this number.
     """
     loop = trainer.fit_loop
     waiting: _Waiting | None = loop.__dict__.get("_lit_efficient_waiting")
@@ -235,7 +253,7 @@ def schedule(
 
 
 def unschedule(trainer: Any) -> None:
-    """Forget what has not been called."""
+    """Cancel the scheduled functions that have not been called."""
     loop = trainer.fit_loop
     loop.__dict__.pop("_lit_efficient_waiting", None)
     unwrap_method(loop, "run", _run)
