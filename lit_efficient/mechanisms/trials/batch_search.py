@@ -274,6 +274,6 @@ class BatchSearch:
         limit = f"{format_bytes(self.budget)} ({self.budget} bytes)"
         return OutOfMemoryError(
             f"{self.place.owner}: a batch of {size} needs {needs} in {first.failed_in}, but only {limit} may be used: "
-            f"the limit of {format_bytes(self.limit)} less the margin. Use a smaller model, shorter samples, activation "
-            "checkpointing, a low-bit optimizer or more memory"
+            f"the limit of {format_bytes(self.limit)} less the margin. Use a smaller model, shorter samples, "
+            "activation checkpointing, a low-bit optimizer or more memory"
         )

@@ -20,7 +20,7 @@ from lit_efficient.internals.torch_optimizers import INNER_SCHEDULERS, LAST_RATE
 
 
 def rates_to_try(low: float, high: float, steps: int, mode: str) -> list[float]:
-    """Return ``steps`` rates from ``low`` to ``high`` with equal ratios (``exponential``) or differences (``linear``)."""
+    """Return ``steps`` rates from ``low`` to ``high`` with equal ratios (``exponential``) or equal differences."""
     fractions = [i / (steps - 1) for i in range(steps)]
     if mode == "linear":
         return [low + (high - low) * fraction for fraction in fractions]
@@ -28,7 +28,7 @@ def rates_to_try(low: float, high: float, steps: int, mode: str) -> list[float]:
 
 
 def smoothed(losses: Sequence[float], decay: float = 0.8) -> list[float]:
-    """Return the bias-corrected exponential average after each loss. Losses that are not finite are left as they are."""
+    """Return the bias-corrected exponential average after each loss. Losses that are not finite are kept."""
     average = 0.0
     weight = 0.0
     result = []
