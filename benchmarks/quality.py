@@ -3,7 +3,7 @@
     python -m benchmarks.quality --minutes 60          goes on where it stopped
     python -m benchmarks.quality --only TokenRouting   arms that have one of these in their names, and their baselines
     python -m benchmarks.quality --show                the table of what has been run
-    python -m benchmarks.quality --record              puts it into figures.json, docs/measured.md and LOG.md
+    python -m benchmarks.quality --record              puts it into figures.json and docs/measured.md
 
 An arm is a technique in one of three trainings: ``digits``, a diffusion transformer on latents of handwritten digits,
 and ``photos``, one on pixels of crops of two photographs, both judged by the Fréchet distance of samples (no FID) and
@@ -15,8 +15,8 @@ seeds; the baseline is run with them at all three. Of each seed's pair of runs t
 and the CPU seconds of training, in which either reaches it first, interpolated between evaluations. A ratio of 0.8 is
 a fifth fewer; it and its interval are of the baseline at the rate that ends lowest, and Student's over the logarithms
 of the seeds' ratios. p is the largest of those against the baseline at each rate at which it may well do as well as
-there, because one seed finds the best of close rates by chance (LOG.md), and Holm's over all that is in the table.
-What is no evidence is printed as that. The pieces, at most half a minute each, are lines of
+there, because one seed finds the best of close rates by chance (docs/negative_results.md), and Holm's over all that is
+in the table. What is no evidence is printed as that. The pieces, at most half a minute each, are lines of
 ``benchmarks/records/quality.jsonl``, which is kept with the code; a piece is its settings, and runs again when they
 change. Seconds depend on the machine: take an idle one.
 """
@@ -29,7 +29,6 @@ import json
 import math
 import os
 import sys
-import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -471,7 +470,6 @@ def lines(found: Mapping[tuple[str, str, str, str], Estimate]) -> Iterator[str]:
 
 COMMAND = "python -m benchmarks.quality"
 _COLUMNS = ["Training", "Technique", "Until equal", "Steps", "CPU seconds", "p of steps, seconds", "Steps are"]
-_VERDICTS = {"no evidence": "No evidence", "more": "More steps", "fewer": "Fewer"}
 _PLACE = "`benchmarks/gpu.sh` runs on a GPU"  # of docs/measured.md, in front of which the table stands
 _SECTION = f"""## Steps to an equal loss
 
@@ -516,7 +514,7 @@ def kept(found: Mapping[tuple[str, str, str, str], Estimate]) -> list[dict[str, 
 
 
 def record(found: Mapping[tuple[str, str, str, str], Estimate]) -> None:
-    """Write the table into figures.json and docs/measured.md, and what did not help into LOG.md."""
+    """Write the table into figures.json and docs/measured.md."""
     source, now, records = json.loads(figures.FILE.read_text("utf-8")), figures.here(), kept(found)
     source["environments"]["quality"] = {key: now[key] for key in ("versions", "machine")}
     source["tables"]["quality"] = _COLUMNS
@@ -526,24 +524,7 @@ def record(found: Mapping[tuple[str, str, str, str], Estimate]) -> None:
     text = page.read_text("utf-8")
     if "<!-- figures: quality -->" not in text:
         page.write_text(text.replace(_PLACE, _SECTION + _PLACE, 1), encoding="utf-8")
-    log = figures.ROOT / "LOG.md"
-    entry = "\n".join(textwrap.wrap(negative(found), 120, initial_indent="- ", subsequent_indent="  "))
-    text, day = log.read_text("utf-8"), f"## {now['date']}\n\n"
-    first = text.index("## ")
-    text = text if day in text else f"{text[:first]}{day}\n{text[first:]}"
-    log.write_text(text.replace(day, f"{day}{entry}\n", 1), encoding="utf-8")
     print("now: python -m benchmarks.figures --write")
-
-
-def negative(found: Mapping[tuple[str, str, str, str], Estimate]) -> str:
-    """What the table has no evidence for, or evidence against, in one paragraph."""
-    by_verdict: dict[str, list[str]] = {}
-    for (task, name, metric, what), one in found.items():
-        if what == "steps" and one.n == len(SEEDS) and metric == METRICS[task][-1]:
-            by_verdict.setdefault(verdict(one), []).append(f"{name} on {task} {_shown(one)}")
-    said = [f"{title}: {'; '.join(by_verdict.get(key, ['-']))}." for key, title in _VERDICTS.items()]
-    how = f"{COMMAND}, {len(SEEDS)} seeds, rates tuned over {len(RATES)} values, p by Holm over {len(found)} rows"
-    return f"**Steps to an equal validation loss beside AdamW with a cosine** ({how}). {' '.join(said)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

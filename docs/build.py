@@ -25,7 +25,6 @@ DOCUMENTS = {
     "AGENTS.md": "agents.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    "LOG.md": "log.md",
     "SECURITY.md": "security.md",
 }
 LINK = re.compile(r"(?<!`)(!?\[[^\]]*\])\(([^)\s#]*)(#[^)\s]*)?\)")

@@ -39,7 +39,7 @@ _MENU = {
         "wandb.md",
         "migrating.md",
     ],
-    "What is known": ["measured.md", "pretrained.md", "log.md"],
+    "What is known": ["measured.md", "negative_results.md", "pretrained.md"],
     "Reference": ["configs/*", "reference/*"],
     "The project": ["contributing.md", "agents.md", "changelog.md", "security.md"],
 }

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 OLD = re.compile(r"\b(told|whence|stood|likewise)\b", re.IGNORECASE)
 PLACES = ["lit_efficient/**/*.py", "configs/**/*.yaml", "docs/*.[mp][dy]"]
-PLACES += ["README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "LOG.md", "pyproject.toml"]
+PLACES += ["README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "pyproject.toml"]
 
 
 def prose(source: str) -> str:

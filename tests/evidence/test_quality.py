@@ -107,7 +107,6 @@ def test_evidence_is_that_against_the_baseline_at_each_of_its_rates() -> None:
 def test_what_is_recorded_stands_in_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "measured.md").write_text(f"# Measured\n\n{quality._PLACE} what can be run.\n", "utf-8")
-    (tmp_path / "LOG.md").write_text("# Log\n\n## 2000-01-01\n\n- old\n", "utf-8")
     (tmp_path / "figures.json").write_text('{"environments": {}, "tables": {}, "records": [{"id": "a"}]}', "utf-8")
     monkeypatch.setattr(quality.figures, "ROOT", tmp_path)
     monkeypatch.setattr(quality.figures, "FILE", tmp_path / "figures.json")
@@ -124,9 +123,6 @@ def test_what_is_recorded_stands_in_the_documents(tmp_path: Path, monkeypatch: p
     page = (tmp_path / "docs" / "measured.md").read_text("utf-8")
     assert page.count("<!-- figures: quality -->") == 1
     assert page.index("<!-- /figures -->") < page.index(quality._PLACE)
-    log = (tmp_path / "LOG.md").read_text("utf-8")
-    assert "No evidence: same on python" in log
-    assert log.index("No evidence") < log.index("2000-01-01")
 
 
 def test_a_rate_at_which_the_baseline_ends_worse_is_no_rival_and_a_close_one_is() -> None:

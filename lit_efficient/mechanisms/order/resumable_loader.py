@@ -154,7 +154,7 @@ class ResumableLoader(PlannedLoader):
     def plan(self, indices: Any) -> Any:
         """Attach its seed to each batch of indices, and skip the batches that an earlier process has yielded."""
         # A weak reference: persistent workers would otherwise be part of a reference cycle, and their queues would be
-        # destroyed before the workers are told to stop.
+        # destroyed before the workers are asked to stop.
         return _Plan(weakref.proxy(self), indices)
 
 
