@@ -1,9 +1,10 @@
-"""A network that computes its loss without its logits, whatever its forward does to them on the way.
+"""Let a network compute its loss without computing all its logits, even if its forward changes them before the loss.
 
-While the network is called with labels, its head gives back what it was given, as :class:`DeferredLogits`: a promise of
-logits that notes the scale and the soft bound (tanh) which the network puts on them. Its ``loss_function`` then calls
-the head a second time, with the labels, and the head computes the loss chunk by chunk inside its own call, where hooks
-have gathered its parameters. The rest of the forward (auxiliary losses of experts, caches) runs as it is.
+While the network is called with labels, its head returns its own input, wrapped in :class:`DeferredLogits`. This
+placeholder records the scale and the soft bound (tanh) that the network applies to its logits. The network's
+``loss_function`` then calls the head a second time, with the labels, and the head computes the loss chunk by chunk. It
+does so inside its own call, because strategies gather the parameters in hooks of that call. The rest of the forward
+(auxiliary losses of experts, caches) runs unchanged.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -32,31 +33,43 @@ from lit_efficient.surgery import mix_in, moved
 
 @dataclass(frozen=True)
 class ChunkedLoss:
-    """How the loss is computed."""
+    """Settings of the chunked loss."""
 
-    chunk_size: int | None  # tokens at a time; ``None``: by the device
-    backend: str = "auto"  # ``torch``, ``liger`` or ``auto``, as :func:`chunked_cross_entropy` has it
+    chunk_size: int | None  # tokens in a chunk; ``None`` chooses it for the device
+    backend: str = "auto"  # ``torch``, ``liger`` or ``auto``, as in :func:`chunked_cross_entropy`
     label_smoothing: float = 0.0  # in training only
     z_loss: float = 0.0  # in training only
 
 
 class DeferredLogits:
-    """Logits that nobody has computed: hidden states [..., H], and what is to be done with the logits.
+    """Placeholder for logits: the hidden states, and the operations that are to be applied to the logits.
 
-    ``c * tanh(a * x)`` is the softcap c of the logits x scaled by a c; ``a * x`` is a scale alone. Anything else that
-    is asked of it is refused by name.
+    It records a scale, ``a * x``, and a softcap, ``c * tanh(a * x)``. Every other operation raises an error that names
+    it.
+
+    Args:
+        hidden: Hidden states [..., H].
+        before: The factor a.
+        bounded: Whether tanh has been applied.
+        after: The factor c.
     """
 
     def __init__(self, hidden: Tensor, before: float = 1.0, bounded: bool = False, after: float = 1.0) -> None:
-        self.hidden, self.before, self.bounded, self.after = hidden, before, bounded, after
-        self.device, self.dtype = hidden.device, hidden.dtype  # those of the logits before the loss
+        self.hidden = hidden
+        self.before = before
+        self.bounded = bounded
+        self.after = after
+        self.device = hidden.device
+        self.dtype = hidden.dtype
 
     def terms(self, terms: TokenLoss) -> TokenLoss:
-        """``terms`` with the scale and the softcap that were noted."""
+        """Return ``terms`` with the recorded scale and softcap."""
         if not self.bounded:
             return replace(terms, logit_scale=self.before)
         scale = self.before * self.after
-        return replace(terms, softcap=self.after, logit_scale=1.0 if math.isclose(scale, 1, rel_tol=1e-9) else scale)
+        if math.isclose(scale, 1, rel_tol=1e-9):  # the usual softcap, x / c before tanh, up to rounding
+            scale = 1.0
+        return replace(terms, softcap=self.after, logit_scale=scale)
 
     def _times(self, factor: Any) -> DeferredLogits:
         if isinstance(factor, Tensor) and (factor.numel() > 1 or factor.requires_grad):
@@ -75,125 +88,150 @@ class DeferredLogits:
         return self._times(1 / divisor)
 
     def tanh(self) -> DeferredLogits:
-        """The soft bound, once."""
+        """Record the soft bound. A second one raises an error."""
         if self.bounded:
             self._refuse("a second tanh")
         return DeferredLogits(self.hidden, self.before, bounded=True)
 
     def float(self) -> DeferredLogits:
-        """Itself: the loss is computed in float32 anyway."""
+        """Return itself: the loss is always computed in float32."""
         return self
 
-    def to(self, *_: Any, **__: Any) -> DeferredLogits:
-        """As :meth:`float`."""
+    def to(self, *_: object, **__: object) -> DeferredLogits:
+        """Return itself, as :meth:`float` does."""
         return self
 
     contiguous = float
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> DeferredLogits:
-        """The functions of torch that the methods above stand for."""
-        methods: dict[Any, Any] = {torch.tanh: cls.tanh, torch.mul: cls.__mul__, torch.div: cls.__truediv__}
+        methods: dict[object, Callable[..., DeferredLogits]] = {
+            torch.tanh: cls.tanh,
+            torch.mul: cls.__mul__,
+            torch.div: cls.__truediv__,
+        }
         if function not in methods or kwargs or not isinstance(args[0], cls):
             cls._refuse(getattr(function, "__name__", str(function)))
         return methods[function](*args)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
         self._refuse(name)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> NoReturn:
         self._refuse("an index")
 
     @staticmethod
-    def _refuse(what: str) -> Any:
+    def _refuse(operation: str) -> NoReturn:
         raise ConfigurationError(
-            f"ChunkedCrossEntropy: the network asks for {what} of its logits before it gives them to its loss_function;"
-            " only a constant factor and tanh can be put off. Remove the technique, or pass labels=None and call "
-            "chunked_cross_entropy on the hidden states"
+            f"ChunkedCrossEntropy: the network applies {operation} to its logits before it passes them to its "
+            "loss_function. Only a constant factor and tanh are supported there. Remove the technique, or call the "
+            "network with labels=None and apply chunked_cross_entropy to the hidden states"
         )
 
 
 @dataclass(frozen=True)
-class _Request:
-    """What a head is asked for on its second call."""
+class _LossRequest:
+    """Arguments of the second call of a head, in which it computes the loss."""
 
     labels: Tensor  # [N]
     terms: TokenLoss
-    how: ChunkedLoss
+    settings: ChunkedLoss
     reduction: str
-    learned: int | None = None  # at most so many of the labels, where the host knows
+    learned: int | None = None  # upper bound on the number of labels that count, if the host knows it
 
-    def answer(self, head: Any, call: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    def compute(self, head: nn.Module, call: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        """Return the loss.
+
+        Args:
+            head: The output head.
+            call: Forward of the head.
+            hidden: [..., H].
+        """
         hidden = hidden.reshape(-1, hidden.shape[-1])
-        plain = plain_linear(head, call)
         tokens = len(hidden) if self.learned is None else self.learned
-        size = self.how.chunk_size or chunk_size_of(hidden.device, vocabulary_of(head), tokens)
-        how: dict[str, Any] = {"chunk_size": size, "reduction": self.reduction, "backend": self.how.backend}
-        how["learned"] = self.learned
+        options: dict[str, Any] = {
+            "chunk_size": self.settings.chunk_size or chunk_size_of(hidden.device, vocabulary_of(head), tokens),
+            "reduction": self.reduction,
+            "backend": self.settings.backend,
+            "learned": self.learned,
+        }
+        plain = plain_linear(head, call)
         if plain is not None:
-            return chunked_cross_entropy(hidden, plain.weight, self.labels, plain.bias, **how, **vars(self.terms))
+            return chunked_cross_entropy(hidden, plain.weight, self.labels, plain.bias, **options, **vars(self.terms))
         trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
-        return chunked_head_cross_entropy(call, hidden, self.labels, trained, self.terms, **how)
+        return chunked_head_cross_entropy(call, hidden, self.labels, trained, self.terms, **options)
 
 
 def plain_linear(head: Any, call: Callable[..., Any]) -> nn.Linear | None:
-    """The linear layer that does all of a head's work, if there is one; peft's copy that trains in full is."""
+    """Return the linear layer that does all the work of a head, or ``None`` if the head does more.
+
+    A head that peft wraps to train it in full (``modules_to_save``) counts as its inner linear layer.
+    """
     if getattr(call, "__func__", None) is nn.Linear.forward:
         return head
     if any(base.__name__ == "ModulesToSaveWrapper" for base in type(head).__mro__):
-        active = head.active_adapters if not head.disable_adapters else ()
-        inner = head.modules_to_save[active[0]] if active else head.original_module
-        return inner if type(inner) is nn.Linear else None
+        inner = head.original_module
+        if head.active_adapters and not head.disable_adapters:
+            inner = head.modules_to_save[head.active_adapters[0]]
+        if type(inner) is nn.Linear:
+            return inner
     return None
 
 
 class _DeferringHead:
+    """Mix-in of an output head that returns :class:`DeferredLogits` while its network is called with labels."""
+
     _deferring: bool
 
-    def forward(self, x: Tensor, *args: Any, request: _Request | None = None, **kwargs: Any) -> Any:
-        """Logits; while the network is called with labels a promise of them, and the loss on request."""
+    def forward(self, x: Tensor, *args: Any, request: _LossRequest | None = None, **kwargs: Any) -> Any:
         own = super().forward  # type: ignore[misc]
         if request is not None:
-            return request.answer(self, own, x)
+            return request.compute(self, own, x)  # type: ignore[arg-type]
         return DeferredLogits(x) if self._deferring else own(x, *args, **kwargs)
 
 
 class _DeferringNetwork:
+    """Mix-in of a network that computes its loss from deferred logits."""
+
     training: bool
     chunked_loss: ChunkedLoss
     chunked_loss_used: bool
-    _wanted: dict[str, Any] | None  # of a call of `token_losses`
+    _wanted: dict[str, Any] | None  # arguments of the call of `token_losses` that is running, and its result
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The network's own; with labels the output holds no logits."""
+        """Run the network's own forward. With labels, the output has no logits."""
         own = super().forward  # type: ignore[misc]
         cls: Any = type(self)
         position = _position_of_labels(cls)
         labels = args[position] if position < len(args) else kwargs.get("labels")
         if labels is None:
             return own(*args, **kwargs)
-        head: Any = output_head(self)
+        head: Any = output_head(self)  # type: ignore[arg-type]
         head._deferring = True
         try:
             output = own(*args, **kwargs)
         finally:
             head._deferring = False
-        if isinstance(output, Mapping):  # transformers' ModelOutput, whose entries cannot be removed
-            return type(output)(**{key: value for key, value in output.items() if not _deferred(value)})
-        return tuple(value for value in output if not _deferred(value)) if isinstance(output, tuple) else output
+        if isinstance(output, Mapping):  # a ModelOutput of transformers, whose entries cannot be removed
+            kept = {key: value for key, value in output.items() if not isinstance(value, DeferredLogits)}
+            return type(output)(**kept)
+        if isinstance(output, tuple):
+            return tuple(value for value in output if not isinstance(value, DeferredLogits))
+        return output
 
     def token_losses(self, targets: Tensor, learned: int | None = None, **inputs: Any) -> tuple[Tensor, Any]:
-        """The loss of each token, for who weighs tokens or samples by themselves.
+        """Compute the loss of each token, for callers that weight tokens or samples.
 
         Args:
             targets: [B, T], already shifted.
-            learned: How many of them count at most, where the host knows: a GPU leaves out the others then.
-            inputs: Of the network's forward, without labels.
+            learned: Upper bound on the number of targets that count, if the host knows it. A GPU then skips the
+                ignored ones.
+            inputs: Inputs of the network's forward, without labels.
 
         Returns:
-            [B, T], 0 where a target is ignored, and the network's output, whose own loss is not to be used.
+            Losses [B, T], 0 where a target is ignored, and the output of the network, whose own loss must not be used.
         """
         self._wanted = {"targets": targets, "learned": learned}
         try:
@@ -204,14 +242,14 @@ class _DeferringNetwork:
 
     @property
     def loss_function(self) -> Callable[..., Tensor]:
-        """The network's own, which takes deferred logits, too."""
+        """The network's own loss function, extended to accept deferred logits."""
         own = super().loss_function  # type: ignore[misc]
         return functools.update_wrapper(functools.partial(self._loss, own), own)
 
     def _loss(
         self,
         own: Callable[..., Tensor],
-        logits: Any,
+        logits: Tensor | DeferredLogits,
         labels: Tensor,
         vocab_size: int | None = None,
         num_items_in_batch: Tensor | int | None = None,
@@ -219,35 +257,34 @@ class _DeferringNetwork:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        if not _deferred(logits):
+        if not isinstance(logits, DeferredLogits):
             if own is token_losses:
                 return own(logits, labels)
             counted = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
             return own(logits, labels, vocab_size=vocab_size, shift_labels=shift_labels, **counted, **kwargs)
         self.chunked_loss_used = True
-        how = self.chunked_loss
-        smoothing, z_loss = (how.label_smoothing, how.z_loss) if self.training else (0.0, 0.0)
-        terms = logits.terms(TokenLoss(ignore_index, smoothing, z_loss))
-        head: Any = output_head(self)
+        settings = self.chunked_loss
+        terms = TokenLoss(ignore_index)
+        if self.training:
+            terms = TokenLoss(ignore_index, settings.label_smoothing, settings.z_loss)
+        terms = logits.terms(terms)
+        head: Any = output_head(self)  # type: ignore[arg-type]
         if own is token_losses or self._wanted is not None:
             wanted = self._wanted or {"targets": labels, "learned": None}
             targets = wanted["targets"]
-            request = _Request(targets.reshape(-1), terms, how, "none", wanted["learned"])
-            losses = wanted["losses"] = head(logits.hidden, request=request).view(targets.shape)
+            request = _LossRequest(targets.reshape(-1), terms, settings, "none", wanted["learned"])
+            losses = head(logits.hidden, request=request).view(targets.shape)
+            wanted["losses"] = losses
             return losses if own is token_losses else losses.detach().mean()
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         flat = shift_labels.reshape(-1).to(logits.device)
-        total = head(logits.hidden, request=_Request(flat, terms, how, "sum"))
+        total = head(logits.hidden, request=_LossRequest(flat, terms, settings, "sum"))
         if num_items_in_batch is None:
             return total / (flat != ignore_index).sum().clamp(min=1)
         if isinstance(num_items_in_batch, Tensor):
             num_items_in_batch = moved(num_items_in_batch, total.device)
         return total / num_items_in_batch
-
-
-def _deferred(value: object) -> bool:
-    return isinstance(value, DeferredLogits)
 
 
 @functools.cache
@@ -256,42 +293,44 @@ def _position_of_labels(cls: Any) -> int:
     return names.index("labels")
 
 
-def output_head(network: Any) -> nn.Module | None:
-    """The module that turns the hidden states of ``network`` into logits."""
+def output_head(network: nn.Module) -> nn.Module | None:
+    """Return the module that turns the hidden states of ``network`` into logits, or ``None`` if it is unknown."""
     if hasattr(type(network), "get_output_embeddings"):
-        return network.get_output_embeddings()
+        return network.get_output_embeddings()  # type: ignore[operator]
     head = getattr(network, "head", None)
     return head if isinstance(head, nn.Module) else None
 
 
-def vocabulary_of(head: Any) -> int:
-    """How many logits a head gives."""
+def vocabulary_of(head: nn.Module) -> int:
+    """Return the number of logits that a head computes for each token."""
     if hasattr(head, "out_features"):
-        return int(head.out_features)
+        return int(head.out_features)  # type: ignore[arg-type]
     return max(parameter.shape[0] for parameter in head.parameters())
 
 
-def takes_labels(network: nn.Module) -> bool:
-    """Whether :func:`defer` can act: an output head, ``forward(labels=...)``, and a loss that it knows."""
+def _loss_of(network: nn.Module) -> Callable[..., Tensor] | None:
+    """Return the loss function of a network that has one and an output head."""
     if not hasattr(type(network), "loss_function") or output_head(network) is None:
+        return None
+    return network.loss_function  # type: ignore[return-value]
+
+
+def takes_labels(network: nn.Module) -> bool:
+    """Return whether :func:`defer` supports ``network``: an output head, ``forward(labels=...)`` and a known loss."""
+    own = _loss_of(network)
+    if own is None or "labels" not in inspect.signature(type(network).forward).parameters:
         return False
-    if "labels" not in inspect.signature(type(network).forward).parameters:
-        return False
-    own: Any = network.loss_function
     return own is token_losses or shifts_labels(network)
 
 
 def shifts_labels(network: nn.Module) -> bool:
-    """Whether ``network`` is a causal language model of transformers: its loss skips the first label by itself."""
-    if not hasattr(type(network), "loss_function") or output_head(network) is None:
-        return False
-    own: Any = network.loss_function
-    return getattr(own, "__name__", None) == "ForCausalLMLoss"
+    """Return whether ``network`` is a causal language model of transformers, whose loss shifts the labels itself."""
+    return getattr(_loss_of(network), "__name__", None) == "ForCausalLMLoss"
 
 
-def defer(network: nn.Module, how: ChunkedLoss) -> None:
-    """Let ``network``, called with labels, compute its loss chunk by chunk; its output then has no logits."""
+def defer(network: nn.Module, settings: ChunkedLoss) -> None:
+    """Make ``network`` compute its loss chunk by chunk if it is called with labels. Its output then has no logits."""
     head = output_head(network)
-    assert head is not None
+    assert head is not None  # `takes_labels` has looked
     mix_in(head, _DeferringHead, _deferring=False)
-    mix_in(network, _DeferringNetwork, chunked_loss=how, chunked_loss_used=False, _wanted=None)
+    mix_in(network, _DeferringNetwork, chunked_loss=settings, chunked_loss_used=False, _wanted=None)

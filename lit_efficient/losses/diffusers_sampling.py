@@ -1,4 +1,4 @@
-"""diffusers' schedulers, built from the description of the process, for sampling here and in pipelines elsewhere.
+"""Schedulers of diffusers, built from a diffusion process, for sampling here and in exported pipelines.
 
     process     ddim            euler                     heun                   dpmsolver++
     tables      DDIM            EulerDiscrete             HeunDiscrete (*)       DPMSolverMultistep
@@ -6,11 +6,12 @@
     flow        = euler         FlowMatchEulerDiscrete    FlowMatchHeunDiscrete  DPMSolverMultistep (flow sigmas)
     edm         = euler         EDMEuler                  -                      EDMDPMSolverMultistep
 
-(*) linear and scaled_linear. From pure noise, sigma of thousands or infinity, Heun's step in sigma does not work: its
-second slope belongs to a sigma so much smaller that their mean, times the length of the step, throws samples far away.
+(*) linear and scaled_linear. Heun's step in sigma does not work from pure noise, where sigma is thousands or infinite:
+the second slope is evaluated at a much smaller sigma, and the mean of both slopes over such a long step is far off.
 
-Timesteps are always trailing: sampling starts at the last training time. (The defaults of these classes start earlier,
-which throws a zero terminal SNR away.) Samples are never clipped: latents have no range.
+Timesteps are always trailing: sampling starts at the last training time. The defaults of these classes start earlier
+and would skip the last step of a zero terminal SNR schedule. Samples are not clipped, because latents have no fixed
+range.
 
 Costs: one network evaluation a step, two for heun, twice as many with guidance.
 Source: DPM-Solver++: Lu et al. (2022), https://arxiv.org/abs/2211.01095; trailing: https://arxiv.org/abs/2305.08891.
@@ -58,21 +59,23 @@ _BETA_SCHEDULES = {"linear": "linear", "scaled_linear": "scaled_linear", "square
 
 
 def native_prediction(process: DiffusionProcess) -> Prediction:
-    """The target that a process's samplers take best: it determines data and noise at both ends."""
-    return {"flow": "flow", "edm": "edm"}.get(process.schedule, "v")  # type: ignore[return-value]
+    """Return the target that samplers of a process use: it determines data and noise at both ends."""
+    if process.schedule == "flow":
+        return "flow"
+    return "edm" if process.schedule == "edm" else "v"
 
 
 def scheduler_for(
     process: Schedule | DiffusionProcess, sampler: SamplerName, prediction: Prediction | None = None, shift: float = 1.0
 ) -> Any:
-    """A scheduler of diffusers that samples from what was trained on ``process``.
+    """Return a scheduler of diffusers for networks that were trained on ``process``.
 
     Args:
         process: The process.
         sampler: ddim, euler, heun or dpmsolver++.
-        prediction: What the outputs given to its ``step`` are; None for the process's native target: flow for flow,
-            edm for edm, else v. A pipeline's scheduler must hold what its network predicts.
-        shift: Of the sampling times, for flow.
+        prediction: Target of the outputs that its ``step`` receives. ``None`` takes :func:`native_prediction`. For an
+            exported pipeline it must be the target that the network predicts.
+        shift: Shift of the sampling times, for flow only.
 
     Raises:
         ConfigurationError: If diffusers is not installed, or has no scheduler for the combination.
@@ -83,10 +86,10 @@ def scheduler_for(
     native = native_prediction(process)
     if (process.schedule in ("flow", "edm") and prediction != native) or prediction not in (native, *_PREDICTION_TYPES):
         raise ConfigurationError(
-            f"scheduler_for: diffusers' schedulers of {process.schedule!r} cannot hold prediction {prediction!r}; "
-            f"train with {native!r}, or convert the output and leave prediction unset."
+            f"scheduler_for: diffusers' schedulers of {process.schedule!r} do not support prediction {prediction!r}; "
+            f"train with {native!r}, or convert the output and leave prediction unset"
         )
-    with _quiet():
+    with _without_numpy_warning():
         return _build(process, sampler, prediction, shift)
 
 
@@ -105,36 +108,40 @@ def _build(process: DiffusionProcess, sampler: SamplerName, prediction: Predicti
     if sampler == "ddim":
         options |= {"clip_sample": False}
     if sampler != "heun":
-        # Without the flag the solvers in sigma divide by the zero at the end; a schedule that ends there stays itself.
+        # Without this flag, solvers in sigma divide by the zero alpha at the end of these schedules.
         options |= {"rescale_betas_zero_snr": process.zero_terminal_snr or process.schedule == "cosine"}
     return getattr(schedulers, _VP[sampler])(num_train_timesteps=STEPS, **_betas(process), **options)
 
 
 def check_sampler(process: DiffusionProcess, sampler: Sampler, prediction: Prediction) -> None:
-    """Raise ConfigurationError unless the sampler can draw from a network of this process and target."""
-    name, schedule = sampler.name, process.schedule
+    """Raise ConfigurationError unless the sampler supports networks with this process and target."""
+    name = sampler.name
+    schedule = process.schedule
     if name == "builtin":
         return
     _diffusers(name)
     if sampler.shift != 1.0 and schedule != "flow":
-        allowed = f"1 for diffusers' {name} on {schedule!r} (flow alone has one; name=builtin shifts every process)"
+        allowed = f"1 for diffusers' {name} on {schedule!r} (they shift flow only; name=builtin shifts every process)"
         raise refusal("Sampler", "shift", allowed, sampler.shift)
     if prediction == "eps" and process.ends_in_noise:
-        reason = "diffusers' samplers start where there is no signal, and eps does not say there what the data is"
+        reason = "diffusers' samplers start at pure noise, where eps does not determine the data"
         allowed = f"builtin for prediction 'eps' on {schedule!r} ({reason}; or train v)"
         raise refusal("Sampler", "name", allowed, name)
     if name == "heun" and (schedule == "edm" or (schedule != "flow" and process.ends_in_noise)):
-        place = f"{schedule!r}{' with zero_terminal_snr' if process.zero_terminal_snr else ''}"
+        place = repr(schedule)
+        if process.zero_terminal_snr:
+            place += " with zero_terminal_snr"
         allowed = f"builtin, ddim, euler or dpmsolver++ on {place} (diffusers' heun cannot start from that noise)"
         raise refusal("Sampler", "name", allowed, name)
 
 
 def check_steps(process: DiffusionProcess, sampler: Sampler, steps: int) -> None:
-    """Raise ConfigurationError for a number of steps with which the sampler would go wrong."""
+    """Raise ConfigurationError for a number of steps that the sampler does not support."""
     if sampler.name == "builtin" or process.schedule in ("flow", "edm"):
         return
     if not 1 <= steps <= STEPS or (sampler.name == "ddim" and STEPS % steps):
-        # It steps by 1000 // steps timesteps, whatever the next one is: at 400 the spread of a Gaussian was 26 % off.
+        # DDIMScheduler always steps by 1000 // steps timesteps. With 400 steps the standard deviation of samples of a
+        # Gaussian was 26 % off.
         allowed = f"a divisor of {STEPS}" if sampler.name == "ddim" else f"1 to {STEPS}"
         raise refusal("Sampler", "sampling_steps", f"{allowed} for diffusers' {sampler.name}", steps)
 
@@ -147,15 +154,18 @@ def sample_with_diffusers(
     prediction: Prediction,
     sampler: Sampler,
 ) -> Tensor:
-    """Integrate from noise to data, [B, ...] float32, with a scheduler of diffusers.
+    """Integrate from noise to data with a scheduler of diffusers, and return the data [B, ...] in float32.
 
     Args:
-        predict: The network: noisy data [B, ...] and our times [B] to a prediction [B, ...].
-        noise: Standard normal, [B, ...]; computed with in float32.
-        steps: Steps, at most 1000; for ddim a divisor of 1000.
-        process: The process that the network was trained on.
-        prediction: What it predicts; any target, it is converted to the scheduler's.
-        sampler: Which scheduler; not builtin.
+        predict: Network: noisy data [B, ...] and times [B] in [0, 1] to a prediction [B, ...].
+        noise: Standard normal noise, [B, ...]. It is converted to float32.
+        steps: Number of steps, at most 1000. For ddim a divisor of 1000.
+        process: Process that the network was trained on.
+        prediction: Target that the network predicts. It is converted to that of the scheduler.
+        sampler: Sampler with a name other than builtin.
+
+    Raises:
+        ConfigurationError: If the sampler does not support the process, the target or the number of steps.
     """
     process = as_process(process)
     check_sampler(process, sampler, prediction)
@@ -167,8 +177,9 @@ def sample_with_diffusers(
     for timestep, t in zip(scheduler.timesteps, _times(scheduler, process), strict=True):
         state = x
         if process.schedule != "flow":
-            scaled = scheduler.scale_model_input(x, timestep)
-            state = x if process.schedule == "edm" else scaled  # `predict` scales for EDM itself
+            scaled = scheduler.scale_model_input(x, timestep)  # also needed for edm: it sets the scheduler's counter
+            if process.schedule != "edm":  # `predict` scales the input of EDM itself
+                state = scaled
         times = t.to(x.device).expand(len(x))
         output = convert(predict(state, times).float(), state, times, process, prediction, native)
         x = scheduler.step(output, timestep, x, return_dict=False)[0]
@@ -176,8 +187,8 @@ def sample_with_diffusers(
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Numpy tells diffusers off for ``np.array(tensor)``; the user can do nothing about it."""
+def _without_numpy_warning() -> Iterator[None]:
+    """Suppress NumPy's deprecation warning about ``np.array(tensor)`` in diffusers, which users cannot avoid."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="__array__ implementation", category=DeprecationWarning)
         yield
@@ -185,26 +196,26 @@ def _quiet() -> Iterator[None]:
 
 def _set_timesteps(scheduler: Any, steps: int) -> None:
     if type(scheduler).__name__ == "FlowMatchEulerDiscreteScheduler":
-        # Left to itself it ends at 1/1000 and shifts that a second time, not at an even last step.
+        # By default this scheduler ends at 1/1000 and shifts that time twice. Evenly spaced times avoid both.
         scheduler.set_timesteps(sigmas=torch.linspace(1.0, 1.0 / steps, steps).tolist())
         return
-    with _quiet():
+    with _without_numpy_warning():
         scheduler.set_timesteps(steps)
     sigmas = getattr(scheduler, "sigmas", None)
     if sigmas is not None and bool((sigmas.diff() > 0).any()):
-        # The last level stands in for infinity as 4096, and with short steps the one before it is higher.
-        reason = f"the noise levels of diffusers' {type(scheduler).__name__} must fall from the first to the second"
+        # The scheduler replaces the infinite first level by 4096. With many steps the second level is higher.
+        reason = f"so that the first noise level of diffusers' {type(scheduler).__name__} is above the second"
         raise refusal("Sampler", "sampling_steps", f"smaller ({reason})", steps)
 
 
 def _times(scheduler: Any, process: DiffusionProcess) -> Tensor:
-    """Our times, [evaluations] float32, of a scheduler's timesteps."""
+    """Convert the timesteps of a scheduler to times in [0, 1], [evaluations] float32."""
     timesteps = scheduler.timesteps
     if process.schedule == "edm":
         return karras_time(scheduler.sigmas[: len(timesteps)].float())
     if process.schedule != "flow":
         return (timesteps.float() + 1.0) / STEPS
-    if type(scheduler).__name__ == "DPMSolverMultistepScheduler":  # its timesteps are cut to integers
+    if type(scheduler).__name__ == "DPMSolverMultistepScheduler":  # its timesteps are rounded down
         return scheduler.sigmas[: len(timesteps)].float()
     return timesteps.float() / STEPS
 
@@ -221,6 +232,6 @@ def _diffusers(name: str) -> Any:
     try:
         from diffusers import schedulers
     except ImportError as error:
-        allowed = f"builtin without diffusers, which has the others: {install_line('diffusers')}"
+        allowed = f"builtin without diffusers, which provides the others: {install_line('diffusers')}"
         raise refusal("Sampler", "name", allowed, name) from error
     return schedulers

@@ -1,14 +1,14 @@
-"""What a diffusion network may be asked to predict, and how the answers convert.
+"""Prediction targets of diffusion networks, and conversions between them.
 
     eps;   x0;   flow = eps - x0;   v = alpha eps - sigma x0    (Salimans and Ho 2022, https://arxiv.org/abs/2202.00512)
     edm = (s x0 / d - d eps) / sqrt(s^2 + d^2),   s = sigma / alpha,  d = sigma_data
                                                                 (Karras et al. 2022, https://arxiv.org/abs/2206.00364)
 
-Every target gives the same x0 and eps under every process of :mod:`lit_efficient.losses.noise_process`, wherever the
-process determines them: eps says nothing of x0 where there is no signal, x0 nothing of eps where there is no noise.
+Every target determines both x0 and eps under every process of :mod:`lit_efficient.losses.noise_process`, with two
+exceptions: eps does not determine x0 at pure noise, and x0 does not determine eps at pure data.
 
-``edm`` is the raw network F of the paper: D = c_skip x + c_out F denoises, and the paper's loss lambda |D - x0|^2 with
-lambda = (s^2 + d^2) / (s d)^2 = 1 / c_out^2 is exactly the unweighted |F - edm|^2. With d = 1 it is -v of the
+``edm`` is the raw network F of the paper: the denoiser is D = c_skip x + c_out F. The paper's loss lambda |D - x0|^2
+with lambda = (s^2 + d^2) / (s d)^2 = 1 / c_out^2 equals the unweighted |F - edm|^2. With d = 1, edm is -v of the
 variance-preserving process of the same signal-to-noise ratio.
 """
 
@@ -25,22 +25,22 @@ Prediction = Literal["flow", "eps", "v", "x0", "edm"]
 
 
 def per_sample(value: Tensor, like: Tensor) -> Tensor:
-    """[B] -> [B, 1, ..., 1] with as many dimensions as ``like``."""
+    """Reshape [B] to [B, 1, ..., 1] with as many dimensions as ``like``."""
     return value.reshape(-1, *[1] * (like.dim() - 1))
 
 
 def alpha_sigma(t: Tensor, process: Schedule | DiffusionProcess) -> tuple[Tensor, Tensor]:
-    """Factors of signal and noise at times ``t`` (any shape, in [0, 1]); the same shape each."""
+    """Return the factors of signal and noise at times ``t`` in [0, 1], each of the shape of ``t``."""
     return as_process(process).alpha_sigma(t)
 
 
 def log_snr(t: Tensor, process: Schedule | DiffusionProcess) -> Tensor:
-    """``log(alpha^2 / sigma^2)`` at times ``t``; +inf at 0, and -inf where there is no signal."""
+    """Return ``log(alpha^2 / sigma^2)`` at times ``t``: +inf at 0, and -inf where there is no signal."""
     return as_process(process).log_snr(t)
 
 
 def add_noise(x0: Tensor, eps: Tensor, t: Tensor, process: Schedule | DiffusionProcess) -> Tensor:
-    """``alpha x0 + sigma eps``: data and noise [B, ...] at times [B] to noisy data [B, ...]."""
+    """Return noisy data ``alpha x0 + sigma eps``, [B, ...], from data and noise [B, ...] at times [B]."""
     alpha, sigma = (per_sample(a, x0) for a in alpha_sigma(t, process))
     return alpha * x0 + sigma * eps
 
@@ -48,12 +48,16 @@ def add_noise(x0: Tensor, eps: Tensor, t: Tensor, process: Schedule | DiffusionP
 def draw_noise(
     x0: Tensor, process: DiffusionProcess, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The noise that the network predicts and the one that it sees, as ``x0``: the same unless the input is perturbed.
+    """Draw noise for a training step.
 
     Args:
         x0: Data, [B, C, ...].
-        process: Gives the strengths of offset noise and input perturbation.
-        generator: Where the draws come from; None is torch's global generator.
+        process: Process, which sets the strengths of offset noise and input perturbation.
+        generator: Random generator. ``None`` takes torch's global generator.
+
+    Returns:
+        The noise that the network has to predict, and the noise in the network's input, both of the shape of ``x0``.
+        They are the same tensor without input perturbation.
     """
 
     def normal(*shape: int) -> Tensor:
@@ -63,12 +67,13 @@ def draw_noise(
     eps = normal(*x0.shape)
     if process.offset_noise:
         eps = eps + process.offset_noise * normal(*x0.shape[:2], *[1] * (x0.dim() - 2))
-    seen = eps + process.input_perturbation * normal(*x0.shape) if process.input_perturbation else eps
-    return eps, seen
+    if not process.input_perturbation:
+        return eps, eps
+    return eps, eps + process.input_perturbation * normal(*x0.shape)
 
 
 def target(x0: Tensor, eps: Tensor, t: Tensor, process: Schedule | DiffusionProcess, prediction: Prediction) -> Tensor:
-    """What the network is asked for: [B, ...] from data and noise [B, ...] at times [B]."""
+    """Return the training target of the network, [B, ...], from data and noise [B, ...] at times [B]."""
     process = as_process(process)
     alpha, sigma = (per_sample(a, x0) for a in process.alpha_sigma(t))
     match prediction:
@@ -89,17 +94,17 @@ def target(x0: Tensor, eps: Tensor, t: Tensor, process: Schedule | DiffusionProc
 def to_x0_eps(
     output: Tensor, x_t: Tensor, t: Tensor, process: Schedule | DiffusionProcess, prediction: Prediction
 ) -> tuple[Tensor, Tensor]:
-    """Data x0 and noise eps that a prediction stands for, [B, ...] each.
+    """Convert a prediction to data x0 and noise eps, [B, ...] each.
 
-    Each is the solution of two linear equations in (x0, eps): the process and the target's definition.
+    They solve two linear equations: x_t = alpha x0 + sigma eps, and the definition of the target.
 
     Args:
-        output: The network's prediction, [B, ...].
-        x_t: The noisy data it was made from, [B, ...].
-        t: Times, [B]. For ``eps`` where there is signal, for ``x0`` where there is noise: elsewhere the equations do
-            not determine the rest.
+        output: Prediction of the network, [B, ...].
+        x_t: Noisy data that the network has seen, [B, ...].
+        t: Times, [B]. ``eps`` needs times with signal, and ``x0`` needs times with noise. Otherwise the result is not
+            finite.
         process: The process.
-        prediction: What ``output`` is.
+        prediction: Target that ``output`` predicts.
     """
     process = as_process(process)
     alpha, sigma = (per_sample(a, x_t) for a in process.alpha_sigma(t))
@@ -130,7 +135,7 @@ def convert(
     prediction: Prediction,
     wanted: Prediction,
 ) -> Tensor:
-    """A prediction as another target: what the network would have said, had it been asked for ``wanted``."""
+    """Convert a prediction of one target to a prediction of the target ``wanted``. Arguments as in `to_x0_eps`."""
     if prediction == wanted:
         return output
     x0, eps = to_x0_eps(output, x_t, t, process, prediction)
@@ -138,8 +143,8 @@ def convert(
 
 
 def check_prediction(owner: str, prediction: Prediction, process: DiffusionProcess) -> None:
-    """Raise ConfigurationError for a target that the process cannot be trained with or sampled from."""
+    """Raise ConfigurationError for a target that does not work with the process. ``owner`` begins the message."""
     check_choice(owner, "prediction", prediction, get_args(Prediction))
     if prediction == "eps" and process.zero_terminal_snr:
-        allowed = "v, flow, x0 or edm with zero_terminal_snr (the noise in pure noise says nothing of the data)"
+        allowed = "v, flow, x0 or edm with zero_terminal_snr (the noise in pure noise does not determine the data)"
         raise refusal(owner, "prediction", allowed, prediction)

@@ -1,11 +1,11 @@
-"""From noise to data: the deterministic sampler and classifier-free guidance.
+"""Sampling of diffusion models: the deterministic DDIM sampler and classifier-free guidance.
 
     x_s = alpha(s) x0 + sigma(s) eps,   with (x0, eps) from the prediction at t > s        (DDIM, eta = 0)
     guided = without + w (with - without)                                                  (w = 1: no guidance)
     rescaled = guided (r std(with) / std(guided) + 1 - r)                                  (r = 0: no rescaling)
 
-For the flow schedule a DDIM step is exactly Euler's step of the flow's equation, and for edm Euler's step in the noise
-level, so one formula serves all processes. diffusers' samplers: :mod:`lit_efficient.losses.diffusers_sampling`.
+One formula serves all processes: a DDIM step is exactly an Euler step of the flow's equation for flow, and an Euler
+step in the noise level for edm. Samplers of diffusers: :mod:`lit_efficient.losses.diffusers_sampling`.
 
 Costs: one network evaluation a step, two with guidance.
 Source: Song et al. (2020), https://arxiv.org/abs/2010.02502; Ho and Salimans (2022), https://arxiv.org/abs/2207.12598;
@@ -28,24 +28,24 @@ from lit_efficient.losses.timesteps import shift_times
 
 SamplerName = Literal["builtin", "ddim", "euler", "heun", "dpmsolver++"]
 
-# With `eps` the data is (x - sigma eps) / alpha: starting at alpha = 0 is 0 / 0, and just below it the network's error
-# is multiplied by hundreds. 0.98 is alpha 0.02 to 0.03, where pure noise is still what the network saw in training.
+# With `eps` the data is (x - sigma eps) / alpha. At alpha = 0 this is 0 / 0, and close to it the error of the network
+# is multiplied by hundreds. At time 0.98 alpha is 0.02 to 0.03, so pure noise still looks like the training data.
 _FIRST_EPS_TIME = 0.98
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """How samples are drawn.
+    """Settings of the sampler.
 
     Args:
-        name: builtin (DDIM for any process; Euler for flow and edm), or one of diffusers' schedulers: ddim, euler, heun
-            or dpmsolver++.
-        guidance_rescale: Share of the guided prediction that is scaled back to the spread of the conditional one, in
-            [0, 1]; 0.7 is the paper's. Strong guidance without it over-saturates.
-        shift: Above 0; more than 1 spends more of the steps at high noise, as large latents need. diffusers' samplers
-            take it for flow only.
-        path_drop: Guide by the network without its condition and without its deep path, which costs little more than
-            no guidance; for networks that were trained with ``TokenRouting(mode="sprint", path_drop=...)``.
+        name: builtin (DDIM for any process, which is Euler for flow and edm), or a scheduler of diffusers: ddim, euler,
+            heun or dpmsolver++.
+        guidance_rescale: Share of the guided prediction that is rescaled to the standard deviation of the conditional
+            one, in [0, 1]. The paper uses 0.7. Strong guidance without rescaling over-saturates.
+        shift: Above 0. Values above 1 place more steps at high noise, as large latents need. Samplers of diffusers
+            support it for flow only.
+        path_drop: Compute the unconditional prediction without the deep path of the network, so that guidance costs
+            little. The network must be trained with ``TokenRouting(mode="sprint", path_drop=...)``.
     """
 
     name: SamplerName = "builtin"
@@ -60,13 +60,13 @@ class Sampler:
 
 
 def guide(conditional: Tensor, unconditional: Tensor, scale: float, rescale: float = 0.0) -> Tensor:
-    """Classifier-free guidance of two predictions of one shape.
+    """Apply classifier-free guidance to two predictions and return the guided one, [B, ...].
 
     Args:
         conditional: Prediction with the condition, [B, ...].
-        unconditional: Prediction without it, [B, ...].
-        scale: 1 is the conditional, 0 the unconditional.
-        rescale: Share of each sample's guided prediction that gets the conditional one's standard deviation.
+        unconditional: Prediction without the condition, [B, ...].
+        scale: Guidance scale: 1 returns the conditional prediction, 0 the unconditional one.
+        rescale: Share of each guided prediction that is rescaled to the conditional one's standard deviation.
     """
     guided = torch.lerp(unconditional, conditional, scale)
     if rescale == 0.0:
@@ -79,9 +79,16 @@ def guide(conditional: Tensor, unconditional: Tensor, scale: float, rescale: flo
 def sampling_times(
     steps: int, prediction: Prediction, process: Schedule | DiffusionProcess = "flow", shift: float = 1.0
 ) -> Tensor:
-    """``steps + 1`` times from noise to data, evenly spaced before the shift, [steps + 1] float32 on the CPU.
+    """Return the times of a sampler from noise to data, [steps + 1] float32 on the CPU.
 
-    The first is the very last training time ("trailing"): a process that ends in pure noise is sampled from pure noise.
+    They are evenly spaced before the shift. The first is the last training time ("trailing" spacing), so that a process
+    that ends in pure noise is sampled from pure noise. For ``eps`` it is slightly earlier on such a process.
+
+    Args:
+        steps: Number of steps, at least 1.
+        prediction: Target that the network predicts.
+        process: The process.
+        shift: Values above 1 place more steps at high noise.
     """
     process = as_process(process)
     if process.schedule == "edm":
@@ -91,7 +98,7 @@ def sampling_times(
 
 
 def _even(first: float, last: float, count: int) -> Tensor:
-    return torch.linspace(first, last, count, dtype=torch.float32)  # whatever the default is
+    return torch.linspace(first, last, count, dtype=torch.float32)  # independent of torch's default dtype
 
 
 def ddim_sample(
@@ -101,14 +108,14 @@ def ddim_sample(
     process: Schedule | DiffusionProcess,
     prediction: Prediction,
 ) -> Tensor:
-    """Integrate from noise to data, [B, ...].
+    """Integrate from noise to data and return the data, [B, ...].
 
     Args:
-        predict: The network: noisy data [B, ...] and times [B] to a prediction [B, ...].
-        noise: Standard normal, [B, ...].
-        times: Decreasing times in [0, 1], [steps + 1]; see ``sampling_times``.
-        process: The process that the network was trained on.
-        prediction: What it predicts.
+        predict: Network: noisy data [B, ...] and times [B] to a prediction [B, ...].
+        noise: Standard normal noise, [B, ...].
+        times: Decreasing times in [0, 1], [steps + 1]. See ``sampling_times``.
+        process: Process that the network was trained on.
+        prediction: Target that the network predicts.
     """
     process = as_process(process)
     x = noise * process.prior_scale

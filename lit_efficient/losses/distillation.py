@@ -1,18 +1,21 @@
-"""How far a student's distribution over the next token is from its teacher's, from whole logits or the likeliest few.
+"""Divergence between a student's and a teacher's distribution over the next token.
+
+The teacher is given by all its logits, or by its most likely tokens.
 
     p = softmax(teacher / T),  q = softmax(student / T),  m = beta p + (1 - beta) q
 
-    forward_kl = sum p log(p / q)                       q must cover whatever p may say
+    forward_kl = sum p log(p / q)                       q must cover all that is likely under p
     reverse_kl = sum q log(q / p)                       q must stay where p is likely
     jsd        = c (beta KL(p | m) + (1 - beta) KL(q | m)),    c = 1 / (beta (1 - beta)), or 1 if not normalised
 
-Without c the Jensen-Shannon divergence and its gradients vanish like beta (1 - beta) at both ends of (0, 1); with it
-the limits are forward_kl for beta -> 0 and reverse_kl for beta -> 1, and beta only chooses between the two.
-With x the student's logits, and up to a constant that drops out,
+Without c, the Jensen-Shannon divergence and its gradients vanish like beta (1 - beta) at both ends of (0, 1). With c,
+its limits are forward_kl for beta -> 0 and reverse_kl for beta -> 1, and beta only interpolates between the two.
+The gradient with respect to the student's logits x is, up to a constant in G that cancels,
 
     dD / dx_v = (G_v - q_v sum_u G_u) / T,    G = q dD/dq = -p,  q log(q / p),  c (1 - beta) q log(q / m)
 
-Gradients thus shrink like 1 / T^2 (once more in q - p); ``temperature_squared`` multiplies by T^2.
+Gradients shrink like 1 / T^2: once by this 1 / T, and once because q - p shrinks. ``temperature_squared`` multiplies
+the loss by T^2 to compensate.
 Sources: https://arxiv.org/abs/1503.02531 (temperature), https://arxiv.org/abs/2306.13649 (the three, and the limits).
 """
 
@@ -25,21 +28,20 @@ from torch import Tensor
 from lit_efficient.errors import check_choice, check_number, refusal
 
 KINDS = ("forward_kl", "reverse_kl", "jsd")
-_LARGEST = (
-    60.0  # exponents beyond it are split off: e^60 is far from float32's limit, and e^-60 far below its precision
-)
+# Exponents above this limit are split off. e^60 is far from the largest float32, and e^-60 far below its precision.
+_LARGEST = 60.0
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Which divergence, at which temperature.
+    """Divergence between two distributions, with its temperature.
 
     Args:
         kind: ``forward_kl``, ``reverse_kl`` or ``jsd``.
-        beta: of ``jsd``, the teacher's share in the mixture, in (0, 1).
-        normalized: divide ``jsd`` by beta (1 - beta), so that its gradients do not vanish at either end.
-        temperature: divides both logits, above 0.
-        temperature_squared: multiply by T^2, which keeps gradients of one size for all temperatures.
+        beta: Share of the teacher in the mixture of ``jsd``, in (0, 1).
+        normalized: Divide ``jsd`` by beta (1 - beta), so that its gradients do not vanish at either end.
+        temperature: Divisor T of both networks' logits, above 0.
+        temperature_squared: Multiply the divergence by T^2, so that gradients have about the same size for every T.
     """
 
     kind: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
@@ -55,15 +57,18 @@ class Divergence:
 
     @property
     def factor(self) -> float:
-        """T^2, or 1."""
+        """Factor on the divergence: T^2, or 1."""
         return self.temperature**2 if self.temperature_squared else 1.0
 
     def measure(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-        """The divergence ``[N]``, without ``factor``, and the G ``[N, C]`` of its gradient in the module's docstring.
+        """Compute the divergence, without ``factor``, and the term G of its gradient (see the module's docstring).
 
         Args:
-            log_p: the teacher's log-probabilities ``[N, C]``, at the temperature; -inf is allowed.
-            log_q: the student's ``[N, C]``.
+            log_p: Log-probabilities of the teacher at the temperature, ``[N, C]``. They may be -inf.
+            log_q: Log-probabilities of the student at the temperature, ``[N, C]``.
+
+        Returns:
+            The divergence ``[N]`` and G ``[N, C]``.
         """
         p = log_p.exp()
         if self.kind == "forward_kl":
@@ -72,7 +77,8 @@ class Divergence:
         if self.kind == "reverse_kl":
             terms = q * (log_q - log_p).masked_fill(q == 0, 0.0)
             return terms.sum(-1), terms
-        beta, ratio = self.beta, log_p - log_q
+        beta = self.beta
+        ratio = log_p - log_q
         scale = 1 / (beta * (1 - beta)) if self.normalized else 1.0
         over_q = q * _log_mixture(ratio, beta).masked_fill(q == 0, 0.0)  # q log(m / q)
         over_p = _expectation(p, _log_mixture(-ratio, 1 - beta))  # sum p log(m / p)
@@ -85,21 +91,23 @@ def _expectation(p: Tensor, values: Tensor) -> Tensor:
 
 
 def _log_mixture(ratio: Tensor, share: float) -> Tensor:
-    """``log(1 - share + share e^ratio)``, exact for small shares too: the difference to 0 is what counts."""
+    """Return ``log(1 - share + share e^ratio)``, accurate for small shares, where the result is close to 0."""
     return torch.log1p(share * torch.expm1(ratio.clamp(max=_LARGEST))) + (ratio - _LARGEST).clamp(min=0)
 
 
 def distillation_divergence(
     student_logits: Tensor, teacher_logits: Tensor, divergence: Divergence | None = None, vocab_size: int | None = None
 ) -> Tensor:
-    """The divergence of every token ``[...]`` in nats, from logits that are held whole; differentiable in both.
+    """Return the divergence of every token, ``[...]`` in nats, from the logits of both networks.
+
+    It is differentiable with respect to both.
 
     Args:
-        student_logits: ``[..., V_s]``, computed with in float32 at least.
+        student_logits: ``[..., V_s]``. They are converted to float32 at least.
         teacher_logits: ``[..., V_t]``.
-        divergence: which one; the forward KL at temperature 1 by default.
-        vocab_size: tokens that both know, at most V_s and V_t: rows beyond are padding and left out of both softmaxes.
-            None takes the smaller of the two.
+        divergence: The divergence. ``None`` takes the forward KL at temperature 1.
+        vocab_size: Number of tokens that both networks know, at most V_s and V_t. Further columns are padding and left
+            out of both softmaxes. ``None`` takes the smaller of the two.
     """
     divergence = divergence or Divergence()
     size = shared_vocabulary(student_logits.shape[-1], teacher_logits.shape[-1], vocab_size)
@@ -109,17 +117,23 @@ def distillation_divergence(
 
 
 def log_probabilities(logits: Tensor, vocab_size: int, temperature: float) -> Tensor:
-    """``log softmax(logits[..., :vocab_size] / temperature)``, in float32 or, for float64, in it."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    scaled = logits[..., :vocab_size].to(wide)
-    return (scaled if temperature == 1 else scaled / temperature).log_softmax(-1)
+    """Return ``log softmax(logits[..., :vocab_size] / temperature)`` in float32, or in float64 for float64 logits."""
+    scaled = logits[..., :vocab_size].to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature != 1:
+        scaled = scaled / temperature
+    return scaled.log_softmax(-1)
 
 
 def shared_vocabulary(student: int, teacher: int, vocab_size: int | None) -> int:
-    """Number of tokens to compare, of two heads with so many rows.
+    """Return the number of tokens to compare.
+
+    Args:
+        student: Rows of the student's head.
+        teacher: Rows of the teacher's head.
+        vocab_size: Number of tokens that both networks know. ``None`` takes the smaller head.
 
     Raises:
-        ConfigurationError: if ``vocab_size`` is more than one of them has.
+        ConfigurationError: If ``vocab_size`` exceeds the rows of a head.
     """
     smaller = min(student, teacher)
     if vocab_size is not None and not 1 <= vocab_size <= smaller:
@@ -129,30 +143,43 @@ def shared_vocabulary(student: int, teacher: int, vocab_size: int | None) -> int
 
 
 def top_k_of(teacher_logits: Tensor, k: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """What is kept of a teacher: its likeliest tokens, and all others together as one more.
+    """Return the k most likely tokens of a teacher, with all other tokens merged into one category.
 
     Args:
-        teacher_logits: ``[N, V]``, without padded rows.
-        k: tokens to keep, in [1, V].
-        temperature: of the student's loss; what is kept is good for this one alone.
+        teacher_logits: ``[N, V]``, without padding.
+        k: Number of tokens, in [1, V].
+        temperature: Temperature of the distillation loss. The result is only valid for this temperature.
 
     Returns:
-        Ids ``[N, k]`` int64, likeliest first, and their log-probabilities ``[N, k + 1]``, the last column being that of
-        the rest; ``[N, k]`` if k is V and there is no rest.
+        Ids ``[N, k]`` int64, most likely first, and their log-probabilities ``[N, k + 1]``. The last column is the
+        log-probability of all other tokens. It is missing if k is V.
     """
     size = teacher_logits.shape[-1]
     check_number("distillation", "k", k, least=1, most=size, whole=True)
     log_p = log_probabilities(teacher_logits, size, temperature)
     values, ids = log_p.topk(k, dim=-1)
-    return ids, values if k == size else torch.cat((values, _rest(log_p, ids)), dim=-1)
+    if k < size:
+        values = torch.cat((values, _rest(log_p, ids)), dim=-1)
+    return ids, values
 
 
 def coarse(log_q: Tensor, ids: Tensor, log_probs: Tensor) -> Tensor:
-    """The student's log-probabilities ``[N, V]`` in the categories of ``log_probs``: the same shape."""
+    """Merge the student's log-probabilities into the categories of :func:`top_k_of`.
+
+    Args:
+        log_q: Log-probabilities of the student, ``[N, V]``.
+        ids: Ids of the tokens that are kept, ``[N, k]``.
+        log_probs: Log-probabilities of the teacher, ``[N, k + 1]``, or ``[N, k]`` without a category for the rest.
+
+    Returns:
+        A tensor of the shape of ``log_probs``.
+    """
     chosen = log_q.gather(-1, ids)
-    return chosen if log_probs.shape[-1] == ids.shape[-1] else torch.cat((chosen, _rest(log_q, ids)), dim=-1)
+    if log_probs.shape[-1] > ids.shape[-1]:
+        chosen = torch.cat((chosen, _rest(log_q, ids)), dim=-1)
+    return chosen
 
 
 def _rest(log_probs: Tensor, ids: Tensor) -> Tensor:
-    """Log of the mass ``[N, 1]`` outside ``ids``: summed up, not 1 minus the others, which would cancel."""
+    """Return the log of the probability outside ``ids``, ``[N, 1]``. A sum avoids the cancellation of 1 - sum."""
     return log_probs.scatter(-1, ids, float("-inf")).logsumexp(-1, keepdim=True)

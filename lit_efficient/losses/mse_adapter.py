@@ -1,11 +1,11 @@
-"""Weigh the one ``F.mse_loss`` of code that knows nothing of sample weights, by the noise its scheduler added.
+"""Sample weights for training code that calls ``F.mse_loss`` once, by the noise level that its scheduler applied.
 
     loss = mean_i(w_i * mean((input_i - target_i)^2)),    w_i from log SNR_i = 2 log(alpha_i / sigma_i)
 
-While the context is open, the scheduler's ``add_noise`` (or ``scale_noise``) is listened to, and ``F.mse_loss`` is
-answered by the weighted loss. alpha and sigma are asked of the scheduler itself: noise is added to a one without noise,
-and to a zero with noise one, at the same timesteps in float64. So any scheduler that scales and adds will do, whatever
-its tables look like.
+Inside the context, ``F.mse_loss`` returns the weighted loss. The noise levels come from the call of the scheduler's
+``add_noise`` (or ``scale_noise``): the scheduler is applied to a sample of 1 with noise 0, which gives alpha, and to a
+sample of 0 with noise 1, which gives sigma, at the same timesteps in float64. This works for every scheduler that
+computes alpha x + sigma eps, without access to its tables.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,36 +20,37 @@ from torch.overrides import TorchFunctionMode
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.internals.torch_tensors import widest_float
 
-_METHODS = ("add_noise", "scale_noise")  # diffusers' names: of diffusion, and of flow matching
+_METHODS = ("add_noise", "scale_noise")  # names in diffusers, for diffusion and for flow matching
+_INSTEAD = 'return sample losses instead: {"loss", "sample_loss": [B], "log_snr": [B]}'
 
 
 @contextmanager
 def weigh_mse_loss(
     scheduler: Any, weights_of: Callable[[Tensor], Tensor], *, who: str = "weigh_mse_loss"
 ) -> Iterator[None]:
-    """A context in which exactly one call of ``F.mse_loss`` (or ``nn.MSELoss``) is weighted sample by sample.
+    """Context manager that weights the samples in one call of ``F.mse_loss`` (or ``nn.MSELoss``).
 
     Args:
-        scheduler: A noise scheduler in the manner of diffusers, with ``add_noise(samples, noise, timesteps)`` or
-            ``scale_noise(sample, timestep, noise)``; one of them is called once inside, before the loss.
-        weights_of: Takes log-SNRs [B], float64, and returns weights [B].
-        who: Name for the errors.
+        scheduler: Noise scheduler with the interface of diffusers: ``add_noise(samples, noise, timesteps)`` or
+            ``scale_noise(sample, timestep, noise)``. It must be called once inside the context, before the loss.
+        weights_of: Function of log-SNRs [B], float64, to weights [B].
+        who: Name at the beginning of error messages.
 
     Raises:
-        ConfigurationError: If inside the context ``F.mse_loss`` is not called exactly once, or noise was not added
-            exactly once before it; also for a size that differs, or ``mse_loss(weight=)``.
+        ConfigurationError: If ``F.mse_loss`` is not called exactly once, if noise is not added exactly once before it,
+            if both calls have different batch sizes, or for ``mse_loss(weight=)``.
     """
     levels: list[Tensor] = []
     name = noise_method(scheduler)
     original = getattr(scheduler, name)
 
-    def listen(*args: Any, **kwargs: Any) -> Any:
+    def record_level(*args: Any, **kwargs: Any) -> Any:
         levels.append(_log_snr(original, name, args, kwargs))
         return original(*args, **kwargs)
 
     mode = _WeightedLoss(levels, weights_of, f"{type(scheduler).__name__}.{name}", who)
     previous = vars(scheduler).get(name)
-    setattr(scheduler, name, listen)
+    setattr(scheduler, name, record_level)
     try:
         with mode:
             yield
@@ -58,29 +59,29 @@ def weigh_mse_loss(
         if previous is not None:
             setattr(scheduler, name, previous)
     if mode.calls != 1:
-        raise ConfigurationError(
-            f"{who}: the step did not call F.mse_loss, so no loss was weighted; return sample losses instead: "
-            '{"loss", "sample_loss": [B], "log_snr": [B]}'
-        )
+        raise ConfigurationError(f"{who}: the step did not call F.mse_loss, so no loss was weighted; {_INSTEAD}")
 
 
 class _WeightedLoss(TorchFunctionMode):
-    """Answers ``F.mse_loss`` itself and lets every other function pass."""
+    """Mode that replaces ``F.mse_loss`` and calls every other function unchanged."""
 
     def __init__(self, levels: list[Tensor], weights_of: Callable[[Tensor], Tensor], source: str, who: str) -> None:
         super().__init__()
-        self.levels, self.weights_of, self.source, self.who = levels, weights_of, source, who
+        self.levels = levels
+        self.weights_of = weights_of
+        self.source = source
+        self.who = who
         self.calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Part of the mode's protocol; the mode itself is off in here."""
+        # torch disables the mode inside this method, so F.mse_loss can be called below.
         if func is not F.mse_loss:
             return func(*args, **(kwargs or {}))
         self.calls += 1
         if self.calls > 1:
             raise ConfigurationError(
-                f"{self.who}: F.mse_loss was called a second time, and only one call can be weighted by the noise of "
-                'the step; return sample losses instead: {"loss", "sample_loss": [B], "log_snr": [B]}'
+                f"{self.who}: F.mse_loss was called a second time, but only one call can be weighted by the noise "
+                f"level of the step; {_INSTEAD}"
             )
         return self._weighted(*args, **(kwargs or {}))
 
@@ -97,13 +98,13 @@ class _WeightedLoss(TorchFunctionMode):
             raise ConfigurationError(f"{self.who}: F.mse_loss(weight=, size_average=, reduce=) is not supported")
         if len(self.levels) != 1:
             raise ConfigurationError(
-                f"{self.who}: {self.source} was called {len(self.levels)} times before F.mse_loss, not once. "
-                'Where noise is added by other means, return {"loss", "sample_loss": [B], "log_snr": [B]} instead'
+                f"{self.who}: {self.source} was called {len(self.levels)} times before F.mse_loss, not once. If the "
+                f"step adds noise in another way, {_INSTEAD}"
             )
         errors = F.mse_loss(input, target, reduction="none")
         if len(errors) != len(self.levels[0]):
             raise ConfigurationError(
-                f"{self.who}: F.mse_loss got {len(errors)} rows, but noise was added to {len(self.levels[0])} samples"
+                f"{self.who}: F.mse_loss got {len(errors)} samples, but noise was added to {len(self.levels[0])}"
             )
         weights = self.weights_of(self.levels[0]).to(errors)
         if reduction == "mean":
@@ -113,55 +114,65 @@ class _WeightedLoss(TorchFunctionMode):
 
 
 def _log_snr(method: Callable[..., Tensor], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """log-SNRs [B] of a call, in float64 where the device has it."""
-    order = ("sample", "timestep", "noise") if name == "scale_noise" else ("original_samples", "noise", "timesteps")
+    """Return the log-SNRs [B] of a call of the scheduler, in float64 if the device supports it."""
+    if name == "scale_noise":
+        sample, step = "sample", "timestep"
+        order = (sample, step, "noise")
+    else:
+        sample, step = "original_samples", "timesteps"
+        order = (sample, "noise", step)
     given = dict(zip(order, args)) | kwargs
-    sample, noise, step = order[0], "noise", order[2 if name == "add_noise" else 1]
     device = given[sample].device
-    one = torch.ones(len(given[sample]), 1, dtype=widest_float(device), device=device)
-    none = torch.zeros_like(one)
-    alpha = method(**{sample: one, noise: none, step: given[step]})
-    sigma = method(**{sample: none, noise: one, step: given[step]})
+    ones = torch.ones(len(given[sample]), 1, dtype=widest_float(device), device=device)
+    zeros = torch.zeros_like(ones)
+    alpha = method(**{sample: ones, "noise": zeros, step: given[step]})
+    sigma = method(**{sample: zeros, "noise": ones, step: given[step]})
     return 2 * (alpha.log() - sigma.log()).flatten()
 
 
-def noise_method(scheduler: Any) -> str:
-    """Which of ``add_noise`` and ``scale_noise`` a scheduler has.
+def _methods_of(value: object) -> list[str]:
+    return [name for name in _METHODS if callable(getattr(type(value), name, None))]
+
+
+def noise_method(scheduler: object) -> str:
+    """Return the name of the method with which a scheduler adds noise: ``add_noise`` or ``scale_noise``.
 
     Raises:
-        ConfigurationError: If it has neither.
+        ConfigurationError: If the scheduler has neither.
     """
-    for name in _METHODS:
-        if callable(getattr(type(scheduler), name, None)):
-            return name
+    methods = _methods_of(scheduler)
+    if methods:
+        return methods[0]
     raise ConfigurationError(f"{type(scheduler).__name__} has neither {' nor '.join(_METHODS)}")
 
 
 def find_scheduler(module: nn.Module, *, who: str, name: str | None = None) -> Any:
-    """The noise scheduler among the attributes of ``module`` and its submodules: the one ``name``, or the only one.
+    """Return the noise scheduler that is an attribute of ``module`` or one of its submodules.
 
     Args:
         module: Any module.
-        who: Name for the errors.
-        name: End of its dotted name, where there are several, as one for training and one for sampling.
+        who: Name at the beginning of error messages.
+        name: End of the dotted name of the attribute. It is needed if there are several schedulers, such as one for
+            training and one for sampling.
 
     Raises:
-        ConfigurationError: If there is none, or more than one.
+        ConfigurationError: If no scheduler or more than one matches.
     """
     found: list[tuple[str, Any]] = []
     for path, part in module.named_modules():
         for attribute, value in vars(part).items():
-            if not isinstance(value, nn.Module) and any(callable(getattr(type(value), m, None)) for m in _METHODS):
+            if not isinstance(value, nn.Module) and _methods_of(value):
                 found.append((f"{path}.{attribute}".lstrip("."), value))
     exact = [value for own, value in found if own == name]
     ends = [value for own, value in found if name is None or own.endswith(f".{name}")]
-    chosen = {id(value): value for value in exact or ends}
+    chosen = {id(value): value for value in exact or ends}  # two attributes may hold the same object
     if len(chosen) == 1:
         return next(iter(chosen.values()))
     names = ", ".join(own for own, _ in found) or "none"
     if name is not None:
-        raise refusal(who, "scheduler", f"the end of one attribute's name, of {names}", name)
+        raise refusal(who, "scheduler", f"the end of exactly one of these attribute names: {names}", name)
+    hint = ". Name one of them by scheduler" if found else ""
     raise ConfigurationError(
         f"{who}: {type(module).__name__} must hold exactly one object with {' or '.join(_METHODS)} as an attribute (a "
-        f"scheduler of diffusers, for example); it holds {names}{': name one by scheduler' if found else ''}"
+        f"scheduler of diffusers, for example); it holds {names}{hint}"
     )

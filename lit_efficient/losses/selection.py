@@ -1,6 +1,7 @@
-"""Which samples of a batch to learn from, by their losses.
+"""Selection of the samples of a batch that contribute to the loss, by their own losses.
 
-    share of the past losses that are no larger:  c_i = P(loss <= loss_i);    chosen with odds c_i^beta, or the easiest
+    selective backprop:  odds c_i^beta with c_i = P(past loss <= loss_i)
+    curriculum:          the samples with the smallest losses
 
 Sources: Jiang et al. (2019), https://arxiv.org/abs/1910.00762; Kumar et al. (2010), self-paced learning.
 """
@@ -12,22 +13,22 @@ from torch import Tensor
 
 
 def share_of(share: float, count: int) -> int:
-    """A share of ``count`` things, rounded up, at least 1; 0.55 of 100 are 55, though the product is above that.
+    """Return ``share * count`` rounded up, at least 1. Rounding errors of the product do not count.
 
     Example:
         >>> share_of(0.55, 100), share_of(0.551, 100), share_of(0.0, 100)
         (55, 56, 1)
     """
-    return max(1, math.ceil(share * count * (1 - 1e-12)))
+    return max(1, math.ceil(share * count * (1 - 1e-12)))  # 0.55 * 100 is slightly above 55 in floating point
 
 
 def selection_odds(losses: Tensor, history: Tensor, beta: float) -> Tensor:
-    """The odds of samples to be chosen: the share of past losses that are no larger, to the power of ``beta``.
+    """Return the odds with which samples are chosen: (share of past losses that are not larger) ** ``beta``.
 
     Args:
-        losses: [B].
-        history: Losses of earlier samples, with these [R].
-        beta: The larger, the more hard samples are favoured; 0: all alike.
+        losses: Losses of the batch, [B].
+        history: Losses of earlier samples and of this batch, [R].
+        beta: Exponent. 0 gives equal odds, and larger values favour samples with large losses.
 
     Returns:
         [B] float64 on the CPU, between 0 and 1.
@@ -40,26 +41,30 @@ def selection_odds(losses: Tensor, history: Tensor, beta: float) -> Tensor:
 
 
 def choose(odds: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
-    """``count`` samples without repetition, drawn one after the other by their odds; indices [count], ascending.
+    """Draw samples without replacement, with probabilities proportional to their odds.
 
     Args:
-        odds: [B], on the CPU; those that are 0 are taken only where the others do not suffice.
-        count: At least 1, at most B.
-        generator: Of the CPU.
+        odds: [B], on the CPU. A sample with odds of 0 is only drawn if there are too few others.
+        count: Number of samples, from 1 to B.
+        generator: Random generator on the CPU.
+
+    Returns:
+        Indices [count], ascending.
     """
-    tiny = odds.double().clamp(min=torch.finfo(torch.float64).tiny)
-    draws = torch.empty_like(tiny).exponential_(generator=generator)
-    return (draws.log() - tiny.log()).argsort()[:count].sort().values  # as an exponential race, the same distribution
+    odds = odds.double().clamp(min=torch.finfo(torch.float64).tiny)
+    draws = torch.empty_like(odds).exponential_(generator=generator)
+    # The smallest exponential variables with rates `odds` have the same distribution as sequential draws.
+    return (draws.log() - odds.log()).argsort()[:count].sort().values
 
 
 def easiest(losses: Tensor, share: float) -> Tensor:
-    """Weights [B] of mean 1 that keep the samples of the smallest losses and leave the others out.
+    """Return weights [B] of mean 1 that keep the samples with the smallest losses and set the others to 0.
 
     Args:
-        losses: [B]; of equal ones those that come first are smaller.
-        share: Of the samples, above 0 and at most 1; rounded up.
+        losses: [B]. Of equal losses, the first in the batch counts as smaller.
+        share: Share of the samples to keep, above 0 and at most 1. Their number is rounded up.
 
-    Source: Kumar et al. (2010), with the threshold at a quantile of the batch.
+    Source: Kumar et al. (2010), with a quantile of the batch as threshold.
     """
     count = share_of(share, len(losses))
     weights = torch.zeros_like(losses)

@@ -1,4 +1,4 @@
-"""SNR weights: one weight for the clean sample, converted to whatever the network predicts.
+"""Loss weights that depend on the signal-to-noise ratio (SNR), converted to the network's prediction target.
 
     lambda = log SNR = log(alpha^2 / sigma^2)
 
@@ -11,7 +11,8 @@
     sigma_sqrt     1 / s^4                          1 / s^2 for flow,    s = 1 / (1 + sqrt(SNR))
     cosmap         2 / (pi s^2 (1 - 2 s + 2 s^2))   2 / (pi (1 - 2 s + 2 s^2)) for flow
 
-A squared error in another target T weighs the error in x0 by ``(dT/dx0)^2``, so ``w_T = w_x0 / (dT/dx0)^2``:
+The weights are defined for the squared error of x0. A squared error of another target T equals that of x0 times
+``(dT/dx0)^2``, so its weight is ``w_T = w_x0 / (dT/dx0)^2``:
 
     target   (dT/dx0)^2     min_snr, for example
     x0       1              min(SNR, gamma)
@@ -36,9 +37,9 @@ from lit_efficient.errors import ConfigurationError, check_choice, check_number
 
 PREDICTIONS = ("eps", "v", "x0", "flow", "edm")
 RULES = ("min_snr", "soft_min_snr", "p2", "debiased", "truncated", "sigma_sqrt", "cosmap")
-GAMMAS = {"min_snr": 5.0, "soft_min_snr": 4.0, "p2": 1.0}  # of the papers; the other rules have no parameter
+GAMMAS = {"min_snr": 5.0, "soft_min_snr": 4.0, "p2": 1.0}  # defaults of the papers; the other rules have no gamma
 
-# At e^150 every weight has reached its limit: in float32 e^-150 is 0 and e^150 infinite, but no term is inf - inf.
+# Log-SNRs are clamped to this limit, where every weight has converged, so that no term becomes inf - inf.
 _LIMIT = 150.0
 
 
@@ -50,29 +51,29 @@ def snr_weight(
     zero_snr: str = "unit",
     sigma_data: float = 1.0,
 ) -> Tensor:
-    """Weights for the squared errors of a diffusion model at the given noise levels.
+    """Return weights for the squared errors of a diffusion model at the given noise levels.
 
-    Under one rule the gradient with respect to a network's output, converted to x0, is the same for every prediction.
+    For one rule, the gradient with respect to the predicted x0 is the same whatever the network predicts.
 
     Args:
-        log_snr: ``log(alpha^2 / sigma^2)`` of each sample, any shape; ``-inf`` is pure noise, ``+inf`` is clean.
+        log_snr: ``log(alpha^2 / sigma^2)`` of each sample, any shape. ``-inf`` is pure noise, ``+inf`` is pure data.
         rule: ``min_snr``, ``soft_min_snr``, ``p2``, ``debiased``, ``truncated``, ``sigma_sqrt`` or ``cosmap``.
-        gamma: Above 0: for ``min_snr`` and ``soft_min_snr`` what the weight of x0 approaches as the noise vanishes,
-            for ``p2`` the exponent. ``None`` is the paper's: 5, 4 and 1. The other rules have none.
-        prediction: What the error is measured in: ``eps``, ``v``, ``x0``, ``flow`` (noise minus sample) or ``edm`` (the
-            raw network of EDM, whose unweighted error is already that paper's weighting: the rule replaces it).
-        zero_snr: What to do at exactly zero SNR (the last step of a zero-terminal schedule), where the weight of
-            ``eps`` is 0/0 or infinite and most others are 0, so that the step would never be trained: ``unit`` gives
-            it the weight 1 for every rule and target, ``error`` raises.
-        sigma_data: Standard deviation of the data that ``edm`` was defined with; the others do without.
+        gamma: Parameter above 0. For ``min_snr`` and ``soft_min_snr`` it is the limit of the weight of x0 as the noise
+            vanishes, for ``p2`` it is the exponent. ``None`` takes the paper's: 5, 4 and 1. Other rules have none.
+        prediction: Target in which the error is measured: ``eps``, ``v``, ``x0``, ``flow`` (noise minus data) or
+            ``edm`` (raw network of EDM). The unweighted error of ``edm`` is the weighting of its paper, which the rule
+            replaces.
+        zero_snr: Weight at exactly zero SNR, the last step of a zero-terminal schedule. ``unit`` gives the weight 1 for
+            every rule and target. The rules themselves would give 0, 0/0 or infinity. ``error`` raises an error.
+        sigma_data: Standard deviation of the data in the definition of ``edm``. The other targets do not use it.
 
     Returns:
-        Weights of the shape of ``log_snr``, float32 at least. Finite for finite float32 SNRs (``sigma_sqrt`` up to
-        e^40), except that some grow without bound: where the noise vanishes ``sigma_sqrt``, and for ``x0``
-        ``debiased``, ``truncated`` and ``cosmap``; where the signal does ``debiased`` for ``eps``.
+        Weights of the shape of ``log_snr``, float32 at least. They are finite for finite float32 SNRs (for
+        ``sigma_sqrt`` up to e^40). Some grow without bound: as the noise vanishes ``sigma_sqrt``, and for ``x0`` also
+        ``debiased``, ``truncated`` and ``cosmap``; as the signal vanishes ``debiased`` for ``eps``.
 
     Raises:
-        ConfigurationError: For an argument out of range, or zero SNR with ``zero_snr="error"``.
+        ConfigurationError: For an argument out of range, or a zero SNR with ``zero_snr="error"``.
 
     Example:
         >>> snr_weight(torch.tensor([0.0, 4.0]).log(), gamma=2.0, prediction="v", zero_snr="unit")
@@ -81,12 +82,13 @@ def snr_weight(
     check_snr_arguments(rule, gamma, prediction, zero_snr)
     log_snr = log_snr.to(torch.promote_types(log_snr.dtype, torch.float32))
     bounded = log_snr.clamp(-_LIMIT, _LIMIT)
-    gamma = GAMMAS.get(rule, 1.0) if gamma is None else gamma
+    if gamma is None:
+        gamma = GAMMAS.get(rule, 1.0)
     weight = (_log_weight_of_x0(bounded, rule, gamma) - _log_jacobian(bounded, prediction, sigma_data)).exp()
     zero = torch.isneginf(log_snr)
     if zero_snr == "error" and bool(zero.any()):
         raise ConfigurationError(
-            "snr_weight: zero_snr='error', and the batch has samples at zero SNR (a zero-terminal schedule): "
+            "snr_weight: zero_snr='error', but the batch has samples at zero SNR (a zero-terminal schedule): "
             "use zero_snr='unit', or a schedule that ends above zero"
         )
     return torch.where(zero, torch.ones_like(weight), weight)
@@ -99,7 +101,8 @@ def _log_weight_of_x0(log_snr: Tensor, rule: str, gamma: float) -> Tensor:
         return log_snr / 2
     if rule == "truncated":
         return log_snr.clamp(min=0.0)
-    noise, signal = -softplus(log_snr / 2), -softplus(-log_snr / 2)  # logarithms of s and 1 - s
+    noise = -softplus(log_snr / 2)  # log(s)
+    signal = -softplus(-log_snr / 2)  # log(1 - s)
     if rule == "sigma_sqrt":
         return -4 * noise
     if rule == "cosmap":
@@ -111,23 +114,25 @@ def _log_weight_of_x0(log_snr: Tensor, rule: str, gamma: float) -> Tensor:
 
 
 def _log_jacobian(log_snr: Tensor, prediction: str, sigma_data: float) -> Tensor:
-    """``log (dT/dx0)^2`` at a fixed noisy sample."""
+    """Return ``log (dT/dx0)^2`` for a fixed noisy sample."""
     if prediction == "edm":
         return torch.logaddexp(log_snr, torch.full_like(log_snr, -2.0 * math.log(sigma_data)))
     if prediction == "eps":
         return log_snr
     if prediction == "v":
         return softplus(log_snr)
-    return 2 * softplus(log_snr / 2) if prediction == "flow" else torch.zeros_like(log_snr)
+    if prediction == "flow":
+        return 2 * softplus(log_snr / 2)
+    return torch.zeros_like(log_snr)
 
 
 def check_snr_arguments(
     rule: str, gamma: float | None, prediction: str, zero_snr: str, *, who: str = "snr_weight"
 ) -> None:
-    """Raise :class:`ConfigurationError` for an argument out of range, in the name of ``who``."""
+    """Raise ConfigurationError for an argument of :func:`snr_weight` out of range. ``who`` begins the message."""
     check_choice(who, "rule", rule, RULES)
     if gamma is not None and rule not in GAMMAS:
-        raise ConfigurationError(f"{who}: rule {rule!r} has no gamma, got {gamma}; leave it unset (null in YAML)")
+        raise ConfigurationError(f"{who}: gamma must be unset (null in YAML) for rule {rule!r}, got {gamma}")
     check_number(who, "gamma", gamma, above=0, null=True)
     check_choice(who, "prediction", prediction, PREDICTIONS)
     check_choice(who, "zero_snr", zero_snr, ("unit", "error"))

@@ -249,7 +249,7 @@ def test_refuses_logits_that_are_more_than_scaled_and_bounded() -> None:
 
     network = Biased(GPTConfig(vocab_size=V, dim=16, depth=1, num_heads=2, max_length=T))
     apply(network, [ChunkedCrossEntropy()])
-    with pytest.raises(ConfigurationError, match="asks for softmax of its logits"):
+    with pytest.raises(ConfigurationError, match="applies softmax to its logits"):
         network(**batch())
 
 

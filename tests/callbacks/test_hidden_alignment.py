@@ -97,7 +97,7 @@ def test_irepa_convolves_the_tokens_and_normalises_the_encoders_over_the_image()
             theirs = torch.stack([(f[place] - 0.8 * f.mean()) / (f.std() + 1e-6) for f in resized])
             cosines.append(F.cosine_similarity(ours, theirs, dim=0))
     torch.testing.assert_close(technique.value, -torch.stack(cosines).mean())
-    with pytest.raises(ConfigurationError, match=r"tokens fill no square"):
+    with pytest.raises(ConfigurationError, match=r"tokens do not fill a square"):
         make_head("conv", 4, 4)(torch.zeros(1, 5, 4))
     with pytest.raises(ConfigurationError, match=r"head.spatial_norm must be None"):
         LatentAlignment(encoder(), head=AlignmentHead(spatial_norm=1.0))

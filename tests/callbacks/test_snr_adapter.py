@@ -170,7 +170,7 @@ class Double(Unchanged):
         (Twice, "SNRWeighting: F.mse_loss was called a second time"),
         (ByHand, r"SNRWeighting: DDPMScheduler.add_noise was called 0 times before F.mse_loss, not once"),
         (Bare, "Bare must hold exactly one object with add_noise or scale_noise .* it holds none"),
-        (Double, "it holds scheduler, net.second: name one by scheduler"),
+        (Double, "it holds scheduler, net.second. Name one of them by scheduler"),
     ],
 )
 def test_what_it_cannot_hear_is_an_error(kind: Any, message: str) -> None:
@@ -186,7 +186,7 @@ def test_of_several_schedulers_the_named_one_is_heard() -> None:
     with pytest.raises(ConfigurationError, match=r"add_noise was called 0 times"):
         trained(Double(), SNRWeighting(adapter="mse_loss", scheduler="second"))
     with pytest.raises(
-        ConfigurationError, match=r"scheduler must be the end of .* of scheduler, net.second, got 'third'"
+        ConfigurationError, match=r"scheduler must be the end of exactly one .*: scheduler, net.second, got 'third'"
     ):
         trained(Double(), SNRWeighting(adapter="mse_loss", scheduler="third"))
     with pytest.raises(ConfigurationError, match="scheduler must be None without adapter='mse_loss', got 'second'"):
@@ -208,5 +208,5 @@ def test_rows_must_be_those_that_noise_was_added_to() -> None:
     def step() -> torch.Tensor:
         return F.mse_loss(scheduler.add_noise(x, x, torch.tensor([1, 2])).repeat(2, 1), torch.ones(4, 3))
 
-    with pytest.raises(ConfigurationError, match="got 4 rows, but noise was added to 2 samples"):
+    with pytest.raises(ConfigurationError, match="got 4 samples, but noise was added to 2"):
         one_step(step, scheduler, "min_snr", "eps")

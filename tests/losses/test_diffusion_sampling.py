@@ -115,9 +115,9 @@ def test_a_scheduler_says_what_the_process_is():
     assert {name: config[name] for name in named} == named
     assert scheduler_for("flow", "euler", shift=3.0).config.shift == 3.0
     assert scheduler_for(DiffusionProcess("edm", sigma_data=0.5), "euler").config.sigma_data == 0.5
-    with pytest.raises(ConfigurationError, match="cannot hold prediction 'v'; train with 'flow'"):
+    with pytest.raises(ConfigurationError, match="do not support prediction 'v'; train with 'flow'"):
         scheduler_for("flow", "euler", "v")
-    with pytest.raises(ConfigurationError, match="cannot hold prediction 'flow'; train with 'v'"):
+    with pytest.raises(ConfigurationError, match="do not support prediction 'flow'; train with 'v'"):
         scheduler_for("linear", "ddim", "flow")
 
 

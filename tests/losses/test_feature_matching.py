@@ -88,9 +88,9 @@ def test_sequences_are_interpolated_along_themselves():
 
 
 def test_features_that_cannot_be_matched():
-    with pytest.raises(ConfigurationError, match="the teacher's 17 tokens fill no square"):
+    with pytest.raises(ConfigurationError, match="the teacher's 17 tokens do not fill a square"):
         match_tokens(torch.zeros(1, 16, 2), torch.zeros(1, 17, 2), "grid")
-    with pytest.raises(ConfigurationError, match="features of 2 rows, the teacher of 3"):
+    with pytest.raises(ConfigurationError, match="same batch size, got 2 and 3"):
         match_tokens(torch.zeros(2, 4, 2), torch.zeros(3, 4, 2))
     with pytest.raises(ConfigurationError, match="must be tokens"):
         match_tokens(torch.zeros(2), torch.zeros(2))

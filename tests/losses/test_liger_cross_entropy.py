@@ -35,7 +35,7 @@ def test_what_cannot_be_liger_s_says_why_and_is_torch_s(monkeypatch: pytest.Monk
     assert not takes_liger("auto", CPU, torch.float32, TokenLoss())
     with pytest.raises(ConfigurationError, match="kernel runs on GPUs, not on cpu; use auto or torch"):
         takes_liger("liger", CPU, torch.float32, TokenLoss())
-    assert "knows no torch.float64" in liger.why_not(torch.device("cuda"), torch.float64, TokenLoss())
+    assert "does not support torch.float64" in liger.why_not(torch.device("cuda"), torch.float64, TokenLoss())
     monkeypatch.setattr(liger, "installed", lambda: False)
     assert liger.why_not(torch.device("cuda"), torch.float32, TokenLoss()) == "liger-kernel is not installed"
     liger.why_not.cache_clear()

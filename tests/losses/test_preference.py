@@ -132,7 +132,7 @@ def test_log1mexp_is_exact_in_float32(x: float) -> None:
         (lambda a: dpo_loss(a, a, a, a, beta=1.0, label_smoothing=0.5), "below 0.5, got 0.5"),
         (
             lambda a: dpo_loss(a, a, a, a, beta=1.0, kind="ipo", label_smoothing=0.1),
-            "for the sigmoid loss, got 0.1 with ipo",
+            "label_smoothing needs kind 'sigmoid', got 0.1 with 'ipo'",
         ),
         (lambda a: orpo_loss(a, a, weight=-1.0), "weight must be at least 0, got -1.0"),
         (lambda a: simpo_loss(a, a, beta=-1.0, gamma=0.0), "simpo_loss: beta must be above 0, got -1.0"),

@@ -141,7 +141,7 @@ def test_zero_snr_has_the_weight_one_or_is_refused(rule: str, prediction: str) -
         ({"rule": "max_snr"}, "rule must be one of min_snr, soft_min_snr, p2, .*, cosmap, got 'max_snr'"),
         ({"gamma": 0.0}, "gamma must be above 0 or null, got 0.0"),
         ({"gamma": math.nan}, "gamma must be above 0 or null, got nan"),
-        ({"rule": "debiased", "gamma": 5.0}, "rule 'debiased' has no gamma, got 5.0; leave it unset"),
+        ({"rule": "debiased", "gamma": 5.0}, "gamma must be unset .null in YAML. for rule 'debiased', got 5.0"),
         ({"prediction": "noise"}, "prediction must be one of eps, v, x0, flow, edm, got 'noise'"),
         ({"zero_snr": "skip"}, "zero_snr must be one of unit, error, got 'skip'"),
     ],
