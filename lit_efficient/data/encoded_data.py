@@ -1,22 +1,23 @@
-"""Latents that somebody else has encoded, as batches: imagenet.int8, cosmos-imagenet, fast-DiT's and REPA's features.
+"""Latents that somebody else has encoded, as batches: imagenet.int8, cosmos-imagenet and other published data sets.
 
     latents = (zero + scale * stored - mean) / std
 
-Whatever the files are, a batch is that of `LatentData`'s cache, its keys (row, 0) in the order of the same sampler; a
-row's label is read with its latents, by one number.
+A batch has the same entries as a batch of `LatentData` with a cache, whatever the file format is. Items are found by
+the key (row, 0), and the sampler is the same. Labels are read together with their latents.
 
     imagenet.int8     fields {latents: vae_output, label: label, caption: label_as_text},
-                      numbers {scale: 24/255, zero: -12, shape: [4, 32, 32]}                 (SDXL's VAE, not scaled)
+                      numbers {scale: 24/255, zero: -12, shape: [4, 32, 32]}        (VAE of SDXL, not scaled)
     cosmos-imagenet   files imagenet_ci8x8.safetensors, val_files imagenet_ci8x8_val.safetensors,
-                      numbers {scale: 16/255}                                                  (Cosmos-Tokenizer CI8x8)
-    EDM2, REPA        numbers {content: mean_std}: the standard deviation behind the mean, as further channels
-    fast-DiT          fields {latents: imagenet256_features, label: imagenet256_labels}
+                      numbers {scale: 16/255}                                       (Cosmos-Tokenizer CI8x8)
+    EDM2, REPA        numbers {content: mean_std}: the standard deviation is stored behind the mean, in more channels
+
+Convert NumPy's files (.npy, .npz) once to safetensors, with ``safetensors.numpy.save_file``.
 
 Saves: downloading the images, and encoding them
 """
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -35,38 +36,37 @@ from lit_efficient.surgery import own_draws
 
 
 class EncodedData(KeyedModule):
-    """A local folder of latents, as the data module of ``LatentDiffusion``.
+    """DataModule of a local folder of latents, for ``LatentDiffusion``.
 
     Args:
-        folder: Where the files are.
-        layout: ``arrays`` (.safetensors, .npy, .npz), ``dataset_json``, ``mds``, ``webdataset`` or ``parquet``;
-            ``auto`` by the files' names.
-        files: Pattern for the names of the training files (``arrays``, ``webdataset``, ``parquet``), of the listed ones
-            (``dataset_json``) or of shards (``mds``).
-        val_files: Pattern for those of validation, or another folder of the same layout, relative to ``folder``; they
-            are not trained on. None: ``held_out`` rows.
+        folder: Folder of the files.
+        layout: ``safetensors``, ``mds`` (MosaicML streaming), ``webdataset`` (.tar) or ``parquet``. ``auto`` detects
+            the layout by the names of the files.
+        files: Pattern of the names of the training files; with ``mds``, of the shards.
+        val_files: Pattern of the names of the validation files, or another folder with the same layout, relative to
+            ``folder``. These files are not trained on. null holds out ``held_out`` rows instead.
         fields: Names of the fields.
-        numbers: What the stored numbers mean.
-        statistics: By which latents are normalised: ``measured`` on up to 4096 rows, ``declared`` by the autoencoder's
-            configuration, ``none`` if they are of mean 0 and variance 1 already, or given.
-        autoencoder: What decodes the latents, as in ``LatentData``; None: nothing does, so no samples are shown.
-        num_classes: Number of classes; None: one more than the largest label, for which all rows are read once.
-        held_out: Rows that are kept for validation where there are no ``val_files``.
-        batch_size: Rows a batch.
-        num_workers: Worker processes a loader.
-        seed: Seed of the order, and of which rows are held out.
-        pin_memory: Whether batches for a CUDA device lie in pinned memory, from which they are copied beside its work.
-        preload: Whether all items are read once, before the first epoch, and kept in memory: it is refused, with both
-            numbers, where they do not fit.
+        numbers: Meaning of the stored numbers.
+        statistics: Mean and standard deviation that normalise the latents: ``measured`` on up to 4096 rows,
+            ``declared`` by the configuration of the autoencoder, ``none`` if the latents have mean 0 and variance 1
+            already, or given numbers.
+        autoencoder: Autoencoder that decodes the latents, as in ``LatentData``. null: no samples are shown.
+        num_classes: Number of classes. null: the largest label plus 1; all rows are read once to find it.
+        held_out: Number of rows held out for validation if ``val_files`` is null.
+        batch_size: Rows in a batch, for each process.
+        num_workers: Worker processes of a loader.
+        seed: Seed of the order, and of the choice of the rows held out.
+        pin_memory: Place batches for a CUDA device in pinned memory, which allows asynchronous copies.
+        preload: Read all items once before the first epoch and keep them in memory. Raise an error if they do not fit.
 
     Raises:
-        ConfigurationError: For a folder, field or number that cannot be.
+        ConfigurationError: If a folder, field or number is invalid.
     """
 
     batches: ClassVar[str] = "latents"
 
     variants = 1
-    bucket_of = None  # all have one shape
+    bucket_of = None  # all latents have one shape
 
     def __init__(
         self,
@@ -95,7 +95,9 @@ class EncodedData(KeyedModule):
         if not isinstance(statistics, ChannelScaling) and statistics not in ("measured", "declared", "none"):
             raise refusal("EncodedData", "statistics", "measured, declared, none, or a mean and std", statistics)
         if statistics == "declared" and autoencoder is None:
-            raise ConfigurationError("EncodedData: statistics: declared needs the autoencoder that declares them.")
+            raise ConfigurationError(
+                "EncodedData: statistics: declared needs the autoencoder that declares them. Set autoencoder."
+            )
         self.folder = folder
         self.layout: Layout = layout
         self.files = files
@@ -131,72 +133,79 @@ class EncodedData(KeyedModule):
 
     @property
     def test_index(self) -> list[int]:
-        """Those for validation: there are no others."""
+        """Rows for the test: the validation rows."""
         return self.val_index
 
     def prepare_data(self) -> None:
-        """Open the files: what has to be copied is copied by one process."""
-        self._opened()
+        """Open the files once, so that a single process copies the tables."""
+        self._open_sources()
 
     def setup(self, stage: str) -> None:
-        """Open the files, choose what is held out, measure; the same in every process, no random number is drawn."""
+        """Open the files, split the rows and measure the statistics. The result is the same in every process."""
         if hasattr(self, "dataset"):
             return
-        sources = self._opened()
+        sources = self._open_sources()
         rows = EncodedRows(sources, self.fields, self.numbers)
         self.train_index, self.val_index = self._split([len(source) for source in sources])
         if self.classes is None and self.fields.label is not None:
             self.classes = max(rows.labels(range(len(rows)))) + 1
-            rank_zero_info(f"EncodedData: {self.classes} classes; num_classes: {self.classes} saves looking for it.")
+            rank_zero_info(
+                f"EncodedData: found {self.classes} classes. Set num_classes: {self.classes} to skip this search."
+            )
         rows.num_classes = self.num_classes
         autoencoder = None
         if self.autoencoder is not None:
             with own_draws(0):
                 autoencoder = build_autoencoder(self.autoencoder)
-        mean, std = self._statistics(rows, autoencoder)
+            if autoencoder.latent_channels != rows.shape[0]:
+                raise ConfigurationError(
+                    f"EncodedData: the latents have {rows.shape[0]} channels, but the autoencoder has "
+                    f"{autoencoder.latent_channels}. Name the autoencoder that the data set was encoded with."
+                )
+        if self.statistics == "declared":
+            declared = LatentCodec.declared(autoencoder)
+            rows.mean = declared.mean
+            rows.std = declared.std
+        elif self.statistics != "none":
+            rows.mean, rows.std = self._statistics(rows)
         if autoencoder is not None:
-            self.codec = LatentCodec(autoencoder, mean, std)
-        rows.mean, rows.std = mean, std
+            self.codec = LatentCodec(autoencoder, rows.mean, rows.std)
         self.dataset = rows
 
-    def _opened(self) -> list[EncodedSource]:
+    def _open_sources(self) -> list[EncodedSource]:
+        """Open the training files and, if they are named, the validation files."""
         root = Path(self.folder).expanduser()
         sources = [open_encoded(root, self.layout, self.files, self.val_files)]
         if self.val_files is not None:
             other = root / Path(self.val_files).expanduser()
-            chosen = (other, self.layout) if other.is_dir() else (root, self.layout, self.val_files)
-            sources.append(open_encoded(*chosen))
+            if other.is_dir():
+                sources.append(open_encoded(other, self.layout))
+            else:
+                sources.append(open_encoded(root, self.layout, self.val_files))
         for source in sources:
             check_fields(source, self.fields.asked(), root)
         return sources
 
     def _split(self, lengths: list[int]) -> tuple[list[int], list[int]]:
+        """Return the rows for training and validation."""
         if len(lengths) == 2:
             return list(range(lengths[0])), list(range(lengths[0], sum(lengths)))
         if not 1 <= self.held_out < lengths[0]:
-            allowed = f"at least 1 and below {lengths[0]}, the number of rows, unless there are val_files"
+            allowed = f"at least 1 and below {lengths[0]}, the number of rows, unless val_files is set"
             raise refusal("EncodedData", "held_out", allowed, self.held_out)
         generator = torch.Generator().manual_seed(self.seed)
         order = torch.randperm(lengths[0], generator=generator, device="cpu").tolist()
         return sorted(order[self.held_out :]), sorted(order[: self.held_out])
 
-    def _statistics(self, rows: EncodedRows, autoencoder: Any) -> tuple[Tensor, Tensor]:
+    def _statistics(self, rows: EncodedRows) -> tuple[Tensor, Tensor]:
+        """Return mean and standard deviation of each channel [c], as given or as measured."""
         channels = rows.shape[0]
-        if autoencoder is not None and autoencoder.latent_channels != channels:
-            raise ConfigurationError(
-                f"EncodedData: the latents have {channels} channels, those of the autoencoder "
-                f"{autoencoder.latent_channels}."
-            )
-        if self.statistics == "none":
-            return torch.zeros(channels), torch.ones(channels)
-        if self.statistics == "declared":
-            codec = LatentCodec.declared(autoencoder)
-            return codec.mean, codec.std
         if isinstance(self.statistics, ChannelScaling):
-            mean, std = torch.tensor(self.statistics.mean), torch.tensor(self.statistics.std)
+            mean = torch.tensor(self.statistics.mean)
+            std = torch.tensor(self.statistics.std)
         else:
             mean, std = rows.measured(self.train_index)
         if mean.shape != (channels,) or std.shape != (channels,) or not bool((std > 0).all()):
-            allowed = f"{channels} means and {channels} deviations above 0, as many as channels"
+            allowed = f"{channels} means and {channels} standard deviations above 0, one for each channel"
             raise refusal("EncodedData", "statistics", allowed, (mean.tolist(), std.tolist()))
         return mean, std

@@ -9,7 +9,6 @@ import os
 import pickle
 import struct
 import tarfile
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -24,47 +23,27 @@ def _encoded(read: bool = True, **options: Any) -> Act:
     return act
 
 
-@cases_of(
-    "npy", ("object", "huge", "header", "nested-header", "negative", "npz-object", "npz-deflated", "npz-climbing")
-)
+@cases_of("npy", ("object", "huge", "header", "nested-header", "negative", "array", "archive"))
 def _npy(name: str) -> Act:
     import numpy as np
 
-    path = data_folder() / "latents.npy"
-    if name == "object":
-        np.save(path, np.array([PAYLOADS["exec"]()], dtype=object), allow_pickle=True)
-    elif name == "npz-object":
-        np.savez(path.with_suffix(".npz"), latents=np.array([PAYLOADS["exec"]()], dtype=object))
-    elif name == "npz-deflated":
-        np.savez_compressed(path.with_suffix(".npz"), latents=np.zeros(1 << 26, np.uint8))
-    elif name == "npz-climbing":
-        with zipfile.ZipFile(path.with_suffix(".npz"), "w") as archive:
-            buffer = io.BytesIO()
-            np.save(buffer, np.zeros((2, 2)))
-            archive.writestr("../../outside/victim.npy", buffer.getvalue())
-    else:
+    folder = data_folder()
+    content = _npy_bytes(np.array([PAYLOADS["exec"]()], dtype=object))
+    if name == "array":
+        (folder / "latents.npy").write_bytes(content)
+        return _encoded()
+    if name == "archive":
+        np.savez(folder / "latents.npz", latents=np.array([PAYLOADS["exec"]()], dtype=object))
+        return _encoded()
+    if name != "object":
         shape = {"huge": "(1099511627776, 1099511627776)", "negative": "(-5, 3)", "nested-header": "(" * 5000}.get(name)
         text = f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape or '(2, 2)'}}}"
         text = "[" * 60_000 if name == "header" else text
-        path.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode())
-    return _encoded()
-
-
-@cases_of("listed", ("climbing", "absolute", "backslash", "object", "huge", "nested"))
-def _listed(name: str) -> Act:
-    import numpy as np
-
-    folder = data_folder()
-    np.save(folder / "a.npy", np.zeros((1, 2)))
-    listed = {"climbing": "../../outside/victim.npy", "absolute": os.path.abspath("../outside/victim.npy")}
-    listed["backslash"] = "..\\..\\outside\\victim.npy"
-    if name == "object":
-        np.save(folder / "a.npy", np.array([PAYLOADS["exec"]()], dtype=object), allow_pickle=True)
-    if name == "huge":
-        text = "{'descr': '<f8', 'fortran_order': False, 'shape': (4398046511104,)}"
-        (folder / "a.npy").write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode())
-    content = json.dumps({"labels": [[listed.get(name, "a.npy"), 0]]})
-    (folder / "dataset.json").write_text("[" * 200_000 if name == "nested" else content)
+        content = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode()
+    with tarfile.open(folder / "a.tar", "w") as archive:
+        info = tarfile.TarInfo("a.latents.npy")
+        info.size = len(content)
+        archive.addfile(info, io.BytesIO(content))
     return _encoded()
 
 
