@@ -699,7 +699,7 @@ def make_half_latents() -> None:
     """As a kill leaves it after its last shard."""
     from lit_efficient.data.latents.latent_writer import _Build
 
-    _Build._write_manifest = _interrupted  # type: ignore[method-assign]
+    _Build.finish = _interrupted  # type: ignore[method-assign]
     try:
         make_latents()
     except KeyboardInterrupt:

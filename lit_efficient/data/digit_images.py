@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits: 1,797 greyscale images that every installation has, enlarged and split.
+"""Handwritten digits of scikit-learn: 1,797 greyscale images that every installation has, enlarged and split.
 
     batch: {"images": [B, 1, S, S] in [-1, 1], "labels": [B], "index": [B]}
 
@@ -22,7 +22,7 @@ TRANSFORM = "bicubic enlargement, grey levels to [-1, 1]"
 
 
 def load_digit_images(size: int) -> tuple[Tensor, Tensor]:
-    """All digits, enlarged to ``size``: [1797, 1, size, size] float32 in [-1, 1], and their labels [1797] int64."""
+    """Return all digits, enlarged to ``size``, [1797, 1, size, size] float32 in [-1, 1], and labels [1797] int64."""
     from PIL import Image
     from sklearn.datasets import load_digits
 
@@ -34,7 +34,7 @@ def load_digit_images(size: int) -> tuple[Tensor, Tensor]:
 
 
 def digest(*tensors: Tensor) -> str:
-    """SHA-256 over the bytes of CPU tensors, in order."""
+    """Return the SHA-256 of the bytes of CPU tensors, in order."""
     sha = hashlib.sha256()
     for tensor in tensors:
         sha.update(tensor.contiguous().numpy().tobytes())
@@ -42,9 +42,12 @@ def digest(*tensors: Tensor) -> str:
 
 
 def stratified_split(labels: Tensor, held_out: int, seed: int) -> tuple[list[int], list[int], list[int]]:
-    """Indices for training, validation and test, each with the classes in their natural shares, from a seed of its own.
+    """Return sorted indices for training, validation and test, in each of which every class has its natural share.
 
-    Validation and test have ``held_out`` samples each.
+    Args:
+        labels: Class of each image [N].
+        held_out: Number of images for validation, and for the test.
+        seed: Seed of the split.
     """
     from sklearn.model_selection import train_test_split
 
@@ -55,7 +58,7 @@ def stratified_split(labels: Tensor, held_out: int, seed: int) -> tuple[list[int
 
 
 class TensorDictDataset(Dataset[dict[str, Tensor]]):
-    """Tensors [N, ...] of one length by name; item i is the i-th row of each."""
+    """Named tensors [N, ...] of equal length. Item i is row i of each tensor."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
@@ -68,33 +71,35 @@ class TensorDictDataset(Dataset[dict[str, Tensor]]):
 
 
 class KeyedTensors(TensorDictDataset):
-    """Tensors whose rows are found by their number, or by the key (number, 0): each has one variant, as it is."""
+    """Tensors whose rows are found by their number, or by the key (number, 0): there is one variant."""
 
     def __getitem__(self, key: int | Key) -> dict[str, Any]:
         if isinstance(key, int):
             return super().__getitem__(key)
         index, variant = key
         if variant != 0:
-            raise refusal("KeyedTensors", "the variant", "0 (there is no other)", variant)
+            raise refusal("KeyedTensors", "the variant", "0, the only variant", variant)
         return {**super().__getitem__(index), "variant": torch.tensor(0)}
 
 
 class DigitsDataModule(LightningDataModule):
-    """What the data modules of the digits share: the split and the loaders. A subclass fills ``dataset`` in ``setup``.
+    """Base of the DataModules of the digits, with the split and the loaders. A subclass sets ``dataset`` in ``setup``.
 
     Args:
-        batch_size: Images a batch.
-        num_workers: Worker processes a loader; the data lies in memory, so 0 is fastest.
-        seed: Seed of the split.
-        pin_memory: Whether batches for a CUDA device lie in pinned memory, from which they are copied beside its work.
+        batch_size: Images in a batch, for each process.
+        num_workers: Worker processes of a loader. The data is in memory, so 0 is fastest.
+        seed: Seed of the split into training, validation and test.
+        pin_memory: Place batches for a CUDA device in pinned memory, which allows asynchronous copies.
     """
 
     num_classes = 10
 
     def __init__(self, batch_size: int = 64, num_workers: int = 0, seed: int = 0, pin_memory: bool = True) -> None:
         super().__init__()
-        for name, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0), ("seed", seed, 0)):
-            check_number(type(self).__name__, name, value, least=least, whole=True)
+        owner = type(self).__name__
+        check_number(owner, "batch_size", batch_size, least=1, whole=True)
+        check_number(owner, "num_workers", num_workers, least=0, whole=True)
+        check_number(owner, "seed", seed, least=0, whole=True)
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.pin_memory = pin_memory
@@ -118,8 +123,8 @@ class DigitsDataModule(LightningDataModule):
         return self._in_order(self.test_index)
 
     def _in_order(self, index: list[int]) -> DataLoader[dict[str, Tensor]]:
-        # A loader draws its workers' base seed when it starts: from a generator of its own, or validating would
-        # change the training that follows.
+        # A loader draws the base seed of its workers when it starts. With the global generator validation would change
+        # the training that follows.
         generator = torch.Generator().manual_seed(self.seed)
         return DataLoader(
             Subset(self.dataset, index),
@@ -130,14 +135,14 @@ class DigitsDataModule(LightningDataModule):
 
 
 class DigitImages(DigitsDataModule):
-    """The digits as images, for ``Autoencoding``; an :class:`~lit_efficient.data.images.image_source.ImageSource`.
+    """DataModule of the digits as images, for ``Autoencoding``; an `ImageSource`.
 
     Args:
         image_size: Height and width in pixels, a multiple of 4.
-        batch_size: Images a batch.
-        num_workers: Worker processes a loader; the data lies in memory, so 0 is fastest.
+        batch_size: Images in a batch, for each process.
+        num_workers: Worker processes of a loader. The data is in memory, so 0 is fastest.
         seed: Seed of the split into training, validation and test.
-        pin_memory: Whether batches for a CUDA device lie in pinned memory, from which they are copied beside its work.
+        pin_memory: Place batches for a CUDA device in pinned memory, which allows asynchronous copies.
     """
 
     batches: ClassVar[str] = "images"
@@ -162,15 +167,16 @@ class DigitImages(DigitsDataModule):
         self.train_index, self.val_index, self.test_index = stratified_split(labels, HELD_OUT, self.seed)
 
     def bucket_of(self, index: int) -> tuple[int, int]:
-        """Height and width, the same for all."""
+        """Return height and width of an image, which are the same for all."""
         return self.image_size, self.image_size
 
     def identity(self) -> dict[str, str]:
-        """What the images depend on, after ``setup()``."""
+        """Return all that the images depend on, by name, after ``setup()``."""
         rows = self.dataset.tensors
+        parts = [torch.tensor(part) for part in (self.train_index, self.val_index, self.test_index)]
         return {
             "data": digest(rows["images"], rows["labels"]),
-            "split": digest(*(torch.tensor(part) for part in (self.train_index, self.val_index, self.test_index))),
+            "split": digest(*parts),
             "transform": TRANSFORM,
             "resolution": f"{self.image_size}x{self.image_size}",
             "variants": "1",
@@ -178,7 +184,11 @@ class DigitImages(DigitsDataModule):
 
 
 def checked_image_size(owner: str, image_size: int) -> int:
-    """``image_size`` if the autoencoder can halve it twice and the judge can read it, else ConfigurationError."""
+    """Return ``image_size`` if the autoencoder can halve it twice and the judge can read it.
+
+    Raises:
+        ConfigurationError: If the size is below 8 or not a multiple of 4.
+    """
     check_number(owner, "image_size", image_size, least=8, whole=True)
     if image_size % 4:
         raise refusal(owner, "image_size", "a multiple of 4", image_size)

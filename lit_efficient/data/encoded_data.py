@@ -163,6 +163,7 @@ class EncodedData(KeyedModule):
                     f"{autoencoder.latent_channels}. Name the autoencoder that the data set was encoded with."
                 )
         if self.statistics == "declared":
+            assert autoencoder is not None
             declared = LatentCodec.declared(autoencoder)
             rows.mean = declared.mean
             rows.std = declared.std

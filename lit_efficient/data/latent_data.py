@@ -1,10 +1,10 @@
-"""Any images as latents of any autoencoder, encoded in each step or once and for all.
+"""Latents of any images and any autoencoder, encoded in each step or once into a cache.
 
-    batch, cached: {"mean", "logvar" [B, c, h, w] or "latents", "index", "variant", "labels", "captions", ...}
-    batch, live:   {"images" [B, C, H, W], "index", "variant", "labels", "captions"}, encoded in the task by ``codec``
+    batch with a cache:  {"mean", "logvar" [B, c, h, w] or "latents", "index", "variant", "labels", "captions", ...}
+    batch without:       {"images" [B, C, H, W], "index", "variant", "labels", "captions"}; the task encodes the images
 
-Both are batches of the same keys (index, variant) in the same order, so training on one is training on the other. A
-cached posterior is sampled at each step by the task, and each epoch takes another of the K crop and flip variants.
+Both have the same keys (index, variant) in the same order, so training on the cache equals training on the images. The
+task samples a cached posterior at each step, and each epoch takes another of the K crop and flip variants.
 
 Saves: the encoders' forwards in each step (autoencoder, captions' encoder, teacher)
 Costs: one pass over all images and variants by `cache-latents`; disk: 16 kB a variant for 256 x 256 pixels at SD's
@@ -37,36 +37,36 @@ from lit_efficient.models.networks.autoencoder import AutoencoderConfig
 
 MEASURED_IMAGES = 256
 IMAGES_AT_ONCE = 32
-_WAY_OUT = (
-    "Put the settings back, give another folder, or make the cache again: " + COMMAND + " --overwrite; cached: false "
-    "encodes in each step."
-)
+_HINT = f"Restore the settings, give another folder, or make the cache again: {COMMAND} --overwrite. "
+_HINT += "cached: false encodes in each step."
 
 
 class LatentData(KeyedModule):
-    """Images of a source as latents, cached or encoded live; the data module of ``LatentDiffusion``.
+    """DataModule of ``LatentDiffusion``: the images of a source as latents, cached or encoded live.
 
-    The cache is never made in passing: ``python -m lit_efficient cache-latents --config X`` writes it, X being the very
-    config that ``fit`` runs, and any difference between what it was made from and what a run asks for is an error that
-    names it. Batch size, workers and the seed of the order are the source's.
+    ``python -m lit_efficient cache-latents --config X`` writes the cache, where X is the config that ``fit`` runs. If
+    the cache was made from other settings or contents than a run asks for, the run stops with an error that names each
+    difference. Batch size, workers and the seed of the order are those of ``images``.
 
     Args:
-        images: An image source: ``DigitImages``, ``PhotoCrops``, ``ImageData``, or another ``ImageSource``.
-        autoencoder: A model of diffusers; the path of a checkpoint of ``Autoencoding``; or the shape of ours, with
-            random weights (always the same ones).
-        text_encoder: The encoder of captions; None: batches have captions only as text, if any.
-        features: A frozen encoder whose features come with each batch, for ``HiddenAlignment(teacher=None)``.
-        folder: Where the cache is. None: named by what it is made from, in LIT_EFFICIENT_CACHE or
-            ~/.cache/lit_efficient.
-        format: ``posterior``: mean and log-variance, sampled at each step. ``int8``: the mean alone, a byte a number.
-        dtype: Number format of ``posterior``. float32 trains exactly as live; float16 takes half, and rounds by 2^-11.
-        statistics: Channels' mean and deviation by which latents are normalised: ``measured`` on the training part
-            (for the cache on all of it, without one on 256 images), or ``declared`` by the model's configuration.
-        cached: False encodes in each step.
-        build: Make the cache in ``prepare_data`` if it is not there.
+        images: Source of the images: ``DigitImages``, ``PhotoCrops``, ``ImageData``, or another ``ImageSource``.
+        autoencoder: A model of diffusers; the path of a checkpoint of ``Autoencoding``; or the configuration of this
+            package's autoencoder, with random weights that are always the same.
+        text_encoder: Encoder of the captions. null: batches hold the captions as text, if there are any.
+        features: Frozen encoder whose features come with each batch, for ``HiddenAlignment(teacher=None)``.
+        folder: Folder of the cache. null: a folder in LIT_EFFICIENT_CACHE or ~/.cache/lit_efficient whose name is the
+            hash of all that the cache is made from.
+        format: ``posterior`` stores mean and log-variance, which are sampled at each step. ``int8`` stores the mean
+            alone, one byte for each number.
+        dtype: Number format of ``posterior``. float32 trains exactly as without a cache; float16 takes half of the
+            disk and rounds by 2^-11.
+        statistics: Mean and standard deviation of each channel that normalise the latents: ``measured`` on the training
+            part (with a cache on all images, without on 256), or ``declared`` by the configuration of the autoencoder.
+        cached: Train on a cache. false encodes in each step.
+        build: Make the cache in ``prepare_data`` if it does not exist.
 
     Raises:
-        ConfigurationError: For an argument that cannot work, and for a cache that is missing, damaged or another's.
+        ConfigurationError: If an argument is invalid, or the cache is missing, damaged or made from something else.
     """
 
     batches: ClassVar[str] = "latents"
@@ -112,23 +112,23 @@ class LatentData(KeyedModule):
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of a latent; with several buckets, of the one with the most training images."""
+        """Channels, height and width of a latent; with several buckets, of the bucket with most training images."""
         height, width = self._bucket
         return self.codec.latent_channels, height // self.codec.factor, width // self.codec.factor
 
     @property
     def num_classes(self) -> int:
-        """Number of classes; 0 if images have no label."""
+        """Number of classes; 0 if the images have no labels."""
         return int(self.images.num_classes)
 
     @property
     def source(self) -> Any:
-        """The images, whose parts, order and batches are those of the latents."""
+        """Images, whose parts, order and batches the latents share."""
         return self.images
 
     @property
     def items(self) -> Any:
-        """What the cache holds, normalised; without one the images."""
+        """Normalised items of the cache; without a cache the images."""
         if self._store is None:
             return self.images.dataset
         return NormalizedLatents(self._store, self.codec.mean, self.codec.std)
@@ -140,34 +140,35 @@ class LatentData(KeyedModule):
 
     @property
     def variants(self) -> int:
-        """Crop and flip variants of each image."""
+        """Number of crop and flip variants of each image."""
         return int(self.images.variants)
 
     @property
     def judge(self) -> Any:
-        """The source's network that judges images, if it has one: ``HiddenAlignment(teacher="data.judge")``."""
+        """Network of the source that judges images, or None: ``HiddenAlignment(teacher="data.judge")`` uses it."""
         return getattr(self.images, "judge", None)
 
     @property
     def judges_samples(self) -> bool:
-        """Whether the source has a judge."""
+        """True if the source has a judge."""
         return hasattr(self.images, "score_samples") and getattr(self.images, "judges_samples", True)
 
     def score_samples(self, images: Tensor, labels: Tensor | None = None) -> dict[str, float]:
-        """The source's judgement of images [M, C, H, W] in [-1, 1]; nothing of a source without a judge."""
+        """Return the scores of the source for images [M, C, H, W] in [-1, 1]; nothing without a judge."""
         score = getattr(self.images, "score_samples", None)
         return {} if score is None else dict(score(images, labels))
 
     def prepare_data(self) -> None:
-        """Check the whole cache, or make it; one process does it."""
+        """Check the whole cache, or make it. One process does it."""
         self.images.prepare_data()
-        if self.cached:
-            self.images.setup("fit")
-            if self.build:
-                rank_zero_info(f"LatentData: the latent cache is {self.cache_folder()}")
-                self.write_cache()
-            else:
-                self._open(thorough=True)
+        if not self.cached:
+            return
+        self.images.setup("fit")
+        if self.build:
+            rank_zero_info(f"LatentData: the latent cache is {self.cache_folder()}")
+            self.write_cache()
+        else:
+            self._open(thorough=True)
 
     def setup(self, stage: str) -> None:
         self.images.setup(stage)
@@ -180,95 +181,102 @@ class LatentData(KeyedModule):
         self._bucket = max(sorted(buckets), key=lambda bucket: buckets[bucket])
 
     def write_cache(self, **options: Any) -> dict[str, Any]:
-        """Make the cache, or go on with it, after ``images.setup``; return its manifest.
+        """Make the cache, or resume an unfinished one, after ``images.setup``. Return its manifest.
 
         Args:
-            **options: ``batch_size``, ``num_workers``, ``device``, ``shard_rows``, ``overwrite``, ``progress`` of
-                `build_latents`.
+            **options: ``batch_size``, ``num_workers``, ``device``, ``shard_rows``, ``overwrite``, ``progress`` and
+                ``ranks`` of `build_latents`.
         """
-        # By as many as the task encodes at once when it trains on images: a convolution's rounding depends on it.
+        # The batch size of a task that encodes live, because the rounding of a convolution depends on it.
         options.setdefault("batch_size", min(self.images.batch_size, IMAGES_AT_ONCE))
-        names = {
+        about = {
             "autoencoder": described(self.autoencoder),
             "text_encoder": described(self.text_encoder_config),
-            "teacher": described(None if self.features is None else self.features.teacher),
+            "teacher": described(self.features and self.features.teacher),
         }
         encoders = self.encoders()
-        made = build_latents(self.cache_folder(), self.images, encoders, self.identity(), about=names, **options)
+        manifest = build_latents(self.cache_folder(), self.images, encoders, self.identity(), about=about, **options)
         if isinstance(encoders.codec.held, AutoencoderOnDisk) and encoders.codec.held.loaded:
-            self._codec(self._open(thorough=False)).fingerprint()  # a checkpoint would load it for that alone
-        return made
+            # Note the fingerprint while the weights are in memory: a checkpoint would load them for it alone.
+            self._codec(self._open(thorough=False)).fingerprint()
+        return manifest
 
     def _codec(self, store: LatentStore | None) -> LatentCodec:
-        held = self.encoders().codec.held
+        autoencoder = self.encoders().codec.held
         if self.statistics == "declared":
-            return LatentCodec.declared(held)
-        return LatentCodec(held, *(self._measured() if store is None else store.statistics))
+            return LatentCodec.declared(autoencoder)
+        mean, std = self._measured() if store is None else store.statistics
+        return LatentCodec(autoencoder, mean, std)
 
     def cache_folder(self) -> Path:
-        """Where the cache is."""
+        """Return the folder of the cache."""
         if self.folder is not None:
             return Path(self.folder).expanduser()
         return cache_root() / "latents" / digest_of(self.identity())[:16]
 
     def identity(self) -> dict[str, str]:
-        """All that the cache's content depends on, by name; hashed once."""
+        """Return all that the content of the cache depends on, by name. It is computed once."""
         if self._identity is None:
             encoders = self.encoders()
             parts = (self.images.train_index, self.images.val_index, self.images.test_index)
-            images = {"variants": str(self.images.variants)} | self.images.identity()
-            images.pop("split", None)  # said below, of any source
             self._identity = {
                 "version": VERSION,
                 "autoencoder": encoders.codec.fingerprint(),
                 "text_encoder": "none" if encoders.text is None else encoders.text.fingerprint(),
-                **({} if encoders.teacher is None or not self.features else self.features.identity(encoders.teacher)),
                 "format": self.format,
                 "dtype": "uint8" if self.format == "int8" else self.dtype,
                 "split": digest_of(parts),
-                **{f"images.{name}": value for name, value in images.items()},
             }
+            if self.features is not None and encoders.teacher is not None:
+                self._identity |= self.features.identity(encoders.teacher)
+            for name, value in ({"variants": str(self.images.variants)} | self.images.identity()).items():
+                if name != "split":  # the entry "split" above holds for any source
+                    self._identity[f"images.{name}"] = value
         return self._identity
 
     def encoders(self) -> Encoders:
-        """Autoencoder, text encoder and teacher, found once; the two first wait on disk if they are large and known."""
+        """Return autoencoder, text encoder and teacher, found once.
+
+        The weights of large encoders that were used before stay on disk until they are needed.
+        """
         if self._encoders is None:
             autoencoder = find_autoencoder(self.autoencoder)
             channels = autoencoder.latent_channels
-            self._encoders = Encoders(
-                LatentCodec(autoencoder, torch.zeros(channels), torch.ones(channels)),
-                None if self.text_encoder_config is None else TextEncoder.find(self.text_encoder_config),
-                None if self.features is None else self.features.find(self.images),
-                self.format,
-                self.dtype,
-                "float16" if self.features is None else self.features.dtype,
-            )
+            codec = LatentCodec(autoencoder, torch.zeros(channels), torch.ones(channels))
+            encoders = Encoders(codec, format=self.format, dtype=self.dtype)
+            if self.text_encoder_config is not None:
+                encoders.text = TextEncoder.find(self.text_encoder_config)
+            if self.features is not None:
+                encoders.teacher = self.features.find(self.images)
+                encoders.feature_dtype = self.features.dtype
+            self._encoders = encoders
         return self._encoders
 
     def _open(self, thorough: bool) -> LatentStore:
         folder = self.cache_folder()
-        refuse_other(folder, read_manifest(folder)["identity"], self.identity(), _WAY_OUT)
+        refuse_other(folder, read_manifest(folder)["identity"], self.identity(), _HINT)
         return LatentStore(folder, thorough)
 
     def _measured(self) -> tuple[Tensor, Tensor]:
-        """Without a cache: of one that would be it if it is there, else of some images."""
+        """Return the statistics without a cache: of the cache that these settings have, or else of some images."""
         try:
             return self._open(thorough=False).statistics
         except ConfigurationError:
             pass
-        train, dataset = self.images.train_index, self.images.dataset
+        train = self.images.train_index
         count = min(len(train), MEASURED_IMAGES)
-        rank_zero_info(f"LatentData: no cache tells the channels' statistics: measuring them on {count} images.")
-        codec, device, parts = self.encoders().codec, device_of("auto"), []
+        rank_zero_info(f"LatentData: measuring the statistics of the channels on {count} images, as there is no cache.")
+        codec = self.encoders().codec
+        device = device_of("auto")
+        parts = []
         for i in range(count):
-            images = dataset[train[i * len(train) // count], 0]["images"]
+            images = self.images.dataset[train[i * len(train) // count], 0]["images"]
             parts.append(Moments.of(*codec.moments(images[None].to(device))))
-        # Four digits: a device that rounds otherwise gives the same latent space, so a checkpoint still fits.
-        mean, std = ([float(f"{value:.4g}") for value in values] for values in Moments.join(parts).mean_and_std())
-        return torch.tensor(mean), torch.tensor(std)
+        mean, std = Moments.join(parts).mean_and_std()
+        return _rounded(mean), _rounded(std)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Live, the teacher's features of a batch; cached, they are in it."""
+        """Add the features of the teacher to a live batch. A cached batch holds them already."""
         teacher = self.encoders().teacher
         if teacher is None or "features" in batch:
             return batch
@@ -279,7 +287,7 @@ class LatentData(KeyedModule):
 
 @dataclass(eq=False)
 class NormalizedLatents:
-    """The items of a cache, of mean 0 and variance 1 in each channel."""
+    """Items of a cache, with mean 0 and variance 1 in each channel."""
 
     store: LatentStore  # the cache
     mean: Tensor  # of each channel, [c]
@@ -292,8 +300,13 @@ class NormalizedLatents:
         return normalize_item(self.store[key], self.mean, self.std)
 
 
-def described(spec: Any) -> str:
-    """A model's name where it has one, else its class."""
+def described(spec: object) -> str:
+    """Return the name of a model if it has one, else the name of its class."""
     if spec is None or isinstance(spec, str):
         return spec or "none"
     return str(getattr(spec, "name_or_path", None) or type(spec).__name__)
+
+
+def _rounded(values: list[float]) -> Tensor:
+    # Four digits: a device that rounds differently gives the same statistics, so that a checkpoint fits.
+    return torch.tensor([float(f"{value:.4g}") for value in values])

@@ -1,10 +1,10 @@
-"""The digits as latents: stage one is trained when it is first needed, its result is cached and checked when opened.
+"""Digits of scikit-learn as latents. The first run trains the autoencoder and caches the result, which is checked.
 
     batch: {"mean": [B, c, h, w], "logvar": [B, c, h, w], "labels": [B], "index": [B]}
 
-``mean`` and ``logvar`` are the posterior's moments in normalised units (sampled latents have mean 0 and variance 1 in
-each channel of the training part). The task draws the sample, at each step: it trains on the whole posterior, one
-random generator is involved whatever the number of workers, and resuming is exact.
+``mean`` and ``logvar`` are the moments of the posterior in normalised units: sampled latents have mean 0 and variance 1
+in each channel of the training part. The task draws the sample at each step. It trains on the whole posterior, uses one
+random generator for any number of workers, and resumes exactly.
 
 Costs: about 25 s of one CPU core once; 4 MB of disk.
 """
@@ -33,20 +33,22 @@ from lit_efficient.models.networks import autoencoder as autoencoder_module
 from lit_efficient.models.networks import conv_features
 from lit_efficient.models.networks.autoencoder import FACTOR, AutoencoderConfig, sample_posterior
 
+_CODE = (autoencoder_module, conv_features, digit_features, digits, stage_one)  # modules that stage one depends on
+
 
 class LatentDigits(DigitsDataModule):
-    """scikit-learn's digits as latents of an autoencoder that is trained on them first, or taken from the cache.
+    """DataModule of scikit-learn's digits as latents of an autoencoder, which is trained on them once.
 
     Args:
-        image_size: Height and width of the images in pixels, a multiple of 4; latents are 4 times smaller.
-        batch_size: Images a batch.
-        autoencoder: Shape of the autoencoder.
-        autoencoder_steps: Its optimizer steps, 64 images each.
+        image_size: Height and width of the images in pixels, a multiple of 4. Latents are 4 times smaller.
+        batch_size: Images in a batch, for each process.
+        autoencoder: Configuration of the autoencoder.
+        autoencoder_steps: Optimizer steps of the autoencoder, with 64 images each.
         judge_steps: Optimizer steps of the classifier that judges samples.
-        num_workers: Worker processes a loader; the data lies in memory, so 0 is fastest.
-        seed: Seed of the split and of stage one.
-        cache_dir: Where stage one's result is kept. Default: LIT_EFFICIENT_CACHE, else ~/.cache/lit_efficient.
-        pin_memory: Whether batches for a CUDA device lie in pinned memory, from which they are copied beside its work.
+        num_workers: Worker processes of a loader. The data is in memory, so 0 is fastest.
+        seed: Seed of the split, of the autoencoder and of the judge.
+        cache_dir: Folder of the cache. null: LIT_EFFICIENT_CACHE, or ~/.cache/lit_efficient.
+        pin_memory: Place batches for a CUDA device in pinned memory, which allows asynchronous copies.
     """
 
     batches: ClassVar[str] = "latents"
@@ -83,7 +85,7 @@ class LatentDigits(DigitsDataModule):
         return self.autoencoder.latent_channels, self.image_size // FACTOR, self.image_size // FACTOR
 
     def check_model(self) -> None:
-        """Refuse latents that the run's model does not take."""
+        """Raise an error if the model of the run does not accept latents of this shape."""
         module: Any = self.trainer.lightning_module if self.trainer is not None else None
         if hasattr(module, "check_latents"):
             module.check_latents(*self.latent_shape)
@@ -98,18 +100,23 @@ class LatentDigits(DigitsDataModule):
         images, labels = digits.load_digit_images(self.image_size)
         key = self._key(images, labels)
         files, manifest = open_checked(self._folder(key), key)
-        statistics = [torch.tensor(manifest[name]) for name in ("latent_mean", "latent_std")]
-        state = {"config": asdict(self.autoencoder), "weights": files["autoencoder.safetensors"]}
-        self.codec = LatentCodec.from_state_dict({**state, "mean": statistics[0], "std": statistics[1]})
+        self.codec = LatentCodec.from_state_dict(
+            {
+                "config": asdict(self.autoencoder),
+                "weights": files["autoencoder.safetensors"],
+                "mean": torch.tensor(manifest["latent_mean"]),
+                "std": torch.tensor(manifest["latent_std"]),
+            }
+        )
         with torch.device("meta"):
             judge = DigitFeatures()
         judge.load_state_dict(files["judge.safetensors"], assign=True)
         self.judge = judge.eval().requires_grad_(False)
         latents = files["latents.safetensors"]
-        if not torch.equal(latents["labels"], labels):  # rows are dataset indices: labels must fall on the same rows
-            raise ConfigurationError(f"The latents in {self._folder(key)} carry other labels. Delete it and run again.")
+        if not torch.equal(latents["labels"], labels):  # a row is a dataset index, so labels must be on the same rows
+            raise ConfigurationError(f"The latents in {self._folder(key)} have other labels. Delete it and run again.")
         mean, logvar = self.codec.normalize(latents["mean"], latents["logvar"])
-        assert logvar is not None  # ours has a posterior
+        assert logvar is not None  # our autoencoder has a posterior
         self.dataset = TensorDictDataset(
             {"mean": mean, "logvar": logvar, "labels": labels, "index": torch.arange(len(labels))}
         )
@@ -117,26 +124,29 @@ class LatentDigits(DigitsDataModule):
         self._reference = images[self.train_index]
 
     def score_samples(self, images: Tensor, labels: Tensor | None) -> dict[str, float]:
-        """``frechet_distance`` of images [M, 1, H, W] in [-1, 1] to the training images in the judge's features, and
-        ``sample_accuracy``, if labels [M] say what each was meant to be.
+        """Return scores of images [M, 1, H, W] in [-1, 1].
+
+        Returns:
+            ``frechet_distance`` to the training images in the features of the judge (lower is better), and, with the
+            intended labels [M], ``sample_accuracy``.
         """
-        meant = None if labels is None else labels.cpu()
-        return judge_digits(self.judge, self._reference, images.cpu().float(), meant)
+        if labels is not None:
+            labels = labels.cpu()
+        return judge_digits(self.judge, self._reference, images.cpu().float(), labels)
 
     def _folder(self, key: str) -> Path:
         return cache_root(self.cache_dir) / "latent_digits" / key[:16]
 
     def _key(self, images: Tensor, labels: Tensor) -> str:
-        """Hash of the data, the settings and the code that stage one's result depends on."""
-        modules = (autoencoder_module, conv_features, digit_features, digits, stage_one)
-        sources = (*(module.__file__ for module in modules), __file__)
-        code = [hashlib.sha256(Path(str(source)).read_bytes()).hexdigest() for source in sources]
+        """Return a hash of the data, the settings and the code that the result of stage one depends on."""
+        sources = [str(module.__file__) for module in _CODE]
+        code = [hashlib.sha256(Path(source).read_bytes()).hexdigest() for source in [*sources, __file__]]
         settings = [asdict(self.autoencoder), self.autoencoder_steps, self.judge_steps, self.image_size, self.seed]
         text = json.dumps([digits.digest(images, labels), settings, code])
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _stage_one(self, images: Tensor, labels: Tensor) -> Contents:
-        """Train, encode, measure."""
+        """Train autoencoder and judge, encode all images, and measure. Return the files and facts to store."""
         rank_zero_info(
             f"LatentDigits: training the autoencoder ({self.autoencoder_steps} steps) and the judge once; about 25 s."
         )
@@ -145,11 +155,13 @@ class LatentDigits(DigitsDataModule):
         judge = stage_one.fit_classifier(DigitFeatures, images[train], labels[train], self.judge_steps, self.seed)
         with torch.no_grad():
             moments = [autoencoder.encode(part) for part in images.split(256)]
-            mean, logvar = (torch.cat(parts) for parts in zip(*moments, strict=True))
+            mean = torch.cat([part[0] for part in moments])
+            logvar = torch.cat([part[1] for part in moments])
             decoded = autoencoder.decode(mean[val])
-        # Of sampled latents, not of posterior means: the network sees samples.
+        # The statistics are of sampled latents and not of posterior means, because the network sees samples.
         sampled = sample_posterior(mean[train], logvar[train], torch.Generator().manual_seed(self.seed))
-        floor = judge_digits(judge, images[train], images[val], labels[val])
+        held_out = judge_digits(judge, images[train], images[val], labels[val])
+        psnr = 10.0 * math.log10(4.0 / (decoded - images[val]).square().mean().item())
         facts: dict[str, Any] = {
             "data": digits.digest(images, labels),
             "transform": digits.TRANSFORM,
@@ -157,14 +169,14 @@ class LatentDigits(DigitsDataModule):
             "autoencoder": asdict(self.autoencoder),
             "latent_mean": sampled.mean(dim=(0, 2, 3)).tolist(),
             "latent_std": sampled.std(dim=(0, 2, 3)).tolist(),
-            "validation_psnr_db": 10.0 * math.log10(4.0 / (decoded - images[val]).square().mean().item()),
-            "judge_accuracy": floor["sample_accuracy"],
-            "frechet_distance_of_held_out_digits": floor["frechet_distance"],
+            "validation_psnr_db": psnr,
+            "judge_accuracy": held_out["sample_accuracy"],
+            "frechet_distance_of_held_out_digits": held_out["frechet_distance"],
         }
         rank_zero_info(
-            f"LatentDigits: autoencoder {facts['validation_psnr_db']:.1f} dB; judge right on "
-            f"{100 * facts['judge_accuracy']:.1f} % of held-out digits, whose Fréchet distance is the floor: "
-            f"{facts['frechet_distance_of_held_out_digits']:.2f}."
+            f"LatentDigits: autoencoder {psnr:.1f} dB. The judge is right on {100 * held_out['sample_accuracy']:.1f} % "
+            f"of the held-out digits. Their Fréchet distance, {held_out['frechet_distance']:.2f}, is the best that "
+            "samples can reach."
         )
         files = {
             "autoencoder.safetensors": autoencoder.state_dict(),

@@ -1,15 +1,18 @@
-"""Encoded images on disk, mapped into memory and found by (dataset index, variant), never by a step or batch.
+"""Cache of encoded images on disk, memory-mapped, and found by (dataset index, variant).
 
-    shards/00000.safetensors  keys [R, 3] (index, variant, label), mean and logvar [R, c, h, w] or latents (with scale
-                              and zero [c] in int8), features [R, N, D], captions as bytes and where each ends
-    text/00000.safetensors    digests [U, 16] of captions, each once, hidden [U, L, D], mask [U, L], pooled [U, P]
-    index.safetensors         places [N, K, 2] (shard, row) and captions [N, K] (row of the text), -1: there is none
-    manifest.json             what all of it was made from, entry by entry, the channels' statistics, all files' hashes
+    shards/00000.safetensors  keys [R, 3] (index, variant, label), mean and logvar [R, c, h, w] or latents (in int8 with
+                              scale and zero [c]), features [R, N, D], captions as bytes, and the end of each caption
+    text/00000.safetensors    digests [U, 16] of distinct captions, hidden [U, L, D], mask [U, L], pooled [U, P]
+    index.safetensors         places [N, K, 2] (shard, row) and captions [N, K] (row of the text); -1: none
+    manifest.json             settings and contents that the cache was made from, statistics of the channels, and the
+                              hashes of all files
 
-A shard holds one shape; it holds the keys of its rows, too, and a row is compared with its key whenever it is read. So
-a latent cannot come with another image's label. Workers map the same pages; nothing is opened before it is read.
+The latents of a shard have one shape. A shard also holds the keys of its rows, and every read compares a row with its
+key, so a latent never comes with the label of another image. All workers map the same pages. A file is opened when it
+is first read.
 
-Costs: opening reads the index (8 bytes a key); a thorough check reads everything, about 1 s a GB; above 1 GiB once.
+Costs: opening reads the index (8 bytes for each key); a thorough check reads all files, about 1 s for 1 GB; above 1 GiB
+    only once
 """
 
 import hashlib
@@ -30,117 +33,145 @@ from lit_efficient.files.tensors import map_tensors
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
 
 VERSION = "1"
-"""An entry of every identity: raise it when the files' meaning changes."""
+"""Entry of every identity. Raise it when the meaning of the files changes."""
 MANIFEST = "manifest.json"
 INDEX = "index.safetensors"
 COMMAND = "python -m lit_efficient cache-latents --config CONFIG"
+_ENTRIES = {"identity", "files", "count", "statistics", "labels", "text_rows"}  # required in a manifest
 _SHOWN = 60  # characters of an entry in an error
 
 
 class LatentStore:
-    """A complete cache, read-only. It can be pickled, and read by several processes at once.
+    """A complete cache, read-only. It can be pickled, and several processes can read it.
 
     Args:
-        folder: That `build_latents` has filled.
+        folder: Folder that `build_latents` filled.
         thorough: Compare all files with their hashes, not only their sizes.
 
     Raises:
-        ConfigurationError: If there is none, or something in it is missing or altered.
+        ConfigurationError: If there is no cache, or a file of it is missing or altered.
     """
 
     def __init__(self, folder: Path, thorough: bool = False) -> None:
         self.folder = folder
         self.manifest = read_manifest(folder)
         files = {name: (int(size), str(digest)) for name, (size, digest) in self.manifest["files"].items()}
-        if fault := altered_file(folder, files, thorough):
+        fault = altered_file(folder, files, thorough)
+        if fault:
             raise ConfigurationError(
                 f"The latent cache {folder} is damaged: {fault} Make it again: {COMMAND} --overwrite"
             )
         self._opened: dict[str, dict[str, Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": {}}  # maps and handles are a process's own
+        return {**self.__dict__, "_opened": {}}  # memory maps belong to one process
 
     def __len__(self) -> int:
         return int(self.manifest["count"])
 
     @property
     def identity(self) -> dict[str, str]:
-        """What the cache was made from, by name."""
+        """Settings and contents that the cache was made from, by name."""
         return dict(self.manifest["identity"])
 
     @property
     def statistics(self) -> tuple[Tensor, Tensor]:
-        """Measured mean and standard deviation [c] of the training part's sampled latents."""
+        """Measured mean and standard deviation [c] of the sampled latents of the training part."""
         measured = self.manifest["statistics"]
         return torch.tensor(measured["mean"]), torch.tensor(measured["std"])
 
     def __getitem__(self, key: Key) -> dict[str, Any]:
-        """What is stored of an image.
+        """Return the stored item of an image.
 
         Returns:
-            ``mean`` and ``logvar`` or ``latents`` [c, h, w] float32, as the autoencoder gave them (not normalised);
-            ``index`` and ``variant``; ``labels``, ``captions``, ``text`` [L, D], ``text_mask`` [L] bool, ``pooled`` [P]
-            and ``features`` [N, D] where there are some: text as its encoder gave it, features in float32.
+            ``mean`` and ``logvar``, or ``latents``, [c, h, w] float32, as the autoencoder gave them (not normalised);
+            ``index`` and ``variant``. If they are stored: ``labels``, ``captions``, ``text`` [L, D], ``text_mask`` [L],
+            ``pooled`` [P] and ``features`` [N, D] float32. Text has the number format of its encoder.
 
         Raises:
-            ConfigurationError: For a key that was not encoded.
+            ConfigurationError: If the key was not encoded.
         """
         index, variant = key
-        places, texts = self._index
-        if not (0 <= index < places.shape[0] and 0 <= variant < places.shape[1]) or places[index, variant, 0] < 0:
+        opened = self._open(INDEX)
+        places = opened["places"].numpy()  # NumPy reads a single number ten times faster than torch
+        if not _holds(places, index, variant):
             raise ConfigurationError(
                 f"The latent cache {self.folder} has no image (index {index}, variant {variant}): it holds "
-                f"{places.shape[0]} images, {places.shape[1]} variants of those for training, variant 0 of the others."
+                f"{places.shape[0]} images, {places.shape[1]} variants of the training images and variant 0 of the "
+                f"others. Make it again for these settings: {COMMAND} --overwrite"
             )
-        shard, row = (int(number) for number in places[index, variant])
-        stored = _row(self._open(f"shards/{shard:05d}.safetensors"), row)
+        shard, row = places[index, variant].tolist()
+        stored = read_row(self._open(shard_name(shard)), row)
         *found, label = stored["keys"].tolist()
-        self._same(found, [index, variant], f"row {row} of shard {shard}")
+        self._check_same(found, [index, variant], f"row {row} of shard {shard}")
         item: dict[str, Any] = {**decode_row(stored), "index": index, "variant": variant}
         if self.manifest["labels"]:
             item["labels"] = label
-        if "sizes" in stored:  # caches that were made before have none
+        if "sizes" in stored:
             item["sizes"] = stored["sizes"]
         if "features" in stored:
             item["features"] = stored["features"].float()
         if "captions" in stored:
             item["captions"] = stored["captions"]
-            item |= self._text(stored["captions"], int(texts[index, variant]))
+            item |= self._text(stored["captions"], int(opened["captions"].numpy()[index, variant]))
         return item
 
     def _text(self, caption: str, number: int) -> dict[str, Tensor]:
+        """Return the embeddings of a caption, which is the ``number``-th of the distinct ones; -1: there are none."""
         if number < 0:
             return {}
         shard, row = divmod(number, int(self.manifest["text_rows"]))
-        stored = _row(self._open(f"text/{shard:05d}.safetensors"), row)
-        self._same(stored["digests"].tolist(), list(caption_digest(caption)), f"text {number}")
+        stored = read_row(self._open(text_name(shard)), row)
+        self._check_same(stored["digests"].tolist(), list(caption_digest(caption)), f"text {number}")
         names = {"hidden": "text", "mask": "text_mask", "pooled": "pooled"}
         return {ours: stored[theirs] for theirs, ours in names.items() if theirs in stored}
 
-    def _same(self, found: list[int], wanted: list[int], where: str) -> None:
+    def _check_same(self, found: list[int], wanted: list[int], where: str) -> None:
         if found != wanted:
             raise ConfigurationError(
                 f"The latent cache {self.folder} is damaged: {where} belongs to {found}, not to {wanted}. Make it "
                 f"again: {COMMAND} --overwrite"
             )
 
-    @property
-    def _index(self) -> tuple[np.ndarray, np.ndarray]:
-        """Places [N, K, 2] and captions [N, K]; NumPy finds a single number ten times faster than torch."""
-        opened = self._open(INDEX)
-        return opened["places"].numpy(), opened["captions"].numpy()
-
     def _open(self, name: str) -> dict[str, Tensor]:
-        """The tensors of a file, mapped: a page of it is read when a number on it is."""
         if name not in self._opened:
-            file = map_tensors(self.folder / name)
-            self._opened[name] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+            self._opened[name] = open_shard(self.folder / name)
         return self._opened[name]
 
 
+def shard_name(number: int) -> str:
+    """Return the name of a file of latents in a cache."""
+    return f"shards/{number:05d}.safetensors"
+
+
+def text_name(number: int) -> str:
+    """Return the name of a file of caption embeddings in a cache."""
+    return f"text/{number:05d}.safetensors"
+
+
+def open_shard(path: Path) -> dict[str, Tensor]:
+    """Return the memory-mapped tensors of a file. A page is read when a number on it is used."""
+    file = map_tensors(path)
+    return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+
+
+def read_row(shard: Mapping[str, Tensor], row: int) -> dict[str, Any]:
+    """Return a copy of one row of a shard. ``scale`` and ``zero`` are those of all rows; the caption is a text."""
+    stored: dict[str, Any] = {}
+    for name, values in shard.items():
+        if name in ("scale", "zero"):
+            stored[name] = values
+        elif name == "captions":
+            ends = shard["caption_ends"]
+            begin = int(ends[row - 1]) if row else 0
+            stored[name] = values[begin : int(ends[row])].numpy().tobytes().decode()
+        elif name != "caption_ends":
+            stored[name] = values[row].clone()
+    return stored
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a cache.
+    """Return the manifest of a cache.
 
     Raises:
         ConfigurationError: If there is no cache, or its manifest cannot be read.
@@ -150,7 +181,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ConfigurationError(f"There is no latent cache in {folder}. Make it: {COMMAND}")
     try:
         manifest = read_json(path)
-        if missing := {"identity", "files", "count", "statistics", "labels", "text_rows"} - manifest.keys():
+        missing = _ENTRIES - manifest.keys()
+        if missing:
             raise KeyError(*sorted(missing))
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise ConfigurationError(f"{path} cannot be read ({error!r}). Make it again: {COMMAND} --overwrite") from error
@@ -158,43 +190,39 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def refuse_other(folder: Path, found: Mapping[str, str], wanted: Mapping[str, str], way_out: str) -> None:
-    """Compare what a cache was made from with what a run asks for.
+    """Compare the settings and contents that a cache was made from with those of a run.
 
     Raises:
-        ConfigurationError: Naming every entry that differs, with both values.
+        ConfigurationError: If an entry differs. The message names all of them, with both values, and ``way_out``.
     """
-    names = [name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name)]
-    if names:
-        lines = [
-            f"  {n}: the cache has {_short(found.get(n))}, this run asks for {_short(wanted.get(n))}" for n in names
-        ]
+    lines = []
+    for name in sorted({*found, *wanted}):
+        if found.get(name) != wanted.get(name):
+            has = _short(found.get(name))
+            asks = _short(wanted.get(name))
+            lines.append(f"  {name}: the cache has {has}, this run asks for {asks}")
+    if lines:
         raise ConfigurationError(
             "\n".join([f"The latent cache {folder} was made from something else:", *lines, way_out])
         )
 
 
 def caption_digest(caption: str) -> bytes:
-    """16 bytes by which a caption's embedding is known."""
+    """Return the 16 bytes that identify a caption."""
     return hashlib.blake2b(caption.encode(), digest_size=16).digest()
 
 
-def _row(shard: Mapping[str, Tensor], row: int) -> dict[str, Any]:
-    """A copy of one row of every tensor of a shard; what it has once for all rows as it is, the caption as text."""
-    stored: dict[str, Any] = {}
-    for name, values in shard.items():
-        if name in ("scale", "zero"):
-            stored[name] = values
-        elif name == "captions":
-            ends = shard["caption_ends"]
-            begin, end = int(ends[row - 1]) if row else 0, int(ends[row])
-            stored[name] = values[begin:end].numpy().tobytes().decode()
-        elif name != "caption_ends":
-            stored[name] = values[row].clone()
-    return stored
+def _holds(places: np.ndarray, index: int, variant: int) -> bool:
+    """Return whether a key was encoded, by ``places`` [N, K, 2]."""
+    count, variants, _ = places.shape
+    return 0 <= index < count and 0 <= variant < variants and places[index, variant, 0] >= 0
 
 
 def _short(value: str | None) -> str:
+    """Return an entry for an error message, cut to a readable length."""
     if value is None:
-        return "nothing of the kind"
-    length = 12 if re.fullmatch("[0-9a-f]{40,}", value) else _SHOWN
-    return repr(value if len(value) <= length else value[:length] + "...")
+        return "no such entry"
+    length = 12 if re.fullmatch("[0-9a-f]{40,}", value) else _SHOWN  # 12 digits of a hash are enough
+    if len(value) > length:
+        value = value[:length] + "..."
+    return repr(value)

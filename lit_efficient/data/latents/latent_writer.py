@@ -1,24 +1,22 @@
-"""Encode all images of a source into a latent cache, shard by shard; a run that was killed goes on after the last one.
+"""Encode all images of a source into a latent cache, shard by shard, and resume after a kill.
 
-    plan (a pure function of the source) -> shards -> texts -> index -> manifest -> the folder gets its name
+    plan (a pure function of the source) -> shards -> texts -> index -> manifest -> rename to the final folder
 
-All is written into a hidden folder beside the final one, each file whole or not at all, and noted in a journal with its
-hash; the last step is one rename. Going on, files are compared with the journal, and what is missing, torn or altered
-is made again. No batch crosses a shard and nothing is drawn at random, so with the same batch size the result of an
-interrupted run is byte for byte that of an uninterrupted one.
+All files are written atomically into a hidden folder beside the final one, and the last step is one rename. A resumed
+build checks the hash that each file holds, and makes missing, damaged or altered files again. A batch never crosses a
+shard and nothing is drawn at random, so with the same batch size the result of an interrupted build equals that of an
+uninterrupted one, byte for byte.
 
-Costs: one pass over all images and variants; memory for one shard.
+Costs: one pass over all images and variants; memory for one shard; reading all files once at the end, for their hashes
 """
 
-import json
 import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import groupby
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,15 +29,19 @@ from lit_efficient.data.latents.latent_store import (
     MANIFEST,
     LatentStore,
     caption_digest,
+    open_shard,
     read_manifest,
+    read_row,
     refuse_other,
+    shard_name,
+    text_name,
 )
 from lit_efficient.data.latents.teacher_features import stored_features
-from lit_efficient.errors import ConfigurationError, refusal
-from lit_efficient.files.atomic_file import remove_whole, replacing
-from lit_efficient.files.cache import with_hash, without_hash, write_json
+from lit_efficient.errors import CheckpointError, ConfigurationError, refusal
+from lit_efficient.files.atomic_file import remove_whole
+from lit_efficient.files.cache import read_json, write_json
 from lit_efficient.files.sums import sha256_of
-from lit_efficient.files.tensors import map_tensors, save_tensors
+from lit_efficient.files.tensors import load_tensors, save_tensors
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key, KeyedBatches
 from lit_efficient.models.libraries.latent_codec import LatentCodec
 from lit_efficient.models.libraries.teachers import Teacher
@@ -48,27 +50,33 @@ from lit_efficient.models.libraries.text_encoder import TextEncoder
 SHARD_ROWS = 1024
 TEXT_ROWS = 256
 PSNR_IMAGES = 8
-_JOURNAL = "journal.jsonl"
-_CONTENT = {MANIFEST, INDEX, _JOURNAL, "shards", "text"}  # a folder with anything else in it is never removed
+_SETTINGS = "building.json"  # settings of a build that is not finished
+_CONTENT = {MANIFEST, INDEX, _SETTINGS, "shards", "text"}  # a folder that holds anything else is never removed
+
+T = TypeVar("T")
+Progress = Callable[[int, int], Any]
+"""Make a progress bar with ``update(count)``, of (number of images, number of images that are done)."""
 
 
 @dataclass
 class Encoders:
-    """What images and captions go through. Nothing in it is trained."""
+    """Frozen networks that encode images and captions, and the number formats of their results."""
 
     codec: LatentCodec  # the autoencoder; its statistics must be 0 and 1
-    text: TextEncoder | None = None  # the encoder of captions, or None; embeddings are kept in the format that it gives
-    teacher: Teacher | None = None  # a network whose features are kept beside the latents, or None; of one layer
+    text: TextEncoder | None = None  # encoder of captions; embeddings are stored in its number format
+    teacher: Teacher | None = None  # network whose features of one layer are stored with the latents
     format: Format = "posterior"  # as in `encode_rows`
     dtype: StoredDtype = "float32"  # as in `encode_rows`
-    feature_dtype: StoredDtype = "float16"  # number format of the teacher's features
+    feature_dtype: StoredDtype = "float16"  # number format of the features
 
     def encode(self, batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-        """A batch of images to its rows: moments and features on the CPU, and what came with the images."""
+        """Return a batch without its images, but with ``mean``, ``logvar`` and ``features`` on the CPU."""
         images = batch["images"].to(device)
         mean, logvar = self.codec.moments(images)
-        rows: dict[str, Any] = {name: value for name, value in batch.items() if name != "images"}
-        rows |= {"mean": mean.cpu()} | ({} if logvar is None else {"logvar": logvar.cpu()})
+        rows = {name: value for name, value in batch.items() if name != "images"}
+        rows["mean"] = mean.cpu()
+        if logvar is not None:
+            rows["logvar"] = logvar.cpu()
         if self.teacher is not None:
             self.teacher.to(device)
             rows["features"] = stored_features(self.teacher, images, self.feature_dtype).cpu()
@@ -76,13 +84,25 @@ class Encoders:
 
 
 def plan_shards(images: ImageSource, rows: int) -> list[list[Key]]:
-    """The keys of each shard: all variants of images for training, variant 0 of the others; one shape a shard."""
+    """Return the keys of each shard: all variants of training images, variant 0 of the others; one shape per shard."""
     train = set(images.train_index)
     shapes: dict[tuple[int, int], list[Key]] = {}
     for index in sorted({*train, *images.val_index, *images.test_index}):
         variants = images.variants if index in train else 1
         shapes.setdefault(images.bucket_of(index), []).extend((index, variant) for variant in range(variants))
-    return [part for _, keys in sorted(shapes.items()) for part in _chunks(keys, rows)]
+    shards: list[list[Key]] = []
+    for _, keys in sorted(shapes.items()):
+        shards += _chunks(keys, rows)
+    return shards
+
+
+@dataclass
+class Ranks:
+    """Number of this process among several that build one cache."""
+
+    rank: int = 0
+    count: int = 1
+    wait: Callable[[], object] = lambda: None  # barrier of all processes
 
 
 def build_latents(
@@ -97,367 +117,329 @@ def build_latents(
     shard_rows: int = SHARD_ROWS,
     overwrite: bool = False,
     about: Mapping[str, str] | None = None,
-    progress: Any = None,
-    ranks: "Ranks | None" = None,
+    progress: Progress | None = None,
+    ranks: Ranks | None = None,
 ) -> dict[str, Any]:
-    """Write a latent cache, or go on with one, or do nothing if it is there; return its manifest.
+    """Write a latent cache, or resume an unfinished one, or check the one that exists. Return its manifest.
 
-    Several processes share the shards and the texts; the first one puts them together, and the others wait for it.
+    Several processes share the shards and the texts. Rank 0 finishes the cache, and the others wait.
 
     Args:
-        folder: Where it shall lie.
+        folder: Folder of the cache.
         images: The source, prepared and set up.
-        encoders: What encodes them.
+        encoders: Networks that encode the images.
         identity: All that the result depends on, by name.
-        batch_size: Images that are encoded at once. How a convolution rounds depends on it, by about 1e-7.
+        batch_size: Images that are encoded together. It changes the rounding of convolutions, by about 1e-7.
         num_workers: Processes that read images.
-        device: Where to encode; ``auto`` is the accelerator, if there is one.
-        shard_rows: Images a file.
-        overwrite: Replace a cache that is there, of whatever identity, and a half-built one of another.
-        about: Names for people to read, that are kept and not compared.
-        progress: A bar with ``update(count)``; made by ``progress(total, done)``. None shows none.
-        ranks: Which of several processes this is; None: there is one. All must be given the same.
+        device: Device that encodes. ``auto`` is the accelerator, if there is one.
+        shard_rows: Rows of a shard.
+        overwrite: Replace an existing cache of any identity, and an unfinished one of another identity.
+        about: Names for people to read. They are stored and not compared.
+        progress: Maker of a progress bar. None: no bar.
+        ranks: Number of this process among several, all with the same arguments. None: it is alone.
 
     Raises:
-        ConfigurationError: If the folder holds something else, or encoding gives numbers that are not finite.
+        ConfigurationError: If the folder holds something else, or encoded numbers are not finite.
     """
     from filelock import FileLock
 
-    folder, place = folder.absolute(), device_of(device)
+    folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
     ranks = ranks or Ranks()
-    if ranks.rank:  # the first one has looked at what is there
-        ranks.wait()
-        if (folder / MANIFEST).is_file() and not overwrite:
-            return read_manifest(folder)
-        partial = folder.with_name(f".{folder.name}.building")
-        header = {"identity": dict(identity), "shard_rows": shard_rows}
-        journal = _Journal(partial, header, False, ranks.rank)
-        plan = plan_shards(images, shard_rows)
-        _Build(partial, plan, images, encoders, journal, batch_size, place, ranks).write(num_workers, progress)
-        ranks.wait()
+    plan = plan_shards(images, shard_rows)
+    partial = folder.with_name(f".{folder.name}.building")
+    build = _Build(partial, plan, images, encoders, batch_size, device_of(device), ranks)
+    if ranks.rank:
+        ranks.wait()  # until rank 0 has looked at the folders
+        if overwrite or not (folder / MANIFEST).is_file():
+            build.write(num_workers, progress)
+            ranks.wait()
         return read_manifest(folder)
     with FileLock(folder.with_name(folder.name + ".lock")):
         if (folder / MANIFEST).is_file() and not overwrite:
-            hint = "Give another folder, put the settings back, or replace the cache with --overwrite."
-            refuse_other(folder, read_manifest(folder)["identity"], identity, hint)
-            (folder / _JOURNAL).unlink(missing_ok=True)  # of a run that was killed at its very end
-            found = LatentStore(folder, thorough=True).manifest
+            manifest = _checked(folder, identity)
+        else:
+            if folder.exists() and not _is_cache(folder):
+                raise ConfigurationError(
+                    f"{folder} is no latent cache and not empty. Nothing in it is changed. Give another folder."
+                )
+            if encoders.text is not None and "captions" not in images.dataset[plan[0][0]]:
+                raise ConfigurationError(
+                    "LatentData: text_encoder needs images with captions, and these have none. Set text_encoder: null."
+                )
+            settings = {**identity, "shard_rows": str(shard_rows)}
+            _begin(partial, settings, overwrite)
             ranks.wait()
-            return found
-        if folder.exists() and (not folder.is_dir() or {path.name for path in folder.iterdir()} - _CONTENT):
-            raise ConfigurationError(
-                f"{folder} is no latent cache and not empty; nothing in it is touched. Give another."
-            )
-        plan = plan_shards(images, shard_rows)
-        if encoders.text is not None and "captions" not in images.dataset[plan[0][0]]:
-            raise ConfigurationError("LatentData: text_encoder needs images with captions; these have none.")
-        partial = folder.with_name(f".{folder.name}.building")
-        journal = _Journal(partial, {"identity": dict(identity), "shard_rows": shard_rows}, overwrite)
-        ranks.wait()
-        build = _Build(partial, plan, images, encoders, journal, batch_size, place, ranks)
-        build.write(num_workers, progress)
-        manifest = build.finish(dict(about or {}))
-        remove_whole(folder)  # and what a run left that was killed here
-        os.replace(partial, folder)
-        (folder / _JOURNAL).unlink()
+            build.write(num_workers, progress)
+            manifest = build.finish(identity, about or {})
+            remove_whole(folder)  # also removes the rest of a cache that a kill left at this place
+            os.replace(partial, folder)
+            (folder / _SETTINGS).unlink()
         ranks.wait()
         return manifest
 
 
-@dataclass
-class Ranks:
-    """Which of several processes this is."""
+def _checked(folder: Path, identity: Mapping[str, str]) -> dict[str, Any]:
+    """Return the manifest of a complete cache, after comparing its identity and all files."""
+    hint = "Give another folder, restore the settings, or replace the cache with --overwrite."
+    refuse_other(folder, read_manifest(folder)["identity"], identity, hint)
+    (folder / _SETTINGS).unlink(missing_ok=True)  # left by a run that was killed at its very end
+    return LatentStore(folder, thorough=True).manifest
 
-    rank: int = 0
-    count: int = 1
-    wait: Callable[[], object] = lambda: None  # until all of them wait
+
+def _is_cache(folder: Path) -> bool:
+    return folder.is_dir() and {path.name for path in folder.iterdir()} <= _CONTENT
 
 
-class _Journal:
-    """What of a half-built cache is finished, a line a file; work from another header is refused, or removed."""
-
-    def __init__(self, folder: Path, header: dict[str, Any], overwrite: bool, rank: int = 0) -> None:
-        self.folder = folder
-        self.header = header
-        self.path = folder / _JOURNAL
-        if rank:  # what the first process has found whole; what this one adds stands in a file of its own
-            self.entries = {line["file"]: line for line in list(self._lines())[1:]}
-            self.path = folder / f"{rank}.{_JOURNAL}"
-            self.path.write_bytes(b"")
+def _begin(partial: Path, settings: Mapping[str, str], overwrite: bool) -> None:
+    """Create the folder of an unfinished cache, or accept the one that a build with the same settings left."""
+    path = partial / _SETTINGS
+    if path.is_file():
+        try:
+            found = read_json(path)
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(
+                f"{path} of an unfinished latent cache is damaged. Delete the folder {partial}."
+            ) from error
+        if found == settings:
             return
-        lines = list(self._lines())
-        if lines and lines[0] != header and overwrite:
-            remove_whole(folder)
-            lines = []
-        if lines:
-            hint = "Finish that one, give another folder, or drop what was begun with --overwrite."
-            found = {**lines[0].get("identity", {}), "shard_rows": str(lines[0].get("shard_rows"))}
-            refuse_other(folder, found, {**header["identity"], "shard_rows": str(header["shard_rows"])}, hint)
-        self.entries = {line["file"]: line for line in lines[1:] if self._is_whole(line)}
-        others = list(folder.glob(f"*.{_JOURNAL}"))
-        for path in others:
-            self.entries |= {line["file"]: line for line in self._lines(path) if self._is_whole(line)}
-        with replacing(self.path) as file:  # without a torn last line, and without what must be made again
-            file.writelines(_line(entry) for entry in [header, *self.entries.values()])
-        for path in others:
-            path.unlink()
-
-    def gather(self) -> None:
-        """Take over what the other processes have noted."""
-        for path in sorted(self.folder.glob(f"*.{_JOURNAL}")):
-            self.entries |= {line["file"]: line for line in self._lines(path)}
-            if self.path.name == _JOURNAL:
-                with self.path.open("ab") as file:
-                    file.write(path.read_bytes())
-                    file.flush()
-                    os.fsync(file.fileno())
-
-    def drop_others(self) -> None:
-        """Remove the other processes' journals, of which all stands in this one."""
-        for path in self.folder.glob(f"*.{_JOURNAL}"):
-            path.unlink()
-
-    def add(self, entry: dict[str, Any]) -> None:
-        """Note a file that is finished."""
-        path = self.folder / entry["file"]
-        self.entries[entry["file"]] = entry = {**entry, "bytes": path.stat().st_size, "digest": sha256_of(path)}
-        with self.path.open("ab") as file:
-            file.write(_line(entry))
-            file.flush()
-            os.fsync(file.fileno())
-
-    def _is_whole(self, entry: dict[str, Any]) -> bool:
-        path = self.folder / entry["file"]
-        return path.is_file() and path.stat().st_size == entry["bytes"] and sha256_of(path) == entry["digest"]
-
-    def _lines(self, path: Path | None = None) -> Iterator[dict[str, Any]]:
-        path = path or self.path
-        if not path.is_file():
-            return
-        for line in path.read_bytes().splitlines(keepends=True):
-            if not line.endswith(b"\n"):
-                return  # torn
-            try:
-                yield without_hash(json.loads(line))
-            except ValueError as error:
-                raise ConfigurationError(
-                    f"{path} of a half-built latent cache is damaged: delete the folder {self.folder}."
-                ) from error
+        if not overwrite:
+            hint = "Finish that cache, give another folder, or discard the unfinished cache with --overwrite."
+            refuse_other(partial, found, settings, hint)
+    remove_whole(partial)  # files without their settings may belong to any build
+    write_json(path, settings)
 
 
 @dataclass
 class _Build:
-    """One cache as it is made; the steps are those of `run`."""
+    """Unfinished cache."""
 
     folder: Path
     plan: list[list[Key]]
     images: ImageSource
     encoders: Encoders
-    journal: _Journal
     batch_size: int
     device: torch.device
     ranks: Ranks
 
-    def write(self, num_workers: int, progress: Any) -> None:
-        """Write this process's part of the shards, and of the texts, which are known when all shards are there."""
+    def write(self, num_workers: int, progress: Progress | None) -> None:
+        """Write the shards and texts of this process. The texts are known once all shards exist."""
         own = range(len(self.plan))[self.ranks.rank :: self.ranks.count]
-        missing = [n for n in own if _shard_name(n) not in self.journal.entries]
-        rows = sum(len(self.plan[n]) for n in own)
-        bar = progress and progress(rows, rows - sum(len(self.plan[n]) for n in missing))
-        for number, batches in self._encoded(missing, num_workers, bar):
-            self._write_shard(number, batches)
+        missing = [number for number in own if not self._is_written(shard_name(number), "keys", self._keys(number))]
+        bar = None
+        if progress is not None:
+            rows = sum(len(self.plan[number]) for number in own)
+            bar = progress(rows, rows - sum(len(self.plan[number]) for number in missing))
+        batches = self._batches(missing, num_workers)
+        for number in missing:
+            parts = []
+            for _ in _even_parts(self.plan[number], self.batch_size):
+                parts.append(self.encoders.encode(next(batches), self.device))
+                if bar is not None:
+                    bar.update(len(parts[-1]["index"]))
+            self._write_shard(number, parts)
         self.ranks.wait()
-        for number, captions in list(enumerate(_chunks(self._texts(), TEXT_ROWS)))[self.ranks.rank :: self.ranks.count]:
-            if f"text/{number:05d}.safetensors" not in self.journal.entries:
+        texts = list(enumerate(_chunks(self._texts(), TEXT_ROWS)))
+        for number, captions in texts[self.ranks.rank :: self.ranks.count]:
+            if not self._is_written(text_name(number), "digests", _digests(captions)):
                 self._write_texts(number, captions)
         self.ranks.wait()
 
-    def finish(self, about: dict[str, str]) -> dict[str, Any]:
-        """Write the index and the manifest over what all processes have written."""
-        self.journal.gather()
-        self.journal.drop_others()
+    def finish(self, identity: Mapping[str, str], about: Mapping[str, str]) -> dict[str, Any]:
+        """Write the index and the manifest of the files that all processes have written. Return the manifest."""
         texts = self._texts()
-        self._write(INDEX, self._index(texts))
-        return self._write_manifest(len(texts), about)
-
-    def _texts(self) -> list[str]:
-        """All captions, each once, in order."""
-        if self.encoders.text is None:
-            return []
-        return sorted({caption for n in range(len(self.plan)) for caption in self._captions(_shard_name(n))})
-
-    def _encoded(
-        self, missing: list[int], num_workers: int, bar: Any
-    ) -> Iterator[tuple[int, Iterator[dict[str, Any]]]]:
-        """The encoded batches of each shard that is missing."""
-        batches = [(n, keys) for n in missing for keys in _even_parts(self.plan[n], self.batch_size)]
-        loader = DataLoader(
-            KeyedBatches(self.images.dataset),
-            batch_size=None,
-            sampler=[keys for _, keys in batches],
-            collate_fn=collate_images,
-            num_workers=num_workers,
-            generator=torch.Generator().manual_seed(0),  # or a loader draws from the global one
-        )
-
-        def encode(batch: dict[str, Any]) -> dict[str, Any]:
-            rows = self.encoders.encode(batch, self.device)
-            if bar is not None:
-                bar.update(len(batch["index"]))
-            return rows
-
-        for number, pairs in groupby(zip((n for n, _ in batches), loader), key=lambda pair: pair[0]):
-            yield number, (encode(batch) for _, batch in pairs)
-
-    def _write_shard(self, number: int, batches: Iterator[dict[str, Any]]) -> None:
-        parts = list(batches)
-        keys = torch.stack([torch.cat([part[name] for part in parts]) for name in ("index", "variant")], dim=1)
-        joined = {n: torch.cat([part[n] for part in parts]) for n in ("mean", "logvar", "features") if n in parts[0]}
-        for name, values in joined.items():
-            if not (finite := values.flatten(1).isfinite().all(1)).all():
-                raise ConfigurationError(
-                    f"LatentData: the {name} of image {keys[int((~finite).nonzero()[0])].tolist()} (index, variant) is "
-                    "not finite. An autoencoder that overflows in float16 needs dtype float32 or bfloat16."
-                )
-        labels = torch.cat([part["labels"] for part in parts]) if "labels" in parts[0] else torch.full((len(keys),), -1)
-        stored = encode_rows(joined["mean"], joined.get("logvar"), self.encoders.format, self.encoders.dtype)
-        tensors = {**stored, "keys": torch.cat([keys, labels[:, None]], dim=1)}
-        if "features" in joined:
-            tensors["features"] = joined["features"]
-        if "sizes" in parts[0]:
-            tensors["sizes"] = torch.cat([part["sizes"] for part in parts])
-        if "captions" in parts[0]:
-            tensors |= _packed([caption for part in parts for caption in part["captions"]])
-        self._write(_shard_name(number), tensors, _moments(stored, keys[:, 0], self.images.train_index))
-
-    def _write_texts(self, number: int, captions: list[str]) -> None:
-        assert self.encoders.text is not None
-        hidden, mask, pooled = self.encoders.text.encode(captions, self.device)
-        digests = torch.tensor([list(caption_digest(caption)) for caption in captions], dtype=torch.uint8)
-        tensors = {"hidden": hidden.cpu(), "mask": mask.cpu(), "digests": digests}
-        if pooled is not None:
-            tensors["pooled"] = pooled.cpu()
-        self._write(f"text/{number:05d}.safetensors", tensors)
-
-    def _index(self, texts: list[str]) -> dict[str, Tensor]:
-        """Where each key lies, and its caption."""
-        shape = (len(self.images.dataset), self.images.variants)
-        places = torch.full((*shape, 2), -1, dtype=torch.int32)
-        captions = torch.full(shape, -1, dtype=torch.int32)
-        numbers = {caption: number for number, caption in enumerate(texts)}
-        for shard, keys in enumerate(self.plan):
-            index, variant = torch.tensor(keys).T
-            rows = torch.arange(len(keys))
-            places[index, variant] = torch.stack([torch.full_like(rows, shard), rows], dim=1).int()
-            if numbers:
-                found = [numbers[caption] for caption in self._captions(_shard_name(shard))]
-                captions[index, variant] = torch.tensor(found, dtype=torch.int32)
-        return {"places": places, "captions": captions}
-
-    def _write_manifest(self, texts: int, about: dict[str, str]) -> dict[str, Any]:
-        kept = [self.journal.entries[_shard_name(number)]["moments"] for number in range(len(self.plan))]
-        mean, std = Moments.join([Moments(**part) for part in kept if part is not None]).mean_and_std()
-        files = {name: [entry["bytes"], entry["digest"]] for name, entry in sorted(self.journal.entries.items())}
-        rows = sum(map(len, self.plan))
+        save_tensors(self.folder / INDEX, self._index(texts))
+        names = [shard_name(number) for number in range(len(self.plan))]
+        shapes: Counter[str] = Counter()
+        moments: list[Moments] = []
+        labelled: list[bool] = []
+        for name in names:
+            shard = open_shard(self.folder / name)
+            rows, *shape = shard["mean" if "mean" in shard else "latents"].shape
+            shapes["x".join(map(str, shape))] += rows
+            labelled.append(bool((shard["keys"][:, 2] >= 0).all()))
+            moments += _moments(shard, self.images.train_index)
+        mean, std = Moments.join(moments).mean_and_std()
+        names += [text_name(number) for number in range(math.ceil(len(texts) / TEXT_ROWS))]
+        sizes = {name: (self.folder / name).stat().st_size for name in sorted([*names, INDEX])}
+        rows = sum(shapes.values())
         manifest = {
-            "identity": self.journal.header["identity"],
-            "about": about,
+            "identity": dict(identity),
+            "about": dict(about),
             "count": len(self.images.dataset),
             "rows": rows,
-            "bytes_per_row": sum(size for size, _ in files.values()) / rows,
-            "latents": self._shapes(),
-            "labels": bool((self._open(_shard_name(0)).get_tensor("keys")[:, 2] >= 0).all()),
-            "texts": texts,
+            "bytes_per_row": sum(sizes.values()) / rows,
+            "latents": shapes,
+            "labels": all(labelled),
+            "texts": len(texts),
             "text_rows": TEXT_ROWS,
             "statistics": {"mean": mean, "std": std},
             "reconstruction_psnr_db": self._psnr(),
-            "files": files,
+            "files": {name: [size, sha256_of(self.folder / name)] for name, size in sizes.items()},
         }
         write_json(self.folder / MANIFEST, manifest)
         return manifest
 
-    def _shapes(self) -> dict[str, int]:
-        """Rows by the shape of their latents."""
-        counts: Counter[str] = Counter()
+    def _is_written(self, name: str, column: str, expected: Tensor) -> bool:
+        """Return whether a file matches the hash that it holds, and its rows are those of the plan."""
+        try:
+            found = load_tensors(self.folder / name).get(column)
+        except CheckpointError:
+            return False
+        return found is not None and torch.equal(found[:, : expected.shape[1]], expected)
+
+    def _keys(self, number: int) -> Tensor:
+        """Return index and variant of the rows of a shard, [R, 2] int64."""
+        return torch.tensor(self.plan[number])
+
+    def _texts(self) -> list[str]:
+        """Return all distinct captions, sorted."""
+        if self.encoders.text is None:
+            return []
+        captions: set[str] = set()
         for number in range(len(self.plan)):
-            file = self._open(_shard_name(number))
-            rows, *shape = file.get_slice("mean" if "mean" in file.keys() else "latents").get_shape()  # noqa: SIM118
-            counts["x".join(map(str, shape))] += rows
-        return counts
+            captions.update(self._captions(number))
+        return sorted(captions)
+
+    def _batches(self, missing: list[int], num_workers: int) -> Iterator[dict[str, Any]]:
+        """Return the batches of images of all missing shards, in order."""
+        keys: list[list[Key]] = []
+        for number in missing:
+            keys += _even_parts(self.plan[number], self.batch_size)
+        loader = DataLoader(
+            KeyedBatches(self.images.dataset),
+            batch_size=None,
+            sampler=keys,
+            collate_fn=collate_images,
+            num_workers=num_workers,
+            generator=torch.Generator().manual_seed(0),  # without it a loader draws from the global generator
+        )
+        return iter(loader)
+
+    def _write_shard(self, number: int, parts: list[dict[str, Any]]) -> None:
+        """Write the rows of the encoded batches of a shard."""
+        rows = {name: _joined([part[name] for part in parts]) for name in parts[0]}
+        keys = self._keys(number)
+        for name in ("mean", "logvar", "features"):
+            if name not in rows:
+                continue
+            finite = rows[name].flatten(1).isfinite().all(1)
+            if not finite.all():
+                key = keys[int((~finite).nonzero()[0])].tolist()
+                raise ConfigurationError(
+                    f"LatentData: the {name} of image {key} (index, variant) is not finite. An autoencoder that "
+                    "overflows in float16 needs dtype float32 or bfloat16."
+                )
+        labels = rows.get("labels", torch.full((len(keys),), -1))
+        tensors = encode_rows(rows["mean"], rows.get("logvar"), self.encoders.format, self.encoders.dtype)
+        tensors["keys"] = torch.cat([keys, labels[:, None]], dim=1)
+        for name in ("features", "sizes"):
+            if name in rows:
+                tensors[name] = rows[name]
+        if "captions" in rows:
+            tensors |= _packed(rows["captions"])
+        save_tensors(self.folder / shard_name(number), tensors)
+
+    def _write_texts(self, number: int, captions: list[str]) -> None:
+        assert self.encoders.text is not None
+        hidden, mask, pooled = self.encoders.text.encode(captions, self.device)
+        tensors = {"hidden": hidden.cpu(), "mask": mask.cpu(), "digests": _digests(captions)}
+        if pooled is not None:
+            tensors["pooled"] = pooled.cpu()
+        save_tensors(self.folder / text_name(number), tensors)
+
+    def _index(self, texts: list[str]) -> dict[str, Tensor]:
+        """Return the place of each key, and the number of its caption."""
+        shape = (len(self.images.dataset), self.images.variants)
+        places = torch.full((*shape, 2), -1, dtype=torch.int32)
+        captions = torch.full(shape, -1, dtype=torch.int32)
+        numbers = {caption: number for number, caption in enumerate(texts)}
+        for shard in range(len(self.plan)):
+            index, variant = self._keys(shard).T
+            rows = torch.arange(len(index))
+            places[index, variant] = torch.stack([torch.full_like(rows, shard), rows], dim=1).int()
+            if numbers:
+                found = [numbers[caption] for caption in self._captions(shard)]
+                captions[index, variant] = torch.tensor(found, dtype=torch.int32)
+        return {"places": places, "captions": captions}
 
     def _psnr(self) -> float:
-        """Of a few images against what is decoded from what is stored of them, in dB."""
+        """Return the PSNR in dB of a few images that are decoded from their stored latents."""
         errors = []
-        places = self._open(INDEX).get_tensor("places")
+        places = load_tensors(self.folder / INDEX)["places"]
         for index in (self.images.val_index or self.images.train_index)[:PSNR_IMAGES]:
             shard, row = places[index, 0].tolist()
-            file = self._open(_shard_name(shard))
-            names = [n for n in ("mean", "latents", "scale", "zero") if n in file.keys()]  # noqa: SIM118
-            stored = {n: file.get_tensor(n) if n in ("scale", "zero") else file.get_slice(n)[row] for n in names}
-            (latent,) = decode_row(stored).values()
+            latents = decode_row(read_row(open_shard(self.folder / shard_name(shard)), row))
+            latent = latents["mean"] if "mean" in latents else latents["latents"]
             decoded = self.encoders.codec.decode(latent[None].to(self.device))[0].cpu()
             errors.append((decoded - self.images.dataset[index, 0]["images"]).square().mean().item())
         return 10.0 * math.log10(4.0 / max(sum(errors) / len(errors), 1e-12))
 
-    def _write(self, name: str, tensors: dict[str, Tensor], moments: Moments | None = None) -> None:
-        save_tensors(self.folder / name, tensors)
-        self.journal.add({"file": name, "moments": None if moments is None else asdict(moments)})
-
-    def _captions(self, name: str) -> list[str]:
-        file = self._open(name)
-        data, ends = file.get_tensor("captions").numpy().tobytes(), file.get_tensor("caption_ends").tolist()
-        return [data[begin:end].decode() for begin, end in zip([0, *ends[:-1]], ends)]
-
-    def _open(self, name: str) -> Any:
-        return map_tensors(self.folder / name)
+    def _captions(self, number: int) -> list[str]:
+        """Return the captions of the rows of a shard."""
+        shard = open_shard(self.folder / shard_name(number))
+        data = shard["captions"].numpy().tobytes()
+        captions = []
+        begin = 0
+        for end in shard["caption_ends"].tolist():
+            captions.append(data[begin:end].decode())
+            begin = end
+        return captions
 
 
 def device_of(name: str) -> torch.device:
-    """The device of this name; ``auto`` is the accelerator, if there is one.
+    """Return the device of this name. ``auto`` is the accelerator, if there is one, else the CPU.
 
     Raises:
-        ConfigurationError: For no device's name.
+        ConfigurationError: If no device has this name.
     """
-    if name != "auto":
-        try:
-            return torch.device(name)
-        except RuntimeError as error:
-            raise refusal("LatentData", "device", "auto, cpu, cuda, ...", name) from error
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if name == "auto":
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise refusal("LatentData", "device", "auto, cpu, cuda, ...", name) from error
 
 
-def _moments(stored: Mapping[str, Tensor], index: Tensor, train: Sequence[int]) -> Moments | None:
-    """Of the rows that are trained on, as they will be read."""
-    chosen = torch.isin(index, torch.tensor(train))
+def _moments(shard: Mapping[str, Tensor], train: Sequence[int]) -> list[Moments]:
+    """Return the moments of the training rows of a shard, as they will be read; nothing without training rows."""
+    chosen = torch.isin(shard["keys"][:, 0], torch.tensor(train))
     if not chosen.any():
-        return None
-    rows = {name: values if name in ("scale", "zero") else values[chosen] for name, values in stored.items()}
+        return []
+    rows = {name: shard[name][chosen] for name in ("mean", "logvar", "latents") if name in shard}
+    rows |= {name: shard[name] for name in ("scale", "zero") if name in shard}
     read = decode_row(rows)
-    return Moments.of(read["mean"] if "mean" in read else read["latents"], read.get("logvar"))
+    return [Moments.of(read["mean"] if "mean" in read else read["latents"], read.get("logvar"))]
+
+
+def _joined(values: list[Any]) -> Any:
+    """Join the tensors or lists of several batches."""
+    if isinstance(values[0], Tensor):
+        return torch.cat(values)
+    return [entry for value in values for entry in value]
 
 
 def _packed(captions: Sequence[str]) -> dict[str, Tensor]:
-    """Texts as bytes in a row, and where each ends."""
+    """Return texts as consecutive bytes, and the end of each text."""
     data = [caption.encode() for caption in captions]
     ends = torch.tensor([len(text) for text in data]).cumsum(0)
-    joined = bytearray(b"".join(data) or b"\0")  # no tensor is empty
+    joined = bytearray(b"".join(data) or b"\0")  # a tensor must not be empty
     return {"captions": torch.frombuffer(joined, dtype=torch.uint8).clone(), "caption_ends": ends}
 
 
-def _chunks(items: Sequence[Any], size: int) -> Iterator[Any]:
-    return (items[start : start + size] for start in range(0, len(items), size))
+def _digests(captions: Sequence[str]) -> Tensor:
+    """Return the digests of captions [U, 16] uint8."""
+    return torch.tensor([list(caption_digest(caption)) for caption in captions], dtype=torch.uint8)
 
 
-def _even_parts(items: Sequence[Any], size: int) -> Iterator[Any]:
-    """As few parts of at most ``size`` as there can be: one image alone takes other kernels, and rounds otherwise."""
+def _chunks(items: list[T], size: int) -> list[list[T]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+def _even_parts(items: list[T], size: int) -> list[list[T]]:
+    """Split items into as few parts of at most ``size`` as possible, of nearly equal size.
+
+    A part with one image alone would use other kernels, which round differently.
+    """
     count = math.ceil(len(items) / size)
-    return (items[len(items) * i // count : len(items) * (i + 1) // count] for i in range(count))
-
-
-def _line(entry: Mapping[str, Any]) -> bytes:
-    return (json.dumps(with_hash(entry)) + "\n").encode()
-
-
-def _shard_name(number: int) -> str:
-    return f"shards/{number:05d}.safetensors"
+    return [items[len(items) * i // count : len(items) * (i + 1) // count] for i in range(count)]

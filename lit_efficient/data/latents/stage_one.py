@@ -1,7 +1,7 @@
-"""Stage one of latent diffusion on the digits: train the autoencoder and the judge, once, in a plain loop.
+"""Stage one of latent diffusion on the digits: train the autoencoder and the judge once, in a plain loop.
 
-A plain loop, because this runs inside another run's ``prepare_data``: a nested Trainer would read the outer run's
-launcher environment (torchrun's world size, for one) and fail there. All random draws are made in a fork of the global
+This code runs inside the ``prepare_data`` of another run. A nested Trainer would read the environment of the outer run
+(the world size of torchrun, for example) and fail, so there is none. All random draws are made in a fork of the global
 state.
 """
 
@@ -18,13 +18,14 @@ from lit_efficient.models.networks.conv_features import ConvFeatures
 from lit_efficient.surgery import own_draws
 
 KL_WEIGHT = 1e-4
+_BATCH = 64
 _Judge = TypeVar("_Judge", bound=ConvFeatures)
 
 
 def fit_autoencoder(images: Tensor, config: AutoencoderConfig, steps: int, seed: int = 0) -> Autoencoder:
-    """Train an autoencoder on images [N, C, H, W] on the CPU, in steps of 64: about 20 s for 400 steps at 32x32.
+    """Train an autoencoder on images [N, C, H, W] on the CPU, in batches of 64: about 20 s for 400 steps at 32x32.
 
-    The seed is that of the initial weights and of every draw.
+    The seed sets the initial weights and every draw.
     """
     with own_draws(seed):
         model = Autoencoder(config).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # 1.5x on a CPU
@@ -33,9 +34,9 @@ def fit_autoencoder(images: Tensor, config: AutoencoderConfig, steps: int, seed:
 
 
 def fit_classifier(build: Callable[[], _Judge], images: Tensor, labels: Tensor, steps: int, seed: int = 0) -> _Judge:
-    """Train any small classifier on the CPU, in steps of 64 images: a few seconds for 400 steps.
+    """Train a small classifier on the CPU, in batches of 64 images: a few seconds for 400 steps.
 
-    ``build`` draws its weights from torch's global generator, which is seeded, as every draw.
+    ``build`` makes the classifier. It draws weights from the global generator of torch, which is seeded with ``seed``.
     """
     with own_draws(seed):
         judge = build()
@@ -43,8 +44,8 @@ def fit_classifier(build: Callable[[], _Judge], images: Tensor, labels: Tensor, 
     return judge.eval().requires_grad_(False)
 
 
-def _optimise(model: nn.Module, count: int, steps: int, loss: Callable[[Tensor], Tensor], batch: int = 64) -> None:
-    """AdamW with 30 steps of warm-up, then a cosine to zero. ``loss`` maps row numbers [batch] to a scalar."""
+def _optimise(model: nn.Module, count: int, steps: int, loss: Callable[[Tensor], Tensor]) -> None:
+    """Train with AdamW: 30 steps of warm-up, then a cosine to zero. ``loss`` maps row numbers [64] to a scalar."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / 30) * 0.5 * (1.0 + math.cos(math.pi * step / steps))
@@ -52,6 +53,6 @@ def _optimise(model: nn.Module, count: int, steps: int, loss: Callable[[Tensor],
     with torch.enable_grad():
         for _ in range(steps):
             optimizer.zero_grad()
-            loss(torch.randint(count, (batch,))).backward()
+            loss(torch.randint(count, (_BATCH,))).backward()
             optimizer.step()
             schedule.step()

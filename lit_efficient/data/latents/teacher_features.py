@@ -1,13 +1,13 @@
-"""A frozen encoder's features of the clean images, for ``HiddenAlignment``: encoded with the latents, or live.
+"""Features of the clean images from a frozen encoder, for ``HiddenAlignment``: stored with the latents, or live.
 
-Stored or live they are rounded to the same number format, so that training sees the same numbers.
+Stored and live features are rounded to the same number format, so that training sees the same numbers.
 
-Cached, the encoder runs once and not in each step, for N x D numbers an image and variant: 256 tokens of DINOv2-B in
-float16 are 393 kB, against 16 kB of SD's posterior.
+With a cache the encoder runs once for each image and variant instead of in each step. The features take N x D numbers:
+256 tokens of DINOv2-B in float16 are 393 kB, and the posterior of Stable Diffusion is 16 kB.
 """
 
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -21,14 +21,14 @@ _WHO = "TeacherFeatures"
 
 @dataclass(frozen=True)
 class TeacherFeatures:
-    """Which encoder's features come with the latents, as ``features`` of a batch.
+    """Encoder whose features come with the latents, as ``features`` of a batch.
 
     Args:
-        teacher: The folder, hub name or ``config.json`` (random weights) of a transformers vision model; or
-            ``data.NAME``, a network of the images' data module.
-        layer: Pattern for its layer; ``""`` is its output (``last_hidden_state``).
-        image_size: Side that images are resized to; None: as its configuration says.
-        dtype: Number format that the features are kept in.
+        teacher: Folder, hub name or ``config.json`` (random weights) of a vision model of transformers; or
+            ``data.NAME``, a network of the DataModule of the images.
+        layer: Pattern of the layer whose output is used. ``""`` is the output of the model (``last_hidden_state``).
+        image_size: Height and width that images are resized to. null: the size in the configuration of the model.
+        dtype: Number format of the features.
     """
 
     teacher: str
@@ -40,14 +40,14 @@ class TeacherFeatures:
         check_number(_WHO, "image_size", self.image_size, least=1, whole=True, null=True)
         check_choice(_WHO, "dtype", self.dtype, get_args(StoredDtype))
 
-    def find(self, images: Any) -> Teacher:
-        """The encoder; ``data.NAME`` names a network of the data module ``images``."""
+    def find(self, images: object) -> Teacher:
+        """Return the encoder. ``data.NAME`` is an attribute of the DataModule ``images``."""
         return find_teacher(
             self.teacher, [self.layer], who=_WHO, data=images, image_size=self.image_size, argument="layer"
         )
 
     def identity(self, teacher: Teacher) -> dict[str, str]:
-        """What the features depend on, by name. Where the encoder lies is not among it, its weights are."""
+        """Return all that the features depend on, by name: the weights of the encoder, but not their path."""
         return {
             "features.weights": name_of(teacher.network).rpartition(": ")[2],  # class and digest
             "features.layer": self.layer,
@@ -57,6 +57,6 @@ class TeacherFeatures:
 
 
 def stored_features(teacher: Teacher, images: Tensor, dtype: StoredDtype) -> Tensor:
-    """Features of images [B, C, H, W] in [-1, 1] of the teacher's one layer, [B, N, D] or as it gives them, rounded."""
+    """Return the rounded features of images [B, C, H, W] in [-1, 1], as the layer gives them, such as [B, N, D]."""
     (features,) = teacher.of_images(images).values()
     return features.to(getattr(torch, dtype))
