@@ -162,12 +162,12 @@ class ThroughputMeter(RunFigures):
 
     def _more(self, trainer: Any, seconds: float) -> dict[str, float]:
         module, device = trainer.lightning_module, trainer.strategy.root_device
-        values = {f"{self._unit}_per_second_padded": self._held.positions * readers(trainer) / seconds}
+        values = {f"{self._unit}_per_second_padded": self._amount.positions * readers(trainer) / seconds}
         if self.flops is not None:
-            model = self.flops.model(self._held) / seconds
+            model = self.flops.model(self._amount) / seconds
             values["model_tflops"] = model / 1e12
             if peak := self.peak_flops or peak_flops_of(device, self._by_type):
-                values |= {"mfu": model / peak, "hfu": self.flops.hardware(self._held) / seconds / peak}
+                values |= {"mfu": model / peak, "hfu": self.flops.hardware(self._amount) / seconds / peak}
         optimizers = [getattr(optimizer, "state", {}) for optimizer in trainer.optimizers]  # some have none
         states = [state for kept in optimizers for state in kept.values() if isinstance(state, dict)]
         sizes = {
@@ -183,7 +183,7 @@ class ThroughputMeter(RunFigures):
             if peak_host := peak_memory(torch.device("cpu")):
                 values["host_memory_gib"] = peak_host / 2**30
         if not self._counted_in:
-            self._total = self._total + self._held
+            self._total = self._total + self._amount
             self._steady = [self._steady[0] + seconds, self._steady[1] + self._waited]
         self._counted_in = False
         if self.flops is not None and _trained(module) != self._trained:

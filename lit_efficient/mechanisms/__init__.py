@@ -1,1 +1,1 @@
-"""What several techniques share; no YAML names anything here."""
+"""Code that several techniques share. Configs name nothing in this package."""

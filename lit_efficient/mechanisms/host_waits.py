@@ -1,6 +1,7 @@
-"""Where a step lets the host wait for its device: reads of a value, and copies that are not asked to be non-blocking.
+"""Detection of operations that make the host wait for a device: reads of a value, and copies without non_blocking.
 
-A device works off a queue; after a wait the queue is empty, and the device idles until the host has filled it again.
+A device works through a queue of operations. After a wait the queue is empty, and the device idles until the host has
+filled the queue again.
 """
 
 import sys
@@ -16,20 +17,26 @@ from lit_efficient.internals.torch_dispatch import TorchDispatchMode, operator_o
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 
-_READS = {"local_scalar_dense": "reads a value", "equal": "compares", "nonzero": "counts what is true"}
-_READS |= {"masked_select": "counts what is true", "unique2": "counts what differs"}
-_WATCHES = "_lit_efficient_watches"  # of a strategy: makers of the contexts that its passes run in
+# Operators that read from the device, and the words for them in a report.
+_READS = {
+    "local_scalar_dense": "reads a value",
+    "equal": "compares tensors",
+    "nonzero": "counts nonzero elements",
+    "masked_select": "counts selected elements",
+    "unique2": "counts unique elements",
+}
+_WATCHES = "_lit_efficient_watches"  # attribute of a strategy: functions that make contexts for its passes
 _OURS = __name__.partition(".")[0]
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", _OURS)
 
 
 class HostWaits(TorchDispatchMode):
-    """Note where the host waits for a device while active: ``places`` counts ``file:line: what``.
+    """Dispatch mode that records where the host waits for a device: ``places`` counts texts ``file:line: operation``.
 
     Example:
         >>> import torch
         >>> with HostWaits() as waits:
-        ...     _ = torch.ones(3).sum().item()  # a CPU is not waited for
+        ...     _ = torch.ones(3).sum().item()  # the tensor is on the CPU, so nothing is recorded
         >>> waits.places
         Counter()
     """
@@ -41,43 +48,51 @@ class HostWaits(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = operator_of(func)[1].rpartition("::")[2].lstrip("_")
-        may_wait = name in _READS or name in ("to_copy", "copy_")
-        tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)] if may_wait else []
-        if tensors and (what := self._wait(name, tensors, args, kwargs)):
-            self.places[f"{place_of(sys._getframe(1))}: {what}"] += 1
+        if name in _READS or name in ("to_copy", "copy_"):
+            tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+            description = self._describe_wait(name, tensors, args, kwargs) if tensors else ""
+            if description:
+                self.places[f"{place_of(sys._getframe(1))}: {description}"] += 1
         return func(*args, **kwargs)
 
     @staticmethod
-    def _wait(name: str, tensors: list[Tensor], args: Any, kwargs: Any) -> str:
-        away = [x.device.type != "cpu" for x in tensors]
+    def _describe_wait(name: str, tensors: list[Tensor], args: Any, kwargs: Any) -> str:
+        """Return a description of the wait that an operator causes, or "" if it causes none."""
+        on_device = [x.device.type != "cpu" for x in tensors]
         if name in _READS:
-            return _READS[name] if any(away) else ""
+            return _READS[name] if any(on_device) else ""
+        non_blocking = kwargs.get("non_blocking")
         if name == "copy_":
-            target, source, blocking = *away[:2], not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+            to_device = on_device[0]
+            from_device = on_device[1]
+            if len(args) > 2:
+                non_blocking = args[2]
         else:
+            from_device = on_device[0]
             device = kwargs.get("device")
-            target, source = away[0] if device is None else device.type != "cpu", away[0]
-            blocking = not kwargs.get("non_blocking")
-        if target == source or (not blocking and target):
+            to_device = from_device if device is None else device.type != "cpu"
+        if to_device == from_device:
             return ""
-        return "copies from the host, not non_blocking" if target else "copies to the host"
+        if not to_device:
+            return "copies to the host"  # also with non_blocking, because the host will read the copy
+        return "" if non_blocking else "copies from the host without non_blocking"
 
 
 def place_of(frame: FrameType | None) -> str:
-    """File and line of the innermost frame that is the user's; else of the innermost of any but torch's."""
-    best = ""
+    """Return file and line of the innermost frame of the user's code, or of the innermost frame outside torch."""
+    fallback = ""
     while frame is not None:
         module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if module not in _LIBRARIES:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        if not best and module != "torch" and frame.f_code.co_filename != __file__:
-            best = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        if not fallback and module != "torch" and frame.f_code.co_filename != __file__:
+            fallback = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
-    return best or "?"
+    return fallback or "?"
 
 
 def watch(trainer: Any, make: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Run forward and backward passes of a fit in the contexts that ``make`` returns, until :func:`unwatch`."""
+    """Run the forward and backward passes of a fit in contexts made by ``make``, until :func:`unwatch` is called."""
     watches = trainer.strategy.__dict__.setdefault(_WATCHES, [])
     if make not in watches:
         watches.append(make)
@@ -86,7 +101,7 @@ def watch(trainer: Any, make: Callable[[], AbstractContextManager[Any]]) -> None
 
 
 def unwatch(trainer: Any, make: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Undo :func:`watch`; without it nothing happens."""
+    """Undo :func:`watch`. Does nothing if it was not called."""
     watches = trainer.strategy.__dict__.get(_WATCHES, [])
     if make in watches:
         watches.remove(make)

@@ -1,4 +1,4 @@
-"""What a run is measured by: how much a batch holds, the gradients' norm, the peak of memory."""
+"""Measurements of a run: amount of data in a batch, gradients, bytes of tensors, peak memory."""
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,13 +16,13 @@ from lit_efficient.losses.next_token import IGNORE
 
 @dataclass
 class Amount:
-    """What batches hold; of values that lie on a device sums are made there, and nobody waits for them."""
+    """Amount of data in batches. Values on a device stay tensors, so that counting does not wait for the device."""
 
-    positions: float = 0  # tokens or samples, padding included
-    real: float | Tensor = 0  # those that are no padding
-    squares: float = 0  # sum of the squared lengths of the rows, padding included; 0 of samples
-    pairs: float | Tensor = 0  # sum of the squared lengths of the documents, padding left out
-    within: float | Tensor = 0  # the same, with documents that are padding
+    positions: float = 0  # tokens or samples, including padding
+    real: float | Tensor = 0  # tokens or samples, without padding
+    squares: float = 0  # sum of the squared lengths of the rows, including padding; 0 for samples
+    pairs: float | Tensor = 0  # sum of the squared lengths of the documents, without padding
+    within: float | Tensor = 0  # sum of the squared lengths of the documents, including documents of padding
 
     def __add__(self, other: "Amount") -> "Amount":
         return Amount(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
@@ -32,59 +32,71 @@ class Amount:
 
 
 def count_batch(batch: Any) -> tuple[int, str]:
-    """How much a batch holds: tokens if it has ``input_ids``, else samples (the first tensor's first dimension)."""
+    """Return the number of tokens if a batch has ``input_ids``, else of samples, and the unit."""
     if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor):
         return batch["input_ids"].numel(), "tokens"
     return samples_of(batch), "samples"
 
 
 def measure(batch: Any) -> tuple[Amount, str]:
-    """As :func:`count_batch`, with and without padding, and with the lengths of documents; nothing is waited for.
+    """Return the amount of data in a batch and its unit, without waiting for a device.
 
-    Padding is what an ``attention_mask`` names, or in packed rows a last document none of whose ``labels`` count. A
-    document begins where ``position_ids`` are 0. Slices of rows say what is this process's share of the whole.
+    Padding is masked by ``attention_mask``. In packed rows the last document is padding if all its ``labels`` are
+    ignored. A document begins where ``position_ids`` are 0. A batch that was cut into slices of rows for several
+    processes brings its amount with it.
     """
-    if isinstance(batch, Mapping) and isinstance(known := batch.get(ROW_AMOUNT), Amount):
-        return known, "tokens"
+    if isinstance(batch, Mapping):
+        amount_of_slice = batch.get(ROW_AMOUNT)
+        if isinstance(amount_of_slice, Amount):
+            return amount_of_slice, "tokens"
     count, unit = count_batch(batch)
     if unit != "tokens" or batch["input_ids"].ndim != 2:
         return Amount(count, count), unit
     ids = batch["input_ids"]
     squares = count * ids.shape[1]
-    same = {name: batch.get(name) for name in ("attention_mask", "position_ids", "labels")}
-    same = {name: t for name, t in same.items() if isinstance(t, Tensor) and t.shape == ids.shape}
-    if "attention_mask" in same:
-        lengths = same["attention_mask"].sum(1, dtype=torch.int64)
+    per_token: dict[str, Tensor] = {}
+    for name in ("attention_mask", "position_ids", "labels"):
+        value = batch.get(name)
+        if isinstance(value, Tensor) and value.shape == ids.shape:
+            per_token[name] = value
+    if "attention_mask" in per_token:
+        lengths = per_token["attention_mask"].sum(1, dtype=torch.int64)
         pairs = (lengths * lengths).sum()
         return Amount(count, lengths.sum(), squares, pairs, pairs), unit
-    if "position_ids" not in same or not count:
+    if "position_ids" not in per_token or not count:
         return Amount(count, count, squares, squares, squares), unit
-    pairs = 2 * same["position_ids"] + 1  # of a document of n tokens n * n in all
-    if "labels" not in same:
+    pairs = 2 * per_token["position_ids"] + 1  # sums to n * n over a document of n tokens
+    if "labels" not in per_token:
         return Amount(count, count, squares, pairs.sum(), pairs.sum()), unit
     places = torch.arange(ids.shape[1], device=ids.device)
-    begins, learns = ((known * places).amax(1) for known in (same["position_ids"] == 0, same["labels"] != IGNORE))
-    real = (places < begins[:, None]) | (learns >= begins)[:, None]
+    last_document = ((per_token["position_ids"] == 0) * places).amax(1)  # begin of each row's last document
+    last_label = ((per_token["labels"] != IGNORE) * places).amax(1)
+    real = (places < last_document[:, None]) | (last_label >= last_document)[:, None]
     return Amount(count, real.sum(), squares, (pairs * real).sum(), pairs.sum()), unit
 
 
 def count_real(batch: Any) -> tuple[float | Tensor, str]:
-    """How much a batch holds without padding: then a tensor, not waited for; see :func:`measure`."""
+    """Return the amount of data in a batch without padding, and its unit; see :func:`measure`."""
     amount, unit = measure(batch)
     return amount.real, unit
 
 
 def held_bytes(tensors: Iterable[Any]) -> int:
-    """Bytes that tensors take on this process's devices, each storage once; of wrappers and shards what is inside."""
+    """Return the bytes of tensors on this process's devices, each storage once.
+
+    For wrapper subclasses and shards the bytes of the inner tensors count.
+    """
     sizes: dict[int, int] = {}
     stack = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
     while stack:
         tensor = stack.pop()
         if is_traceable_wrapper_subclass(tensor):
             inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-            stack += [part for part in inner if isinstance(part, Tensor)]  # of a shard also its mesh, which is none
-        elif tensor.layout is not torch.strided:  # sparse: its parts
-            stack += [tensor.coalesce().indices(), tensor.coalesce().values()] if tensor.is_sparse else []
+            stack += [part for part in inner if isinstance(part, Tensor)]  # a shard's mesh is not a tensor
+        elif tensor.is_sparse:
+            stack += [tensor.coalesce().indices(), tensor.coalesce().values()]
+        elif tensor.layout is not torch.strided:
+            continue  # the parts of other sparse layouts are not counted
         else:
             storage = tensor.untyped_storage()
             sizes[storage_id(storage)] = storage.nbytes()
@@ -92,41 +104,52 @@ def held_bytes(tensors: Iterable[Any]) -> int:
 
 
 def samples_of(batch: Any) -> int:
-    """How many rows a batch has: the first dimension of its first tensor."""
+    """Return the number of rows of a batch: the first dimension of its first tensor, or 0 without a tensor."""
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.ndim else 1
     if isinstance(batch, Mapping):
         batch = list(batch.values())
     if isinstance(batch, Sequence) and not isinstance(batch, str):
-        return next((count for count in map(samples_of, batch) if count), 0)
+        for item in batch:
+            count = samples_of(item)
+            if count:
+                return count
     return 0
 
 
 def gradients_of(optimizer: Optimizer) -> dict[Tensor, Tensor]:
-    """The gradient of each parameter that has one, in CPU memory where its optimizer has brought it there."""
-    gradients = getattr(getattr(optimizer, "host_states", None), "gradients", None)
-    away = {} if gradients is None else gradients.arrived()
-    own = {p: away.get(p, p).grad for group in optimizer.param_groups for p in group["params"]}
-    return {p: gradient for p, gradient in own.items() if gradient is not None}
+    """Return the gradients of an optimizer's parameters. Those that were moved to the CPU are returned from there."""
+    host_gradients = getattr(getattr(optimizer, "host_states", None), "gradients", None)
+    on_host = {} if host_gradients is None else host_gradients.arrived()
+    gradients = {}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            gradient = on_host.get(p, p).grad
+            if gradient is not None:
+                gradients[p] = gradient
+    return gradients
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """The most bytes that tensors took on an accelerator, or this process on a CPU; ``None`` where nobody counts."""
+    """Return the peak memory in bytes: of tensors on an accelerator, of this process on a CPU, or None if unknown."""
     if device.type != "cpu":
-        here = torch.accelerator.current_accelerator()
+        present = torch.accelerator.current_accelerator()
+        if present is None or present.type != device.type:
+            return None
         try:
-            return int(torch.accelerator.max_memory_allocated(device)) if here and here.type == device.type else None
+            return int(torch.accelerator.max_memory_allocated(device))
         except (AttributeError, NotImplementedError, RuntimeError):
             return None
     try:
         import resource
     except ImportError:  # Windows
         return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def short_number(value: float) -> str:
-    """Three digits and a unit: 950, 1.23k, 45.6M."""
+    """Return a number with three digits and a unit: 950, 1.23k, 45.6M."""
     for unit in ("", "k", "M", "G"):
         if value < 999.5:
             return f"{value:.3g}{unit}"

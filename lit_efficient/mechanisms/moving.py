@@ -1,4 +1,4 @@
-"""Batches, whatever they are nested in: copied to a device without waiting for it, and rows of them."""
+"""Operations on nested batches: asynchronous copies to a device, and selection of rows."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """Copy what a batch holds to a device without waiting for it: tensors, and objects with a method ``to``.
+    """Copy the tensors of a batch, and objects with a method ``to``, to a device without waiting for the copies.
 
     Args:
-        batch: Tensors in any nesting of mappings, sequences, named tuples and dataclasses; of other kinds nothing is
-            changed. Containers keep their types.
-        device: Where to.
+        batch: Tensors in any nesting of mappings, sequences, named tuples and dataclasses, which keep their types.
+            Objects of other kinds are returned unchanged.
+        device: Target device.
 
     Example:
         >>> move({"x": [torch.ones(1)], "name": "a"}, torch.device("meta"))
@@ -28,14 +28,14 @@ def move(batch: Any, device: torch.device) -> Any:
             moved = batch.to(device, non_blocking=True)
         except TypeError:
             moved = batch.to(device)
-        return batch if moved is None else moved
+        return batch if moved is None else moved  # some methods work in place and return None
     return rebuilt(batch, lambda item: move(item, device))
 
 
 def rebuilt(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """A container with each of its items changed: a mapping, a sequence, a named tuple or a dataclass, of its type.
+    """Return a copy of a container in which each item is replaced by ``change(item)``.
 
-    Of another kind it is returned as it is.
+    Mappings, sequences, named tuples and dataclasses keep their types. Objects of other kinds are returned unchanged.
     """
     if isinstance(batch, Mapping):
         items = {key: change(value) for key, value in batch.items()}
@@ -58,29 +58,32 @@ def rebuilt(batch: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def take_rows(batch: Any, rows: Tensor | slice, size: int) -> Any:
-    """Some rows of a batch.
+    """Return some rows of a batch.
 
     Args:
-        batch: Nested containers; of tensors [size, ...] and lists of ``size`` items without tensors the rows are taken,
-            others stay.
-        rows: Indices [n], or a slice of them.
-        size: Rows of the batch.
+        batch: Nested containers. Rows are taken from tensors [size, ...] and from lists of ``size`` items without
+            tensors. Other items are kept.
+        rows: Indices [n], or a slice.
+        size: Number of rows of the batch.
 
     Example:
         >>> take_rows({"x": torch.arange(3), "name": ["a", "b", "c"], "scale": 2.0}, torch.tensor([0, 2]), 3)
         {'x': tensor([0, 2]), 'name': ['a', 'c'], 'scale': 2.0}
     """
     if isinstance(batch, Tensor):
-        place = rows.to(batch.device) if isinstance(rows, Tensor) else rows
-        return batch[place] if batch.shape[:1] == (size,) else batch
+        if batch.shape[:1] != (size,):
+            return batch
+        return batch[rows.to(batch.device) if isinstance(rows, Tensor) else rows]
     plain = isinstance(batch, list | tuple) and not hasattr(batch, "_fields") and next(tensors_in(batch), None) is None
     if plain and len(batch) == size:
-        return batch[rows] if isinstance(rows, slice) else type(batch)(batch[i] for i in rows.tolist())
+        if isinstance(rows, slice):
+            return batch[rows]
+        return type(batch)(batch[i] for i in rows.tolist())
     return rebuilt(batch, lambda item: take_rows(item, rows, size))
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """The tensors in a batch, as :func:`move` finds them."""
+    """Yield the tensors in a batch, in the order of its containers."""
     if isinstance(batch, Tensor):
         yield batch
     elif is_dataclass(batch) and not isinstance(batch, type):

@@ -1,4 +1,4 @@
-"""A data set that is kept in memory: each item is read once, before the first epoch, if all of them fit."""
+"""Dataset that keeps its items in memory: each item is read once, before the first epoch, if all items fit."""
 
 import contextlib
 from collections.abc import Sequence
@@ -10,17 +10,17 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.mechanisms.trials.memory import available_cpu_memory, format_bytes
 from lit_efficient.mechanisms.trials.probes import sample_bytes
 
-_LOOKED_AT = 32  # items, which tell the size of all
-_SHARE = 0.8  # of the free memory that they may take
+_SAMPLED = 32  # items from which the size of all items is estimated
+_SHARE = 0.8  # fraction of the free memory that the items may take
 
 
 class Preloaded(Dataset[Any]):
-    """The items of a data set by key, read when they are added; workers that are forked share them.
+    """Dataset whose items are read when their keys are added. Forked worker processes share the items.
 
     Args:
-        dataset: Its items are found by key, and are the same whenever they are read.
-        owner: Whose argument ``preload`` is, for errors.
-        processes: How many on this machine keep as much.
+        dataset: Dataset that returns an item for a key, and the same item each time.
+        owner: Class whose argument ``preload`` is, for errors.
+        processes: Number of processes on this machine that hold the items.
     """
 
     def __init__(self, dataset: Any, owner: str, processes: int = 1) -> None:
@@ -30,20 +30,21 @@ class Preloaded(Dataset[Any]):
         self.items: dict[Any, Any] = {}
 
     def add(self, keys: Sequence[Any]) -> None:
-        """Read what is not there yet.
+        """Read the items of those keys that have not been added yet.
 
         Raises:
-            ConfigurationError: If that needs more than is free, with both numbers.
+            ConfigurationError: If the items need more memory than they may take, with both numbers.
         """
         new = [key for key in keys if key not in self.items]
-        some = new[:: max(1, len(new) // _LOOKED_AT)]
-        need = sum(sample_bytes(self.dataset[key]) for key in some) / max(1, len(some)) * len(new) * self.processes
+        sampled = new[:: max(1, len(new) // _SAMPLED)]
+        mean_bytes = sum(sample_bytes(self.dataset[key]) for key in sampled) / max(1, len(sampled))
+        need = mean_bytes * len(new) * self.processes
         free = available_cpu_memory()
         if free is not None and need > _SHARE * free:
             times = f" in each of {self.processes} processes" if self.processes > 1 else ""
             raise ConfigurationError(
-                f"{self.owner}: preload: true needs {format_bytes(need)} for {len(new)} items{times}, and of "
-                f"{format_bytes(free)} that are free it may take {_SHARE:.0%}: leave preload out, or set num_workers"
+                f"{self.owner}: preload: true needs {format_bytes(need)} for {len(new)} items{times}, but may take "
+                f"only {_SHARE:.0%} of the {format_bytes(free)} that are free. Leave preload out, or set num_workers"
             )
         self.items |= {key: self.dataset[key] for key in new}
 
@@ -53,5 +54,5 @@ class Preloaded(Dataset[Any]):
     def __getitem__(self, key: Any) -> Any:
         item = self.items[key]
         with contextlib.suppress(AttributeError):
-            return item.copy()  # what is put into a batch's items is not put into these
+            return item.copy()  # a transform that adds to the item must not change the stored one
         return item

@@ -1,4 +1,4 @@
-"""What grows with the steps of a run, and where a batch of training is changed before it is counted and moved."""
+"""Linear ramps over the steps of a run, and the base of techniques that change training batches on the host."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from lit_efficient.technique import Technique
 
 
 def ramped(step: int, start: float, end: float, steps: int, delay: int = 0) -> float:
-    """A value that is ``start`` for ``delay`` steps and then rises in a line, to ``end`` after ``steps`` more.
+    """Return a value that is ``start`` for ``delay`` steps and then changes linearly to ``end`` within ``steps`` steps.
 
     Args:
         step: Optimizer step, from 0.
-        start: At first.
-        end: At last.
-        steps: That it takes, at least 1.
-        delay: Steps before.
+        start: First value.
+        end: Last value.
+        steps: Length of the ramp in steps, at least 1.
+        delay: Number of steps before the ramp.
 
     Example:
         >>> [ramped(step, 64, 256, 100) for step in (0, 50, 100, 200)]
@@ -27,10 +27,10 @@ def ramped(step: int, start: float, end: float, steps: int, delay: int = 0) -> f
 
 
 def check_steps(owner: str, name: str, value: int | float, least: int = 1) -> None:
-    """Refuse what is neither a number of optimizer steps nor a share of the run, between 0 and 1.
+    """Check that a value is a number of optimizer steps (an integer) or a fraction of the run (a float in (0, 1)).
 
     Raises:
-        ConfigurationError: Naming both.
+        ConfigurationError: With the argument, its value and the allowed range.
     """
     if isinstance(value, float):
         check_number(owner, name, value, above=0, below=1)
@@ -39,23 +39,23 @@ def check_steps(owner: str, name: str, value: int | float, least: int = 1) -> No
 
 
 def steps_of(owner: str, name: str, value: int | float, trainer: Any) -> int:
-    """So many steps of a trainer's run.
+    """Return the number of steps that ``value`` means: itself, or a float's fraction of the trainer's ``max_steps``.
 
     Raises:
-        ConfigurationError: For a share of a run without ``max_steps``.
+        ConfigurationError: For a fraction if ``max_steps`` is not set.
     """
     if not isinstance(value, float):
         return value
     if trainer.max_steps < 1:
-        raise ConfigurationError(f"{owner}: {name}={value:g} is a share of Trainer(max_steps=...), which is not set")
+        raise ConfigurationError(f"{owner}: {name}={value:g} is a fraction of Trainer(max_steps=...), which is not set")
     return max(1, round(value * trainer.max_steps))
 
 
 class BatchChanges(Technique):
-    """Base of techniques that change each batch of training on the host, before anything counts it."""
+    """Base of techniques that change each training batch on the host, before it is counted and copied to the device."""
 
     def change(self, batch: Any, step: int) -> Any:
-        """The batch that the step after ``step`` optimizer steps trains on."""
+        """Return the changed batch for the training step that follows ``step`` optimizer steps."""
         raise NotImplementedError
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:

@@ -1,7 +1,8 @@
-"""A trained module from its checkpoint alone, without a trainer: techniques applied again, averaged weights chosen.
+"""Restore a trained module from its checkpoint without a trainer: reapply the techniques and choose the weights.
 
-What a checkpoint records of techniques is enough to change a fresh network as the training run did; the weights then
-fit it. Of a run with `EMA` or `CheckpointAverage` the average is what evaluation used, so it is what is taken.
+A checkpoint records the techniques of its run and their arguments. They change a new network as the training run did,
+so that the weights fit. If the run kept an average (`EMA`, `CheckpointAverage`), evaluation used the average, so the
+average is the default.
 """
 
 import os
@@ -27,25 +28,24 @@ Module = TypeVar("Module", bound=nn.Module)
 def restore(
     module: Module, path_or_checkpoint: str | os.PathLike[str] | Mapping[str, Any], weights: Weights = "auto"
 ) -> Module:
-    """Give ``module`` the weights of a run with techniques, in place, and say which they are.
+    """Load the weights of a run with techniques into ``module``, in place, and log which weights they are.
 
-    ``load_from_checkpoint`` knows no techniques: it misses the layers that adapters have changed, and takes the raw
-    weights of a run that was validated by their average.
+    Lightning's ``load_from_checkpoint`` does not know techniques: it ignores the layers that adapters have changed, and
+    loads the raw weights of a run whose average was validated.
 
         module = restore(MyModule(), "runs/mine/latest/best.ckpt")
 
     Args:
-        module: as its class builds it, before any technique; one of Lightning builds its ``configure_model`` here.
-        path_or_checkpoint: a checkpoint's file, which is verified as it is read, or its content.
-        weights: the ``average`` of a run that kept one, the ``raw`` weights, or ``auto``: the average where there is
-            one, which is what such a run validates.
+        module: A new module, to which no technique was applied. ``configure_model`` of a LightningModule is called.
+        path_or_checkpoint: Path of a checkpoint, whose hashes are verified, or a loaded checkpoint.
+        weights: ``average``, ``raw``, or ``auto``: the average if the run kept one, else the raw weights.
 
     Returns:
-        The same module, in eval mode, on the device where it was.
+        The same module, in eval mode, on its device.
 
     Raises:
-        CheckpointError: for a file that is damaged, an average that it does not hold, or tensors that do not fit.
-        ConfigurationError: for a technique of somebody else's whose class is not imported.
+        CheckpointError: If the file is damaged, if it holds no average and one is wanted, or if tensors do not fit.
+        ConfigurationError: If a technique of another package is needed and its class is not imported.
     """
     check_choice("restore", "weights", weights, get_args(Weights))
     if not isinstance(module, nn.Module):
@@ -62,16 +62,18 @@ def restore(
 
 
 def wanted_weights(owner: str, asked: Asked | None) -> Weights:
-    """What exports are asked for: ``ema`` is the average, and None is ``auto``."""
+    """Return the weights that the argument of an export means: ``ema`` is the average, and None is ``auto``."""
     check_choice(owner, "weights", asked, get_args(Asked), null=True)
-    return "average" if asked == "ema" else asked or "auto"
+    if asked == "ema":
+        return "average"
+    return asked or "auto"
 
 
 def take_weights(module: nn.Module, checkpoint: Mapping[str, Any], weights: Weights) -> str:
-    """As `restore`, of a module that is built and whose ``on_load_checkpoint`` has been called.
+    """Load weights as `restore` does, into a module whose ``on_load_checkpoint`` has been called already.
 
     Returns:
-        Which weights they are: ``raw``, or what the technique calls its average.
+        ``raw``, or the label of the average.
     """
     replay(module, checkpoint)
     state, held = weights_of(checkpoint, weights, module)
@@ -86,17 +88,20 @@ def take_weights(module: nn.Module, checkpoint: Mapping[str, Any], weights: Weig
 def weights_of(
     checkpoint: Mapping[str, Any], weights: Weights, module: nn.Module | None = None
 ) -> tuple[dict[str, Tensor], str]:
-    """The tensors of a checkpoint, averaged ones in the place of raw ones where they are wanted, and which they are.
+    """Return the state dict of a checkpoint, with averaged weights if they are wanted, and the label of the weights.
 
-    Shards are placed like the parameters of the module that is about to load them, if there is one.
+    Args:
+        checkpoint: The checkpoint.
+        weights: As for :func:`restore`.
+        module: Module that will load the weights. Shards are placed like its parameters.
 
     Raises:
-        CheckpointError: for an average that the checkpoint does not hold.
+        CheckpointError: If the checkpoint does not hold the wanted weights.
     """
     state = dict(checkpoint["state_dict"])
     held = str(checkpoint.get("lit_efficient", {}).get("weights", "raw"))
     if held != "raw" and weights == "raw":
-        raise CheckpointError(f"the checkpoint holds the weights {held!r} alone, and no raw ones")
+        raise CheckpointError(f"the checkpoint holds only the weights {held!r}, and no raw weights")
     if held != "raw" or weights == "raw":
         return state, held
     for technique in _shadows(checkpoint):
@@ -106,7 +111,7 @@ def weights_of(
             for name, tensor in state.items():
                 tied.setdefault(memory_of(tensor), []).append(name)
             average = without_heads(average, checkpoint) | dict(technique.buffers_for(state))
-            technique.forget()  # each tensor goes as soon as it has the format of its weight
+            technique.forget()  # frees each averaged tensor as soon as it has been converted below
             for name in [*average]:
                 tensor = average.pop(name)
                 raw = state.get(name, tensor)
@@ -114,19 +119,19 @@ def weights_of(
             return state, technique.label
     if weights == "average":
         raise CheckpointError(
-            "the checkpoint holds no average of weights: the run had neither EMA nor CheckpointAverage"
+            "the checkpoint holds no average of the weights: its run used no technique that keeps one, such as EMA"
         )
     return state, "raw"
 
 
 def without_heads(average: Mapping[str, Tensor], checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """An average without what trained beside the network and is none of its weights, such as an alignment's heads."""
-    aside = checkpoint.get("lit_efficient", {}).get("training_only", ())
-    return {name: tensor for name, tensor in average.items() if name not in aside}
+    """Return an average without parameters that exist only for training, such as the heads of an alignment loss."""
+    training_only = checkpoint.get("lit_efficient", {}).get("training_only", ())
+    return {name: tensor for name, tensor in average.items() if name not in training_only}
 
 
 def _shadows(checkpoint: Mapping[str, Any]) -> list[ShadowWeights]:
-    """The averaging techniques of the run, with their state."""
+    """Return the averaging techniques of a checkpoint's run, with their state."""
     found = []
     for record in checkpoint.get("lit_efficient", {}).get("techniques", ()):
         cls = technique_of(record)

@@ -1,12 +1,12 @@
-"""Put everything back: a record of every mutable thing that is reachable from some roots, restored in place.
+"""Record of the state of every mutable object that is reachable from some roots, which can be restored in place.
 
     record = Rewind([module, optimizer, ...]);    ... train, fail, validate ...;    record.restore()
 
-A checkpoint is not enough to undo steps that were only a test: it knows neither gradients, train and eval mode, metrics
-and progress counters, nor attributes of a user's own. So this walks the objects themselves: values of tensors and
-arrays, contents of dicts, lists and sets, attributes of objects, states of generators. Identity is kept: who holds
-a tensor or a list holds the same one afterwards, with the old contents. The machinery of a run (its trainer, loggers,
-loops' fetchers) is gone around, in either of Lightning's namespaces.
+A checkpoint cannot undo trial steps: it contains no gradients, train and eval modes, metrics, progress counters or
+attributes that a user has added. This module therefore walks the objects themselves: values of tensors and arrays,
+contents of dicts, lists and sets, attributes of objects, states of random generators. Objects keep their identity: a
+reference to a tensor or list still refers to the same object afterwards, with the old contents. The walk does not enter
+the machinery of a run (trainer, loggers, data fetchers), in either of Lightning's namespaces.
 """
 
 import copy
@@ -30,22 +30,22 @@ from lit_efficient.internals.lightning_loops import DATA_FETCHER
 from lit_efficient.internals.torch_dispatch import is_traceable_wrapper_subclass
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size)
-# Of torch and of the standard library only these have attributes that a training step changes; threads, locks, files
-# and process groups must be left alone.
+# Only these classes of torch and modules of the standard library have attributes that a training step changes. Threads,
+# locks, files and process groups must not be touched.
 _TORCH = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 _STDLIB = {"collections", "types", "argparse"}
-_OUTSIDE = (DataLoader, Dataset, Sampler)  # trials fetch by index: samplers and loaders are not touched
-# By name, because Lightning's classes exist twice: in lightning.pytorch and in pytorch_lightning.
+_OUTSIDE = (DataLoader, Dataset, Sampler)  # trials fetch samples by index and do not use samplers and loaders
+# Names instead of classes, because Lightning's classes exist twice: in lightning.pytorch and in pytorch_lightning.
 _MACHINERY = {"Trainer", "Strategy", "Accelerator", "Logger", "Profiler", "CombinedLoader", DATA_FETCHER}
 
 
 class Rewind:
-    """A record of the state of some objects, and of the global random generators.
+    """Record of the state of some objects and of the global random generators.
 
     Args:
-        roots: Objects to record with all that can be reached from them, but for datasets, loaders and samplers.
-        shallow: Objects of which only the attributes are recorded, not what these hold.
-        outside: Says of a type whether to stop at its instances, too.
+        roots: Objects to record, with all objects that can be reached from them except datasets, loaders and samplers.
+        shallow: Objects of which only the attributes are recorded, but not the objects in them.
+        outside: Function that returns True for further types whose instances are not entered.
 
     Example:
         >>> numbers = {"step": 1, "seen": [1]}
@@ -64,9 +64,10 @@ class Rewind:
     ) -> None:
         self.tensors: list[Tensor] = []
         self._undo: list[Callable[[], None]] = []
-        roots, shallow = list(roots), list(shallow)
-        self._restless = _restless([*roots, *shallow])
-        self._rest()
+        roots = list(roots)
+        shallow = list(shallow)
+        self._movers = _movers([*roots, *shallow])
+        self._move_weights_home()
         for item in shallow:
             self._undo.append(_undo_mapping(vars(item)))
         for item in reachable(roots, outside):
@@ -74,15 +75,15 @@ class Rewind:
         self._random = random_states()
 
     def restore(self) -> None:
-        """Put everything back. May be called any number of times."""
+        """Restore the recorded state. May be called any number of times."""
         with torch.no_grad():
-            self._rest()
+            self._move_weights_home()
             for undo in self._undo:
                 undo()
         set_random_states(self._random)
 
-    def _rest(self) -> None:
-        for item in self._restless:
+    def _move_weights_home(self) -> None:
+        for item in self._movers:
             item.come_to_rest()
 
     def _record(self, item: Any) -> None:
@@ -94,14 +95,18 @@ class Rewind:
         if _has_state(type(item)):
             if hasattr(item, "__dict__"):
                 self._undo.append(_undo_mapping(vars(item)))
-            if slots := _slots_of(item):
+            slots = _slots_of(item)
+            if slots:
                 self._undo.append(_undo_slots(item, slots))
 
 
 def reachable(roots: Iterable[object], outside: Callable[[type], bool] = lambda kind: False) -> Iterator[Any]:
-    """Every mutable thing that can be reached from some roots, each once; see :class:`Rewind` for where this stops."""
+    """Yield every mutable object that can be reached from some roots, each once.
+
+    See :class:`Rewind` for the objects at which the walk stops.
+    """
     stack = list(roots)
-    seen: dict[int, object] = {}  # the objects too, so that no id is used twice
+    seen: dict[int, object] = {}  # keeps the objects alive, because the id of a freed object can be used again
     while stack:
         item: Any = stack.pop()
         kind = type(item)
@@ -122,21 +127,29 @@ def reachable(roots: Iterable[object], outside: Callable[[type], bool] = lambda 
             stack += _slots_of(item).values()
 
 
-def _restless(roots: list[object]) -> list[Any]:
-    """What modules hold that moves their weights about: it takes them home first, and has no state of its own then."""
-    parts = [part for root in roots if isinstance(root, nn.Module) for part in root.modules()]
-    held = {id(value): value for part in parts for value in vars(part).values()}
-    return [value for value in held.values() if hasattr(type(value), "come_to_rest")]
+def _movers(roots: list[object]) -> list[Any]:
+    """Return the objects in modules' attributes that move weights between devices.
+
+    Their method ``come_to_rest`` moves all weights back, after which they have no state to record.
+    """
+    movers: dict[int, Any] = {}
+    for root in roots:
+        if isinstance(root, nn.Module):
+            for part in root.modules():
+                for value in vars(part).values():
+                    if hasattr(type(value), "come_to_rest"):
+                        movers[id(value)] = value
+    return list(movers.values())
 
 
 def _is_machinery(kind: type) -> bool:
-    """Whether a type belongs to the machinery of a run."""
+    """Return whether a type belongs to the machinery of a run, such as the trainer or a logger."""
     roots = {"lightning", "pytorch_lightning"}
     return any(base.__name__ in _MACHINERY and base.__module__.partition(".")[0] in roots for base in kind.__mro__)
 
 
 def _has_state(kind: type) -> bool:
-    """Whether instances of a type have attributes that a step may change."""
+    """Return whether instances of a type have attributes that a training step may change."""
     root = kind.__module__.partition(".")[0]
     if root == "torch":
         return issubclass(kind, (*_TORCH, nn.Parameter))
@@ -150,12 +163,19 @@ def _slots_of(item: Any) -> dict[str, Any]:
 def _slots(kind: type) -> Iterator[str]:
     for base in kind.__mro__:
         names = base.__dict__.get("__slots__", ())
-        yield from (names,) if isinstance(names, str) else (name for name in names if not name.startswith("__"))
+        if isinstance(names, str):
+            names = (names,)
+        for name in names:
+            if not name.startswith("__"):
+                yield name
 
 
 def _undo_for(item: Any) -> Callable[[], None] | None:
+    """Return a function that restores the present content of a container, tensor, array or generator."""
     if isinstance(item, Tensor):
-        return None if item.device.type == "meta" or is_lazy(item) else _undo_tensor(item)
+        if item.device.type == "meta" or is_lazy(item):
+            return None
+        return _undo_tensor(item)
     if isinstance(item, dict):
         return _undo_mapping(item)
     if isinstance(item, list):
@@ -181,11 +201,14 @@ def _undo_for(item: Any) -> Callable[[], None] | None:
 
 def _undo_tensor(tensor: Tensor) -> Callable[[], None]:
     alias = tensor.detach()
-    # On the host: a second copy of weights and states on the device would change the very memory that is measured.
+    # The copy is in host memory: on the device it would change the memory use that trials measure.
+    # Subclasses override ``to``, so a tensor on the CPU is cloned.
     copy = alias.clone() if tensor.device.type == "cpu" else alias.to("cpu", copy=True)
-    # Neither a wrapper nor a sparse tensor has one piece of memory that another tensor could take the place of.
+    # A wrapper subclass or a sparse tensor does not consist of one piece of memory that could be exchanged.
     wrapper = is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided
-    leaf, gradient, trains = tensor.is_leaf, tensor.grad if tensor.is_leaf else None, tensor.requires_grad
+    leaf = tensor.is_leaf
+    gradient = tensor.grad if leaf else None
+    requires_grad = tensor.requires_grad
 
     def undo() -> None:
         if not wrapper and (tensor.shape != alias.shape or tensor.data_ptr() != alias.data_ptr()):
@@ -195,15 +218,16 @@ def _undo_tensor(tensor: Tensor) -> Callable[[], None]:
         if leaf:
             if tensor.grad is not gradient:
                 tensor.grad = gradient
-            if tensor.requires_grad != trains:
-                tensor.requires_grad_(trains)
+            if tensor.requires_grad != requires_grad:
+                tensor.requires_grad_(requires_grad)
 
     return undo
 
 
 def _undo_mapping(mapping: dict[Any, Any]) -> Callable[[], None]:
     kept = dict(mapping)
-    kind: Any = OrderedDict if isinstance(mapping, OrderedDict) else dict  # each has an order of its own to keep
+    # The methods of the base class, because a subclass may override them; an OrderedDict keeps its order by itself.
+    kind: Any = OrderedDict if isinstance(mapping, OrderedDict) else dict
 
     def undo() -> None:
         if not _same(mapping.keys(), kept.keys()) or not _same(mapping.values(), kept.values()):
@@ -228,7 +252,10 @@ def _undo_collection(items: set[Any] | deque[Any]) -> Callable[[], None]:
 
     def undo() -> None:
         items.clear()
-        items.update(kept) if isinstance(items, set) else items.extend(kept)
+        if isinstance(items, set):
+            items.update(kept)
+        else:
+            items.extend(kept)
 
     return undo
 
@@ -243,13 +270,14 @@ def _undo_slots(item: object, kept: dict[str, Any]) -> Callable[[], None]:
 
 
 def _same(now: Iterable[object], then: Iterable[object]) -> bool:
-    """Whether two collections hold the same objects in the same order."""
-    now, then = list(now), list(then)
+    """Return whether two collections hold the same objects in the same order."""
+    now = list(now)
+    then = list(then)
     return len(now) == len(then) and all(a is b for a, b in zip(now, then))
 
 
 def random_states() -> dict[str, Any]:
-    """States of the global generators of torch (all devices in use), Python and NumPy."""
+    """Return the states of the global generators of torch (all devices in use), Python and NumPy."""
     states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
     for name, backend in _backends().items():
         states[name] = backend.get_rng_state_all()
@@ -259,7 +287,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Put back what :func:`random_states` returned."""
+    """Restore the states that :func:`random_states` returned."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
@@ -271,42 +299,54 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 def own_generators(*owners: Any, depth: int = 3) -> list[Any]:
-    """Generators of torch, NumPy and Python that objects hold, in attributes and in what these hold."""
+    """Return the generators of torch, NumPy and Python that objects hold.
+
+    Args:
+        owners: Objects whose attributes and items are searched.
+        depth: Number of levels of attributes and items.
+    """
     found: dict[int, Any] = {}
     for owner in owners:
         if isinstance(owner, torch.Generator | np.random.Generator | random.Random):
             found[id(owner)] = owner
         elif depth and not isinstance(owner, torch.Tensor | np.ndarray | str | bytes | type):
-            parts: Iterable[Any] = owner if isinstance(owner, list | tuple) and len(owner) <= 64 else ()
-            parts = owner.values() if isinstance(owner, dict) and len(owner) <= 64 else parts
-            inside = [*parts, *getattr(owner, "__dict__", {}).values()]
-            found |= {id(one): one for one in own_generators(*inside, depth=depth - 1)}
+            inside = [*getattr(owner, "__dict__", {}).values()]
+            # A long collection holds data, and its search would take long.
+            if isinstance(owner, list | tuple) and len(owner) <= 64:
+                inside += owner
+            elif isinstance(owner, dict) and len(owner) <= 64:
+                inside += owner.values()
+            for generator in own_generators(*inside, depth=depth - 1):
+                found[id(generator)] = generator
     return list(found.values())
 
 
 def generator_states(generators: Iterable[Any]) -> list[Any]:
-    """The states of :func:`own_generators`, in order."""
-    return [
-        one.get_state().clone() if isinstance(one, torch.Generator)
-        else one.getstate() if isinstance(one, random.Random)
-        else copy.deepcopy(one.bit_generator.state)
-        for one in generators
-    ]  # fmt: skip
+    """Return the states of the generators of :func:`own_generators`, in order."""
+    states: list[Any] = []
+    for generator in generators:
+        if isinstance(generator, torch.Generator):
+            states.append(generator.get_state().clone())
+        elif isinstance(generator, random.Random):
+            states.append(generator.getstate())
+        else:
+            states.append(copy.deepcopy(generator.bit_generator.state))
+    return states
 
 
 def set_generator_states(generators: Iterable[Any], states: Iterable[Any]) -> None:
-    """Put back what :func:`generator_states` returned."""
-    for one, state in zip(generators, states):
-        if isinstance(one, torch.Generator):
-            one.set_state(state)
-        elif isinstance(one, random.Random):
-            one.setstate(state)
+    """Restore the states that :func:`generator_states` returned."""
+    for generator, state in zip(generators, states):
+        if isinstance(generator, torch.Generator):
+            generator.set_state(state)
+        elif isinstance(generator, random.Random):
+            generator.setstate(state)
         else:
-            one.bit_generator.state = state
+            generator.bit_generator.state = state
 
 
 def same_random_states(one: Any, other: Any) -> bool:
-    """Whether two of what :func:`random_states` returns, or parts of them, are equal."""
+    """Return whether two results of :func:`random_states`, or parts of them, are equal."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, np.ndarray):
@@ -320,7 +360,7 @@ def same_random_states(one: Any, other: Any) -> bool:
 
 @contextmanager
 def other_randomness(states: dict[str, Any]) -> Iterator[None]:
-    """Draw from ``states`` inside, and go on outside as if nothing had been drawn."""
+    """Context in which the global generators have the given states. Afterwards they have their previous states."""
     before = random_states()
     set_random_states(states)
     try:
@@ -330,4 +370,5 @@ def other_randomness(states: dict[str, Any]) -> Iterator[None]:
 
 
 def _backends() -> dict[str, types.ModuleType]:
+    """Return torch's device modules that are in use, by name."""
     return {name: backend for name, backend in (("cuda", torch.cuda), ("xpu", torch.xpu)) if backend.is_initialized()}

@@ -1,6 +1,7 @@
-"""What a run is measured by, step by step, and logged: the base of `RunMetrics` and of `ThroughputMeter`.
+"""Figures of a run that are logged with its steps: the base of `RunMetrics` and of `ThroughputMeter`.
 
-The clock runs from one logged step to the next, without validation; what lies on a device is read at those steps only.
+Times are measured from one logged step to the next, without validation. Values on a device are read only at logged
+steps, so that other steps do not wait for the device.
 """
 
 import time
@@ -20,44 +21,55 @@ from lit_efficient.mechanisms.metering import Amount, gradients_of, measure, pea
 
 
 class RunFigures(Callback):
-    """Logs learning rates, gradient norm, throughput, peak memory and time spent waiting, whenever the trainer logs."""
+    """Log learning rates, gradient norm, throughput, peak memory and waiting time at the trainer's logging interval."""
 
     leaves_traces = True
 
     def __init__(self) -> None:
-        self.bar_figures: dict[str, float] = {}  # what a progress bar may show where it has room
+        self.bar_figures: dict[str, float] = {}  # for a progress bar, if it has room
         self._rates: dict[str, float] = {}
-        self._norms: dict[int, Tensor] = {}  # by the optimizer's index
-        self._noted: list[Tensor] | None = None  # norms of gradients freed in the backward pass, if to be logged
-        self._held = Amount()  # of the batches since the last logged step
+        self._norms: dict[int, Tensor] = {}  # gradient norm by the optimizer's index
+        # Norms of gradients that are freed during the backward pass, or None in steps that are not logged.
+        self._freed_norms: list[Tensor] | None = None
+        self._amount = Amount()  # content of the batches since the last logged step
         self._unit = ""
-        self._since = self._paused = self._asked = self._waited = 0.0  # seconds
+        # Times in seconds: of the last logged step, of a validation's begin, of a batch's request, and spent waiting.
+        self._since = 0.0
+        self._paused = 0.0
+        self._requested = 0.0
+        self._waited = 0.0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage == "fit":
-            watch_fetching(trainer, self._asks, self._got)
+            watch_fetching(trainer, self._on_request, self._on_batch)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._norms, self._rates, self.bar_figures = {}, {}, {}
+        self._norms = {}
+        self._rates = {}
+        self.bar_figures = {}
         for optimizer in trainer.optimizers:
             if hasattr(optimizer, "in_backward"):
-                optimizer.in_backward.watchers.append(self._note)
+                optimizer.in_backward.watchers.append(self._note_norm)
         self._begin()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self._noted = [] if self._logs(trainer) else None
-        if self._logs(trainer) and not any(_is_rate_monitor(callback) for callback in trainer.callbacks):
-            self._rates = rates_of(trainer.optimizers)
+        self._freed_norms = None
+        if self._logs(trainer):
+            self._freed_norms = []
+            if not any(_is_rate_monitor(callback) for callback in trainer.callbacks):
+                self._rates = rates_of(trainer.optimizers)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
         if not self._logs(trainer) or traits_of(trainer.strategy).flattens:
             return
-        freed = hasattr(optimizer, "in_backward")
-        norm = gradient_norm((self._noted or ()) if freed else gradients_of(optimizer).values())
+        if hasattr(optimizer, "in_backward"):
+            norm = gradient_norm(self._freed_norms or ())
+        else:
+            norm = gradient_norm(gradients_of(optimizer).values())
         if norm is None:
             return
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        if scaler is not None and unscales(optimizer):  # which it has not done yet
+        if scaler is not None and unscales(optimizer):  # the optimizer will unscale the gradients in its step
             norm = norm / scaler.get_scale()
         index = next((i for i, known in enumerate(trainer.optimizers) if known is optimizer), 0)
         self._norms[index] = norm
@@ -65,8 +77,8 @@ class RunFigures(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not self._watches(trainer):
             return
-        held, self._unit = measure(batch)
-        self._held = self._held + held
+        amount, self._unit = measure(batch)
+        self._amount = self._amount + amount
         if self._logs(trainer) and not (pl_module.automatic_optimization and accumulates(trainer)):
             self._log(trainer)
 
@@ -77,61 +89,78 @@ class RunFigures(Callback):
         self._since += time.monotonic() - self._paused
 
     def _log(self, trainer: Any) -> None:
-        several = len(trainer.optimizers) > 1
-        values = {f"grad_norm/{i}" if several else "grad_norm": float(norm) for i, norm in self._norms.items()}
-        count = float(self._held.real) * readers(trainer)
-        seconds = max(time.monotonic() - self._since, 1e-9)  # after the reads above: that of finished work
-        values = self._rates | values
+        values = dict(self._rates)
+        for index, norm in self._norms.items():
+            name = f"grad_norm/{index}" if len(trainer.optimizers) > 1 else "grad_norm"
+            values[name] = float(norm)
+        count = float(self._amount.real) * readers(trainer)
+        # The clock is read after the values, because reading them waits for the device to finish its work.
+        seconds = max(time.monotonic() - self._since, 1e-9)
         if count:
             values[f"{self._unit}_per_second"] = count / seconds
         values["data_wait"] = min(self._waited / seconds, 1.0)
-        if peak := peak_memory(trainer.strategy.root_device):
+        peak = peak_memory(trainer.strategy.root_device)
+        if peak:
             values["peak_memory_gib"] = peak / 2**30
         values |= self._more(trainer, seconds)
-        taken = names_logged(trainer)
-        values = {name: value for name, value in values.items() if name not in taken}
+        logged_by_module = names_logged(trainer)
+        values = {name: value for name, value in values.items() if name not in logged_by_module}
         for logger in trainer.loggers:
             logger.log_metrics(dict(values), step=logged_step(trainer))
+        self.bar_figures = {name: values[name] for name in ("grad_norm", "mfu") if name in values}
         rates = set(self._rates.values())
-        self.bar_figures = {"lr": rates.pop()} if len(rates) == 1 else {}
-        self.bar_figures |= {name: values[name] for name in ("grad_norm", "mfu") if name in values}
+        if len(rates) == 1:
+            self.bar_figures = {"lr": rates.pop(), **self.bar_figures}
         self._norms = {}
         self._begin()
 
-    def _note(self, parameter: Tensor) -> None:
-        norm = gradient_norm([parameter.grad]) if self._noted is not None and parameter.grad is not None else None
-        if norm is not None and self._noted is not None:
-            self._noted.append(norm)
+    def _note_norm(self, parameter: Tensor) -> None:
+        """Keep the norm of a gradient that is about to be freed."""
+        if self._freed_norms is None or parameter.grad is None:
+            return
+        norm = gradient_norm([parameter.grad])
+        if norm is not None:
+            self._freed_norms.append(norm)
 
     def _begin(self) -> None:
-        self._held, self._waited, self._since = Amount(), 0.0, time.monotonic()
+        self._amount = Amount()
+        self._waited = 0.0
+        self._since = time.monotonic()
 
     def _watches(self, trainer: Any) -> bool:
         return bool(trainer.loggers)
 
     def _logs(self, trainer: Any) -> bool:
-        """Whether the step under way is one that the trainer logs: the same answer on all processes."""
+        """Return whether the trainer logs the present step. The answer is the same on all processes."""
         every = trainer.log_every_n_steps
         return bool(self._watches(trainer) and every) and (logged_step(trainer) + 1) % every == 0
 
     def _more(self, trainer: Any, seconds: float) -> dict[str, float]:
-        """Further figures of the steps since the last logged one."""
+        """Return further figures of the ``seconds`` since the last logged step."""
         return {}
 
-    def _asks(self) -> None:
-        self._asked = time.monotonic()
+    def _on_request(self) -> None:
+        self._requested = time.monotonic()
 
-    def _got(self) -> None:
-        self._waited += time.monotonic() - self._asked
+    def _on_batch(self) -> None:
+        self._waited += time.monotonic() - self._requested
 
 
 def rates_of(optimizers: list[Optimizer]) -> dict[str, float]:
-    """The learning rate of each group of all optimizers: ``lr`` of a single one, else ``lr/NAME`` or ``lr/INDEX``."""
+    """Return the learning rates of all parameter groups, by the name under which they are logged.
+
+    The name is ``lr`` for a single group, else ``lr/NAME`` for a group with a unique name, else ``lr/INDEX``.
+    """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     names = [str(group.get("name") or "") for group in groups]
-    keys = [name if name and names.count(name) == 1 else str(i) for i, name in enumerate(names)]
-    rates = {f"lr/{key}": float(group["lr"]) for key, group in zip(keys, groups) if "lr" in group}
-    return {"lr": next(iter(rates.values()))} if len(groups) == 1 and rates else rates
+    rates = {}
+    for index, (group, name) in enumerate(zip(groups, names)):
+        if "lr" in group:
+            key = name if name and names.count(name) == 1 else str(index)
+            rates[f"lr/{key}"] = float(group["lr"])
+    if len(groups) == 1 and rates:
+        return {"lr": next(iter(rates.values()))}
+    return rates
 
 
 def _is_rate_monitor(callback: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Terms of the loss that modules compute on the way, such as routers: collected in a step, averaged over the calls.
+"""Loss terms that modules compute during the forward pass, such as the balancing losses of routers.
 
-A module with an attribute ``side_terms`` appends a vector to it in each call, while it is a list. What is recomputed
-for the backward pass comes later, and is not collected again.
+A module with an attribute ``side_terms`` that is a list appends a vector to it in each call. The list exists only
+during the forward pass, so a recomputation for the backward pass adds nothing.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,19 +13,27 @@ from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError, ConflictError
 
-_PATIENCE = 100  # steps: blocks may be skipped at random
+_PATIENCE = 100  # steps without a call before an error: blocks may be skipped at random
 
 
 class SideTerms:
-    """The terms of all modules of a class; ``made`` makes the vector of what was appended, if it is not that."""
+    """Collector of the loss terms of all modules of one class.
+
+    Args:
+        who: Name of the technique, for errors.
+        kind: Class of the modules.
+        made: Function from what a module appended to the vector of its terms.
+    """
 
     def __init__(self, who: str, kind: type, made: Callable[[Any], Tensor] = lambda term: term) -> None:
-        self.who, self.kind, self.made = who, kind, made
-        self._idle = 0  # steps in a row in which none was called
+        self.who = who
+        self.kind = kind
+        self.made = made
+        self._idle = 0  # consecutive steps in which no module was called
 
     @contextmanager
     def collecting(self, module: nn.Module) -> Iterator[None]:
-        """Let the modules append to lists of their own, which are gone afterwards."""
+        """Context in which the modules collect their terms. :meth:`mean` must be called inside."""
         parts = parts_of(module, self.kind)
         for part in parts:
             part.side_terms = []
@@ -36,32 +44,38 @@ class SideTerms:
                 del part.side_terms
 
     def mean(self, module: nn.Module) -> Tensor | None:
-        """The mean of the collected vectors, over the calls of each module, then over all that were called.
+        """Return the mean of the collected vectors over the calls of each module, then over all modules called.
 
-        ``None`` where none was, as if all their blocks were skipped at random.
+        The result is ``None`` if no module was called, because all their blocks were skipped at random, for example.
 
         Raises:
-            ConfigurationError: If none was called in a hundred steps.
-            ConflictError: If they have no gradient though what made them trains, as under reentrant checkpointing.
+            ConfigurationError: If no module was called in 100 consecutive steps.
+            ConflictError: If the terms have no gradient although the modules train. Reentrant activation checkpointing
+                causes this.
         """
-        parts = [part for part in parts_of(module, self.kind) if part.side_terms]
-        self._idle = 0 if parts else self._idle + 1
-        if self._idle >= _PATIENCE:
-            raise ConfigurationError(
-                f"{self.who}: in {_PATIENCE} steps {type(module).__name__}.training_step ran none of its modules with "
-                "gradients"
-            )
-        if not parts:
+        called = [part for part in parts_of(module, self.kind) if part.side_terms]
+        if not called:
+            self._idle += 1
+            if self._idle >= _PATIENCE:
+                raise ConfigurationError(
+                    f"{self.who}: {type(module).__name__}.training_step called none of the {self.kind.__name__} "
+                    f"modules with gradients in {_PATIENCE} steps"
+                )
             return None
-        terms = torch.stack([torch.stack([*map(self.made, part.side_terms)]).mean(0) for part in parts]).mean(0)
-        if not terms.requires_grad and any(p.requires_grad for part in parts for p in part.parameters()):
+        self._idle = 0
+        means = []
+        for part in called:
+            terms = [self.made(term) for term in part.side_terms]
+            means.append(torch.stack(terms).mean(0))
+        mean = torch.stack(means).mean(0)
+        if not mean.requires_grad and any(p.requires_grad for part in called for p in part.parameters()):
             raise ConflictError(
-                f"{self.who}: its losses have no gradient: activation checkpointing that is reentrant runs the forward "
-                "without one; use ActivationCheckpointing, or use_reentrant=False"
+                f"{self.who}: its loss terms have no gradient, because reentrant activation checkpointing runs the "
+                "forward pass without gradients. Use ActivationCheckpointing, or use_reentrant=False"
             )
-        return terms
+        return mean
 
 
 def parts_of(module: nn.Module, kind: type) -> list[Any]:
-    """The modules of a class, in definition order."""
+    """Return the modules of a class, in definition order."""
     return [part for part in module.modules() if isinstance(part, kind)]

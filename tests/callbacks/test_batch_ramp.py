@@ -174,7 +174,7 @@ def test_arguments_out_of_range_are_refused(arguments: dict[str, Any], words: st
 @pytest.mark.parametrize(
     ("milestones", "arguments", "words"),
     [
-        ([0.5], {}, r"milestones=0.5 is a share of Trainer\(max_steps=...\), which is not set"),
+        ([0.5], {}, r"milestones=0.5 is a fraction of Trainer\(max_steps=...\), which is not set"),
         ([1, 2], {"accumulate_grad_batches": 6}, "accumulate_grad_batches=6 is neither a multiple nor"),
         ([1], {"limit_train_batches": 0.5}, "limit_train_batches=0.5"),
         ([1], {"val_check_interval": 0.5}, "val_check_interval=0.5"),

@@ -299,7 +299,9 @@ def test_waits_are_named_by_file_and_line() -> None:
 
 
 def test_the_second_step_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostWaits, "_wait", staticmethod(lambda name, *_: "reads a value" if "scalar" in name else ""))
+    monkeypatch.setattr(
+        HostWaits, "_describe_wait", staticmethod(lambda name, *_: "reads a value" if "scalar" in name else "")
+    )
 
     class Reading(Drawing):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -37,7 +37,7 @@ def test_weights_are_those_of_the_mean_over_the_easiest() -> None:
 def test_bad_arguments_and_losses_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="LossCurriculum: start must be above 0 and at most 1, got 0"):
         LossCurriculum(0)
-    with pytest.raises(ConfigurationError, match=r"steps=0.5 is a share of Trainer\(max_steps=...\)"):
+    with pytest.raises(ConfigurationError, match=r"steps=0.5 is a fraction of Trainer\(max_steps=...\)"):
         trainer([LossCurriculum()]).fit(Toy(), data(), data())
     with pytest.raises(ConfigurationError, match="LossCurriculum got no sample losses"):
         trainer([LossCurriculum(steps=5)], max_steps=1).fit(Toy(protocol=False), data(), data())

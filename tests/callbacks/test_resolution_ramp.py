@@ -78,7 +78,7 @@ def test_shares_are_of_max_steps() -> None:
     run = trainer([lit_efficient.ResolutionRamp(0.5, steps=0.5, multiple_of=8)], max_steps=4)
     run.fit(module, batches(), batches(2))
     assert [shape[2] for shape in module.trained] == [8, 16, 16, 16]
-    with pytest.raises(ConfigurationError, match=r"steps=0.5 is a share of Trainer\(max_steps=...\)"):
+    with pytest.raises(ConfigurationError, match=r"steps=0.5 is a fraction of Trainer\(max_steps=...\)"):
         trainer([lit_efficient.ResolutionRamp()]).fit(Classes(), batches(), batches(2))
 
 

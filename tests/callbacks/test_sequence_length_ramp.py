@@ -154,7 +154,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
     for batch in ({"chosen_input_ids": ids}, [ids], {"input_ids": ids[0]}):
         with pytest.raises(ConfigurationError, match=r"of='input_ids' is no tensor \[B, T\] of a batch with"):
             ramp.change(batch, 0)
-    with pytest.raises(ConfigurationError, match=r"steps=0.1 is a share of Trainer\(max_steps=...\)"):
+    with pytest.raises(ConfigurationError, match=r"steps=0.1 is a fraction of Trainer\(max_steps=...\)"):
         trainer([SequenceLengthRamp(4, 16)]).fit(Watched(), tokens(), tokens(2))
 
 

@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_refused_with_both_numbers(
     with pytest.raises(ConfigurationError) as caught:
         data.train_dataloader()
     assert "EncodedData: preload: true needs 16." in str(caught.value)
-    assert "KiB for 16 items, and of 16.0 KiB that are free it may take 80%" in str(caught.value)
+    assert "KiB for 16 items, but may take only 80% of the 16.0 KiB that are free" in str(caught.value)
     monkeypatch.setattr(preloaded, "available_cpu_memory", lambda: 40 * item)
     data.train_dataloader()
     two = Preloaded(data.dataset, "EncodedData", processes=2)
