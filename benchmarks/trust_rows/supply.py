@@ -20,7 +20,7 @@ from benchmarks.trust_rows import Piece
 from tests.processes import ROOT
 
 ADVISORIES = ROOT / "benchmarks" / "records" / "advisories.json"
-HASHES = ROOT / "constraints-hashes.txt"
+FLOORS = ".ci/floors.txt"
 IMPORTS = {
     "lit_efficient": "import lit_efficient",
     "the command": "import lit_efficient.__main__",
@@ -60,7 +60,7 @@ def listed() -> list[dict[str, Any]]:
 def _cases() -> tuple[str, ...]:
     own = [f"known {name}" for name in requirements() if name != "lit-efficient"]
     holes = [f"hole {number} {one['package']} {one['affected']}" for number, one in enumerate(listed())]
-    return (*own, *holes, *(f"import {name}" for name in IMPORTS), "hashes", "date")
+    return (*own, *holes, *(f"import {name}" for name in IMPORTS), "date")
 
 
 def trial(case: str, folder: Path) -> str:
@@ -71,8 +71,6 @@ def trial(case: str, folder: Path) -> str:
         return _import(IMPORTS[rest], folder)
     if kind == "known":
         return _known(rest)
-    if kind == "hashes":
-        return _hashes()
     content = json.loads(ADVISORIES.read_text("utf-8"))
     unknown = {one["source"] for one in content["advisories"] + content["open"]} - set(content["sources"])
     return f"no such source: {unknown}" if unknown else ""
@@ -89,14 +87,14 @@ def _hole(one: dict[str, Any]) -> str:
             return f"{requirement} allows {bad[0]}, which has {one['id']}"
         if bad := [version for version in edges if requirement.specifier.contains(version)]:
             return f"{requirement} allows {bad[0]}, which has {one['id']}"
-    for file in ("constraints.txt", "floors.txt"):
+    for file in ("constraints.txt", FLOORS):
         if (version := pins(file).get(name)) is not None and affected.contains(version):
             return f"{file} has {name} {version}, which has {one['id']}"
     return ""
 
 
 def _known(name: str) -> str:
-    """Each has a floor, a version that CI tests, and a version in floors.txt that is its floor."""
+    """Each has a floor, a version that CI tests, and a version in .ci/floors.txt that is its floor."""
     found = [one for one in requirements()[name] if one.specifier]
     if name.startswith("types-"):
         return ""
@@ -104,23 +102,11 @@ def _known(name: str) -> str:
         return f"{name} has no floor"
     if name not in pins("constraints.txt") and name not in ("pyyaml",):
         return f"{name} is not in constraints.txt"
-    for file in ("constraints.txt", "floors.txt"):
+    for file in ("constraints.txt", FLOORS):
         version = pins(file).get(name)
         if version is not None and not all(one.specifier.contains(version) for one in found):
             return f"{file} has {name} {version}, which pyproject.toml does not allow"
     return ""
-
-
-def _hashes() -> str:
-    """Each line of constraints.txt has its hash, but for what is built for kinds of machines."""
-    lines = [line for line in HASHES.read_text("utf-8").splitlines() if not line.startswith("#")]
-    wrong = [line for line in lines if not re.fullmatch(r"[\w.-]+==\S+ --hash=sha256:[0-9a-f]{64}", line)]
-    if wrong:
-        return f"{wrong[0]!r} has no hash"
-    left_out = ("torch", "bitsandbytes", "deepspeed")  # .ci/hashes says why
-    wanted = {name: version for name, version in pins("constraints.txt").items() if name not in left_out}
-    differing = wanted.items() ^ pins(HASHES.name).items()
-    return f"constraints.txt and {HASHES.name} differ: {sorted(map(str, differing))[:2]}" if differing else ""
 
 
 _WATCH = """
@@ -158,7 +144,7 @@ PIECES = (
         11,
         "supply",
         "A hole that benchmarks/records/advisories.json knows, a dependency, or an import: no version that "
-        "pyproject.toml, constraints.txt or floors.txt allow has the hole, each dependency has a floor and a pin, "
+        "pyproject.toml, constraints.txt or .ci/floors.txt allow has the hole, each dependency has a floor and a pin, "
         "and importing starts no process, opens no connection and writes no file.",
         _cases,
         trial,
