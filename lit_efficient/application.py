@@ -56,7 +56,9 @@ class Session:
     trainer: int
     wraps: dict[str, Callable[..., Any]] = field(default_factory=dict)  # of a method's name
     reports: dict[str, Report] = field(default_factory=dict)
-    schedulers: list[Any] = field(default_factory=list)  # while optimizers are rewritten, and no longer
+    # Both only while optimizers are rewritten: copies of the module must not drag them along.
+    optimizers: list[Optimizer] = field(default_factory=list)
+    schedulers: list[Any] = field(default_factory=list)
     protocol_checked: bool = False
     counts_copies: bool = False  # in the first step, under mixed precision
     checked: set[int] = field(default_factory=set)  # optimizers all of whose adapters have had a gradient
@@ -356,11 +358,13 @@ def configured_by(module: Any, techniques: list[Declaration], configure: Callabl
     configured = configure()
     optimizers = find_optimizers(configured)
     check_conflicts([*parts_of(module.trainer), *optimizers])
+    session.optimizers = optimizers
     session.schedulers = find_schedulers(configured)
     try:
         _rewrite_optimizers(module, session, techniques, optimizers)
     finally:
-        session.schedulers = []  # they hold the optimizer, which no copy of the module should drag along
+        session.optimizers = []
+        session.schedulers = []
     _check_trained(module, techniques, optimizers)
     return configured
 
@@ -497,6 +501,13 @@ def schedulers_of(module: nn.Module) -> list[Any]:
     """The schedulers that ``configure_optimizers`` returned; for use in ``Technique.rewrite_optimizer`` only."""
     session = _session(module)
     return list(session.schedulers) if session is not None else []
+
+
+def optimized_by(module: nn.Module) -> set[int]:
+    """Return identities of the parameters that optimizers hold; for use in ``Technique.rewrite_optimizer`` only."""
+    session = _session(module)
+    optimizers = [] if session is None else session.optimizers
+    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
 def _training_step_like(inner: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from lit_efficient.errors import ConfigurationError, ConflictError, check_number
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_compiler import swap_setting
 from lit_efficient.internals.torch_trees import tree_leaves
-from lit_efficient.mechanisms.blocks.finding import find_blocks
+from lit_efficient.mechanisms.blocks.block_map import find_blocks
 from lit_efficient.mechanisms.blocks.recomputation import OPERATORS, choose_kept, recompute, refuse_twice
 from lit_efficient.mechanisms.blocks.residual import without_cache
 from lit_efficient.mechanisms.trials.memory import SavedTensors, format_bytes

@@ -18,7 +18,7 @@ from torch import nn
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_number
-from lit_efficient.mechanisms.blocks.finding import find_blocks
+from lit_efficient.mechanisms.blocks.block_map import find_blocks
 from lit_efficient.mechanisms.blocks.offloading import Offload
 from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.surgery import mix_in, unmixed

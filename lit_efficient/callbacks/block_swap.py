@@ -26,7 +26,7 @@ from lit_efficient.errors import ConfigurationError, ConflictError, check_number
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_modules import Loads, Stays
 from lit_efficient.internals.torch_trees import tree_leaves
-from lit_efficient.mechanisms.blocks.finding import find_blocks
+from lit_efficient.mechanisms.blocks.block_map import find_blocks
 from lit_efficient.mechanisms.blocks.swapping import Swap, swapped_names, swapped_tensors
 from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.surgery import mix_in, unmixed

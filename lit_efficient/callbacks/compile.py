@@ -23,7 +23,7 @@ from lit_efficient.application import reports_of
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, refusal
 from lit_efficient.internals.torch_compiler import at_most_versions, breaks, counts, is_compiled, refused, swap_setting
-from lit_efficient.mechanisms.blocks.finding import find_blocks
+from lit_efficient.mechanisms.blocks.block_map import find_blocks
 from lit_efficient.surgery import match_modules, mix_in, parents, unmixed
 from lit_efficient.technique import Technique
 
@@ -177,7 +177,7 @@ class Compile(Technique):
         if self.modules == "network":
             found = list(_wholes(module))
         elif self.modules == "blocks":
-            found = find_blocks(module, who="Compile", example=r"modules=['layers\.\d+']")
+            found = find_blocks(module, who="Compile", every=True, example=r"modules=['layers\.\d+']")
         else:
             patterns = [self.modules] if isinstance(self.modules, str) else self.modules
             found = match_modules(module, patterns, who="Compile: modules")

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
-from lit_efficient.application import schedulers_of
+from lit_efficient.application import optimized_by, schedulers_of
 from lit_efficient.declaration import Phase, Report, held
 from lit_efficient.distributed.reducing import renew_reducer
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number, refusal
@@ -135,7 +135,13 @@ class GradualUnfreezing(Technique):
         """Show ``configure_optimizers`` all that will ever train, and sort it."""
         release(module)
         self._open = 0
-        self._names, self._norms = depth_groups_and_norms(module, self.groups, who="GradualUnfreezing")
+        self._group(module)
+
+    def _group(self, module: nn.Module, optimized: set[int] | None = None) -> None:
+        """Sort the parameters by depth, without networks of which the ``optimized`` parameters hold nothing."""
+        self._names, self._norms = depth_groups_and_norms(
+            module, self.groups, who="GradualUnfreezing", optimized=optimized
+        )
         late = len(self.milestones or ())
         if late >= len(self._names):
             allowed = f"at most {len(self._names) - 1}, one for each group but the head's"
@@ -150,6 +156,7 @@ class GradualUnfreezing(Technique):
             raise ConfigurationError(
                 "GradualUnfreezing: LBFGS keeps one state for all parameters, frozen ones too: use another optimizer"
             )
+        self._group(module, optimized_by(module))
         parameters = dict(module.named_parameters())
         depth = {id(parameters[name]): k for k, names in enumerate(self._names) for name in names}
         split_groups(

@@ -33,7 +33,7 @@ from lit_efficient.mechanisms.alignment import (
     member,
     unknown_width,
 )
-from lit_efficient.mechanisms.blocks.finding import find_blocks
+from lit_efficient.mechanisms.blocks.block_map import find_blocks
 from lit_efficient.models.libraries.teachers import CLASS, Teacher, find_teacher, only_module, width_of
 from lit_efficient.surgery import moved, parents
 

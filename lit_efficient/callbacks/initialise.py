@@ -19,7 +19,7 @@ from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConfigurationError, check_choice, check_number
 from lit_efficient.internals.torch_fake import has_values
 from lit_efficient.internals.torch_fx import adds_to_input, adds_to_several, all_residual_ends
-from lit_efficient.mechanisms.blocks.finding import find_blocks
+from lit_efficient.mechanisms.blocks.block_map import find_blocks
 from lit_efficient.models.probes.signs_of_training import sign_of_training
 from lit_efficient.surgery import count, inputs_first, match_modules
 from lit_efficient.technique import Technique
@@ -217,7 +217,7 @@ def _ends_of(root: nn.Module) -> list[tuple[Any, Any, bool]]:
 def _hidden_branches(root: nn.Module) -> str | None:
     """Why there may be branches that `_ends_of` does not see, or ``None``."""
     try:
-        blocks = find_blocks(root, who="Initialise")
+        blocks = find_blocks(root, who="Initialise", every=True)
     except ConfigurationError:  # none that is repeated
         return None
     for name, block in blocks:

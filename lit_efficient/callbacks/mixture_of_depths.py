@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from lit_efficient.declaration import LossHooks, Phase, Report
 from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
-from lit_efficient.mechanisms.blocks.finding import find_blocks, trained_blocks
-from lit_efficient.mechanisms.blocks.residual import why_not_residual
+from lit_efficient.mechanisms.blocks.block_map import BlockMap, find_blocks, trained_blocks
 from lit_efficient.mechanisms.side_terms import SideTerms, parts_of
 from lit_efficient.models.libraries.teachers import width_of
 from lit_efficient.models.networks.depth_routing import DepthRouted
@@ -114,8 +113,9 @@ class MixtureOfDepths(LossHooks, Technique):
         chosen = found[self.every - 1 :: self.every] if self.blocks == "auto" else found
         if not chosen:
             raise refusal("MixtureOfDepths", "every", f"at most {len(found)}, the number of blocks", self.every)
+        block_map = BlockMap(module)
         for name, block in chosen:
-            if (why := why_not_residual(block)) is not None:
+            if (why := block_map.why_not_residual(block)) is not None:
                 raise ConfigurationError(f"MixtureOfDepths: block {name!r} cannot run on part of the tokens: {why}")
         before = count(module.parameters())
         for i, (name, block) in enumerate(chosen):

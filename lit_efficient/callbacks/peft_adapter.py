@@ -25,6 +25,7 @@ from lit_efficient.mechanisms.adapters.peft_methods import check_forward, inject
 from lit_efficient.mechanisms.adapters.peft_saved import peft_placement, read_peft_folder, start_from
 from lit_efficient.mechanisms.adapters.quantized import elements, is_bitsandbytes
 from lit_efficient.mechanisms.adapters.technique import AdapterTechnique
+from lit_efficient.mechanisms.blocks.block_map import note_trained
 from lit_efficient.models.libraries.causal_lm import Primitive
 from lit_efficient.models.libraries.config_fields import meant
 from lit_efficient.surgery import call_layers, count
@@ -135,6 +136,7 @@ class PeftAdapter(AdapterTechnique):
             names = [name for name, _ in module.named_children()]
             raise refusal("PeftAdapter", "network", f"a dotted name in the module, such as {names}", place) from error
         self._check(root)
+        note_trained(module)
         for part in module.modules():
             if is_bitsandbytes(part):  # of transformers' making, perhaps
                 from lit_efficient.mechanisms.adapters.bitsandbytes_layers import adopt

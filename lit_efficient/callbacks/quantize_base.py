@@ -31,6 +31,7 @@ from lit_efficient.mechanisms.adapters.quantized import (
     quantize_linear,
     stored_bytes,
 )
+from lit_efficient.mechanisms.blocks.block_map import note_trained
 from lit_efficient.models.networks.expert_layers import ExpertLinear
 from lit_efficient.models.probes.read_weights import cast_to, read_layers
 from lit_efficient.surgery import call_layers, expert_stacks, name_pattern
@@ -99,6 +100,7 @@ class QuantizeBase(Technique):
         return _OnRead(self, prefix)
 
     def transform(self, module: nn.Module) -> Report:
+        note_trained(module)
         read = self._read_elsewhere(module)
         early, self._early = self._early, []
         names = {id(part): name for name, part in module.named_modules()}

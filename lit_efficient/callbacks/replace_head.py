@@ -18,7 +18,7 @@ from lit_efficient.application import reports_of
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_number
 from lit_efficient.mechanisms.adapters.base import added_names, has_frozen_base
-from lit_efficient.mechanisms.blocks.finding import find_blocks
+from lit_efficient.mechanisms.blocks.block_map import find_blocks
 from lit_efficient.mechanisms.blocks.freezing import NewLayer, WideLayer, hold, release
 from lit_efficient.surgery import count, inputs_first, match_modules, mix_in
 from lit_efficient.technique import Technique
@@ -226,7 +226,7 @@ def _parameter(values: Tensor, like: Tensor, wide: bool) -> nn.Parameter:
 
 def _outside_blocks(module: nn.Module) -> dict[str, nn.Module]:
     try:
-        blocks = [name for name, _ in find_blocks(module, who="ReplaceHead")]
+        blocks = [name for name, _ in find_blocks(module, who="ReplaceHead", every=True)]
     except ConfigurationError:  # a network without repeated blocks
         blocks = []
     inside = tuple(f"{name}." for name in blocks)

@@ -21,14 +21,8 @@ from lit_efficient.distributed.ranks import data_rank
 from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, listed
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map
-from lit_efficient.mechanisms.blocks.finding import find_blocks, trained_blocks
-from lit_efficient.mechanisms.blocks.residual import (
-    Streams,
-    known_streams,
-    probe_streams,
-    why_not_residual,
-    without_cache,
-)
+from lit_efficient.mechanisms.blocks.block_map import BlockMap, find_blocks, trained_blocks
+from lit_efficient.mechanisms.blocks.residual import Streams, probe_streams, without_cache
 from lit_efficient.surgery import mix_in, moved
 from lit_efficient.technique import Technique
 
@@ -262,10 +256,13 @@ class StochasticDepth(Technique):
     def transform(self, module: nn.Module) -> Report:
         found, left_out = self._blocks_of(module)
         depth = len(found)
-        rates = linear_rates(self.rate, depth) if self.mode == "linear" else [self.rate] * depth
+        block_map = BlockMap(module)
+        rates = [self.rate] * depth
+        if self.mode == "linear":
+            rates = [linear_rates(self.rate, size)[place] for place, size in block_map.depths(found)]
         chosen = {name: (block, rate) for (name, block), rate in zip(found, rates, strict=True) if name not in left_out}
         for name, (block, rate) in chosen.items():
-            streams = known_streams(block)
+            streams = block_map.streams(block)
             state = {"_drop_rate": rate, "_drop_by": self.skip, "_drop_streams": streams, "_drop_name": name}
             mix_in(block, _Droppable, **state, _drop_now=None, _drop_seed=None, _drop_rows=None)
         kinds = ", ".join(sorted({type(block).__name__ for block, _ in chosen.values()}))
@@ -291,7 +288,8 @@ class StochasticDepth(Technique):
                     f"StochasticDepth: skip='sample' needs the batch first, and {name!r} has time first "
                     "(batch_first=False): build it with batch_first=True, or use skip='batch'"
                 )
-        left_out = {name: why for name, block in found if (why := why_not_residual(block)) is not None}
+        block_map = BlockMap(module)
+        left_out = {name: why for name, block in found if (why := block_map.why_not_residual(block)) is not None}
         if left_out and (self.blocks != "auto" or len(left_out) == len(found)):
             raise ConfigurationError(
                 f"StochasticDepth: blocks that cannot be skipped: {_reasons(left_out)}; name others with blocks="

@@ -25,7 +25,7 @@ from lit_efficient.errors import ConfigurationError, check_choice, check_number,
 from lit_efficient.internals.torch_dispatch import backward_runs
 from lit_efficient.internals.torch_modules import LoadsPartly, StaysFloat32
 from lit_efficient.internals.torch_trees import tree_leaves
-from lit_efficient.mechanisms.blocks.finding import find_blocks
+from lit_efficient.mechanisms.blocks.block_map import find_blocks
 from lit_efficient.mechanisms.blocks.freezing import NewLayer
 from lit_efficient.mechanisms.blocks.tokens import TokenAxes, find_axes, gather_tokens, scatter_tokens
 from lit_efficient.models.libraries.teachers import width_of

@@ -8,14 +8,14 @@ from torch import nn
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.wraps import inner_method, wrap_method
-from lit_efficient.mechanisms.blocks.finding import find_blocks
+from lit_efficient.mechanisms.blocks.block_map import find_blocks
 
 
 def blocks_by_list(module: nn.Module) -> dict[str, list[nn.Module]]:
     """The repeated blocks of a network by the list that holds them."""
     held: dict[str, list[nn.Module]] = {}
     with contextlib.suppress(ConfigurationError):  # there are none
-        for name, block in find_blocks(module, who="FewBlocks"):
+        for name, block in find_blocks(module, who="FewBlocks", every=True):
             parent = name.rpartition(".")[0]
             if isinstance(module.get_submodule(parent), nn.ModuleList | nn.Sequential):
                 held.setdefault(parent, []).append(block)

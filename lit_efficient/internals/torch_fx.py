@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from copy import copy
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -144,6 +145,32 @@ def _flat(container: Any) -> Iterator[Any]:
     return chain(container, container.values() if isinstance(container, dict) else ())
 
 
+@dataclass(frozen=True)
+class Forward:
+    """What one trace of a module's forward shows, in which each direct part is one call.
+
+    Args:
+        adds: Whether it adds to its first argument what its layers make of it; ``None`` if it cannot be traced.
+        calls: Names of the parts in the order of their calls; empty if it cannot be traced.
+        returns_one: Whether it is known to return one value. Annotations are not always right.
+    """
+
+    adds: bool | None = None
+    calls: tuple[str, ...] = ()
+    returns_one: bool = False
+
+
+def read_forward(module: nn.Module, adding: Collection[int] = ()) -> Forward:
+    """Trace a module's forward once; parts whose identities are in ``adding`` return their input plus something."""
+    graph = _record(module, lambda part: True)
+    if graph is None:
+        return Forward()
+    nodes = list(graph.nodes)
+    calls = tuple(_name_of(node) for node in nodes if node.op == "call_module")
+    one = any(node.op == "output" and isinstance(node.args[0], Node) for node in nodes)
+    return Forward(_adds(graph, module, adding, 0), calls, one)
+
+
 def adds_to_input(
     module: nn.Module, adding: Collection[int] = (), *, whole: bool = False, argument: int = 0
 ) -> bool | None:
@@ -157,8 +184,10 @@ def adds_to_input(
         return not whole or type(part).__module__.startswith("torch.nn") or not has_parts(part)
 
     graph = _record(module, opaque)
-    if graph is None:
-        return None
+    return None if graph is None else _adds(graph, module, adding, argument)
+
+
+def _adds(graph: Graph, module: nn.Module, adding: Collection[int], argument: int) -> bool | None:
     found: dict[Node, int] = {}
     for node in graph.nodes:
         if node.op == "output":
@@ -216,18 +245,6 @@ def runs_in_chain(module: nn.Module, parts: Collection[nn.Module]) -> bool | Non
         if follows or is_part:
             after.add(node)
     return False
-
-
-def calls_of(module: nn.Module) -> list[str]:
-    """The names of a module's parts in the order in which its forward calls them; none if it hides that."""
-    graph = _record(module, lambda part: True)
-    return [_name_of(node) for node in graph.nodes if node.op == "call_module"] if graph is not None else []
-
-
-def returns_one(module: nn.Module) -> bool:
-    """Whether a module is known to return one value: annotations are not always right."""
-    graph = _record(module, lambda part: True)
-    return graph is not None and any(n.op == "output" and isinstance(n.args[0], Node) for n in graph.nodes)
 
 
 def has_parts(module: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from lit_efficient.errors import ConfigurationError, check_choice, check_install
 from lit_efficient.internals.import_noise import silence_imports
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.mechanisms.adapters.quantized import is_quantized
-from lit_efficient.mechanisms.blocks.finding import find_blocks
+from lit_efficient.mechanisms.blocks.block_map import find_blocks
 from lit_efficient.surgery import call_layers, expert_stacks, match_modules, mix_under, name_pattern, unmixed
 from lit_efficient.technique import PrecisionTechnique
 
@@ -175,7 +175,7 @@ class Float8Precision(PrecisionTechnique):
             chosen = set(linears)
         else:
             inside = (
-                find_blocks(module, who="Float8Precision", example=r"modules=['layers\.\d+'], or 'all'")
+                find_blocks(module, who="Float8Precision", every=True, example=r"modules=['layers\.\d+'], or 'all'")
                 if self.modules == "blocks"
                 else match_modules(module, _listed(self.modules), who="Float8Precision: modules")
             )

@@ -47,7 +47,7 @@ from lit_efficient.losses.deferred_logits import output_head
 from lit_efficient.mechanisms.adapters.base import has_frozen_base, noting_digests
 from lit_efficient.mechanisms.adapters.sharded import asking_for, check_adapters, check_surplus, checkpoint_keys
 from lit_efficient.mechanisms.averages.weights import placed_like
-from lit_efficient.mechanisms.blocks.finding import find_blocks
+from lit_efficient.mechanisms.blocks.block_map import find_blocks
 from lit_efficient.mechanisms.metering import measure
 from lit_efficient.surgery import count, is_sharded, reshard
 
@@ -242,7 +242,7 @@ class ShardedStrategy(ShardingBase):
         """
         blocks: list[nn.Module] = []
         with contextlib.suppress(ConfigurationError):
-            blocks = [block for _, block in find_blocks(network, who="ShardedStrategy")]
+            blocks = [block for _, block in find_blocks(network, who="ShardedStrategy", every=True)]
         for block in blocks:
             if all(type(p) is nn.Parameter and p.is_floating_point() for p in block.parameters()):
                 fully_shard(block, mesh=self._mesh, reshard_after_forward=True, offload_policy=self._offload())
@@ -299,7 +299,7 @@ class ShardedStrategy(ShardingBase):
                 f"ShardedStrategy: a hook on the gradient of {hooked!r} would be lost, for a shard takes the place of "
                 "the parameter: use strategy='ddp', or register it in on_fit_start, if parts of gradients will do"
             )
-        found = [block for _, block in find_blocks(module, self.blocks, who="ShardedStrategy")]
+        found = [block for _, block in find_blocks(module, self.blocks, who="ShardedStrategy", every=True)]
         ends, heads = ends_of(module, found)
         units = [unit for unit in (*found, *ends) if owns_its_parameters(unit, module)]
         if not units:

@@ -28,7 +28,7 @@ from lit_efficient import (
 )
 from lit_efficient.application import apply
 from lit_efficient.declaration import check_conflicts
-from lit_efficient.mechanisms.blocks.finding import find_blocks
+from lit_efficient.mechanisms.blocks.block_map import find_blocks
 from lit_efficient.mechanisms.blocks.side_copies import SideCopies
 from lit_efficient.mechanisms.blocks.swapping import swapped_tensors
 from lit_efficient.testing import Run

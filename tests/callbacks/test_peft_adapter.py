@@ -27,7 +27,7 @@ from lit_efficient.mechanisms.adapters.disabled import disabled
 from lit_efficient.mechanisms.adapters.peft_configs import methods, peft_config
 from lit_efficient.mechanisms.adapters.peft_methods import network_of, switch_adapters
 from lit_efficient.mechanisms.adapters.peft_saved import peft_files, peft_placement, write_peft_folder
-from lit_efficient.mechanisms.blocks.finding import find_blocks
+from lit_efficient.mechanisms.blocks.block_map import find_blocks
 from lit_efficient.testing import Run
 from tests.contract import effects
 from tests.contract.row import Row

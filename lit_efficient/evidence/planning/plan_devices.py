@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.evidence.memory_kinds import Moment
 from lit_efficient.internals.lightning_strategies import Traits
-from lit_efficient.mechanisms.blocks.finding import find_blocks
+from lit_efficient.mechanisms.blocks.block_map import find_blocks
 
 if TYPE_CHECKING:
     from lit_efficient.evidence.planning.plan import Plan
@@ -91,7 +91,7 @@ def least_devices(plan: "Plan", limit: int, traits: Traits, gathered: int) -> in
 def gathered_bytes(module: Any, traits: Traits, precision: str = "") -> int:
     """Bytes of what a process gathers of a network at a time, in a precision as a trainer takes it."""
     try:
-        units = [block for _, block in find_blocks(module, who="plan")]
+        units = [block for _, block in find_blocks(module, who="plan", every=True)]
     except ConfigurationError:  # it is one unit
         units = []
     if traits.shards_itself:

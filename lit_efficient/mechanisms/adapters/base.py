@@ -19,6 +19,7 @@ from lit_efficient.internals.torch_modules import FollowsWeight
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, refresh_squared
 from lit_efficient.mechanisms.adapters.peft_layers import peft_names
 from lit_efficient.mechanisms.adapters.quantized import is_quantized
+from lit_efficient.mechanisms.blocks.block_map import note_trained
 from lit_efficient.surgery import is_sharded, parents
 
 _MARK = "_lit_efficient_base"
@@ -57,6 +58,7 @@ def freeze_base(module: nn.Module, trainable: Iterable[nn.Parameter], *, save_ba
 
     ``module`` is the root, whose ``state_dict`` goes into checkpoints.
     """
+    note_trained(module)
     wanted = {id(parameter) for parameter in trainable}
     for parameter in module.parameters():
         if parameter.is_floating_point():

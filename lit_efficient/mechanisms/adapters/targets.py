@@ -6,6 +6,7 @@ from torch import nn
 
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, kind_of
+from lit_efficient.mechanisms.blocks.block_map import BlockMap, is_inside
 from lit_efficient.mechanisms.blocks.freezing import NewLayer
 from lit_efficient.surgery import endings, expert_stacks, match_modules, name_pattern
 
@@ -18,10 +19,11 @@ def find_targets(root: nn.Module, targets: str | Sequence[str], *, who: str) -> 
 
     Args:
         root: Any module.
-        targets: ``all-linear``: every linear layer (GPT-2's ``Conv1D`` too), without the output head of a transformers
-            model, layers that share their weight with an embedding and layers whose weights are new; or regular
-            expressions for the ends of dotted names, which may also match ``nn.Conv2d``, ``nn.Embedding`` and tied
-            heads. ``all-linear+experts`` and patterns for :func:`find_experts` are ``all-linear`` and nothing here.
+        targets: ``all-linear``: every linear layer (GPT-2's ``Conv1D`` too) of the networks that train, without the
+            output head of a transformers model, layers that share their weight with an embedding and layers whose
+            weights are new; or regular expressions for the ends of dotted names, which may also match ``nn.Conv2d``,
+            ``nn.Embedding`` and tied heads. ``all-linear+experts`` and patterns for :func:`find_experts` are
+            ``all-linear`` and nothing here.
         who: Name of the technique that asks, for the error.
 
     Raises:
@@ -36,11 +38,13 @@ def find_targets(root: nn.Module, targets: str | Sequence[str], *, who: str) -> 
         return match_modules(root, patterns, who=who, where=kind_of) if patterns else []
     heads = output_heads(root)
     tables = {id(module.weight) for module in root.modules() if isinstance(module, nn.Embedding)}
+    idle = BlockMap(root).frozen_networks()  # adapters of a teacher would never have a gradient
     found = [
         (name, module)
         for name, module in root.named_modules()
         if name and kind_of(module) in ("linear", "conv1d") and id(module) not in heads
         and id(module.weight) not in tables and not isinstance(module, NewLayer)
+        and not is_inside(name, idle)
     ]  # fmt: skip
     if not found:
         raise ConfigurationError(
@@ -57,8 +61,11 @@ def find_experts(root: nn.Module, targets: str | Sequence[str], *, who: str) -> 
     matches no layer.
     """
     stacks = expert_stacks(root)
-    if targets in (ALL_LINEAR, WITH_EXPERTS):
-        return stacks if targets == WITH_EXPERTS else []
+    if targets == ALL_LINEAR:
+        return []
+    if targets == WITH_EXPERTS:
+        others = BlockMap(root).frozen_networks()
+        return [stack for stack in stacks if not is_inside(stack[0], others)]
     wanted = _matched(root, targets, who)
     chosen = [(name, part, [key for key in keys if f"{name}.{key}" in wanted]) for name, part, keys in stacks]
     return [item for item in chosen if item[2]]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lit_efficient.distributed.weight_slices import weights_wait
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_fx import has_parts
-from lit_efficient.mechanisms.blocks.finding import find_blocks, trained_blocks
+from lit_efficient.mechanisms.blocks.block_map import find_blocks, trained_blocks
 from lit_efficient.mechanisms.trials.memory import SavedTensors
 from lit_efficient.models.networks.expert_layers import is_linear, width_of
 from lit_efficient.models.probes.modes import evaluating, trying_out

@@ -7,7 +7,7 @@ to the first group that holds it.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from lit_efficient.declaration import HELD
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.internals.torch_modules import StaysFloat32
-from lit_efficient.mechanisms.blocks.finding import find_blocks
+from lit_efficient.mechanisms.blocks.block_map import BlockMap, find_blocks, is_inside
 from lit_efficient.surgery import match_parameters, name_pattern, parents, reshard
 
 Groups = str | Sequence[str | Sequence[str]]  # "auto", or patterns from head to stem
@@ -71,9 +71,9 @@ def depth_groups(module: nn.Module, groups: Groups = "auto", *, who: str = "dept
     """Dotted names of the parameters that require a gradient, each once, in groups from the head to the stem.
 
     With ``"auto"`` the repeated blocks make a group each, the last one first (see
-    :func:`~lit_efficient.mechanisms.blocks.finding.find_blocks`). What is defined after them comes before them; what is
-    defined before them, and embeddings wherever they are, comes last; what is defined between two of them goes with the
-    second.
+    :func:`~lit_efficient.mechanisms.blocks.block_map.find_blocks`). What is defined after them comes before them; what
+    is defined before them, and embeddings wherever they are, comes last; what is defined between two of them goes with
+    the second. A copy of a network goes with that network, layer by layer.
 
     Args:
         module: Any module.
@@ -85,18 +85,33 @@ def depth_groups(module: nn.Module, groups: Groups = "auto", *, who: str = "dept
         ConfigurationError: If there are no blocks, if a pattern matches nothing that trains or nothing that an earlier
             group does not hold, and if a parameter that trains is matched by none.
     """
-    return list(_sorted(module, groups, _rule(module, groups, who), who).values())
+    return depth_groups_and_norms(module, groups, who=who)[0]
 
 
 def depth_groups_and_norms(
-    module: nn.Module, groups: Groups = "auto", *, who: str = "depth_groups"
+    module: nn.Module,
+    groups: Groups = "auto",
+    *,
+    who: str = "depth_groups",
+    optimized: Collection[int] | None = None,
 ) -> tuple[list[list[str]], list[tuple[int, BatchNorm]]]:
-    """:func:`depth_groups`, and the BatchNorm layers that keep statistics, each with the position of its group.
+    """Return :func:`depth_groups`, and each BatchNorm layer that keeps statistics with the position of its group.
 
     Layers of no group are left out: those in parts that were frozen before.
+
+    Args:
+        module: As in :func:`depth_groups`.
+        groups: As in :func:`depth_groups`.
+        who: As in :func:`depth_groups`.
+        optimized: Identities of the parameters that optimizers hold. A network in the module of which they hold nothing
+            is left out.
+
+    Raises:
+        ConfigurationError: As in :func:`depth_groups`.
     """
-    rule = _rule(module, groups, who)
-    found = _sorted(module, groups, rule, who)
+    others = BlockMap(module, optimized).frozen_networks()
+    rule = _rule(module, groups, who, others)
+    found = _sorted(module, groups, rule, who, others)
     positions = {number: i for i, number in enumerate(found)}
     norms = []
     for name, layer in module.named_modules():
@@ -107,17 +122,17 @@ def depth_groups_and_norms(
     return list(found.values()), norms
 
 
-def _rule(module: nn.Module, groups: Groups, who: str) -> Rule:
+def _rule(module: nn.Module, groups: Groups, who: str, others: Collection[str]) -> Rule:
     if groups == "auto":
-        return _by_depth(module, who)
+        return _by_depth(module, who, others)
     if isinstance(groups, str) or not groups:
         raise refusal(who, "groups", "auto or a list of patterns from head to stem", groups)
     return _by_patterns(module, [[entry] if isinstance(entry, str) else list(entry) for entry in groups], who)
 
 
-def _sorted(module: nn.Module, groups: Groups, rule: Rule, who: str) -> dict[int, list[str]]:
+def _sorted(module: nn.Module, groups: Groups, rule: Rule, who: str, others: Collection[str]) -> dict[int, list[str]]:
     """Names by the number of their group, ascending; checked where the user named the groups."""
-    aliases = _aliases(module)
+    aliases = {key: names for key, names in _aliases(module).items() if not is_inside(names[0], others)}
     found: dict[int, list[str]] = {}
     left: list[str] = []
     for names in aliases.values():
@@ -159,11 +174,16 @@ def _aliases(module: nn.Module) -> dict[int, list[str]]:
     return names
 
 
-def _by_depth(module: nn.Module, who: str) -> Rule:
+def _by_depth(module: nn.Module, who: str, others: Collection[str]) -> Rule:
     modules = list(module.named_modules(remove_duplicate=False))
     order = {name: i for i, (name, _) in enumerate(modules)}
     found = find_blocks(module, who=f"{who}: groups='auto'")
-    blocks = sorted((n for n, b in found if any(p.requires_grad for p in b.parameters())), key=order.__getitem__)
+    # A copy thaws together with its network: in sequence, a loss of one of them would have no gradient for long.
+    pairs = BlockMap(module).copies().items()
+    copies = {copy: first for copy, first in pairs if not is_inside(first, others) and not is_inside(copy, others)}
+    beside = (*copies, *others)
+    trained = [name for name, block in found if any(p.requires_grad for p in block.parameters())]
+    blocks = sorted((name for name in trained if not is_inside(name, beside)), key=order.__getitem__)
     if not blocks:
         raise ConfigurationError(f"{who}: no parameter of the {len(found)} repeated blocks trains: name the groups")
     starts = [order[name] for name in blocks]
@@ -171,6 +191,9 @@ def _by_depth(module: nn.Module, who: str) -> Rule:
     tables = {name for name, part in modules if isinstance(part, nn.Embedding | nn.EmbeddingBag)}
 
     def rule(name: str) -> int:
+        copy = next((copy for copy in copies if is_inside(name, (copy,))), None)
+        if copy is not None:
+            name = copies[copy] + name[len(copy) :]
         owner = name.rpartition(".")[0]
         inside = next((numbers[parent] for parent in (owner, *parents(owner)) if parent in numbers), None)
         if inside is not None:
