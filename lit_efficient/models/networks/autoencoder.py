@@ -1,12 +1,13 @@
-"""A small convolutional autoencoder with a Gaussian latent: images to a grid 4 times smaller on each side, and back.
+"""Small convolutional autoencoder with a Gaussian latent, whose grid is 4 times smaller than the image on each side.
 
     q(z | x) = N(mean(x), exp(logvar(x)));    loss = |x - decode(z)|^2 + w * KL(q || N(0, 1))
 
-Latents are what a diffusion model then learns: 16 times fewer positions than pixels. ``w`` is tiny (1e-4): it keeps the
-latents' scale near one and smooth, it does not make them a sample-able prior.
+A diffusion model then learns the latents, which have 16 times fewer positions than pixels. ``w`` is tiny (1e-4): it
+keeps the latents' scale near one and smooth, but does not make N(0, 1) a distribution to sample latents from.
 
 Costs: 50k parameters at the default width.
-Source: Kingma and Welling (2013), https://arxiv.org/abs/1312.6114; in this role Rombach et al. (2022), https://arxiv.org/abs/2112.10752.
+Source: Kingma and Welling (2013), https://arxiv.org/abs/1312.6114; in this role Rombach et al. (2022),
+https://arxiv.org/abs/2112.10752.
 """
 
 from dataclasses import dataclass
@@ -19,18 +20,19 @@ from lit_efficient.errors import check_number, refusal
 
 FACTOR = 4  # pixels per latent position, on each side
 _GROUPS = 4
-# exp(0.5 * logvar) stays a normal float32 number, and one wild batch cannot overflow the KL.
+# Within this range exp(0.5 * logvar) is a normal float32 number, and an outlier batch cannot overflow the KL.
 _LOGVAR_RANGE = (-20.0, 6.0)
 
 
 @dataclass(frozen=True)
 class AutoencoderConfig:
-    """The autoencoder's shape.
+    """Sizes of the autoencoder.
 
     Args:
         image_channels: Channels of the images; 1 is greyscale.
         latent_channels: Channels of the latents.
-        width: Channels of the hidden layers next to the latents, a multiple of 8; half as many at half resolution.
+        width: Channels of the hidden layers next to the latents, a multiple of 8; layers at half resolution have half
+            as many.
     """
 
     image_channels: int = 1
@@ -49,9 +51,9 @@ def sample_posterior(mean: Tensor, logvar: Tensor | None, generator: torch.Gener
 
     Args:
         mean: Means, any shape.
-        logvar: Logarithms of the variances, the same shape. None is a deterministic encoder's: the mean is returned
-            as it is, and nothing is drawn.
-        generator: Where the noise comes from; None is torch's global generator. A CPU generator serves every device.
+        logvar: Logarithms of the variances, the same shape. None belongs to a deterministic encoder: the mean is
+            returned, and nothing is drawn.
+        generator: Source of the noise; None is torch's global generator. A CPU generator works for every device.
     """
     if logvar is None:
         return mean
@@ -63,15 +65,17 @@ def sample_posterior(mean: Tensor, logvar: Tensor | None, generator: torch.Gener
 
 
 def kl_divergence(mean: Tensor, logvar: Tensor) -> Tensor:
-    """KL of ``N(mean, exp(logvar))`` to ``N(0, 1)`` in nats, averaged over all elements (a scalar)."""
+    """Return the KL divergence from ``N(mean, exp(logvar))`` to ``N(0, 1)`` in nats, averaged over all elements (a
+    scalar).
+    """
     return 0.5 * (mean.square() + logvar.exp() - 1.0 - logvar).mean()
 
 
 def check_images(images: Tensor, autoencoder: Any, who: str) -> None:
-    """Refuse images of other channels than an autoencoder's, or whose sides do not divide.
+    """Refuse images whose channels are not the autoencoder's, or whose sides its factor does not divide.
 
     Raises:
-        ConfigurationError: Naming what is allowed and the shape given.
+        ConfigurationError: Naming the allowed and the given shape.
     """
     channels, factor = autoencoder.image_channels, autoencoder.factor
     if images.ndim != 4 or images.shape[1] != channels or images.shape[2] % factor or images.shape[3] % factor:
@@ -103,9 +107,13 @@ class Autoencoder(nn.Module):
     def __init__(self, config: AutoencoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.image_channels, self.latent_channels, self.factor = config.image_channels, config.latent_channels, FACTOR
+        self.image_channels = config.image_channels
+        self.latent_channels = config.latent_channels
+        self.factor = FACTOR
         self.source: Any = None  # see `ImageAutoencoder`
-        wide, narrow, latent = config.width, config.width // 2, config.latent_channels
+        wide = config.width
+        narrow = config.width // 2
+        latent = config.latent_channels
         self.encoder = nn.Sequential(
             nn.Conv2d(config.image_channels, narrow, 3, stride=2, padding=1),
             nn.SiLU(),
@@ -116,7 +124,7 @@ class Autoencoder(nn.Module):
         self.decoder = nn.Sequential(
             nn.Conv2d(latent, wide, 3, padding=1),
             _Residual(wide),
-            # Each enlargement after its convolution: 0.6 of the time of enlarging first, 1 dB less on the digits.
+            # Upsampling after the convolution takes 0.6 of the time of upsampling first, and costs 1 dB on the digits.
             nn.Conv2d(wide, 4 * wide, 3, padding=1),
             nn.PixelShuffle(2),
             nn.SiLU(),
@@ -127,17 +135,17 @@ class Autoencoder(nn.Module):
         )
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Images [B, C, H, W], sides multiples of 4, to the posterior's mean and logvar [B, c, H / 4, W / 4]."""
+        """Map images [B, C, H, W], sides multiples of 4, to mean and logvar of the posterior, [B, c, H / 4, W / 4]."""
         check_images(x, self, "Autoencoder")
         mean, logvar = self.encoder(x).chunk(2, dim=1)
         return mean, logvar.clamp(*_LOGVAR_RANGE)
 
     def decode(self, z: Tensor) -> Tensor:
-        """Latents [B, c, h, w] to images [B, C, 4 h, 4 w], about in [-1, 1] (not clamped)."""
+        """Map latents [B, c, h, w] to images [B, C, 4 h, 4 w], about in [-1, 1] (not clamped)."""
         return self.decoder(z)
 
     def forward(self, x: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Images to (reconstruction through one posterior sample, mean, logvar)."""
+        """Return the reconstruction from one posterior sample, mean and logvar of images."""
         mean, logvar = self.encode(x)
         return self.decode(sample_posterior(mean, logvar, generator)), mean, logvar
 
@@ -145,13 +153,16 @@ class Autoencoder(nn.Module):
 def autoencoder_loss(
     model: nn.Module, images: Tensor, kl_weight: float, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean squared error per pixel plus ``kl_weight`` times the mean KL per latent element; then the two alone.
+    """Return the loss (mean squared error per pixel plus ``kl_weight`` times the mean KL), the error and the KL.
 
     Args:
         model: An ``Autoencoder``.
         images: [B, C, H, W] in [-1, 1].
-        kl_weight: Weight of the KL term, >= 0.
+        kl_weight: Weight of the mean KL per latent element, >= 0.
         generator: As in ``sample_posterior``.
+
+    Returns:
+        Three scalars.
     """
     reconstruction, mean, logvar = model(images, generator)
     error = (reconstruction - images).square().mean()

@@ -1,4 +1,4 @@
-"""What a diffusion network takes: the latents that fit it, and the conditions that it needs."""
+"""Inputs of a diffusion network: the latents that fit it, and the conditions that it needs."""
 
 from dataclasses import dataclass
 
@@ -8,45 +8,51 @@ from lit_efficient.models.networks.class_token import ClassToken
 
 @dataclass(frozen=True)
 class Sides:
-    """What height and width of a network's latents must be."""
+    """Restrictions on height and width of a network's latents."""
 
-    multiple: int = 1  # what they are multiples of
-    largest: int | None = None  # the most that they are; None: no limit
-    square: bool = False  # whether they are equal
+    multiple: int = 1  # both must be multiples of this number
+    largest: int | None = None  # upper limit of both; None: no limit
+    square: bool = False  # both must be equal
 
 
 @dataclass(frozen=True)
 class BackboneShape:
-    """A network's inputs."""
+    """Sizes of a network's inputs."""
 
-    name: str  # its class
-    channels: int  # of the latents
-    size: tuple[int, int] | None = None  # height and width of the latents that its configuration names, if it names any
-    sides: Sides = Sides()  # what height and width must be
-    num_classes: int = 0  # classes of the labels, without the one for "no label"; 0: it takes no labels
-    text_width: int = 0  # features of text tokens; 0: it takes no text
-    pooled_width: int = 0  # features of a pooled text; 0: it takes none
-    masks_text: bool = True  # whether it can leave tokens of the text out
-    learned_variance: bool = False  # whether it has a second half of output channels, which is not trained
-    # what it denoises beside the latents
+    name: str  # name of the network's class
+    channels: int  # channels of the latents
+    size: tuple[int, int] | None = None  # height and width of the latents in its configuration, if that names them
+    sides: Sides = Sides()  # restrictions on height and width
+    num_classes: int = 0  # number of classes, without the one for "no label"; 0: no labels
+    text_width: int = 0  # features of text tokens; 0: no text
+    pooled_width: int = 0  # features of a pooled text embedding; 0: none
+    masks_text: bool = True  # whether it takes a mask of text tokens
+    learned_variance: bool = False  # whether a second half of the output channels predicts variances, which are ignored
+    # token that it denoises beside the latents
     class_token: ClassToken = ClassToken()  # noqa: RUF009 (frozen)
 
     @property
     def conditions(self) -> set[str]:
-        """Names of the parts of a `Condition` that it takes."""
+        """Return the names of the parts of a `Condition` that the network takes."""
         widths = {"labels": self.num_classes, "text": self.text_width, "pooled": self.pooled_width}
         return {name for name, width in widths.items() if width}
 
     @property
     def takes_text(self) -> bool:
-        """Whether it takes captions."""
+        """Return whether the network takes captions."""
         return bool(self.text_width or self.pooled_width)
 
     def check_latents(self, channels: int, height: int, width: int, who: str) -> None:
-        """Refuse latents that do not fit, in the name of ``who``.
+        """Refuse latents that do not fit the network.
+
+        Args:
+            channels: Channels of the latents.
+            height: Their height.
+            width: Their width.
+            who: Name of the caller, for the error.
 
         Raises:
-            ConfigurationError: That says which.
+            ConfigurationError: Naming what does not fit.
         """
         found = (channels, height, width)
         if channels != self.channels:

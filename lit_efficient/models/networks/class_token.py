@@ -1,9 +1,9 @@
-"""A class token beside latents, noised and denoised with them (REG): what one tensor holds that samplers carry along.
+"""Class token beside latents, noised and denoised together with them (REG), in one tensor.
 
-    x = [latents; token]: rows of channels * width values behind the rows of the latents, the last one filled up with 0
+    x = [latents; token]: rows of channels * width values after the rows of the latents, the last row padded with 0
     loss = mean (latents' error)^2 + weight * mean (token's error)^2
 
-Noise, targets and samplers treat each value alike, so all of them take the whole as they take latents.
+Noise, targets and samplers treat all values alike. They therefore take the joint tensor in the place of latents.
 Source: Wu et al. (2025), https://arxiv.org/abs/2507.01467
 """
 
@@ -18,11 +18,11 @@ from lit_efficient.errors import check_number
 
 @dataclass(frozen=True)
 class ClassToken:
-    """A token of an image's content, in the features of an encoder, that is drawn together with the image.
+    """Token of an image's content, in the features of an encoder, which is generated together with the image.
 
     Args:
-        features: Of the encoder's vector for an image, which should have a variance of about 1; 0: there is no token.
-        weight: Of its part of the loss; 0.03 in the paper.
+        features: Length of the encoder's vector for an image, whose variance should be about 1; 0: no token.
+        weight: Weight of the token's part of the loss; 0.03 in the paper.
     """
 
     features: int = 0
@@ -34,12 +34,12 @@ class ClassToken:
 
 
 def rows_of(features: int, channels: int, width: int) -> int:
-    """Rows that a token takes behind those of latents [B, channels, h, width]."""
+    """Return the number of rows that a token takes after those of latents [B, channels, h, width]."""
     return -(-features // (channels * width))
 
 
 def with_token(latents: Tensor, token: Tensor) -> Tensor:
-    """Latents [B, c, h, w] and a token [B, D] as one tensor [B, c, h + rows, w].
+    """Join latents [B, c, h, w] and a token [B, D] into one tensor [B, c, h + rows, w].
 
     Example:
         >>> with_token(torch.zeros(1, 2, 3, 3), torch.ones(1, 7)).shape
@@ -52,13 +52,15 @@ def with_token(latents: Tensor, token: Tensor) -> Tensor:
 
 
 def apart(x: Tensor, features: int) -> tuple[Tensor, Tensor]:
-    """Latents and token of what :func:`with_token` has made."""
+    """Split the result of :func:`with_token` into latents [B, c, h, w] and token [B, features]."""
     rows = rows_of(features, x.shape[1], x.shape[3])
     return x[:, :, :-rows], x[:, :, -rows:].flatten(1)[:, :features]
 
 
 class TokenPort(nn.Module):
-    """How the token enters a transformer and leaves it; it begins with predicting zero, as the patches do."""
+    """Linear layers through which the token enters and leaves a transformer. Like the patches, it predicts zero at
+    first.
+    """
 
     def __init__(self, features: int, width: int) -> None:
         super().__init__()

@@ -1,13 +1,14 @@
-"""A residual block that runs on a few tokens of each row, which its router chooses; the others pass it unchanged.
+"""Mixture of depths: a residual block that runs on a few tokens of each row, which its router chooses.
 
     r = w . rms(x),    g = 2 sigmoid(r)                      in float32, [B, T]
-    x_t <- x_t + g_t (block(x of the chosen)_t - x_t)        of the chosen tokens t, in their order
-    chosen: in training the largest r of each row; else what a predictor makes of the token alone
+    x_t <- x_t + g_t (block(x of the chosen)_t - x_t)        for the chosen tokens t, in their order
+    chosen: in training the tokens with the largest r of each row; otherwise by a predictor from each token alone
 
-The arguments of a block are cut to the chosen tokens along the dimensions that stand for tokens. Which these are is
-asked of the block: on all tokens but the last it must give what it gives on all, as a causal one does.
-Source: Raposo et al. (2024), https://arxiv.org/abs/2404.02258; g starts near 1, where theirs is r itself, so that a
-trained block starts as it was.
+All other tokens pass the block unchanged. The block's arguments are cut to the chosen tokens along their dimensions of
+tokens. A trial finds these dimensions: run on all tokens but the last, a causal block gives the same results as on all
+tokens.
+Source: Raposo et al. (2024), https://arxiv.org/abs/2404.02258. There g is r itself; here it starts near 1, so that a
+trained block starts unchanged.
 """
 
 import functools
@@ -23,19 +24,18 @@ from torch import Tensor, nn
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_modules import StaysFloat32
 from lit_efficient.losses.selection import share_of
-from lit_efficient.models.networks.gpt import KVCache
-from lit_efficient.models.networks.kept_keys import only_kept
+from lit_efficient.models.networks.gpt import KVCache, only_kept
 from lit_efficient.models.networks.token_rows import row_of
 
-_STARTS = "starts"  # of our GPT's blocks: an index of tokens, [B, T]
+_STARTS = "starts"  # argument of GPT's blocks that holds positions of tokens, [B, T]
 
 
 def choose_tokens(scores: Tensor, count: int) -> Tensor:
-    """Positions of the tokens with the largest scores of each row, ascending.
+    """Return the positions of the tokens with the largest scores of each row, ascending.
 
     Args:
         scores: [B, T].
-        count: How many, 1 to T.
+        count: Number of tokens to choose, 1 to T.
 
     Returns:
         [B, count], int64.
@@ -46,14 +46,17 @@ def choose_tokens(scores: Tensor, count: int) -> Tensor:
 def run_chosen(
     block: Callable[[Tensor], Tensor], x: Tensor, gates: Tensor, positions: Tensor, kept: Tensor | None = None
 ) -> Tensor:
-    """``x``, with the gated residual of a block added to the tokens at ``positions``.
+    """Return ``x``, with a block's gated residual added to the tokens at ``positions``.
 
     Args:
-        block: Maps the chosen tokens [B, k, D] to as many, its input included.
+        block: Maps the chosen tokens [B, k, D] to their outputs [B, k, D], including the residual input.
         x: [B, T, D].
         gates: Factors of the residual, [B, T].
-        positions: Of the chosen tokens, [B, k], each once.
-        kept: Which of them count, [B, k] bool: the others fill rows of which fewer were chosen. ``None``: all.
+        positions: Positions of the chosen tokens, [B, k], without duplicates.
+        kept: False for tokens that only fill up rows with fewer chosen tokens, [B, k] bool. ``None``: all are chosen.
+
+    Returns:
+        [B, T, D].
 
     Source: Raposo et al. (2024), https://arxiv.org/abs/2404.02258, equation 1.
     """
@@ -67,22 +70,22 @@ def run_chosen(
 
 
 class DepthRouted(StaysFloat32):
-    """Mix-in of a residual block: routes the tokens of each row."""
+    """Mix-in of a residual block that runs the block on the chosen tokens of each row."""
 
     float32 = ("depth_",)
     depth_router: nn.Parameter  # [D]
-    depth_predictor: nn.Parameter  # [D + 1], the last one its bias; [1]: that of the router, which predicts
+    depth_predictor: nn.Parameter  # [D + 1], weights and bias; [1]: a bias only, added to the router's scores
     depth_capacity: float
     depth_name: str
-    depth_arguments: tuple[str, ...]  # names of the block's own
-    depth_tuple: bool | None  # whether it returns a tuple; None before its first call
-    token_rows: dict[str, Any]  # of the batch: says what is padding
-    depth_dims: dict[Any, tuple[int, ...]]  # what is known of the arguments: place and dimensions -> those of tokens
+    depth_arguments: tuple[str, ...]  # names of the arguments of the block's own forward
+    depth_tuple: bool | None  # whether the block returns a tuple; None before its first call
+    token_rows: dict[str, Any]  # padding mask of the batch, see `token_rows`
+    depth_dims: dict[Any, tuple[int, ...]]  # (place in the arguments, number of dimensions) -> dimensions of tokens
     training: bool
-    side_terms: list[Tensor] | None = None  # of each call, while a step's are collected
+    side_terms: list[Tensor] | None = None  # predictor's loss in each call, while those of a step are collected
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's output for all tokens, in the form in which it returns one."""
+        """Return the output for all tokens, as a tensor or a tuple like the block's own."""
         run = super().forward  # type: ignore[misc]
         first, *others = self.depth_arguments
         named = dict(zip((first, *others), args, strict=False)) | kwargs
@@ -111,9 +114,11 @@ class DepthRouted(StaysFloat32):
             named = {key: _without(value, key) for key, value in named.items()}
             self._learn_dims(block, x, named)
         if self.training:
-            count, real = share_of(self.depth_capacity, x.shape[1]), self._real(named, x)
+            count = share_of(self.depth_capacity, x.shape[1])
+            real = self._real(named, x)
+            kept = None
             if real is None:
-                positions, kept = choose_tokens(scores.detach(), count), None
+                positions = choose_tokens(scores.detach(), count)
                 chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, positions, value=True)
             else:
                 best = scores.detach().masked_fill(~real, -math.inf).argsort(1, descending=True)[:, :count]
@@ -122,7 +127,7 @@ class DepthRouted(StaysFloat32):
                 chosen = torch.zeros_like(real).scatter(1, best, taken)
                 positions, kept = _first_chosen(chosen, count)
             weight = None if real is None else real * (real.numel() / real.sum().clamp_min(1)).to(guess.dtype)
-            # In a recomputed forward, too:
+            # Computed also where no term is collected, so that a recomputed forward runs the same operations.
             term = F.binary_cross_entropy_with_logits(guess, chosen.to(guess.dtype), weight)[None]
             if self.side_terms is not None and torch.is_grad_enabled():
                 self.side_terms.append(term)
@@ -141,8 +146,9 @@ class DepthRouted(StaysFloat32):
         )
 
     def _real(self, named: dict[str, Any], x: Tensor) -> Tensor | None:
-        """Which tokens are no padding, [B, T], as the block's own mask says, on whose diagonal each sees itself, or
-        else the batch; ``None``: all, as far as is known.
+        """Return which tokens are not padding, [B, T], or ``None`` if unknown.
+
+        The block's own mask tells, on whose diagonal each token sees itself, or else the batch's mask.
         """
         length = x.shape[1]
         for key, value in named.items():
@@ -166,7 +172,7 @@ class DepthRouted(StaysFloat32):
     def _cut(self, named: dict[str, Any], length: int, positions: Tensor, kept: Tensor | None = None) -> dict[str, Any]:
         def part_of(place: Any, value: Tensor) -> Any:
             dims = self.depth_dims.get((place, value.ndim), ()) if length in value.shape else ()
-            if dims == (-1,):  # the block does not read it
+            if dims == (-1,):  # the block does not read this argument
                 return None
             if place == (_STARTS,) and dims:
                 order = positions if kept is None else torch.where(kept, positions, length)  # ascending
@@ -178,7 +184,7 @@ class DepthRouted(StaysFloat32):
 
     @torch.compiler.disable
     def _learn_dims(self, block: Callable[..., Tensor], x: Tensor, named: dict[str, Any]) -> None:
-        """Find the dimensions of tokens in arguments that were not seen before."""
+        """Find the dimensions of tokens of arguments that were not given before."""
         length = x.shape[1]
         leaves = [leaf for key, value in named.items() for leaf in _leaves(value, (key,))]
         leaves = [(place, v) for place, v in leaves if length in v.shape and (place, v.ndim) not in self.depth_dims]
@@ -197,7 +203,7 @@ class DepthRouted(StaysFloat32):
     def _learn(self, block: Any, x: Tensor, named: dict[str, Any], leaves: list[tuple[Any, Tensor]]) -> None:
         length = x.shape[1]
         whole = _first(block, x, named)
-        known: dict[Any, tuple[int, ...]] = {("", 0): ()}  # that it was asked
+        known: dict[Any, tuple[int, ...]] = {("", 0): ()}  # marks that the trial has been made
         options: list[list[tuple[int, ...]]] = []
         for place, value in leaves:
             if not value.is_floating_point() and value.dtype != torch.bool and place != (_STARTS,):
@@ -221,7 +227,7 @@ class DepthRouted(StaysFloat32):
         raise _refusal(self, "on its first tokens alone it computes something else than on all: it is not causal")
 
     def _check_order(self, block: Any, x: Tensor, named: dict[str, Any], whole: Tensor) -> None:
-        """Refuse a block whose last token, of many, moves the others by less than they were compared to."""
+        """Refuse a block in which the last token changes the others by less than the first comparison tolerates."""
         other = torch.cat((x[:, :-1], -x[:, -1:].roll(1, -1)), 1)
         if not _same(lambda: _first(block, other, named), whole, max(1e-3, 4 * torch.finfo(x.dtype).eps)):
             raise _refusal(self, "another last token changes what it computes for the first ones: it is not causal")
@@ -231,12 +237,15 @@ class DepthRouted(StaysFloat32):
     def _cached(
         self, block: Any, x: Tensor, named: dict[str, Any], cache: str, gates: Tensor, chosen: Tensor
     ) -> Tensor:
-        """All new tokens run, that the cache stays aligned, unless none was chosen; the others' keys are hidden."""
+        """Run on all new tokens, so that the cache stays aligned, unless none was chosen; hide keys of tokens not
+        chosen.
+        """
         held = named[cache]
         kept = _kept_in(held, self)
-        past, length = _length(held, self), x.shape[1]
+        past = _length(held, self)
+        length = x.shape[1]
         if kept is None and past:
-            kept = chosen.new_ones(len(x), past)  # learned prefixes
+            kept = chosen.new_ones(len(x), past)  # learned prefixes, which every query sees
         kept = chosen if kept is None else torch.cat((kept, chosen), 1)
         if past and self.depth_tuple is not None and not bool(chosen.any()):
             _append_nothing(held, self, length)
@@ -259,7 +268,7 @@ class DepthRouted(StaysFloat32):
 
 
 def _first_chosen(chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Positions [B, count] of the chosen [B, T], ascending, filled up by others behind them, and which are chosen."""
+    """Return positions [B, count] of the chosen tokens [B, T], ascending, followed by others, and which are chosen."""
     positions = chosen.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :count].contiguous()
     return positions, chosen.gather(1, positions)
 
@@ -279,7 +288,7 @@ def _first(block: Callable[..., Tensor], x: Tensor, named: dict[str, Any]) -> Te
 def _same(run: Callable[[], Tensor], wanted: Tensor, tolerance: float = 2e-2) -> bool:
     try:
         found = run()
-    except Exception:  # code of anybody, given what may not fit
+    except Exception:  # user code may raise anything for arguments that do not fit
         return False
     scale = float(wanted.float().abs().max())
     return found.shape == wanted.shape and torch.allclose(
@@ -288,7 +297,9 @@ def _same(run: Callable[[], Tensor], wanted: Tensor, tolerance: float = 2e-2) ->
 
 
 def _take(value: Tensor, dim: int, positions: Tensor) -> Tensor:
-    """Entries along ``dim``, at least 1, at each row's own positions; the first dimension is that of rows, or 1."""
+    """Return the entries along ``dim`` (at least 1) at each row's own positions. The first dimension is the batch's, or
+    1.
+    """
     rows = len(positions)
     value = value.expand(rows, *value.shape[1:])
     index = positions.view(rows, *[1] * (dim - 1), -1, *[1] * (value.ndim - dim - 1))
@@ -315,15 +326,17 @@ def _named(place: tuple[Any, ...]) -> str:
     return repr(".".join(map(str, place)))
 
 
-# Caches: our own, one a block, and transformers', one for all ---------------------------------------------------------
+# Caches: our own holds one block, transformers' holds all blocks -----------------------------------------------------
 
 
-def _is_cache(value: Any) -> bool:
+def _is_cache(value: object) -> bool:
     return isinstance(value, KVCache) or callable(getattr(value, "get_seq_length", None))
 
 
 def _without(value: Any, key: str) -> Any:
-    return None if _is_cache(value) else False if key == "use_cache" else value
+    if _is_cache(value):
+        return None
+    return False if key == "use_cache" else value
 
 
 def _layer(block: Any) -> int:
@@ -356,7 +369,7 @@ def _keep_in(cache: Any, block: Any, kept: Tensor) -> None:
 
 
 def _append_nothing(cache: Any, block: Any, length: int) -> None:
-    """Keep the cache aligned with those of the other blocks: keys that nobody will see."""
+    """Append keys that no query sees, so that the cache stays aligned with those of the other blocks."""
     if isinstance(cache, KVCache):
         cache.append(*cache.zeros(length))
         return

@@ -1,16 +1,17 @@
-"""Diffusion transformer: patches of a latent as tokens; the timestep and the class steer every layer norm.
+"""Diffusion transformer: patches of a latent are tokens; the timestep and the class modulate every layer norm.
 
     x <- x + g1(c) * attention(norm(x) * (1 + b1(c)) + a1(c))
     x <- x + attention_to_text(norm(x), text)                         with context_width > 0
     x <- x + g2(c) * mlp(norm(x) * (1 + b2(c)) + a2(c))
 
-``c`` is the sum of the embedded time and class; a, b and g are linear in silu(c) and start at zero (adaLN-zero), as
-does the attention to text, so the untrained network is the identity on its tokens and predicts zero.
+``c`` is the sum of the embedded time and class. a, b and g are linear in silu(c) and start at zero (adaLN-zero), as
+does the attention to text. The untrained network is therefore the identity on its tokens and predicts zero.
 
-Costs: 18 width^2 parameters a block with an MLP ratio of 4, of which 6 width^2 are the modulation; text adds
+Costs: 18 width^2 parameters per block with an MLP ratio of 4, of which 6 width^2 are the modulation; text adds
 2 width^2 + 2 width context_width.
-Source: Peebles and Xie (2022), https://arxiv.org/abs/2212.09748; attention to text where Chen et al. (2023) have it,
-https://arxiv.org/abs/2310.00426.
+Source: Peebles and Xie (2022), https://arxiv.org/abs/2212.09748; attention to text in the place where Chen et al.
+(2023)
+have it, https://arxiv.org/abs/2310.00426.
 """
 
 from dataclasses import dataclass
@@ -27,21 +28,21 @@ from lit_efficient.models.networks.dit_layers import DiTBlock, grid_positions, m
 Positions = Literal["sincos", "rope"]
 TimeEmbedding = Literal["compact", "diffusers"]
 
-_FREQUENCIES = {"compact": 64, "diffusers": 256}  # sines and cosines of the time embedding, in all
-_TIME_SCALE = 1000.0  # t in [0, 1] spans what integer timesteps span in the paper
+_FREQUENCIES = {"compact": 64, "diffusers": 256}  # number of sines and cosines of the time embedding, together
+_TIME_SCALE = 1000.0  # scales t in [0, 1] to the range of the paper's integer timesteps
 
 
 @dataclass(frozen=True)
 class DiTVariant:
-    """What a network of the same size may do in another way.
+    """Variants of a network of the same size.
 
     Args:
-        positions: sincos adds positions to the tokens; rope turns queries and keys by them, which depends on distances
-            alone and serves other sizes better. width / heads must be a multiple of 4 for it.
+        positions: sincos adds positions to the tokens; rope rotates queries and keys by them, so that attention depends
+            on distances only, and generalises better to other sizes. rope needs width / heads to be a multiple of 4.
         qk_norm: Normalise queries and keys, which keeps large networks and large learning rates stable in bfloat16.
-        time_embedding: Frequencies that the time is embedded with: compact has 64, diffusers the 256 of its DiT, which
-            an export to its layout needs.
-        class_token: A token of the image's content that is noised and drawn with its latents (REG).
+        time_embedding: Number of frequencies of the time embedding: compact has 64, diffusers has the 256 of diffusers'
+            DiT, which an export to its layout needs.
+        class_token: Token of the image's content that is noised and generated with its latents (REG).
     """
 
     positions: Positions = "sincos"
@@ -57,22 +58,22 @@ class DiTVariant:
 
 @dataclass(frozen=True)
 class DiTConfig:
-    """The network's shape.
+    """Sizes and options of a `DiT`.
 
     Args:
         channels: Channels of the latents.
-        size: Height and width of the latents. Others that patch_size divides work as well.
+        size: Height and width of the latents. Other sizes that patch_size divides work as well.
         patch_size: Side of a token, in latent positions; divides size.
         width: Features of a token; a multiple of 4 and of heads.
-        depth: Number of blocks, 10,000 at most.
+        depth: Number of blocks, at most 10,000.
         heads: Attention heads.
         mlp_ratio: Hidden features of the MLP, in multiples of width.
-        num_classes: Classes of the labels; one more row of the embedding stands for "no label". 0: no labels at all.
+        num_classes: Number of classes. The embedding has one more row for "no label". 0: no labels at all.
         context_width: Features of the text tokens that each block attends to; 0 for no text.
-        variant: Positions, norms of queries and keys, and the time's frequencies.
+        variant: Positions, norms of queries and keys, and frequencies of the time embedding.
     """
 
-    draws_weights: ClassVar[bool] = True  # no file has any
+    draws_weights: ClassVar[bool] = True  # weights are random: there is no file to read
 
     channels: int = 4
     size: int = 8
@@ -87,7 +88,9 @@ class DiTConfig:
 
     def __post_init__(self) -> None:
         for name in ("channels", "size", "patch_size", "width", "depth", "heads", "mlp_ratio"):
-            most = 10_000 if name == "depth" else None  # even blocks without weights take a while
+            most = None
+            if name == "depth":
+                most = 10_000  # building that many blocks takes long, even without weights
             check_number("DiTConfig", name, getattr(self, name), least=1, most=most, whole=True)
         for name in ("num_classes", "context_width"):
             check_number("DiTConfig", name, getattr(self, name), least=0, whole=True)
@@ -103,18 +106,18 @@ class DiTConfig:
 
 
 class DiT(nn.Module):
-    """Predicts a diffusion target for a noisy latent, its time, and its class, its text, both or neither.
+    """Network that predicts a diffusion target from a noisy latent, its time, and a class, a text, both or neither.
 
-    Dropping conditions is the caller's: it draws once per sample and passes ``null_class``, or the text that stands for
-    none, for the dropped ones.
+    The caller drops conditions for guidance: it draws once per sample and passes ``null_class``, or an empty text, for
+    the dropped samples.
 
     Args:
-        config: The shape.
+        config: Sizes and options.
     """
 
-    positions: Tensor | None  # of the trained size; None with rope
-    # How processes share the layers (distributed/tensor_parallel). No part by rows of qkv, which is one layer, has
-    # whole heads: what it gives is gathered.
+    positions: Tensor | None  # of the configured size; None with rope
+    # Division of the layers among processes, read by distributed/tensor_parallel. qkv is one layer, and no part of its
+    # rows holds whole heads: its output is gathered.
     tp_plan: ClassVar[dict[str, str]] = {
         **{f"blocks.*.{name}": "colwise_gather_output" for name in ("attention.qkv", "cross.q", "cross.kv")},
         **{f"blocks.*.{name}.out": "rowwise_split_input" for name in ("attention", "cross")},
@@ -126,12 +129,15 @@ class DiT(nn.Module):
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         self.config = config
-        width, patch = config.width, config.patch_size
+        width = config.width
+        patch = config.patch_size
         self.patch_in = nn.Conv2d(config.channels, width, patch, stride=patch)
         self.time = nn.Sequential(
             nn.Linear(_FREQUENCIES[config.variant.time_embedding], width), nn.SiLU(), nn.Linear(width, width)
         )
-        self.label = nn.Embedding(config.num_classes + 1, width) if config.num_classes else None
+        self.label = None
+        if config.num_classes:
+            self.label = nn.Embedding(config.num_classes + 1, width)
         self.blocks = nn.ModuleList(
             DiTBlock(width, config.heads, config.mlp_ratio, config.variant.qk_norm, config.context_width)
             for _ in range(config.depth)
@@ -141,13 +147,15 @@ class DiT(nn.Module):
         self.patch_out = nn.Linear(width, patch * patch * config.channels)
         features = config.variant.class_token.features
         self.class_token = TokenPort(features, width) if features else None
-        positions = grid_positions(config.size // patch, width) if config.variant.positions == "sincos" else None
+        positions = None
+        if config.variant.positions == "sincos":
+            positions = grid_positions(config.size // patch, width)
         self.register_buffer("positions", positions, persistent=False)
         self._initialise()
 
     @property
     def null_class(self) -> int:
-        """The label that stands for "no label"."""
+        """Return the label that means "no label"."""
         return self.config.num_classes
 
     def forward(
@@ -158,32 +166,34 @@ class DiT(nn.Module):
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> Tensor:
-        """Predict.
+        """Predict the diffusion target.
 
         Args:
-            x: Noisy latents, [B, C, H, W]; height and width are multiples of the patch size. Rows of a class token
-                stand behind them (see :mod:`lit_efficient.models.networks.class_token`).
+            x: Noisy latents, [B, C, H, W]; height and width are multiples of the patch size. With a class token, its
+                rows follow them (see :mod:`lit_efficient.models.networks.class_token`).
             t: Times, [B] in [0, 1].
             y: Labels, [B] int64; for networks with classes.
             context: Text tokens, [B, L, context_width]; for networks with text.
-            context_mask: Which of them are tokens, [B, L] bool; None: all. A row without any is a row without text.
+            context_mask: True for tokens that are not padding, [B, L] bool; None: all. A row without any is a sample
+                without text.
 
         Returns:
-            Predictions, [B, C, H, W].
+            Predictions, of the shape of ``x``.
 
         Raises:
-            ConfigurationError: For a condition that is missing, or that the network has no use for, and for other
-                shapes.
+            ConfigurationError: For a condition that is missing or that the network does not take, and for other shapes.
         """
         token = None
         if self.class_token is not None:
             x, token = apart(x, self.class_token.enter.in_features)
         self._check_inputs(x, y, context, context_mask)
-        dtype = self.patch_in.weight.dtype  # of a layer that is not quantised
+        dtype = self.patch_in.weight.dtype  # a convolution, which is never quantised
         patch = self.config.patch_size
         grid = (x.shape[2] // patch, x.shape[3] // patch)
         c = self._embed_time(t).to(dtype)
-        c = self.time(c) if self.label is None else self.time(c) + self.label(y)
+        c = self.time(c)
+        if self.label is not None:
+            c = c + self.label(y)
         tokens = self.patch_in(x.to(dtype)).flatten(2).transpose(1, 2)
         rotary = None
         if self.positions is None:
@@ -192,7 +202,7 @@ class DiT(nn.Module):
             tokens = tokens + self._positions(grid).to(dtype)
         if self.class_token is not None:
             tokens = torch.cat([tokens, self.class_token.enter(token.to(dtype))[:, None]], 1)  # type: ignore[union-attr]
-            if rotary is not None:  # it has no place: turned by nothing
+            if rotary is not None:  # the class token has no position: the identity rotation
                 rotary = torch.cat([rotary, torch.eye(2, 1, device=x.device).expand(2, rotary.shape[2])[:, None]], 1)
         if context is not None:
             context = context.to(dtype)
@@ -202,7 +212,9 @@ class DiT(nn.Module):
         tokens = modulate(self.norm(tokens), shift, scale)
         ends = tokens if self.class_token is None else tokens[:, :-1]
         latents = F.fold(self.patch_out(ends).transpose(1, 2), (x.shape[2], x.shape[3]), patch, stride=patch)
-        return latents if self.class_token is None else with_token(latents, self.class_token.leave(tokens[:, -1]))
+        if self.class_token is None:
+            return latents
+        return with_token(latents, self.class_token.leave(tokens[:, -1]))
 
     def _embed_time(self, t: Tensor) -> Tensor:
         kind = self.config.variant.time_embedding
@@ -211,9 +223,9 @@ class DiT(nn.Module):
     def _positions(self, grid: tuple[int, int]) -> Tensor:
         side = self.config.size // self.config.patch_size
         assert self.positions is not None
-        return (
-            self.positions if grid == (side, side) else grid_positions(grid, self.config.width, self.positions.device)
-        )
+        if grid == (side, side):
+            return self.positions
+        return grid_positions(grid, self.config.width, self.positions.device)
 
     def _check_inputs(self, x: Tensor, y: Tensor | None, context: Tensor | None, context_mask: Tensor | None) -> None:
         config = self.config
@@ -236,7 +248,9 @@ class DiT(nn.Module):
             raise refusal("DiT", "context_mask", allowed, (context_mask.dtype, list(context_mask.shape)))
 
     def _initialise(self) -> None:
-        """Xavier for linear layers, small normals for the embeddings, zero for what must start as the identity."""
+        """Initialise linear layers by Xavier, embeddings by small normals, and with zero the layers that must start as
+        identity.
+        """
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)

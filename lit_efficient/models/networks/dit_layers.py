@@ -1,11 +1,11 @@
-"""Parts of the diffusion transformer: positions, attention to the image and to text, one block.
+"""Layers of the diffusion transformer: positions, attention to the image and to text, and the block.
 
-    sincos   tokens <- tokens + [cos(w r), sin(w r), cos(w k), sin(w k)]      of the token in row r, column k
+    sincos   tokens <- tokens + [cos(w r), sin(w r), cos(w k), sin(w k)]      for the token in row r, column k
     rope     q, k <- q e^{i (w r)}, k e^{i (w r)} on one half of each head, e^{i (w k)} on the other
 
-With rope the attention between two tokens depends on where they are to each other, not on where they are: the turn of a
-query times the conjugate turn of a key is the turn of the difference. It adds no parameter, and nothing in it is bound
-to the size that was trained.
+With rope the attention between two tokens depends on their distance and not on their positions: the rotation of a query
+times the conjugate rotation of a key is the rotation by the difference. It adds no parameter and is not bound to the
+trained size.
 
 Source: Su et al. (2021), https://arxiv.org/abs/2104.09864, on each axis as in Heo et al. (2024),
 https://arxiv.org/abs/2403.13298. Norm of queries and keys: Henry et al. (2020), https://arxiv.org/abs/2010.04245, in
@@ -19,30 +19,42 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _EPS = 1e-6
-_LOWEST = -math.log(10_000.0)  # frequency, by its logarithm
+_LOWEST = -math.log(10_000.0)  # logarithm of the lowest frequency
 
 
 def sinusoids(position: Tensor, features: int, ends: bool = False) -> Tensor:
-    """Cosines, then sines, of ``position`` at geometrically spaced frequencies: [N] -> [N, features], float32.
+    """Return cosines, then sines, of ``position`` at geometrically spaced frequencies.
 
     Args:
         position: Numbers, [N].
-        features: How many, even.
-        ends: Whether the lowest frequency is 1 / 10,000, and not the one above it.
+        features: Number of features, even.
+        ends: Whether the lowest frequency is exactly 1 / 10,000, as in diffusers, and not the next higher one.
+
+    Returns:
+        [N, features], float32.
     """
     half = features // 2
     order = torch.arange(half, device=position.device, dtype=torch.float32)
-    # Rounded as in diffusers: at times up to 1000 the last digit of a frequency shows.
-    exponent = _LOWEST * order / (half - 1) if ends else _LOWEST / half * order
+    # The order of operations is that of diffusers: at times up to 1000 the last digit of a frequency shows.
+    if ends:
+        exponent = _LOWEST * order / (half - 1)
+    else:
+        exponent = _LOWEST / half * order
     frequencies = torch.exp(exponent)
     angle = position.float()[:, None] * frequencies
     return torch.cat([angle.cos(), angle.sin()], dim=1)
 
 
 def grid_positions(size: int | tuple[int, int], width: int, device: torch.device | None = None) -> Tensor:
-    """2-D sine-cosine positions, row by row: [rows * columns, width]; half of the features for rows, half for columns.
+    """Return 2-D sine-cosine positions, row by row. Half of the features encode the row, half the column.
 
-    The size is rows and columns, or the one number that both are; the width a multiple of 4.
+    Args:
+        size: Rows and columns, or one number for both.
+        width: Number of features, a multiple of 4.
+        device: Device of the result.
+
+    Returns:
+        [rows * columns, width].
     """
     rows, columns = (size, size) if isinstance(size, int) else size
     by_row = sinusoids(torch.arange(rows, device=device), width // 2)[:, None].expand(-1, columns, -1)
@@ -51,16 +63,22 @@ def grid_positions(size: int | tuple[int, int], width: int, device: torch.device
 
 
 def rotary_table(size: tuple[int, int], features: int, device: torch.device | None = None) -> Tensor:
-    """Cosines and sines of the turns of a grid's tokens, row by row: [2, rows * columns, features / 2], float32.
+    """Return cosines and sines of the rotation angles of a grid's tokens, row by row.
 
-    The features of a head are a multiple of 4.
+    Args:
+        size: Rows and columns.
+        features: Features of a head, a multiple of 4.
+        device: Device of the result.
+
+    Returns:
+        [2, rows * columns, features / 2], float32.
     """
     halves = grid_positions(size, features, device).view(-1, 2, 2, features // 4)  # [N, axis, cos or sin, frequency]
     return halves.permute(2, 0, 1, 3).flatten(2)
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Turn neighbouring pairs of features by :func:`rotary_table`: [B, heads, N, D] -> the same, in x's own type."""
+    """Rotate neighbouring pairs of features by :func:`rotary_table`: [B, heads, N, D] to the same shape and format."""
     cos, sin = table
     real, imaginary = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1)
@@ -68,14 +86,15 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """``x * (1 + scale) + shift`` with x [B, N, D] and the others [B, D]."""
+    """Return ``x * (1 + scale) + shift`` for x [B, N, D] and scale and shift [B, D]."""
     return x * (1.0 + scale[:, None]) + shift[:, None]
 
 
 class Attention(nn.Module):
-    """Full multi-head self-attention: [B, N, D] -> [B, N, D].
+    """Multi-head self-attention without a mask: [B, N, D] to [B, N, D].
 
-    With ``qk_norm`` queries and keys are brought to a mean square of 1, head by head, with a learned scale.
+    With ``qk_norm``, queries and keys of each head are divided by their root mean square and multiplied by a learned
+    scale.
     """
 
     def __init__(self, width: int, heads: int, qk_norm: bool = False) -> None:
@@ -86,17 +105,19 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = _norms(width // heads, qk_norm)
 
     def forward(self, x: Tensor, rotary_emb: Tensor | None = None) -> Tensor:
-        """Tokens to tokens; with ``rotary_emb`` of :func:`rotary_table`, turned by their places."""
+        """Attend among tokens [B, N, D]. ``rotary_emb`` of :func:`rotary_table` rotates queries and keys."""
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))  # [B, N, 3, heads, D / heads]
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        q, k = self.q_norm(q), self.k_norm(k)
+        q = self.q_norm(q)
+        k = self.k_norm(k)
         if rotary_emb is not None:
-            q, k = rotate(q, rotary_emb), rotate(k, rotary_emb)
+            q = rotate(q, rotary_emb)
+            k = rotate(k, rotary_emb)
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 class CrossAttention(nn.Module):
-    """Multi-head attention from image tokens [B, N, D] to text tokens [B, L, context_width]: [B, N, D]."""
+    """Multi-head attention from image tokens [B, N, D] to text tokens [B, L, context_width], with output [B, N, D]."""
 
     def __init__(self, width: int, heads: int, context_width: int, qk_norm: bool = False) -> None:
         super().__init__()
@@ -107,20 +128,20 @@ class CrossAttention(nn.Module):
         self.q_norm, self.k_norm = _norms(width // heads, qk_norm)
 
     def forward(self, x: Tensor, context: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Where ``mask`` [B, L] (bool, true: a token) holds no token for a row of the batch, its output is zero."""
+        """Attend to the tokens with ``mask`` [B, L] true. The output is zero for rows without any."""
         q = self.q_norm(self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2))  # [B, heads, N, D / heads]
         k, v = self.kv(context).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
         k = self.k_norm(k)
         if mask is None:
             return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         some = mask.any(dim=1)
-        allowed = mask | ~some[:, None]  # a softmax over nothing is NaN in some kernels, forward or backward
+        allowed = mask | ~some[:, None]  # a softmax over no key is NaN in some kernels, forward or backward
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed[:, None, None, :])
         return self.out(y.transpose(1, 2).flatten(2)) * some[:, None, None].to(y.dtype)
 
 
 class DiTBlock(nn.Module):
-    """One adaLN-zero transformer block, with attention to text between the two halves if a text token has a width."""
+    """Transformer block with adaLN-zero. With a ``context_width`` it attends to text between self-attention and MLP."""
 
     def __init__(self, width: int, heads: int, mlp_ratio: int, qk_norm: bool = False, context_width: int = 0) -> None:
         super().__init__()
@@ -141,9 +162,9 @@ class DiTBlock(nn.Module):
         c: Tensor,
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
-        rotary_emb: Tensor | None = None,  # a name that tells techniques that all rows of a batch share it
+        rotary_emb: Tensor | None = None,  # by this name, as diffusers', techniques know that all samples share it
     ) -> Tensor:
-        """Tokens [B, N, D] under the condition [B, D] and the text [B, L, context_width] to tokens [B, N, D]."""
+        """Map tokens [B, N, D] under the condition [B, D] and the text [B, L, context_width] to tokens [B, N, D]."""
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(F.silu(c)).chunk(6, dim=-1)
         x = x + gate1[:, None] * self.attention(modulate(self.norm1(x), shift1, scale1), rotary_emb)
         if context is not None:

@@ -1,14 +1,15 @@
 """Causal attention within the documents of packed rows, without a T x T mask.
 
-    o[t] = softmax(q[t] K[s : t + 1]^T / sqrt(d)) V[s : t + 1],    s = starts[t]: where the document of t begins
+    o[t] = softmax(q[t] K[s : t + 1]^T / sqrt(d)) V[s : t + 1],    s = starts[t]: where the document of t starts
 
-On a CPU each document is a call of its own. On a GPU FlexAttention goes through the blocks of 128 x 128 that a document
-has a part in, from tables that are made on the device: the host never reads how long documents are. In compiled code on
-a CPU, for rows of one block, and where FlexAttention fails its trial, torch's kernels get a mask.
+On a CPU each document is computed by a call of its own. On a GPU FlexAttention visits the blocks of 128 x 128 tokens
+that contain part of a document. Their tables are built on the device, so that the host never waits for the lengths of
+documents. Torch's kernels with a mask are used in compiled code on a CPU, for rows of one block, and where
+FlexAttention does not work.
 
-Models of transformers that take torch's attention can be given the starts in the place of a mask (`read_starts`).
+Models of transformers that use torch's attention can be given the starts in the place of a mask (`read_starts`).
 
-Saves: a mask of T^2 bytes a row (5 T^2 where a kernel wants floats), and the work between documents
+Saves: a mask of T^2 bytes a row (5 T^2 where a kernel needs floats), and the work between documents
 Costs: on a GPU the compilation of the kernel, once
 Source: Dong et al. (2024), https://arxiv.org/abs/2412.05496
 """
@@ -33,12 +34,12 @@ _BLOCK = 128
 
 
 def document_starts(position_ids: Tensor) -> Tensor:
-    """Where the document of each token begins in its row, ``[B, T]`` int64.
+    """Return the position in its row at which each token's document starts, ``[B, T]`` int64.
 
-    A document begins wherever a position is not its predecessor's plus one, as in Hugging Face's packed batches.
+    A document starts wherever a position is not its predecessor's plus one, as in Hugging Face's packed batches.
 
     Args:
-        position_ids: ``[B, T]``, from 0 in every document.
+        position_ids: ``[B, T]``, counted from 0 in every document.
 
     Example:
         >>> document_starts(torch.tensor([[0, 1, 2, 0, 1, 0]]))
@@ -52,17 +53,23 @@ def document_starts(position_ids: Tensor) -> Tensor:
 def attend_documents(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, dropout: float = 0.0, scale: float | None = None
 ) -> Tensor:
-    """Attention of each token to those before it in its document: ``[B, heads, T, head_dim]``.
+    """Attend from each token to the tokens before it in its document.
 
     Args:
         query: ``[B, heads, T, head_dim]``.
         key: ``[B, kv_heads, T, head_dim]``; ``kv_heads`` divides ``heads``.
         value: as ``key``.
-        starts: of `document_starts`, ``[B, T]``; longer than the rest where that is of slices (`own_slices`).
-        dropout: rate at which weights of the attention are dropped.
-        scale: of the products of queries and keys; None is ``1 / sqrt(head_dim)``.
+        starts: `document_starts` of whole rows, ``[B, T]``; longer than the queries where those are slices of rows
+            (`own_slices`).
+        dropout: dropout rate of the attention weights.
+        scale: factor of the products of queries and keys; None is ``1 / sqrt(head_dim)``.
+
+    Returns:
+        ``[B, heads, T, head_dim]``.
     """
-    kind, length, places = kind_of(query.device), starts.shape[1], None
+    kind = kind_of(query.device)
+    length = starts.shape[1]
+    places = None
     how: dict[str, Any] = {"scale": scale, "dropout_p": dropout}
     compiling = torch.compiler.is_compiling()
     if query.shape[2] != length:
@@ -73,15 +80,18 @@ def attend_documents(
     if kind == "cpu" and places is None and type(starts) is Tensor and not compiling:
         return _one_by_one(query, key, value, starts, **how)
     takes = kind == "cuda" and length > _BLOCK and not dropout and query.dtype == key.dtype == value.dtype
-    if takes and kind != query.device.type and places is None:  # a plan's tensors: this keeps what FlexAttention keeps
+    # `plan` runs stand-ins for CUDA tensors. This call keeps as many bytes for the backward pass as FlexAttention.
+    if takes and kind != query.device.type and places is None:
         grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped, **how)
     if takes and (compiling or _flex_works(query.dtype, query.shape[-1])):
-        return _in_blocks(query, key, value, starts, flex_attention if compiling else _flex(), scale, places)
+        flex = flex_attention if compiling else _flex()
+        return _in_blocks(query, key, value, starts, flex, scale, places)
     index = torch.arange(length, device=starts.device)
     mask = (index >= starts[:, :, None]).tril()[:, None]
-    mask = mask if places is None else mask[:, :, places]
-    # CUDA's kernel for masks wants a key head for each query head; torch would else form all scores in memory.
+    if places is not None:
+        mask = mask[:, :, places]
+    # CUDA's kernel for masks needs one key head per query head. Otherwise torch stores all scores.
     groups = query.shape[1] // key.shape[1]
     key, value = (heads.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for heads in (key, value))
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **how)
@@ -90,11 +100,13 @@ def attend_documents(
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, **how: Any) -> Tensor:
     begins = starts == torch.arange(starts.shape[1])
     sizes = [row.nonzero()[:, 0].diff(append=torch.tensor([len(row)])).tolist() for row in begins]
-    # By split and cat, each of which is the other's gradient: that of a slice is as large as the whole.
-    parts = [
-        [part for row, own in zip(heads.unbind(), sizes, strict=True) for part in row[None].split(own, 2)]
-        for heads in (query, key, value)
-    ]
+    # split and cat are each other's gradients. The gradient of a slice would be as large as the whole tensor.
+    parts = []
+    for heads in (query, key, value):
+        documents: list[Tensor] = []
+        for row, lengths in zip(heads.unbind(), sizes, strict=True):
+            documents += row[None].split(lengths, 2)
+        parts.append(documents)
     grouped = query.shape[1] != key.shape[1]
     mixed = [
         F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped, **how).transpose(1, 2)
@@ -104,7 +116,13 @@ def _one_by_one(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, **how
 
 
 def _in_blocks(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, flex: Any, scale: Any = None, places: Any = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    flex: Callable[..., Any],
+    scale: float | None = None,
+    places: Tensor | None = None,
 ) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
     out: Tensor = flex(query, key, value, block_mask=visible_blocks(starts, places), enable_gqa=grouped, scale=scale)
@@ -112,18 +130,19 @@ def _in_blocks(
 
 
 def visible_blocks(starts: Tensor, places: Tensor | None = None) -> BlockMask:
-    """FlexAttention's table of the blocks of keys that a block of queries meets: those from its first start.
+    """Return FlexAttention's table of the blocks of keys that each block of queries attends to.
 
     Args:
-        starts: of `document_starts`, ``[B, T]``.
-        places: which tokens of the rows the queries are, ascending; None: all.
+        starts: `document_starts`, ``[B, T]``.
+        places: positions of the queries in their rows, ascending; None: all.
     """
     own = starts if places is None else starts[:, places]
-    length, whole = own.shape[1], starts.shape[1]
+    length = own.shape[1]
+    whole = starts.shape[1]
     blocks = torch.arange(-(-whole // _BLOCK), dtype=torch.int32, device=starts.device)
-    first = (own[:, ::_BLOCK] // _BLOCK).int()[:, None]  # starts never fall within a row
+    first = (own[:, ::_BLOCK] // _BLOCK).int()[:, None]  # starts never decrease along a row
     last = blocks
-    if places is not None:  # where each block of queries ends
+    if places is not None:  # the block of keys that holds the last query of each block of queries
         last = (torch.cat((places[_BLOCK - 1 :: _BLOCK], places[-1:]))[: first.shape[-1]] // _BLOCK).int()
     indices = torch.minimum(first[..., None] + blocks, last[:, None])
 
@@ -138,7 +157,7 @@ def visible_blocks(starts: Tensor, places: Tensor | None = None) -> BlockMask:
 
 @functools.cache
 def _flex() -> Callable[..., Any]:
-    """Compiled, as it would else form all scores in memory."""
+    """Return FlexAttention, compiled: without compilation it stores all scores."""
     return torch.compile(flex_attention)
 
 
@@ -148,7 +167,9 @@ def _flex_works(dtype: torch.dtype, head_dim: int) -> bool:
 
 @functools.cache
 def _flex_tried(dtype: torch.dtype, head_dim: int) -> bool:
-    """Tried once, forward and backward: without Triton or a compiler, and for some sizes, it fails."""
+    """Return whether FlexAttention works, forward and backward. It fails without Triton or a compiler, and for some
+    sizes.
+    """
     try:
         with torch.enable_grad(), torch.autocast("cuda", enabled=False):
             starts = torch.zeros(1, 2 * _BLOCK, dtype=torch.int64, device="cuda")
@@ -161,21 +182,24 @@ def _flex_tried(dtype: torch.dtype, head_dim: int) -> bool:
             assert x.grad is not None
             close = bool((out[:, :, 100:] - expected).abs().max() < 0.05 and x.grad.isfinite().all())
         reason = "" if close else "it gives other numbers than torch's attention"
-    except Exception as error:  # each part of the compiler fails in its own way
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+    except Exception as error:  # the parts of the compiler raise unrelated classes
+        first_line = str(error).strip().partition("\n")[0]
+        reason = f"{type(error).__name__}: {first_line}"
     if reason:
         warnings.warn(f"packed rows take a mask of T x T: FlexAttention does not run here ({reason})", stacklevel=2)
     return not reason
 
 
+# Arguments with which a layer asks for more than causal attention within documents.
 _UNKNOWN = ("sliding_window", "softcap", "s_aux", "position_bias", "cache", "head_mask")
 
 
 @functools.cache
 def read_starts() -> None:
-    """Have transformers' attention by torch take `document_starts` ``[B, 1, 1, T]`` int64 where it takes a mask.
+    """Let transformers' attention by torch accept `document_starts` ``[B, 1, 1, T]`` int64 in the place of a mask.
 
-    For any other mask it is what it was. It raises where the layer wants more than attention within documents.
+    Calls with any other mask are unchanged. A call with starts raises ValueError if the layer needs more than causal
+    attention within documents.
     """
     from transformers import AttentionInterface
 
@@ -207,7 +231,7 @@ def read_starts() -> None:
 
 
 def causal_throughout(network: Any, length: int) -> bool:
-    """Whether the masks of a model of transformers let the last of ``length`` tokens see all, in each kind of layer."""
+    """Return whether the last of ``length`` tokens sees all others in every kind of layer of a transformers model."""
     from transformers import AttentionMaskInterface
     from transformers.masking_utils import create_masks_for_generate
 
@@ -221,7 +245,7 @@ def causal_throughout(network: Any, length: int) -> bool:
     make = getattr(network, "create_masks_for_generate", create_masks_for_generate)
     try:
         found = make(config, torch.empty(1, length, 0), None, None, position_ids=index[None])
-    except TypeError:  # up to 5.19 it makes none for layers that see chunks
+    except TypeError:  # transformers up to 5.19 builds no masks for layers with chunked attention
         return False
     masks = list(found.values()) if isinstance(found, dict) else [found]
     return all(isinstance(mask, Tensor) and bool(mask.all()) for mask in masks)

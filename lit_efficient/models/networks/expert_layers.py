@@ -1,10 +1,10 @@
-"""A feed-forward module with experts: its own code, run once on all tokens, sorted by the expert that each chose.
+"""Mixture of experts around a feed-forward module: its code runs once on all tokens, sorted by the chosen expert.
 
     p = softmax(W x)            in float32, [E]
     y = sum_e g_e FFN_e(x),     g = p over the k experts with the largest p (+ b), divided by their sum
 
-Each linear layer of the module holds the weights of all experts, [E, out, in], under the name that its weight had, and
-multiplies each group of rows by those of one expert (a grouped product). No token is dropped, whatever the choice.
+Each linear layer of the module holds the weights of all experts, [E, out, in], under the name of its own weight, and
+multiplies each group of rows by the matrix of one expert (a grouped product). No token is dropped, whatever the choice.
 
 Sources: Shazeer et al. (2017), https://arxiv.org/abs/1701.06538; without dropping: Gale et al. (2022),
 https://arxiv.org/abs/2211.15841; balance: Fedus et al. (2021), https://arxiv.org/abs/2101.03961; z: Zoph et al. (2022),
@@ -26,14 +26,14 @@ _GROUPED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def route_tokens(logits: Tensor, top_k: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The experts of each token, and their weights, which sum to 1.
+    """Choose experts for each token, with weights that sum to 1.
 
-    For ``top_k=1`` the weight is 1 in value, with the gradient of ``log p``: divided by itself it would have none.
+    For ``top_k=1`` the weight has the value 1 and the gradient of ``log p``: p divided by itself would have none.
 
     Args:
-        logits: Of the router, [N, E].
-        top_k: Experts a token, 1 to E.
-        bias: Added to the probabilities for the choice alone, [E].
+        logits: Output of the router, [N, E].
+        top_k: Experts per token, 1 to E.
+        bias: Added to the probabilities for the choice only, [E].
 
     Returns:
         Weights [N, k] and experts [N, k], int64.
@@ -46,14 +46,15 @@ def route_tokens(logits: Tensor, top_k: int, bias: Tensor | None = None) -> tupl
 
 
 def load_balance_loss(logits: Tensor, chosen: Tensor, real: Tensor | None = None) -> Tensor:
-    """``E sum_e f_e P_e``: f the share of the choices, P the mean probability. 1 where both are even, E at worst.
+    """Return ``E sum_e f_e P_e``: f is the share of the choices, P the mean probability. 1 where both are even, at most
+    E.
 
     Args:
-        logits: Of the router, [N, E].
+        logits: Output of the router, [N, E].
         chosen: Experts of each token, [N, k].
-        real: Which tokens count, [N] bool, the others being padding; ``None``: all.
+        real: True for tokens that are not padding, [N] bool; ``None``: all.
 
-    Source: Fedus et al. (2021), https://arxiv.org/abs/2101.03961, equation 4; several choices a token count alike.
+    Source: Fedus et al. (2021), https://arxiv.org/abs/2101.03961, equation 4; all choices of a token count equally.
     """
     experts = logits.shape[-1]
     loads = _loads(chosen, experts, real).to(logits.dtype)
@@ -61,7 +62,8 @@ def load_balance_loss(logits: Tensor, chosen: Tensor, real: Tensor | None = None
 
 
 def router_z_loss(logits: Tensor, real: Tensor | None = None) -> Tensor:
-    """``mean (log sum_e exp l_e)^2``, which keeps the router's logits [N, E] small; of the ``real`` [N] tokens, or all.
+    """Return ``mean (log sum_e exp l_e)^2`` of logits [N, E], over the ``real`` [N] tokens or all. It keeps logits
+    small.
 
     Source: Zoph et al. (2022), https://arxiv.org/abs/2202.08906, equation 5.
     """
@@ -69,13 +71,14 @@ def router_z_loss(logits: Tensor, real: Tensor | None = None) -> Tensor:
 
 
 def router_losses(call: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
-    """Both losses, [2], of what a mixture appends to its ``side_terms``."""
+    """Return both losses, [2], for one entry of a mixture's ``side_terms``."""
     logits, chosen, real = call
     return torch.stack([load_balance_loss(logits, chosen, real), router_z_loss(logits, real)])
 
 
 def balanced_bias(bias: Tensor, loads: Tensor, rate: float) -> Tensor:
-    """The bias [E] of the next step: ``rate`` more for experts below the mean load [E], as much less for those above.
+    """Return the bias [E] for the next step: ``rate`` higher for experts below the mean load [E], ``rate`` lower above
+    it.
 
     Source: Wang et al. (2024), https://arxiv.org/abs/2408.15664, algorithm 1.
     """
@@ -85,18 +88,27 @@ def balanced_bias(bias: Tensor, loads: Tensor, rate: float) -> Tensor:
 
 @dataclass
 class Groups:
-    """Rows that are sorted by expert."""
+    """Groups of rows that are sorted by expert."""
 
     experts: Tensor  # the expert of each row, [M], ascending
     ends: Tensor  # where the rows of each expert end, [E] int32
 
 
 def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, transposed: bool = False) -> Tensor:
-    """Each row times the matrix of its expert: [M, in] -> [M, out], rows in the order of ``groups``.
+    """Multiply each row by the matrix of its expert.
 
-    By torch's grouped product where there is one for the numbers and sizes at hand, else slice by slice (which on a GPU
-    waits for the sizes of the slices). The weight is [E, out, in], or ``transposed`` [E, in, out]; the bias [E, out] or
-    None.
+    Torch's grouped product is used where it supports the format and the sizes. Otherwise slices are multiplied one by
+    one, which on a GPU waits for their sizes.
+
+    Args:
+        x: Rows in the order of ``groups``, [M, in].
+        weight: [E, out, in], or ``transposed`` [E, in, out].
+        bias: [E, out] or None.
+        groups: Experts of the rows.
+        transposed: Layout of the weight.
+
+    Returns:
+        [M, out].
     """
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -116,7 +128,10 @@ def _by_slices(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 
 def _is_groupable(x: Tensor, matrices: Tensor) -> bool:
-    """Whether torch's kernels take them: multiples of 16 bytes, on a GPU since Ampere; compiled, bfloat16."""
+    """Return whether torch's grouped kernels support the tensors.
+
+    They need rows of a multiple of 16 bytes, on a GPU Ampere or newer, and in compiled code bfloat16.
+    """
     if torch.compiler.is_compiling() and x.dtype != torch.bfloat16:
         return False
     aligned = all(size * x.element_size() % 16 == 0 for size in matrices.shape[1:])
@@ -125,7 +140,9 @@ def _is_groupable(x: Tensor, matrices: Tensor) -> bool:
 
 
 class _Contiguous(torch.autograd.Function):
-    """The identity; its gradient, which may be one number for all, is laid out as the grouped product needs it."""
+    """Identity whose gradient is contiguous, as the grouped product needs it. It may be one number expanded to all
+    places.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -137,42 +154,48 @@ class _Contiguous(torch.autograd.Function):
 
 
 class GroupedLayer(Loads):
-    """What layers of experts have in common, whatever they store their weights as."""
+    """Base of layers that hold the weights of all experts, in any storage format."""
 
-    groups: Groups | None = None  # of the rows, while the module around runs
-    expert_shape: tuple[int, int, int]  # of the weight: experts, outputs and inputs, or inputs and outputs
+    groups: Groups | None = None  # groups of the rows; set while the mixture around this layer runs
+    expert_shape: tuple[int, int, int]  # shape of the weight: experts, outputs and inputs, or inputs and outputs
     is_transposed: bool
     bias: nn.Parameter | None
 
     def grouped_product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Rows of the sorted tokens [M, in] times the matrices of their experts [E, out, in]."""
+        """Multiply rows of the sorted tokens [M, in] by the matrices of their experts [E, out, in]."""
         return grouped_linear(x, weight, None, self.known_groups())
 
     def known_groups(self) -> Groups:
-        """Which row is whose."""
+        """Return the groups of the rows; raise RuntimeError outside of the module around the layer."""
         if self.groups is None:
             raise RuntimeError("a layer of experts is called by the feed-forward module around it alone")
         return self.groups
 
     def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Give each expert the weights of a checkpoint that has one layer; take those that lie row under row apart."""
+        """Convert weights of a checkpoint before they are loaded.
+
+        A single layer is copied to every expert. Experts that are concatenated along the rows are split.
+        """
         experts, *matrix = self.expert_shape
         given, bias = state_dict.get(f"{prefix}weight"), state_dict.get(f"{prefix}bias")
         if given is not None and given.is_floating_point() and given.ndim == 2:
-            one = list(given.shape) == matrix
-            outputs_first = given.unflatten(0, (experts, -1)) if not one else given
-            rows = outputs_first.mT if self.is_transposed and not one else outputs_first
-            state_dict[f"{prefix}weight"] = rows.expand(experts, *matrix) if one else rows.contiguous()
+            if list(given.shape) == matrix:  # one layer
+                state_dict[f"{prefix}weight"] = given.expand(experts, *matrix)
+            else:
+                stacked = given.unflatten(0, (experts, -1))
+                if self.is_transposed:
+                    stacked = stacked.mT
+                state_dict[f"{prefix}weight"] = stacked.contiguous()
         if bias is not None and bias.ndim == 1:
             state_dict[f"{prefix}bias"] = bias.expand(experts, *bias.shape)
 
     def extra_repr(self) -> str:
-        """The sizes."""
+        """Return the sizes for ``repr``."""
         return f"experts, outputs, inputs={self.expert_shape}, transposed={self.is_transposed}"
 
 
 class ExpertLinear(GroupedLayer, nn.Module):
-    """The linear layers of all experts: weight [E, out, in], or ``transposed`` [E, in, out], and bias [E, out]."""
+    """Linear layers of all experts: weight [E, out, in], or ``transposed`` [E, in, out], and bias [E, out]."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool = False) -> None:
         super().__init__()
@@ -184,7 +207,7 @@ class ExpertLinear(GroupedLayer, nn.Module):
 
     @classmethod
     def copies_of(cls, layer: Any, experts: int) -> "ExpertLinear":
-        """Experts that start as an ``nn.Linear``, or as GPT-2's ``Conv1D``."""
+        """Return experts that start as copies of an ``nn.Linear``, or of GPT-2's ``Conv1D``."""
         weight, bias = (
             None if tensor is None else nn.Parameter(_repeated(tensor.detach(), experts), tensor.requires_grad)
             for tensor in (layer.weight, layer.bias)
@@ -193,32 +216,36 @@ class ExpertLinear(GroupedLayer, nn.Module):
         return cls(weight, bias, not isinstance(layer, nn.Linear)).train(layer.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rows of the sorted tokens, [M, in] -> [M, out]."""
+        """Map rows of the sorted tokens, [M, in], to [M, out]."""
         return grouped_linear(x, self.weight, self.bias, self.known_groups(), self.is_transposed)
 
 
 class ExpertMixture(Loads, StaysFloat32):
-    """Mix-in of a feed-forward module: routes the tokens and runs the module's own forward on them, sorted."""
+    """Mix-in of a feed-forward module that routes the tokens and runs the module's own forward on them, sorted by
+    expert.
+    """
 
     float32 = ("router_",)
     router_weight: nn.Parameter  # [E, D]
-    router_bias: Tensor | None  # [E], of the balance by bias
+    router_bias: Tensor | None  # [E], where the load is balanced by a bias
     router_top_k: int
-    router_shared: int  # experts beyond the router's, which all tokens pass
-    router_load: Tensor | None  # [E], choices since the last step
+    router_shared: int  # number of experts that process all tokens
+    router_load: Tensor | None  # [E], number of choices since the last step
     training: bool
-    side_terms: list[Any] | None = None  # logits, choices and what is real of each call, while a step's are collected
-    token_rows: dict[str, Any]  # says what is padding
+    side_terms: list[Any] | None = None  # (logits, choices, real) of each call, while a step's are collected
+    token_rows: dict[str, Any]  # padding mask of the batch, see `token_rows`
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """[..., D] -> [..., D]."""
+        """Map [..., D] to [..., D]."""
         rows = x.reshape(-1, x.shape[-1])  # [N, D]
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(rows.to(torch.promote_types(x.dtype, torch.float32)), self.router_weight.to(_wide(x)))
         weights, chosen = route_tokens(logits, self.router_top_k, self.router_bias)
         if self.side_terms is not None and self.training and len(rows) and torch.is_grad_enabled():
             mask = row_of(self, "attention_mask", x.shape[:-1])
-            real = None if mask is None else mask.flatten() != 0
+            real = None
+            if mask is not None:
+                real = mask.flatten() != 0
             self.side_terms.append((logits, chosen, real))
             self._count(chosen, real)
         if self.router_shared:
@@ -239,7 +266,7 @@ class ExpertMixture(Loads, StaysFloat32):
         return (y * weights[..., None]).sum(1).to(y.dtype).reshape(*x.shape[:-1], y.shape[-1])
 
     def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Keep the router where a checkpoint is of the network without experts."""
+        """Keep the own router if a checkpoint is that of the network without experts."""
         own = dict(self.named_modules())  # type: ignore[attr-defined]
         layers = {name: part for name, part in own.items() if isinstance(part, GroupedLayer)}
         given = [(state_dict.get(f"{prefix}{name}.weight"), part.expert_shape[1:]) for name, part in layers.items()]
@@ -251,10 +278,12 @@ class ExpertMixture(Loads, StaysFloat32):
     def _count(self, chosen: Tensor, real: Tensor | None) -> None:
         if self.router_bias is not None:
             now = _loads(chosen, len(self.router_bias), real)
-            self.router_load = now if self.router_load is None else self.router_load.to(now.device) + now
+            if self.router_load is not None:
+                now = self.router_load.to(now.device) + now
+            self.router_load = now
 
     def _with_shared(self, weights: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Those that all tokens pass, each with the weight of all that were chosen together."""
+        """Add the shared experts, each with the weight of all chosen experts together."""
         shared = torch.arange(self.router_shared, device=chosen.device) + len(self.router_weight)
         chosen = torch.cat((chosen, shared.expand(len(chosen), -1)), 1)
         return torch.cat((weights, weights.new_ones(len(weights), len(shared))), 1) / (1 + len(shared)), chosen
@@ -263,14 +292,16 @@ class ExpertMixture(Loads, StaysFloat32):
 def add_mixture(
     module: Any, experts: int, top_k: int, shared: int = 0, *, balanced: bool = False, generator: torch.Generator
 ) -> None:
-    """Give a feed-forward module experts, in place, each with its weights: its output is what it was.
+    """Turn a feed-forward module into a mixture of experts, in place. Each expert starts with the module's weights, so
+    that the output stays the same.
 
     Args:
         module: Maps tokens [..., D] to [..., D], each by itself, through linear layers.
-        experts: How many the router chooses from.
-        top_k: How many of them a token passes.
-        shared: Further ones, which all tokens pass. The output is the mean of theirs and of what the choice gives.
-        balanced: Whether there is a bias for the choice.
+        experts: Number of experts that the router chooses from.
+        top_k: Number of chosen experts per token.
+        shared: Number of further experts that process all tokens. The output is the mean of their outputs and of the
+            chosen experts' weighted sum.
+        balanced: Whether to add a bias to the choice.
         generator: Draws the router's weights, of variance 0.1 / D.
     """
     layers = {name: part for name, part in module.named_modules() if is_linear(part)}
@@ -282,13 +313,15 @@ def add_mixture(
     dtype = torch.promote_types(first.dtype, torch.float32)
     drawn = torch.randn(experts, width, generator=generator, device="cpu", dtype=torch.float32) * (0.1 / width) ** 0.5
     module.register_parameter("router_weight", nn.Parameter(drawn.to(home_of(first), dtype)))
-    bias = torch.zeros(experts, dtype=dtype, device=home_of(first)) if balanced else None
+    bias = None
+    if balanced:
+        bias = torch.zeros(experts, dtype=dtype, device=home_of(first))
     module.register_buffer("router_bias", bias)
     mix_in(module, ExpertMixture, router_top_k=top_k, router_shared=shared, router_load=None, token_rows={})
 
 
 def width_of(module: nn.Module) -> int:
-    """Inputs of a module's first linear layer, of any kind, or of all experts' ones; 0 without one."""
+    """Return the number of inputs of a module's first linear layer of any kind, or 0 without one."""
     for part in module.modules():
         if hasattr(part, "in_features"):
             return int(part.in_features)  # type: ignore[arg-type]
@@ -298,7 +331,7 @@ def width_of(module: nn.Module) -> int:
 
 
 def is_linear(part: nn.Module) -> bool:
-    """Whether a layer is an ``nn.Linear``, or GPT-2's ``Conv1D``, and nothing derived from it."""
+    """Return whether a layer is exactly an ``nn.Linear`` or GPT-2's ``Conv1D``, and not a subclass."""
     kind = type(part)
     return kind is nn.Linear or (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
@@ -308,14 +341,16 @@ def _repeated(tensor: Tensor, times: int) -> Tensor:
 
 
 def _loads(chosen: Tensor, experts: int, real: Tensor | None = None) -> Tensor:
-    """How often each expert was chosen, [E]; without waiting for a GPU."""
+    """Return how often each expert was chosen, [E], without waiting for a GPU."""
     flat = chosen.flatten()
-    ones = torch.ones_like(flat) if real is None else real.to(flat.dtype).repeat_interleave(chosen.shape[-1])
+    ones = torch.ones_like(flat)
+    if real is not None:
+        ones = real.to(flat.dtype).repeat_interleave(chosen.shape[-1])
     return torch.zeros(experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, ones)
 
 
 def _mean(values: Tensor, real: Tensor | None) -> Tensor:
-    """Over the tokens that count, the first dimension."""
+    """Return the mean over the first dimension, restricted to tokens with ``real`` true."""
     if real is None:
         return values.mean(0)
     return torch.tensordot(real.to(values.dtype), values, 1) / real.sum().clamp_min(1)

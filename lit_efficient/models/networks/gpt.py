@@ -1,8 +1,9 @@
-"""A small modern GPT: decoder-only transformer with RMSNorm, rotary positions, SwiGLU and grouped-query attention.
+"""Small modern GPT: a decoder-only transformer with RMSNorm, rotary positions, SwiGLU and grouped-query attention.
 
     x = x + Attention(RMSNorm(x));    x = x + W_down(silu(W_gate h) * W_up h),  h = RMSNorm(x)
 
-Same function as a Llama with its published weights' layout of heads (rotary pairs are the two halves of a head).
+It computes the same function as a Llama. The layout of heads is that of Llama's published weights: a rotary pair is one
+feature of each half of a head.
 Sources: RMSNorm https://arxiv.org/abs/1910.07467, rotary https://arxiv.org/abs/2104.09864, SwiGLU
 https://arxiv.org/abs/2002.05202, grouped-query attention https://arxiv.org/abs/2305.13245, tied embeddings
 https://arxiv.org/abs/1608.05859, scaled residual initialisation: GPT-2.
@@ -20,13 +21,12 @@ from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.losses.next_token import token_losses
 from lit_efficient.models.generation.sampling import sample_token
 from lit_efficient.models.networks.document_attention import attend_documents, document_starts
-from lit_efficient.models.networks.kept_keys import only_kept
 from lit_efficient.models.probes.modes import evaluating
 
 
 @dataclass(frozen=True)
 class GPTConstants:
-    """Numbers of a `GPT` that rarely change.
+    """Constants of a `GPT` that rarely change.
 
     Args:
         rope_theta: base of the rotary wavelengths.
@@ -43,24 +43,25 @@ class GPTConstants:
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a `GPT`.
+    """Sizes and options of a `GPT`.
 
     Args:
         vocab_size: number of token ids; None takes it from the data.
         dim: width of the residual stream; divisible by ``num_heads``.
-        depth: number of blocks, 10,000 at most.
-        num_heads: number of query heads; ``dim / num_heads`` must be even (rotary positions turn pairs).
+        depth: number of blocks, at most 10,000.
+        num_heads: number of query heads; ``dim / num_heads`` must be even, because rotary positions rotate pairs of
+            features.
         num_kv_heads: number of key and value heads, a divisor of ``num_heads``; None means ``num_heads``. Fewer heads
-            make the cache of a generation smaller by ``num_heads / num_kv_heads``.
+            make the key-value cache smaller by ``num_heads / num_kv_heads``.
         hidden_dim: width inside the SwiGLU; None means ``8/3 dim`` rounded up to a multiple of 32, which has as many
             parameters as the usual two-matrix MLP of width ``4 dim``.
         max_length: longest sequence in tokens.
-        dropout: rate on the attention's and the MLP's output, in [0, 1).
+        dropout: dropout rate of the outputs of attention and MLP, in [0, 1).
         tie_embeddings: share one matrix between the embedding and the head.
-        constants: of the rotary positions and of RMSNorm.
+        constants: constants of the rotary positions and of RMSNorm.
     """
 
-    draws_weights: ClassVar[bool] = True  # no file has any
+    draws_weights: ClassVar[bool] = True  # weights are random: there is no file to read
 
     vocab_size: int | None = None
     dim: int = 256
@@ -76,7 +77,9 @@ class GPTConfig:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "depth", "num_heads", "num_kv_heads", "hidden_dim", "max_length"):
             null = name in ("vocab_size", "num_kv_heads", "hidden_dim")
-            most = 10_000 if name == "depth" else None  # even blocks without weights take a while
+            most = None
+            if name == "depth":
+                most = 10_000  # building that many blocks takes long, even without weights
             check_number("GPTConfig", name, getattr(self, name), least=1, most=most, whole=True, null=null)
         if self.dim % (2 * self.num_heads):
             allowed = f"a multiple of 2 * num_heads = {2 * self.num_heads} (rotary positions turn pairs within a head)"
@@ -87,28 +90,30 @@ class GPTConfig:
 
     @property
     def head_dim(self) -> int:
-        """Width of one head."""
+        """Return the width of one head."""
         return self.dim // self.num_heads
 
     @property
     def kv_heads(self) -> int:
-        """Number of key and value heads, with None resolved."""
+        """Return the number of key and value heads, with None resolved."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
     def mlp_dim(self) -> int:
-        """Width inside the SwiGLU, with None resolved."""
+        """Return the width inside the SwiGLU, with None resolved."""
         return -(-8 * self.dim // (3 * 32)) * 32 if self.hidden_dim is None else self.hidden_dim
 
 
 def rotary_table(start: int, stop: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
-    """Cosines and sines for the positions ``start`` to ``stop - 1``.
+    """Return cosines and sines for the positions ``start`` to ``stop - 1``.
 
-    Computed on the fly in float32: a buffer would be rounded by ``.to(bfloat16)``, which merges neighbouring positions
-    beyond 256, and would be left empty when a model built on the meta device is filled from a checkpoint.
+    They are computed in float32 in every call. A buffer would be rounded by ``.to(bfloat16)``, which merges
+    neighbouring positions beyond 256, and would stay empty when a model built on the meta device is filled from a
+    checkpoint.
 
     Returns:
-        ``[1, 2, stop - start, head_dim / 2]``, float32. The leading 1 keeps it from being taken for a batch of two.
+        ``[1, 2, stop - start, head_dim / 2]``, float32. The leading 1 prevents techniques from taking it for a batch of
+        two.
     """
     frequency = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
     angle = torch.outer(torch.arange(start, stop, dtype=torch.float32, device=device), frequency)
@@ -116,11 +121,11 @@ def rotary_table(start: int, stop: int, head_dim: int, theta: float, device: tor
 
 
 def packed_layout(position_ids: Tensor, length: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Rotary table of rows that hold several documents each, and where these begin.
+    """Return the rotary table of packed rows, and where their documents start.
 
     Args:
-        position_ids: ``[B, T]``, from 0 in every document.
-        length: of the rows, or of this process's slices of them (`own_slices`).
+        position_ids: ``[B, T]``, counted from 0 in every document.
+        length: length of the rows, or of this process's slices of them (`own_slices`).
         head_dim: width of one head.
         theta: base of the rotary wavelengths.
 
@@ -134,33 +139,64 @@ def packed_layout(position_ids: Tensor, length: int, head_dim: int, theta: float
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Turn each pair ``(x[i], x[i + head_dim / 2])`` by its position's angle.
+    """Rotate each pair ``(x[i], x[i + head_dim / 2])`` by the angle of its position.
 
     Args:
         x: queries or keys ``[B, heads, T, head_dim]``.
-        table: `rotary_table` ``[1, 2, T, head_dim / 2]``, or one a row ``[B, 2, T, head_dim / 2]`` or
-            ``[B, 2, 1, T, head_dim / 2]``.
+        table: `rotary_table` ``[1, 2, T, head_dim / 2]``, or one table per row ``[B, 2, T, head_dim / 2]`` or ``[B, 2,
+            1, T, head_dim / 2]``.
+
+    Returns:
+        Tensor of the shape and format of ``x``.
     """
-    cos, sin = (table if table.ndim == 5 else table.unsqueeze(2)).to(x.dtype).unbind(1)
+    if table.ndim == 4:
+        table = table.unsqueeze(2)
+    cos, sin = table.to(x.dtype).unbind(1)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-class KVCache:
-    """The keys and values of one block for the tokens seen so far.
+def only_kept(mask: Tensor, kept: Tensor) -> Tensor:
+    """Return ``mask`` without the keys that are not kept. Each query still sees its own key, so that no row is empty.
 
     Args:
-        max_length: most tokens it will hold; memory is taken for all of them at the first `append`.
+        mask: True, or a number that is not very low, where a query sees a key: [T, S] or [B or 1, H or 1, T, S]. The
+            queries are the last T of the S tokens.
+        kept: [B, S] bool.
+
+    Returns:
+        [B, H or 1, T, S], in the format of ``mask``.
+    """
+    if mask.ndim != 4:
+        mask = mask[None, None]
+    queries, keys = mask.shape[-2:]
+    own = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).tril(keys - queries)
+    own = own.triu(keys - queries)
+    allowed = kept[:, None, None, :] | own
+    if mask.dtype == torch.bool:
+        return (mask & allowed) | own
+    low = torch.finfo(mask.dtype).min
+    return torch.where(own, torch.zeros_like(mask), torch.where(allowed, mask, low))
+
+
+class KVCache:
+    """Keys and values of one block for the tokens seen so far.
+
+    Args:
+        max_length: maximum number of tokens. The first `append` allocates memory for all of them.
     """
 
     def __init__(self, max_length: int) -> None:
         self.max_length = max_length
         self.length = 0
-        self.kept: Tensor | None = None  # [B, length with what comes next] bool: keys that others may see; None: all
+        # Keys that later queries may see, [B, length] bool, including the tokens of the next append. None: all.
+        self.kept: Tensor | None = None
         self._store: Tensor | None = None
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add ``[B, heads, T, head_dim]`` of each and return all so far, ``[B, heads, length, head_dim]``."""
+        """Append keys and values ``[B, heads, T, head_dim]`` and return all so far, ``[B, heads, length,
+        head_dim]``.
+        """
         if self._store is None:
             batch, heads, _, head_dim = key.shape
             self._store = key.new_empty(2, batch, heads, self.max_length, head_dim)
@@ -171,7 +207,7 @@ class KVCache:
         return self._store[0, :, :, :stop], self._store[1, :, :, :stop]
 
     def zeros(self, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of ``length`` tokens that stand for nothing; for a cache that holds some."""
+        """Return keys and values of ``length`` tokens, all zero. The cache must hold tokens already."""
         assert self._store is not None
         _, batch, heads, _, head_dim = self._store.shape
         return tuple(self._store.new_zeros(2, batch, heads, length, head_dim))
@@ -191,33 +227,37 @@ class GPTAttention(nn.Module):
         self.out = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, rotary: Tensor, cache: KVCache | None = None, starts: Tensor | None = None) -> Tensor:
-        """Mix ``x`` ``[B, T, D]`` over time; the tokens in ``cache`` come before it.
+        """Attend from ``x`` ``[B, T, D]`` to earlier tokens, including those in ``cache``, which precede ``x``.
 
-        It is causal, and stays within documents that begin at `document_starts` ``[B, T]`` of whole rows.
+        With ``starts``, the `document_starts` ``[B, T]`` of whole rows, tokens see their own document only.
         """
         query, key, value = (
             layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )  # (B, heads, T, head_dim)
-        query, key = rotate(query, rotary), rotate(key, rotary)
+        query = rotate(query, rotary)
+        key = rotate(key, rotary)
         if starts is not None:
             mixed = attend_documents(query, key, value, starts)
         else:
-            past, kept = 0, None
+            past = 0
+            kept = None
             if cache is not None:
-                past, kept = cache.length, getattr(cache, "kept", None)  # a prefix has none
+                past = cache.length
+                kept = getattr(cache, "kept", None)  # a learned prefix in the place of a cache has none
                 key, value = cache.append(key, value)
             mixed = self._attend(query, key, value, past, kept)
         return F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), self.dropout, self.training)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, past: int, kept: Tensor | None = None) -> Tensor:
-        length, mask = query.shape[2], None
-        # is_causal aligns the corner at the first key, which is right only without a past
+        length = query.shape[2]
+        mask = None
+        # is_causal aligns the first query with the first key, which is right only without earlier tokens.
         if (past and length > 1) or kept is not None:
             mask = torch.ones(length, past + length, dtype=torch.bool, device=query.device).tril(past)
             if kept is not None:
                 mask = only_kept(mask, kept)
             if self.grouped:
-                # CUDA's kernel for masks wants a key head for each query head; torch would form all scores in memory.
+                # CUDA's kernel for masks needs one key head per query head. Otherwise torch stores all scores.
                 groups = query.shape[1] // key.shape[1]
                 key, value = (heads.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for heads in (key, value))
         return F.scaled_dot_product_attention(
@@ -246,7 +286,7 @@ class SwiGLU(nn.Module):
 
 
 class GPTBlock(nn.Module):
-    """One residual block: attention, then MLP, each behind its own RMSNorm."""
+    """Residual block: attention, then MLP, each after its own RMSNorm."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -256,7 +296,7 @@ class GPTBlock(nn.Module):
         self.mlp = SwiGLU(config)
 
     def forward(self, x: Tensor, rotary: Tensor, cache: KVCache | None = None, starts: Tensor | None = None) -> Tensor:
-        """Add both residuals to ``x`` ``[B, T, D]``; the shape stays. ``starts`` as in `GPTAttention`."""
+        """Add both residuals to ``x`` ``[B, T, D]`` and keep its shape. ``starts`` is as in `GPTAttention`."""
         x = x + self.attention(self.attention_norm(x), rotary, cache, starts)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -265,11 +305,12 @@ class GPT(nn.Module):
     """Decoder-only language model.
 
     Args:
-        config: its shape; ``vocab_size`` must be a number here.
+        config: sizes and options; ``vocab_size`` must be a number here.
     """
 
     loss_function = staticmethod(token_losses)
-    tp_plan: ClassVar[dict[str, str]] = {  # how processes share the layers (distributed/tensor_parallel)
+    # Division of the layers among processes, read by distributed/tensor_parallel.
+    tp_plan: ClassVar[dict[str, str]] = {
         "embedding": "embedding_rowwise",
         **{f"blocks.*.attention.{name}": "colwise" for name in ("query", "key", "value")},
         "blocks.*.attention.out": "rowwise",
@@ -293,9 +334,10 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw all weights anew: N(0, 0.02^2), the 2 * depth projections into the residual stream divided by its root.
+        """Draw all weights again from N(0, 0.02^2).
 
-        That keeps the variance of the residual stream at the top independent of depth.
+        The standard deviation of the ``2 * depth`` projections into the residual stream is divided by the root of that
+        number, so that the variance at the top of the stream does not depend on the depth.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -310,16 +352,20 @@ class GPT(nn.Module):
     def features(
         self, input_ids: Tensor, cache: list[KVCache] | None = None, position_ids: Tensor | None = None
     ) -> Tensor:
-        """Hidden states before the head, for losses that never hold all logits.
+        """Return the hidden states before the head, for losses that never hold all logits.
 
         Args:
             input_ids: ``[B, T]``.
-            cache: one `KVCache` a block; ``input_ids`` continue what it holds.
-            position_ids: ``[B, T]``, from 0 in every document of a packed row; documents do not see each other. It
-                cannot be had together with ``cache``. Of whole rows, where ``input_ids`` are slices (`own_slices`).
+            cache: one `KVCache` per block; ``input_ids`` continue its tokens.
+            position_ids: ``[B, T]``, counted from 0 in every document of a packed row. Documents do not see each other.
+                Where ``input_ids`` are slices of rows (`own_slices`), the positions of the whole rows. Not together
+                with ``cache``.
 
         Returns:
-            ``[B, T, D]``; ``head`` turns them into logits.
+            ``[B, T, D]``; ``head`` maps them to logits.
+
+        Raises:
+            ConfigurationError: If the tokens exceed ``max_length``, or for ``position_ids`` together with ``cache``.
         """
         start = cache[0].length if cache else 0
         stop = start + (input_ids if position_ids is None else position_ids).shape[1]
@@ -331,8 +377,8 @@ class GPT(nn.Module):
             raise ConfigurationError("GPT: position_ids of packed documents cannot be combined with a cache.")
         x = self.embedding(input_ids)
         if position_ids is not None:
-            sizes = input_ids.shape[1], self.config.head_dim
-            rotary, starts = packed_layout(position_ids, *sizes, self.config.constants.rope_theta)
+            theta = self.config.constants.rope_theta
+            rotary, starts = packed_layout(position_ids, input_ids.shape[1], self.config.head_dim, theta)
             for block in self.blocks:
                 x = block(x, rotary, None, starts)
             return self.norm(x)
@@ -348,12 +394,15 @@ class GPT(nn.Module):
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Tensor:
-        """Logits ``[B, T, V]`` of the next token for ``input_ids`` ``[B, T]``; the rest as in `features`.
+        """Return the logits ``[B, T, V]`` of the next token for ``input_ids`` ``[B, T]``.
 
-        With ``labels`` ``[B, T]``, already shifted, the `token_losses` ``[B, T]`` instead.
+        With ``labels`` ``[B, T]``, already shifted, return the `token_losses` ``[B, T]`` instead. The other arguments
+        are as in `features`.
         """
         logits = self.head(self.features(input_ids, cache, position_ids))
-        return logits if labels is None else self.loss_function(logits, labels)
+        if labels is None:
+            return logits
+        return self.loss_function(logits, labels)
 
     @torch.no_grad()
     def generate(
@@ -366,18 +415,21 @@ class GPT(nn.Module):
         generator: torch.Generator | None = None,
         use_cache: bool = True,
     ) -> Tensor:
-        """Continue ``input_ids`` token by token; the global random state is neither read nor changed.
+        """Continue ``input_ids`` token by token, without reading or changing the global random state.
 
         Args:
             input_ids: prompts of equal length ``[B, T]``, T at least 1.
-            max_new_tokens: how many tokens to add; ``T + max_new_tokens`` is at most ``max_length``.
-            temperature: divides the logits; 0 takes the likeliest token.
-            top_p: draw only among the likeliest tokens that together have this probability, in (0, 1].
-            generator: source of randomness, on the device of the model; None is a fresh one with seed 0.
-            use_cache: keep keys and values (linear work a token) instead of recomputing them (for checks).
+            max_new_tokens: number of tokens to add; ``T + max_new_tokens`` is at most ``max_length``.
+            temperature: divides the logits; 0 takes the most probable token.
+            top_p: draw only among the most probable tokens that together have this probability, in (0, 1].
+            generator: source of randomness, on the device of the model; None creates one with seed 0.
+            use_cache: keep keys and values, for linear work per token, instead of recomputing them (for checks).
 
         Returns:
             ``[B, T + max_new_tokens]``, the prompts included.
+
+        Raises:
+            ConfigurationError: If prompt and new tokens exceed ``max_length``, or for an empty prompt.
         """
         limit = self.config.max_length
         length = input_ids.shape[1]
@@ -387,11 +439,13 @@ class GPT(nn.Module):
                 f"{limit}, got {length} and {max_new_tokens}."
             )
         generator = generator or torch.Generator(input_ids.device).manual_seed(0)
-        cache = [KVCache(length + max_new_tokens) for _ in self.blocks] if use_cache else None
-        pending = input_ids  # what the cache has not seen
+        cache = None
+        if use_cache:
+            cache = [KVCache(length + max_new_tokens) for _ in self.blocks]
+        pending = input_ids  # tokens that the cache does not hold yet
         with evaluating(self):
             for _ in range(max_new_tokens):
-                # Through __call__, so that hooks (sharded parameters are gathered by one) run.
+                # __call__ instead of forward, because hooks must run: one of them gathers sharded parameters.
                 logits = self(pending, cache)[:, -1]
                 token = sample_token(logits, temperature, top_p, generator)
                 input_ids = torch.cat((input_ids, token), dim=1)

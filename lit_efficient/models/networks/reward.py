@@ -1,8 +1,8 @@
-"""A scalar for a whole text from a causal language model: its last hidden state, read by one linear layer.
+"""Scalar reward of a whole text from a causal language model: its last hidden state, mapped by one linear layer.
 
-    R(x) = w . h_t(x),    t the last token of x that is no filling
+    R(x) = w . h_t(x),    t the last token of x that is not padding
 
-t is found from the attention mask: a search for the padding token goes wrong where it is the end of turn as well.
+t is found from the attention mask. A search for the padding token would fail where that token also ends a turn.
 Source: https://arxiv.org/abs/2009.01325.
 """
 
@@ -15,12 +15,17 @@ from lit_efficient.models.networks.gpt import GPT
 
 
 def last_positions(attention_mask: Tensor) -> Tensor:
-    """Where the last token that counts stands ``[B]``, for ``[B, T]`` filled up on either side."""
+    """Return the position of the last token that is not padding ``[B]``, for a mask ``[B, T]`` with padding on either
+    side.
+    """
     return attention_mask.shape[1] - 1 - attention_mask.flip(1).long().argmax(1)
 
 
 def last_hidden_states(network: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """What the network makes of the last token that counts, ``[B, D]``; our `GPT` takes filling on the right only."""
+    """Return the hidden state of the last token that is not padding, ``[B, D]``.
+
+    Our `GPT` needs the padding on the right.
+    """
     if isinstance(network, GPT):
         hidden = network.features(input_ids)
     else:
@@ -30,12 +35,14 @@ def last_hidden_states(network: Any, input_ids: Tensor, attention_mask: Tensor) 
 
 
 def hidden_size(network: Any) -> int:
-    """D."""
-    return int(network.config.dim if isinstance(network, GPT) else network.config.get_text_config().hidden_size)
+    """Return the width D of the hidden states."""
+    if isinstance(network, GPT):
+        return network.config.dim
+    return int(network.config.get_text_config().hidden_size)
 
 
 def drop_head(network: Any) -> None:
-    """Take the layer off that gives logits, in place: it would hold memory and never learn."""
+    """Replace the layer that computes logits by an identity, in place: it would hold memory and never train."""
     if isinstance(network, GPT):
         network.head = nn.Identity()  # type: ignore[assignment]
     else:

@@ -1,6 +1,7 @@
-"""What tells which tokens are padding, and where texts begin, for layers that are given the tokens alone.
+"""Padding masks and positions for layers that receive only the hidden states of tokens.
 
-The networks around such a layer are called with it: each hands it down to the layers, as ``token_rows``, while it runs.
+The network around such a layer receives ``attention_mask`` and ``position_ids``. While it runs, it sets them on the
+layer as ``token_rows``.
 """
 
 import functools
@@ -12,11 +13,11 @@ from torch import Tensor, nn
 
 from lit_efficient.surgery import mix_in, unmixed
 
-_ROWS = ("attention_mask", "position_ids")  # as arguments and in batches
+_ROWS = ("attention_mask", "position_ids")  # names of arguments and of keys of batches
 
 
 class _KnowsRows:
-    """Mix-in of a network around the layers."""
+    """Mix-in of a network that passes its padding mask and positions to layers inside."""
 
     _row_layers: tuple[str, ...]
 
@@ -38,7 +39,9 @@ class _KnowsRows:
 
 
 def tell_rows(root: nn.Module, layers: Sequence[tuple[str, Any]]) -> None:
-    """Let the networks inside ``root`` tell layers, given by their names in it, of the rows that they run on."""
+    """Let the networks inside ``root`` pass their padding mask and positions to ``layers``, given as (name in ``root``,
+    layer).
+    """
     for _, layer in layers:
         layer.token_rows = {}
     for around, network in root.named_modules():
@@ -49,13 +52,15 @@ def tell_rows(root: nn.Module, layers: Sequence[tuple[str, Any]]) -> None:
             mix_in(network, _KnowsRows, _row_layers=tuple(dict.fromkeys((*known, *inside))))
 
 
-def rows_in(batch: Any) -> dict[str, Any]:
-    """What a batch says of its rows, for networks that are not called with it."""
-    return {key: batch.get(key) for key in _ROWS} if isinstance(batch, Mapping) else {}
+def rows_in(batch: object) -> dict[str, Any]:
+    """Return the padding mask and positions in a batch, by name, for networks that do not receive them as arguments."""
+    if not isinstance(batch, Mapping):
+        return {}
+    return {key: batch.get(key) for key in _ROWS}
 
 
 def row_of(layer: Any, name: str, shape: Sequence[int]) -> Tensor | None:
-    """What a layer knows by a name, where it is of that shape [B, T]."""
+    """Return the tensor that a layer knows under ``name``, or ``None`` if its shape is not ``shape``, [B, T]."""
     value = layer.token_rows.get(name)
     return value if isinstance(value, Tensor) and value.shape == shape else None
 
