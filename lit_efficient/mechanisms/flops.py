@@ -1,11 +1,12 @@
-"""Floating-point operations of a step, counted once on a real one, and what a device could do of them.
+"""Floating-point operations (FLOPs) of a training step, counted on a real step, and peak FLOPs of devices.
 
-    model    = forward + backward, each product once;  attention by pairs of tokens that lie in one document
-    hardware = model + what is computed again for the backward pass, over padding and, of attention, between documents
+    model    = forward + backward, each product once;  attention over pairs of tokens of one document
+    hardware = model + recomputation for the backward pass + padding + attention between documents
 
-Counted by torch's own formulas, a multiplication and an addition as two. A frozen weight has no product in the backward
-pass, so that adapters are counted as they are computed. Causal attention counts as if it were not, as is usual; of
-slices of rows a CPU leaves out whole pieces, which are not counted. Of shared layers each process counts its own part.
+The counts use torch's formulas, in which a multiplication and an addition are two operations. A frozen weight has no
+gradient product in the backward pass, so adapters are counted as they are computed. Causal attention counts as full
+attention, which is the convention. With slices of rows the CPU skips whole pieces of the attention, which are not
+counted. Each process counts its own part of sharded layers.
 """
 
 import re
@@ -28,8 +29,8 @@ from lit_efficient.internals.torch_dispatch import (
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.mechanisms.metering import Amount
 
-# Dense, of NVIDIA's and AMD's data sheets, without sparsity, in 1e12 a second: 16 bits, float32 as TF32, float32.
-# The first entry all of whose words stand in the device's name counts.
+# Peak dense rates from the data sheets of NVIDIA and AMD, in 1e12 operations per second: 16 bits, TF32, float32.
+# The first entry all of whose words occur in the device's name is used.
 _PEAKS: dict[str, tuple[float, float, float]] = {
     "B200": (2250, 1125, 75), "H200 NVL": (836, 418, 60), "H200": (989, 495, 67), "GH200": (989, 495, 67),
     "H100 NVL": (836, 418, 60), "H100 PCIe": (756, 378, 51), "H100": (989, 495, 67), "A100": (312, 156, 19.5),
@@ -43,32 +44,36 @@ _MULTIPLIES = re.compile(r"mm(_|$|\d)|matmul|linear|attention|attn|conv|rnn|lstm
 
 @dataclass
 class Flops:
-    """Operations of one position, of one pair of positions in a row, and of one pair in a document."""
+    """Operations per position (token or sample) and per pair of positions.
 
-    position: float = 0.0  # of the model, for each position
-    row: float = 0.0  # attention that is computed over whole rows, for each pair
-    document: float = 0.0  # attention that is computed within documents, for each pair
-    position_again: float = 0.0  # computed a second time, for the backward pass
-    row_again: float = 0.0  # the same
-    document_again: float = 0.0  # the same
+    Fields that end in ``_again`` count operations that are recomputed for the backward pass.
+    """
+
+    position: float = 0.0  # per position
+    row: float = 0.0  # attention over whole rows, per pair of positions in a row
+    document: float = 0.0  # attention within documents, per pair of positions in a document
+    position_again: float = 0.0
+    row_again: float = 0.0
+    document_again: float = 0.0
 
     def model(self, amount: Amount) -> float:
-        """What the real tokens need."""
+        """Return the operations that the model needs for the tokens that are not padding."""
         return self.position * float(amount.real) + (self.row + self.document) * float(amount.pairs)
 
     def hardware(self, amount: Amount) -> float:
-        """What is computed."""
-        by_position, by_row = self.position + self.position_again, self.row + self.row_again
-        by_document = (self.document + self.document_again) * float(amount.within)
-        return by_position * amount.positions + by_row * amount.squares + by_document
+        """Return the operations that the device executes."""
+        positions = (self.position + self.position_again) * amount.positions
+        rows = (self.row + self.row_again) * amount.squares
+        documents = (self.document + self.document_again) * float(amount.within)
+        return positions + rows + documents
 
 
 class FlopMeter(TorchDispatchMode):
-    """Count the operations of forward and backward passes while active.
+    """Dispatch mode that counts the operations of forward and backward passes.
 
     Args:
-        length: Tokens of the batch's rows; 0 for a batch of samples, whose attention counts with the rest.
-        sliced: Whether queries are those of a slice of each row.
+        length: Number of tokens in a row of the batch. 0 for a batch of samples, whose attention is not counted apart.
+        sliced: Set for rows that are cut into slices for several processes: queries then are those of a slice.
 
     Example:
         >>> w = torch.ones(4, 8, requires_grad=True)
@@ -89,10 +94,12 @@ class FlopMeter(TorchDispatchMode):
         self.unknown: set[str] = set()  # operators without a formula that may multiply matrices
         self.active = False
         self._outer: Any = None
-        self._fakes = False  # whether what it counts has no values
+        self._fakes = False  # True while the step itself runs on fake tensors
 
     def __enter__(self) -> "FlopMeter":
-        self.active, self._outer, self._fakes = True, saving_hooks(), fakes_are_made()
+        self.active = True
+        self._outer = saving_hooks()
+        self._fakes = fakes_are_made()
         super().__enter__()
         return self
 
@@ -101,23 +108,28 @@ class FlopMeter(TorchDispatchMode):
         self.active = False
 
     def per(self, amount: Amount) -> Flops:
-        """The counted operations, for each position and pair of the batch that they were counted on."""
+        """Return the counted operations per position and pair of the batch whose amount of data is given."""
         sums = Counter(self.sums)
-        if sums["document"]:  # a document that fills its row looks like a row
+        if sums["document"]:  # the attention of a document that fills its row was counted as a row's
             sums["document"] += sums.pop("row", 0)
             sums["document_again"] += sums.pop("row_again", 0)
-        parts = {"position": amount.positions, "row": amount.squares, "document": amount.within}
-        divisors = parts | {f"{name}_again": size for name, size in parts.items()}
-        return Flops(**{name: sums[name] / max(float(size), 1.0) for name, size in divisors.items()})
+        rates = {}
+        for name, size in (("position", amount.positions), ("row", amount.squares), ("document", amount.within)):
+            divisor = max(float(size), 1.0)
+            rates[name] = sums[name] / divisor
+            rates[f"{name}_again"] = sums[f"{name}_again"] / divisor
+        return Flops(**rates)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ASKS_DEVICE:
             return func(*args)
-        kwargs, names = kwargs or {}, {kind.__name__ for kind in types}
+        kwargs = kwargs or {}
+        names = {kind.__name__ for kind in types}
         if "DTensor" in names:
-            return NotImplemented  # what it is made of comes next: this process's part
+            return NotImplemented  # the operator is dispatched again for the local shards, which are counted
         result = func(*args, **kwargs)
-        if self._fakes or "FakeTensor" not in names:  # by which shards try what they will do
+        # DTensors call operators with fake tensors to plan their sharding, which is not part of the step.
+        if self._fakes or "FakeTensor" not in names:
             self._count(*operator_of(func), result, args, kwargs)
         return result
 
@@ -125,7 +137,7 @@ class FlopMeter(TorchDispatchMode):
         short = name.rpartition("::")[2]
         try:
             flops = _flops(key, short, result, args, kwargs)
-        except Exception:  # a figure that is missing is no reason to end a run
+        except Exception:  # a missing figure must not end a run
             flops = None
         if flops is None:
             if _MULTIPLIES.search(short):
@@ -135,13 +147,13 @@ class FlopMeter(TorchDispatchMode):
         self.by_type[tensors[0].dtype] += flops
         kind, again = self._kind(short, tensors)
         if short.endswith("_backward") and kind != "position":
-            scores = flops // 5  # a fused backward pass forms them again
+            scores = flops // 5  # a fused backward pass recomputes the attention scores
             self.sums[f"{kind}_again"] += scores
             flops -= scores
         self.sums[f"{kind}_again" if again else kind] += flops
 
     def _kind(self, name: str, tensors: list[Tensor]) -> tuple[str, bool]:
-        """What an operator's cost grows with, and whether it is run a second time."""
+        """Return the field of :class:`Flops` to which an operator belongs, and whether the operator is recomputed."""
         again = recomputes(self._outer)
         if not self.length:
             return "position", again
@@ -149,42 +161,51 @@ class FlopMeter(TorchDispatchMode):
             query, key = tensors[name.endswith("_backward") :][:2]
             if query.ndim < 4:
                 return "document", again
-            if self.sliced:
-                return "row" if key.shape[-2] == self.length else "document", again
-            kind = "row" if query.shape[-2] == self.length else "document"
-            return (kind if query.shape[-2] == key.shape[-2] else "position"), again
+            if not self.sliced and query.shape[-2] != key.shape[-2]:
+                return "position", again  # cross-attention
+            whole_row = key.shape[-2] == self.length
+            return "row" if whole_row else "document", again
         matrices = [x for x in tensors if x.ndim == 3][-2:]
         if name in ("bmm", "baddbmm") and len(matrices) == 2:
+            # Attention that is written as matrix products: two of the three sizes are the length of a row.
             sizes = (*matrices[0].shape[1:], matrices[1].shape[-1])
-            return ("row" if sizes.count(self.length) > 1 else "position"), again
+            if sizes.count(self.length) > 1:
+                return "row", again
         return "position", again
 
 
 def _flops(key: Any, name: str, result: Any, args: Any, kwargs: Any) -> int | None:
-    """Operations of one call, ``None`` where no formula is known."""
-    key = getattr(torch.ops.aten, name.removesuffix("_"), key)  # in place: the same
+    """Return the number of operations of one call, or ``None`` if no formula is known."""
+    key = getattr(torch.ops.aten, name.removesuffix("_"), key)  # the in-place variant has the same formula
     if key in flop_registry:
         return int(flop_registry[key](*args, **kwargs, out_val=result))
-    if name.startswith("_scaled_dot_product") and "math" not in name:  # the CPU's have no formula in torch
-        backward = name.endswith("_backward")
-        flops = sdpa_flop_count(*(tensor.shape for tensor in args[backward : 3 + backward]))
-        return flops * 5 // 2 if backward else flops
+    if name.startswith("_scaled_dot_product") and "math" not in name:  # torch has no formula for the CPU's kernels
+        if name.endswith("_backward"):
+            _, query, keys, values = args[:4]  # the first argument is the gradient of the output
+            return sdpa_flop_count(query.shape, keys.shape, values.shape) * 5 // 2
+        query, keys, values = args[:3]
+        return sdpa_flop_count(query.shape, keys.shape, values.shape)
     if name.endswith("int_mm"):
         return int(mm_flop(args[0].shape, args[1].shape))
-    if name.endswith("grouped_mm"):  # experts, which split the rows, the columns or, for their gradients, the sum
-        one, other = args[:2]
-        groups = len(one) if one.ndim == other.ndim == 3 else 1
-        return 2 * groups * one.shape[-2] * one.shape[-1] * other.shape[-1]
-    if name in ("linear", "linear_backward"):  # of wrapped and nested tensors, which autograd does not take apart
-        backward = name == "linear_backward"
-        return (4 if backward else 2) * args[0].numel() * args[2 if backward else 1].shape[0]
+    if name.endswith("grouped_mm"):
+        # Products of experts: the groups split the rows, the columns or, for gradients, the dimension of the sum.
+        left, right = args[:2]
+        groups = len(left) if left.ndim == right.ndim == 3 else 1
+        return 2 * groups * left.shape[-2] * left.shape[-1] * right.shape[-1]
+    # Wrapper subclasses and nested tensors reach this mode as whole linear layers.
+    if name == "linear":
+        return 2 * args[0].numel() * args[1].shape[0]
+    if name == "linear_backward":
+        return 4 * args[0].numel() * args[2].shape[0]
     return None
 
 
 def peak_flops_of(device: torch.device, by_type: Counter[torch.dtype]) -> float | None:
-    """Operations a second that a device could do of a mixture of types of numbers, without sparsity; ``None``: unknown.
+    """Return the peak operations per second of a device for a mixture of dtypes, or ``None`` if unknown.
 
-    Operations are counted by the type of what they take.
+    Args:
+        device: The device.
+        by_type: Number of operations by the dtype of their inputs.
     """
     if device.type != "cuda" or not by_type:
         return None
@@ -192,12 +213,18 @@ def peak_flops_of(device: torch.device, by_type: Counter[torch.dtype]) -> float 
 
 
 def mixed_peak(name: str, by_type: Counter[torch.dtype]) -> float | None:
-    """As :func:`peak_flops_of`, by a device's name; of parts of a device, and slower relatives, nothing is known."""
+    """Return the result of :func:`peak_flops_of` for a device's name.
+
+    Parts of a device (MIG) and slower variants of a model are unknown.
+    """
     words = set(re.split(r"[\s/-]+", name))
-    found = next((peaks for key, peaks in _PEAKS.items() if set(key.split()) <= words), None)
-    if found is None or words & {"MIG", "Laptop", "D", "Ti", "SUPER", "Max"}:
+    peaks = next((peaks for key, peaks in _PEAKS.items() if set(key.split()) <= words), None)
+    if peaks is None or words & {"MIG", "Laptop", "D", "Ti", "SUPER", "Max"}:
         return None
-    half, tf32, single = found
-    rates = {1: 2 * half, 2: half, 4: single if torch.get_float32_matmul_precision() == "highest" else tf32}
-    seconds = sum(count / rates.get(dtype.itemsize, single / 2) for dtype, count in by_type.items())
+    half, tf32, single = peaks
+    float32 = single if torch.get_float32_matmul_precision() == "highest" else tf32
+    rate_by_bytes = {1: 2 * half, 2: half, 4: float32}
+    seconds = 0.0
+    for dtype, count in by_type.items():
+        seconds += count / rate_by_bytes.get(dtype.itemsize, single / 2)
     return by_type.total() / seconds * 1e12

@@ -293,8 +293,8 @@ def test_waits_are_named_by_file_and_line() -> None:
         there.copy_(here)  # 7
         there.copy_(here, non_blocking=True)
     line = test_waits_are_named_by_file_and_line.__code__.co_firstlineno + 3
-    kinds = {0: "reads a value", 1: "copies from the host, not non_blocking", 2: "copies to the host"}
-    kinds |= {3: "reads a value", 7: "copies from the host, not non_blocking"}
+    kinds = {0: "reads a value", 1: "copies from the host without non_blocking", 2: "copies to the host"}
+    kinds |= {3: "reads a value", 7: "copies from the host without non_blocking"}
     assert dict(waits.places) == {f"{__file__}:{line + i}: {kind}": 1 for i, kind in kinds.items()}
 
 
