@@ -1,6 +1,6 @@
 """Activation checkpointing: bytes kept for the backward pass and time of a step, ours against the packages' own.
 
-    python benchmarks/activation_checkpointing.py [--layers 6] [--width 128] [--batch 4] [--length 128] [--steps 8]
+    python -m benchmarks.activation_checkpointing [--layers 6] [--width 128] [--batch 4] [--length 128] [--steps 8]
                                                   [--device cpu]
 
 A Llama of transformers, forward and backward. Bytes are those of all tensors that are alive after the forward, its
@@ -26,18 +26,15 @@ on layers this small takes longer than the operators. It is for large layers, or
 from __future__ import annotations
 
 import argparse
-import os
 import warnings
 from collections.abc import Callable
 from statistics import median
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import torch
-from clock import machine, now
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.clock import machine, now, use_one_thread
 from lit_efficient import ActivationCheckpointing
 from lit_efficient.application import apply
 from lit_efficient.mechanisms.trials.memory import AllocationMeter
@@ -117,7 +114,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    use_one_thread()
     warnings.filterwarnings("ignore")
     ways: dict[str, Callable[[nn.Module], object]] = {
         "plain": lambda net: None,

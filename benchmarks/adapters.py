@@ -1,6 +1,6 @@
 """Our adapters and peft's methods side by side, in the way of peft's method comparison, on a small Llama.
 
-    python benchmarks/adapters.py [--steps 30] [--only LoRA LOKR] [--device cpu] [--out runs/adapters.jsonl] [--write]
+    python -m benchmarks.adapters [--steps 30] [--only LoRA LOKR] [--device cpu] [--out runs/adapters.jsonl] [--write]
 
 The base learns the code of Python's standard library byte by byte; each adapter then learns this repository's documents
 beside it, on the same rows, at the best of two rates. A line each: parameters that train, bytes of them, peak bytes of
@@ -16,19 +16,16 @@ import argparse
 import copy
 import inspect
 import json
-import os
 import textwrap
 import warnings
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import torch
-from clock import machine, now
 from torch import nn
 
+from benchmarks.clock import machine, now, use_one_thread
 from lit_efficient import IA3, LoRA, PeftAdapter, QuantizeBase
 from lit_efficient.application import apply
 from lit_efficient.mechanisms.trials.memory import AllocationMeter
@@ -159,7 +156,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "adapters.jsonl")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    use_one_thread()
     warnings.simplefilter("ignore")
     print(machine(options.device), flush=True)
     code = "".join(inspect.getsource(module) for module in (argparse, textwrap, inspect)).encode()
@@ -219,7 +216,7 @@ def write(records: list[tuple[str, dict[str, Any]]], before: float) -> None:
             {
                 "id": f"adapters/{name}",
                 "table": "adapters",
-                "command": "python benchmarks/adapters.py",
+                "command": "python -m benchmarks.adapters",
                 "unit": "bytes; MiB; times LoRA's; nats a byte",
                 "figures": figures | {"loss_before": round(before, 3)},
                 "date": now_here["date"],

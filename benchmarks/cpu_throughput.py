@@ -1,6 +1,6 @@
 """Tokens and images a second on a CPU: both tasks beside plain PyTorch, TRL's SFTTrainer and diffusers' training loop.
 
-    python benchmarks/cpu_throughput.py [--rounds 3] [--steps 40] [--threads 2] [--task llm] [--out rows.json]
+    python -m benchmarks.cpu_throughput [--rounds 3] [--steps 40] [--threads 2] [--task llm] [--out rows.json]
 
 Each side trains the same network (a Qwen3 of transformers with 1 million parameters; a DiTTransformer2DModel of
 diffusers with 0.4 million) on the same rows with AdamW and clipping, in a process of its own; the sides take turns, and
@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parent.parent
 WARM_UP = 10
 LENGTH, ROWS, IMAGES = 256, 4, 64
 QWEN3 = {
@@ -271,9 +272,19 @@ def one(task: str, side: str, steps: int) -> float:
 
 
 def in_a_process(task: str, side: str, options: argparse.Namespace) -> float | None:
-    command = [sys.executable, __file__, "--side", side, "--task", task, "--steps", str(options.steps)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.cpu_throughput",
+        "--side",
+        side,
+        "--task",
+        task,
+        "--steps",
+        str(options.steps),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return float(done.stdout.splitlines()[-1])
     print(f"{task}, {side}: {done.stderr.splitlines()[-1]}", flush=True)

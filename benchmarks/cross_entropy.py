@@ -1,6 +1,6 @@
 """The loss and gradients of a language model's head: ours against F.cross_entropy, torch's fused one and Liger's.
 
-    python benchmarks/cross_entropy.py [--tokens 2048] [--width 512] [--vocabularies 32000 128256 256000] [--chunks 256]
+    python -m benchmarks.cross_entropy [--tokens 2048] [--width 512] [--vocabularies 32000 128256 256000] [--chunks 256]
 
 One forward and backward pass from no gradients, each in a process of its own after a warm-up on a small vocabulary;
 rounds are interleaved, so that a busy machine slows all alike. Memory is what the resident set grew by at its peak,
@@ -31,24 +31,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.clock import use_one_thread
 from lit_efficient.losses.chunked_cross_entropy import CHUNK_SIZE, chunked_cross_entropy
 from lit_efficient.losses.liger_cross_entropy import installed
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+ROOT = Path(__file__).parent.parent
 DENSE = "F.cross_entropy"
 
 
@@ -127,7 +127,13 @@ def measured(name: str, vocabulary: int, options: argparse.Namespace) -> dict[st
     arguments = ["--measure", name, "--vocabularies", str(vocabulary), "--chunks", *chunks]
     for key in ("tokens", "width", "device", "dtype"):
         arguments += [f"--{key}", str(getattr(options, key))]
-    child = subprocess.run([sys.executable, __file__, *arguments], check=True, stdout=subprocess.PIPE, text=True)
+    child = subprocess.run(
+        [sys.executable, "-m", "benchmarks.cross_entropy", *arguments],
+        cwd=ROOT,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     return json.loads(child.stdout)
 
 
@@ -159,7 +165,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--measure", metavar="NAME", help="only this contender, here: prints bytes and seconds")
     options = parser.parse_args()
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    use_one_thread()
     if options.measure is not None:
         print(json.dumps(measure(options)))
         return

@@ -1,6 +1,6 @@
 """What a diffusion model samples after equal steps: four targets, with and without Min-SNR, raw and averaged weights.
 
-    python benchmarks/diffusion_quality.py [--steps 800] [--seeds 3] [--samples 500] [--rate cosine]
+    python -m benchmarks.diffusion_quality [--steps 800] [--seeds 3] [--samples 500] [--rate cosine]
                                           [--device cpu]
 
 The DiT of ``configs/tasks/latent_diffusion.yaml`` on the digits' latents. eps, v and x0 train on a cosine schedule,
@@ -50,17 +50,15 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import warnings
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, get_args
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import torch
 from lightning.pytorch import Trainer, seed_everything
 
+from benchmarks.clock import use_one_thread
 from lit_efficient import EMA, LatentDiffusion, LatentDigits, Samples, SNRWeighting
 from lit_efficient.losses.diffusion import Prediction
 
@@ -174,7 +172,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", type=Path, default=Path("runs/diffusion_quality.jsonl"))
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    use_one_thread()
     warnings.filterwarnings("ignore")
     settings = {"steps": options.steps, "rate": options.rate, "samples": options.samples, "device": options.device}
     options.output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """DoRA's forward and backward pass against peft's, which forms B A through an identity.
 
-    python benchmarks/dora.py [--device cpu]
+    python -m benchmarks.dora [--device cpu]
 
 Prints the ratio of times (best of five; of one thread on a CPU, elapsed on a GPU) for square layers; outputs are
 checked to be equal first.
@@ -11,11 +11,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-import peft
 import torch
-from clock import machine, now
 from torch import nn
 
+from benchmarks.clock import machine, now, use_one_thread
 from lit_efficient.mechanisms.adapters.low_rank import add_low_rank
 
 
@@ -29,10 +28,12 @@ def seconds(function: Callable[[], object], device: str) -> float:
 
 
 def main() -> None:
+    import peft  # which takes longer to import than everything else
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     device = parser.parse_args().device
-    torch.set_num_threads(1)
+    use_one_thread()
     print(machine(device))
     print("width  tokens  rank    peft ms  ours ms  ratio   lora ms")
     for width, tokens, rank in ((512, 128, 8), (1024, 128, 8), (2048, 128, 8), (2048, 1024, 8), (2048, 128, 64)):

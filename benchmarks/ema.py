@@ -1,6 +1,6 @@
 """One update of an average of weights: ours against peers and against a plain copy of the same bytes.
 
-    python benchmarks/ema.py [--peers FOLDER] [--parameters 12.8e6] [--layers 48] [--device cpu] [--dtype float32]
+    python -m benchmarks.ema [--peers FOLDER] [--parameters 12.8e6] [--layers 48] [--device cpu] [--dtype float32]
 
 Times are of this process on the CPU and of the device on a GPU, medians over interleaved rounds; read the ratios.
 Peers: Lightning's EMAWeightAveraging, ema-pytorch, timm's ModelEmaV3, diffusers' EMAModel; one that is not installed
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import sys
 import time
 import warnings
@@ -27,11 +26,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import torch
 from torch import nn
 
+from benchmarks.clock import use_one_thread
 from lit_efficient.mechanisms.averages.weights import averageable, update_
 
 
@@ -137,7 +135,7 @@ def main() -> None:
     if options.peers:
         sys.path.append(options.peers)
     warnings.simplefilter("ignore")
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    use_one_thread()
     net = network(options.parameters, options.layers).to(options.device, getattr(torch, options.dtype))
     updates: dict[str, Any] = {}
     for name, make in CONTENDERS.items():

@@ -1,6 +1,6 @@
 """How many interruption points resume bit-exactly: stock Lightning against ``ExactResume``.
 
-    python benchmarks/exact_resume.py [--device cpu] [--settings 8]
+    python -m benchmarks.exact_resume [--device cpu] [--settings 8]
 
 A small network with dropout, shuffling, random augmentation, accumulation over two batches, momentum and a schedule is
 trained once whole, with a checkpoint after every batch; then once from each checkpoint, in new objects.
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from benchmarks.clock import use_one_thread
 from lit_efficient import ExactResume
 
 DEVICE = "cpu"
@@ -123,7 +124,7 @@ def main():
     parser.add_argument("--settings", type=int, default=len(SETTINGS), help="only the first so many")
     options = parser.parse_args()
     DEVICE = options.device
-    torch.set_num_threads(1)
+    use_one_thread()
     warnings.simplefilter("ignore")
     logging.disable(logging.INFO)
     print(f"{'interruption points that resume exactly':<42}{'stock Lightning':>18}{'ExactResume':>14}")

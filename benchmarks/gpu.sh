@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# The first minutes on a GPU: a smoke test, the tests marked gpu, the benchmarks, the ladder; then a table.
+# Run everything on one GPU: a smoke test, the tests marked gpu, the benchmarks and the ladder. Write a report.
 #
 #   benchmarks/gpu.sh [--out runs/gpu] [--minutes 25] [--wheels FOLDER ...]
 #
-# Call it again with the same --out to go on where it stopped. benchmarks/gpu/drive.py says the rest.
-exec "${PYTHON:-python3}" "$(dirname "$0")/gpu/drive.py" "$@"
+# Call it again with the same --out to continue where it stopped. benchmarks/gpu/drive.py describes the options.
+root=$(cd "$(dirname "$0")/.." && pwd)
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+exec "${PYTHON:-python3}" -m benchmarks.gpu.drive "$@"

@@ -1,8 +1,8 @@
 """One network in the shape of Llama-3.2-3B on one GPU, one technique more a rung; then 8B, and the longest context.
 
-    python benchmarks/ladder_gpu.py base            one rung in this process; benchmarks/gpu.sh runs them all
-    python benchmarks/ladder_gpu.py --list
-    python benchmarks/ladder_gpu.py base --device cpu --tiny       does it run at all?
+    python -m benchmarks.ladder_gpu base            one rung in this process; benchmarks/gpu.sh runs them all
+    python -m benchmarks.ladder_gpu --list
+    python -m benchmarks.ladder_gpu base --device cpu --tiny       does it run at all?
 
 Random weights in bfloat16, AdamW, rows of 4,096 tokens. Printed are the peak of the allocator, tokens a second (two
 steps warm up, four are timed) and the share of the matrix units' dense peak for bfloat16 by 6 N T, as far as it is
@@ -214,7 +214,10 @@ class Climb:
         if self.rung.packed > 1:
             positions = torch.arange(length, device=self.device) % (length // self.rung.packed)
             extra["position_ids"] = positions.expand(self.rung.batch, -1)
-        return self.net(ids, labels=ids.roll(-1, 1), **extra).mean()
+        losses = self.net(ids, labels=ids.roll(-1, 1), **extra)
+        # The gradient of a sum is one number for all tokens, which ChunkedCrossEntropy sees without reading it. The
+        # gradient of `losses.mean()` is a tensor, for which it would compute all logits a second time.
+        return losses.sum() / losses.numel()
 
     def step(self, length: int) -> None:
         import torch
@@ -231,7 +234,8 @@ class Climb:
 
     def measure(self, length: int, steps: int = 4, warm: int = 2) -> dict[str, Any]:
         import torch
-        from clock import now
+
+        from benchmarks.clock import now
 
         cuda = self.device == "cuda"
         for _ in range(warm):

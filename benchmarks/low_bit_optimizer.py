@@ -1,6 +1,6 @@
 """Bytes of optimizer state a parameter and time of a step, side by side with torch.optim.AdamW.
 
-    python benchmarks/low_bit_optimizer.py [--width 1024] [--layers 4] [--steps 5] [--device cpu] [--torchao]
+    python -m benchmarks.low_bit_optimizer [--width 1024] [--layers 4] [--steps 5] [--device cpu] [--torchao]
 
 Ratios of one run on one machine; CPU seconds of the process on the CPU, elapsed seconds on a GPU. torchao compiles its
 step first, which takes up to minutes on a CPU and is not counted.
@@ -13,9 +13,9 @@ import statistics
 from collections.abc import Callable
 
 import torch
-from clock import machine, now
 from torch import nn
 
+from benchmarks.clock import machine, now
 from lit_efficient import (
     ConfigurationError,
     FusedAdamW,

@@ -1,6 +1,6 @@
 """What the command line and its callbacks cost: steps a second beside the same model in a plain PyTorch loop.
 
-    python benchmarks/overhead.py [--rounds 5] [--steps 100] [--threads 1] [--device cpu]
+    python -m benchmarks.overhead [--rounds 5] [--steps 100] [--threads 1] [--device cpu]
 
 Both sides train the network of the language-modelling task on its own batches with the same optimizer and clipping,
 each in a process of its own, alternating; the clock runs from step 20 to the last. The command line runs the shipped
@@ -20,22 +20,22 @@ import tempfile
 import time
 from pathlib import Path
 
-CONFIG = Path(__file__).parent.parent / "configs" / "tasks" / "language_model.yaml"
+ROOT = Path(__file__).parent.parent
+CONFIG = ROOT / "configs" / "tasks" / "language_model.yaml"
 WARM_UP = 20
 
 
 def command_line(steps: int, device: str) -> float:
-    import step_clock
-    from step_clock import MARKS
-
+    from benchmarks import step_clock
+    from benchmarks.step_clock import MARKS
     from lit_efficient.__main__ import main
 
     step_clock.WAITS = {WARM_UP, steps - 1} if device == "cuda" else set()
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["fit", "--config", str(CONFIG), f"--trainer.max_steps={steps}", "--trainer.limit_val_batches=0"]
         arguments += [f"--trainer.accelerator={'gpu' if device == 'cuda' else device}", "--trainer.devices=1"]
-        arguments += [f"--trainer.default_root_dir={folder}", "--trainer.callbacks+=step_clock.StepClock"]
-        code = main([*arguments, "--allow-import", "step_clock"])
+        arguments += [f"--trainer.default_root_dir={folder}", "--trainer.callbacks+=benchmarks.step_clock.StepClock"]
+        code = main([*arguments, "--allow-import", "benchmarks"])
     assert code == 0, code
     return (len(MARKS) - 1 - WARM_UP) / (MARKS[-1] - MARKS[WARM_UP])
 
@@ -80,9 +80,9 @@ def plain_loop(steps: int, device: str) -> float:
 
 
 def in_a_process(side: str, steps: int, threads: int, device: str) -> float:
-    command = [sys.executable, __file__, "--side", side, "--steps", str(steps), "--device", device]
+    command = [sys.executable, "-m", "benchmarks.overhead", "--side", side, "--steps", str(steps), "--device", device]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stdout + done.stderr)
     return json.loads(done.stdout.splitlines()[-1])

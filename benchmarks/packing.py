@@ -1,6 +1,6 @@
 """Best-fit-decreasing beside what is simpler: fill, rows and CPU time on a realistic mix of lengths.
 
-    python benchmarks/packing.py [--count 1000000] [--capacity 2048]
+    python -m benchmarks.packing [--count 1000000] [--capacity 2048]
 
 Lengths are log-normal (median 300 tokens), cut at the capacity. CPU time is the process's own, so that a busy machine
 matters little. Promised: 1,000,000 lengths in under 3 s at a fill of at least 99 %.

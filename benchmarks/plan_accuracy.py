@@ -31,13 +31,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for a GPU must not start it before the forks
-
-import torch
-
 import lit_efficient as le
 from benchmarks import figures
+from benchmarks.clock import use_one_thread
 from benchmarks.plan_cells import MODELS, Cell, CellFit, cells, drawn
 from benchmarks.plan_truth import measure
 
@@ -232,7 +228,8 @@ def main() -> int:
     options = parser.parse_args()
     folder = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
+    use_one_thread()
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # CUDA must not start before the forks
     file = folder / (f"drawn-{options.seed}.jsonl" if options.drawn else "rows.jsonl")
     results = load(file)
     if not (options.show or options.record):

@@ -20,13 +20,12 @@ import sys
 import warnings
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
-
 import lightning.pytorch as L
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lit_efficient as le
+from benchmarks.clock import use_one_thread
 from benchmarks.plan_cells import MODELS, Cell, CellFit, Size
 from benchmarks.plan_truth import FIRST, LAST
 from lit_efficient.evidence.planning.plan_devices import gathered_bytes, per_device
@@ -156,7 +155,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], metavar="WORD")
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    use_one_thread()
     rows = []
     for cell in CELLS:
         other = None

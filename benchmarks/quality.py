@@ -27,7 +27,6 @@ import argparse
 import hashlib
 import json
 import math
-import os
 import sys
 import time
 import warnings
@@ -38,13 +37,12 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 
 import lit_efficient as le
 from benchmarks import figures
+from benchmarks.clock import use_one_thread
 from lit_efficient.evidence.comparing.estimates import LEVEL, Estimate, holm, mean_of, ratio_of
 from lit_efficient.losses.snr import RULES
 from lit_efficient.models.libraries.latent_codec import LatentCodec
@@ -537,6 +535,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--file", type=Path, default=None)
     given = parser.parse_args(arguments)
+    use_one_thread()
     warnings.filterwarnings("ignore")
     chosen = [arm for arm in ARMS if not given.only or any(word in f"{arm.task} {arm.name}" for word in given.only)]
     tasks = {arm.task for arm in chosen}

@@ -1,6 +1,6 @@
 """How long help and the catalogue take to answer, and how long it takes to the first step of a training.
 
-    python benchmarks/startup.py [--rounds 5] [--only help | step]
+    python -m benchmarks.startup [--rounds 5] [--only help | step]
 
 Help and catalogue are compared with importing Lightning's own command line: at most a tenth is the promise. The first
 optimizer step of ``fit -c language_model``, start-up included, is compared with that of a plain Lightning script of the

@@ -1,6 +1,6 @@
 """A training step with stochastic depth: ours against DropPath masks and against the plain network.
 
-    python benchmarks/stochastic_depth.py [--blocks 12] [--width 128] [--rate 0.5] [--batch 32] [--steps 24]
+    python -m benchmarks.stochastic_depth [--blocks 12] [--width 128] [--rate 0.5] [--batch 32] [--steps 24]
                                           [--device cpu]
 
 A transformer (pre-norm attention and MLP); forward, backward and AdamW. Linear rates from rate / L to rate. The steps
@@ -25,19 +25,16 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import runpy
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import torch
-from clock import machine, now
 from torch import nn
 from torch.nn import functional as F
 
+from benchmarks.clock import machine, now, use_one_thread
 from lit_efficient import StochasticDepth
 from lit_efficient.application import apply
 from lit_efficient.callbacks.stochastic_depth import linear_rates
@@ -130,7 +127,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    use_one_thread()
     x = torch.randn(options.batch, 64, options.width, device=options.device)
     mask, name = drop_path()
     rates = linear_rates(options.rate, options.blocks)

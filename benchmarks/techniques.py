@@ -26,12 +26,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
-
 import torch
 
 import lit_efficient as le
 from benchmarks import figures
+from benchmarks.clock import use_one_thread
 from benchmarks.technique_runs import MODELS, Setting, measure, prepared
 from lit_efficient.catalog import read_cards
 from lit_efficient.declaration import Declaration
@@ -282,7 +281,7 @@ def main() -> int:
     options = parser.parse_args()
     options.folder = options.folder.absolute()
     options.folder.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
+    use_one_thread()
     file = options.folder / "rows.jsonl"
     results = load(file)
     named = [(name, model) for model in options.model for name in options.only or names()]

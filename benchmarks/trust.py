@@ -32,11 +32,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["WANDB_MODE"] = "offline"
-
+from benchmarks.clock import use_one_thread
 from benchmarks.trust_rows import Piece, pieces
 from tests import processes
 
@@ -272,6 +268,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         TALLIES.write_text(json.dumps(current, indent=1) + "\n")
         TABLE.write_text(page(current))
     else:
+        use_one_thread()
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+        os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
         processes.prepare(heavy=False)
         os.environ.setdefault("LIT_EFFICIENT_CACHE", str(FOLDER.resolve() / "cache"))
         try:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-import os
 import statistics
 import sys
 import time
@@ -23,12 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
-
 import lightning.pytorch as L
 import torch
 from torch.utils.data import DataLoader
 
+from benchmarks.clock import use_one_thread
 from benchmarks.technique_runs import Classifier, Digits
 from lit_efficient import GPTConfig, LanguageModeling, PythonCorpus
 from lit_efficient.evidence.fits import Change, LiveFit
@@ -158,7 +156,7 @@ def main() -> int:
     parser.add_argument("--problem", nargs="+", default=list(PROBLEMS), choices=list(PROBLEMS))
     parser.add_argument("--folder", type=Path, default=FOLDER)
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    use_one_thread()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     worst = 0.0

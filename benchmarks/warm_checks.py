@@ -1,19 +1,27 @@
-"""Imported by a server of processes: what it forks has checked some configs already, and checks the next in no time."""
+"""Preparation of a process that checks many configs: after the first check, the next takes little time."""
 
 import contextlib
+import functools
 import importlib
 import io
 import os
 import tempfile
 
-from lit_efficient.__main__ import main
+# The last two import models of diffusers and transformers, which takes longer than a check.
+CONFIGS = ("language_model", "latent_diffusion", "diffusion/images_autoencoder", "diffusion/photos_all")
+MODULES = ("peft", "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto")
 
-with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+
+@functools.cache
+def warm_up() -> None:
+    """Check some configs and import what others need, once in a process."""
+    from lit_efficient.__main__ import main
+
     before = os.getcwd()
-    os.chdir(folder)
-    # The last of these bring models of diffusers and transformers, whose imports take longer than a check.
-    for name in ("language_model", "latent_diffusion", "diffusion/images_autoencoder", "diffusion/photos_all"):
-        assert main(["check", "-c", name]) == 0
-    for name in ("peft", "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"):
-        importlib.import_module(name)
-    os.chdir(before)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        os.chdir(folder)
+        for name in CONFIGS:
+            assert main(["check", "-c", name]) == 0
+        for name in MODULES:
+            importlib.import_module(name)
+        os.chdir(before)

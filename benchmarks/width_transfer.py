@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.clock import use_one_thread
 from lit_efficient import WidthTransfer, apply
 from lit_efficient.files.cache import cache_root
 from lit_efficient.models.networks.dit import DiT, DiTConfig
@@ -171,7 +172,7 @@ def main() -> None:
     parser.add_argument("--show", action="store_true")
     parser.add_argument("--file", type=Path, default=None)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    use_one_thread()
     file = arguments.file or cache_root() / "width_transfer.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

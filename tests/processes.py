@@ -10,6 +10,7 @@ import gc
 import importlib
 import os
 import pickle
+import pkgutil
 import runpy
 import select
 import signal
@@ -117,7 +118,9 @@ def _serve(requests, modules):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 for module in modules:
-                    importlib.import_module(module)
+                    prepare_part = pkgutil.resolve_name(module)
+                    if callable(prepare_part):
+                        prepare_part()
                     ready_torch()
             modules = ()
             gc.collect()

@@ -161,7 +161,7 @@ def test_a_technique_has_a_page_made_of_its_card() -> None:
     page = SITE["techniques/LoRA.md"]
     assert "automodule:: lit_efficient.callbacks.lora" in page
     assert "[IA3](IA3.md) | each freezes all but its own parameters" in page
-    assert "python benchmarks/dora.py" in page  # its measured figure
+    assert "python -m benchmarks.dora" in page  # its measured figure
     assert "- class_path: LoRA" in page
     assert "from lit_efficient import LoRA" in page
 

@@ -23,18 +23,18 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def drive() -> Any:
-    sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
-    return importlib.import_module("drive")
+    return importlib.import_module("benchmarks.gpu.drive")
 
 
-def _script(words: list[str]) -> None:
-    sys.argv = [str(ROOT / words[0]), *words[1:]]
-    sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+def _program(words: list[str]) -> None:
+    option, module, *arguments = words
+    assert option == "-m"
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def forked(words: list[str], log: Path, limit: float, environment: dict[str, str]) -> int | None:
-    return processes.run(_script, words, log=log, env=environment)
+    return processes.run(_program, words, log=log, env=environment)
 
 
 @pytest.mark.turns(4, family="whole programs")
@@ -99,8 +99,8 @@ def test_a_crash_a_hang_and_a_missing_package_are_rows(drive: Any, tmp_path: Pat
 def test_a_killed_call_takes_the_piece_under_way_with_it(drive: Any, tmp_path: Path) -> None:
     code = f"import time; open({str(tmp_path / 'begun')!r}, 'w'); time.sleep(60)"
     call = f"""
-import sys; sys.path.insert(0, {str(ROOT / "benchmarks" / "gpu")!r})
-import drive; from pathlib import Path
+import sys; sys.path.insert(0, {str(ROOT)!r})
+from benchmarks.gpu import drive; from pathlib import Path
 drive.launch(["-c", {code!r}], Path({str(tmp_path / "log")!r}), 60, {{}})
 """
     process = subprocess.Popen([sys.executable, "-c", call])
@@ -120,9 +120,7 @@ drive.launch(["-c", {code!r}], Path({str(tmp_path / "log")!r}), 60, {{}})
 
 
 def test_the_longest_context_is_the_one_that_the_memory_holds_and_is_run_where_that_is_quick(drive: Any) -> None:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    ladder = importlib.import_module("ladder_gpu")
-
+    ladder = importlib.import_module("benchmarks.ladder_gpu")
     lengths: list[int] = []
 
     class Climb:
@@ -150,7 +148,7 @@ def test_the_plan_names_every_callback_every_benchmark_and_what_no_machine_of_on
     plan = drive.pieces("cuda")
     names = [piece.name for piece in plan]
     assert len(set(names)) == len(names)
-    cases = sys.modules["cases"]
+    cases = sys.modules["benchmarks.gpu.cases"]
     techniques = {card.name for card in read_cards() if card.is_technique and card.slot == "trainer.callbacks"}
     assert techniques - cases.NAMED - cases.CASES.keys() == cases.LEFT_OUT  # nothing else, and nothing that is tried
     others = cases.of_overlays(techniques - {"WeightClipping"})  # as if it were new
@@ -169,7 +167,8 @@ def test_the_plan_names_every_callback_every_benchmark_and_what_no_machine_of_on
         if piece.group in ("benchmarks", "ladder"):
             assert piece.expected, piece.name
         if piece.group == "benchmarks":
-            assert '"--device"' in (ROOT / piece.words[0]).read_text(), piece.name
+            source = ROOT / f"{piece.words[1].replace('.', '/')}.py"
+            assert '"--device"' in source.read_text(), piece.name
     assert "untested" in next(piece.skip for piece in plan if piece.name.startswith("nccl"))
     needs = {piece.name.partition("::")[0]: piece.needs for piece in plan if "::" in piece.name}
     assert "bitsandbytes" in needs["tests/callbacks/test_low_bit_optimizer.py"]  # or its import would be a failure

@@ -1,7 +1,7 @@
 """The first minutes on a GPU, in pieces that each write their row at once: smoke test, tests, benchmarks, ladder.
 
-    python benchmarks/gpu/drive.py [--out runs/gpu] [--minutes 25] [--wheels FOLDER ...] [--only smoke tests ...]
-    python benchmarks/gpu/drive.py --device cpu --quick          three cases, to see that the driver itself works
+    python -m benchmarks.gpu.drive [--out runs/gpu] [--minutes 25] [--wheels FOLDER ...] [--only smoke tests ...]
+    python -m benchmarks.gpu.drive --device cpu --quick          three cases, to see that the driver itself works
 
 Each piece is a process of its own (an error of CUDA poisons its process), with a limit of time; one that crashes, hangs
 or lacks a package is a row, not the end. Rows are lines of ``results.jsonl`` in the folder ``--out``, and ``report.md``
@@ -31,10 +31,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from pieces import GROUPS, ROOT, Piece, pieces
-from report import report
+from benchmarks.gpu.pieces import GROUPS, ROOT, Piece, pieces
+from benchmarks.gpu.report import report
 
 PACKAGES = (
     *("torch", "lightning", "triton", "transformers", "peft", "diffusers", "bitsandbytes", "torchao", "liger-kernel"),
@@ -208,7 +206,7 @@ def header(device: str, path: str, refused: list[str]) -> dict[str, Any]:
             machine = subprocess.run(words, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
         except (OSError, subprocess.SubprocessError) as error:
             machine = f"a CUDA device that nvidia-smi does not name ({type(error).__name__})"
-    command = " ".join(["python", "benchmarks/gpu/drive.py", *sys.argv[1:]])
+    command = " ".join(["python", "-m", "benchmarks.gpu.drive", *sys.argv[1:]])
     return {"command": command, "device": machine, "versions": found, "missing": missing, "refused": refused}
 
 

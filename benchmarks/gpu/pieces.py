@@ -7,12 +7,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-HERE = "benchmarks/gpu"
-sys.path[:0] = [str(ROOT), str(ROOT / HERE), str(ROOT / "benchmarks")]
+from benchmarks.gpu.cases import CASES, QUICK
+from benchmarks.ladder_gpu import RUNGS
 
-from cases import CASES, QUICK  # noqa: E402 (found by the path above)
-from ladder_gpu import RUNGS  # noqa: E402 (found by the path above)
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -173,7 +171,7 @@ def _smoke(device: str, quick: bool) -> list[Piece]:
         Piece(
             f"smoke/{name}",
             "smoke",
-            [f"{HERE}/smoke.py", name, "--device", device, *(["--precision", "32-true"] if quick else [])],
+            ["-m", "benchmarks.gpu.smoke", name, "--device", device, *(["--precision", "32-true"] if quick else [])],
             75,
             case.needs,
             case.cuda_only if device == "cpu" else "",
@@ -225,7 +223,7 @@ def _imported(tree: ast.Module) -> list[str]:
 def _benchmarks(device: str) -> list[Piece]:
     return [
         Piece(" ".join([f"benchmarks/{name}", *words.split()]), "benchmarks",
-              [f"benchmarks/{name}.py", *words.split(), "--device", device],
+              ["-m", f"benchmarks.{name}", *words.split(), "--device", device],
               limit, needs, keep=3500, expected=expected)
         for name, words, limit, needs, expected in BENCHMARKS
     ]  # fmt: skip
@@ -234,7 +232,7 @@ def _benchmarks(device: str) -> list[Piece]:
 def _ladder(device: str) -> list[Piece]:
     skip = "" if device == "cuda" else "needs a CUDA device"
     return [
-        Piece(f"ladder/{name}", "ladder", ["benchmarks/ladder_gpu.py", name], 240, rung.needs, skip, keep=300,
+        Piece(f"ladder/{name}", "ladder", ["-m", "benchmarks.ladder_gpu", name], 240, rung.needs, skip, keep=300,
               expected=rung.expected)
         for name, rung in RUNGS.items()
     ]  # fmt: skip

@@ -1,6 +1,6 @@
 """Puts what a run on a GPU has measured into benchmarks/records/figures.json, from which the documents are made.
 
-    python benchmarks/gpu/record.py runs/gpu --date 2026-11-28
+    python -m benchmarks.gpu.record runs/gpu --date 2026-11-28
     python -m benchmarks.figures --write
 
 Rungs that were measured replace those of before; what did not run keeps its old row.
@@ -11,13 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from pieces import ROOT
+from benchmarks.gpu.pieces import ROOT
+from benchmarks.ladder_gpu import RUNGS
 
 COLUMNS = ["Rung", "Peak", "Tokens a second", "Of the bfloat16 peak", "Expected, and why"]
 FIGURES = ROOT / "benchmarks" / "records" / "figures.json"
@@ -25,8 +23,6 @@ FIGURES = ROOT / "benchmarks" / "records" / "figures.json"
 
 def ladder(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A record for each rung that was measured."""
-    from ladder_gpu import RUNGS
-
     found = []
     by_name = {row["name"]: row for row in rows}
     for row in (by_name[f"ladder/{name}"] for name in RUNGS if f"ladder/{name}" in by_name):
@@ -48,7 +44,7 @@ def ladder(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "{tokens_a_second:,}",
                 share,
             ]
-        command = f"python benchmarks/ladder_gpu.py '{name}'"
+        command = f"python -m benchmarks.ladder_gpu '{name}'"
         found.append({"id": f"gpu/{name}", "table": "gpu", "command": command, "unit": "GiB; tokens a second",
                       "figures": figures, "cells": [*cells, RUNGS[name].expected]})  # fmt: skip
     return found

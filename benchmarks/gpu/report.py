@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from typing import Any
 
-from pieces import GROUPS, Piece
+from benchmarks.gpu.pieces import GROUPS, Piece
 
 Row = dict[str, Any]
 

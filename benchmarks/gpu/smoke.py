@@ -1,7 +1,7 @@
 """Six steps of one technique on the small GPT, the small DiT or a user's network: does it start, train, and wait?
 
-    python benchmarks/gpu/smoke.py --list
-    python benchmarks/gpu/smoke.py "LoRA dora" [--device cuda] [--precision 32-true bf16-mixed]
+    python -m benchmarks.gpu.smoke --list
+    python -m benchmarks.gpu.smoke "LoRA dora" [--device cuda] [--precision 32-true bf16-mixed]
 
 Prints a line ``RESULT {...}`` after each precision: the loss, the peak of the device's memory, and by place how often a
 step waits for the device, as CUDA itself warns (``torch.cuda.set_sync_debug_mode``). Places are the innermost lines of
@@ -29,10 +29,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import lit_efficient as le
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from cases import CASES, Case
+from benchmarks.gpu.cases import CASES, Case
 
 STEPS, COUNTED = 6, (4, 5)  # waits are counted in the last two steps, when all is warm
 VOCABULARY, LENGTH = 512, 128

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import importlib
 import io
 import json
 import re
@@ -24,6 +23,7 @@ from typing import Any
 import yaml
 
 from benchmarks.trust_rows import Piece
+from benchmarks.warm_checks import warm_up
 from lit_efficient.files import configs
 from tests import processes
 from tests.json_schema import is_valid
@@ -33,7 +33,7 @@ SECONDS = 60  # of a check, on a busy machine
 BYTES = 12 * 2**30
 # Whose children have checked configs already; a few cases are not worth it.
 SERVER = "ready" if "pytest" in sys.modules else "checks"
-processes.MODULES["checks"] = ("benchmarks.warm_checks", "bitsandbytes")
+processes.MODULES["checks"] = ("benchmarks.warm_checks:warm_up", "bitsandbytes")
 TWICE = "@@twice"
 NOTHING = "no-such-thing"
 # The task that an overlay is laid over; all others go over the language model.
@@ -205,7 +205,7 @@ def said(*words: str, seconds: float = SECONDS, job: Any = command) -> tuple[int
 
 def said_here(*words: str, seconds: float = SECONDS) -> tuple[int | None, str]:
     """As `said`, in this process, which has checked configs before: a tenth of the time."""
-    importlib.import_module("benchmarks.warm_checks")
+    warm_up()
     from lit_efficient.__main__ import main
 
     def late(*_: Any) -> None:
