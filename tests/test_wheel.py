@@ -68,7 +68,7 @@ def test_the_wheel_carries_the_package_and_the_configs_and_nothing_else(wheel: P
     inside = {name for name in names if not name.startswith(f"lit_efficient-{__version__}.dist-info/")}
     package = {
         f"lit_efficient/{name}"
-        for name in files(ROOT / "lit_efficient", "*.py", "*.pyi", "*.css", "*.json", "py.typed")
+        for name in files(ROOT / "lit_efficient", "*.py", "*.pyi", "*.css", "*.jinja", "*.json", "py.typed")
     }
     configs = {f"lit_efficient/configs/{name}" for name in files(ROOT / "configs", "*.yaml", "*.md")}
     assert {"lit_efficient/py.typed", "lit_efficient/__init__.pyi"} < package

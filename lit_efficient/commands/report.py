@@ -24,7 +24,7 @@ def run(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     folders = list(dict.fromkeys(folder_of(name) for name in options.runs))
 
-    from lit_efficient.evidence.reporting.markup import plain
+    from lit_efficient.evidence.reporting.pages import plain
     from lit_efficient.evidence.reporting.run_page import MARK, facts, page
     from lit_efficient.evidence.reporting.run_record import RunRecord
     from lit_efficient.files.atomic_file import replacing

@@ -248,7 +248,7 @@ def test_several_runs_side_by_side_with_what_differs(tmp_path: Path) -> None:
     labels = found.attributes("aria-label")
     assert labels.count("Loss") == 2  # train/loss and val/loss, each of both runs
     assert sum(attributes.get("class") == "line1" for tag, attributes in found.tags if tag == "path") == 6
-    assert "Neither config nor environment." in shown(first, first).text
+    assert "The runs have the same config and environment." in shown(first, first).text
 
 
 def test_many_samples_are_shown_from_the_first_to_the_last(tmp_path: Path) -> None:

@@ -281,7 +281,7 @@ def test_bars_are_as_long_as_bytes_are_many() -> None:
     kinds = {f"kind {i}": 100 - i for i in range(12)}
     one = variant("one", 1.0, 1.0, peak=2000, kinds={"weights": 500, "gradients": 1000}, planned=1900)
     two = variant("two", 1.0, 1.0, peak=sum(kinds.values()), kinds=kinds, planned=None)
-    svg = ElementTree.fromstring(bars([one, two], shown_kinds([one.kinds, two.kinds]), Unit([2000])))
+    svg = ElementTree.fromstring(bars([one, two], shown_kinds([one, two]), Unit([2000])))
     parts: dict[str, list[ElementTree.Element]] = {"one": [], "two": []}
     for rect in svg.iter("rect"):
         parts[rect.find("title").text.partition(":")[0]].append(rect)

@@ -10,7 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lit_efficient.evidence.reporting.line_chart import line_chart, number, thinned
+from lit_efficient.evidence.reporting.line_chart import Line, number, thinned
+from lit_efficient.evidence.reporting.line_chart import line_chart as chart_of_lines
 
 UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 HOSTILE = [
@@ -39,6 +40,10 @@ HOSTILE = [
     [math.nan, 1.0],
     [math.nan, math.inf],
 ]
+
+
+def line_chart(title: str, lines: list, **options: bool) -> str:
+    return chart_of_lines(title, [Line(colour, "", points) for colour, points in lines], **options)
 
 
 def parsed(text: str) -> float:

@@ -1,1 +1,1 @@
-"""What each technique saves on a fit, measured beside it."""
+"""Measured differences between a fit and variants of it that add techniques."""

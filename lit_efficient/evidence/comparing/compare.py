@@ -1,72 +1,73 @@
-"""What each technique saves on a fit of one's own: the fit as it is, with each alone, with all, with all but one.
+"""Measure the effect of techniques on a fit: the fit as it is, with each technique, with all, and with all but one.
 
     found = compare(trainer, module, data, with_={"lora": [LoRA(rank=8)], "ema": [EMA()]})
     found["lora"].time, found["lora"].peak_ratio, found["lora"].loss.evidence
 
-Every run is a process of its own; :mod:`~.comparison_runs` says which runs there are, and :mod:`~.estimates` what few
-of them can say.
+Every run has a process of its own. :mod:`~.comparison_runs` defines the runs, :mod:`~.estimates` the statistics.
 """
 
-import contextlib
 import copy
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
+
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_efficient.evidence.comparing.comparison import Comparison
 from lit_efficient.evidence.comparing.comparison_page import log_to_wandb, write_report
 from lit_efficient.evidence.comparing.comparison_runs import Comparing, Schedule
 from lit_efficient.evidence.fits import Change, FitSource, LiveFit
 
-With = Mapping[str, Change | Sequence[Any] | Callable[[], list[Any]]]
+Added: TypeAlias = Change | Sequence[Callback] | Callable[[], list[Callback]]
 
 
 def compare(
-    fit: Any,
-    module: Any = None,
-    data: Any = None,
+    fit: Trainer | FitSource,
+    module: LightningModule | None = None,
+    data: object = None,
     *,
-    with_: With,
+    with_: Mapping[str, Added],
     steps: int = 100,
     seeds: int = 3,
     minutes: float = 10.0,
     validations: int = 10,
     narrow: float | None = 0.05,
     metric: str | None = None,
-    forgetting: Callable[[], Any] | None = None,
+    forgetting: Callable[[], object] | None = None,
     folder: str | os.PathLike[str] | None = None,
     cpu_time: bool = False,
     said: Callable[[str], None] = lambda line: None,
 ) -> Comparison:
-    """Measure a fit as it is, and with each technique, on this machine.
+    """Measure a fit as it is and with each technique, on this machine.
 
     Args:
-        fit: A Trainer, with ``module`` and ``data``, which are copied and left as they are; or a
+        fit: A Trainer, with ``module`` and ``data``, of which copies are trained; or a
             :class:`~lit_efficient.evidence.fits.FitSource`.
         module: The LightningModule.
-        data: A DataModule, or loaders, where the module has none.
-        with_: By name the callbacks that are added, what makes them, or a
+        data: A DataModule or loaders, unless the module has its own.
+        with_: For each variant its name and the callbacks to add, a function that creates them, or a
             :class:`~lit_efficient.evidence.fits.Change`.
-        steps: Optimizer steps of each training; rounded up to a multiple of ``validations``.
-        seeds: Trainings of each variant, each from other random numbers.
-        minutes: Begin no run after so many.
-        validations: In each training.
-        narrow: Relative width of the intervals of all ratios of times that is enough; ``None`` runs nothing for times
-            alone.
-        metric: What is compared, lower is better; ``None``: the validation loss, or where there is none the training
+        steps: Optimizer steps of each training, rounded up to a multiple of ``validations``.
+        seeds: Number of trainings of each variant, each with another seed.
+        minutes: Time after which no new run begins.
+        validations: Number of validations in each training.
+        narrow: Relative width of the intervals of all time ratios at which the runs end. ``None`` makes no extra runs
+            to measure times.
+        metric: Metric to compare; lower is better. ``None`` takes the validation loss, or without one the training
             loss.
-        forgetting: Makes a DataModule or a loader of other held-out data, on which the loss is taken before and after.
-        folder: Keeps the report, and the runs, so that another call with the same arguments goes on; ``None`` keeps
-            nothing. A Trainer's W&B logger gets the report, too.
-        cpu_time: Compare seconds in which the process computes: on a CPU that others use, too.
-        said: Gets a line now and then on what runs, and how long it will take.
+        forgetting: Function that creates a DataModule or a loader of other held-out data. The loss on it is measured
+            before and after each training.
+        folder: Folder for the report and the runs. Another call with the same arguments continues from it. ``None``
+            keeps nothing. The report is also logged to the W&B logger of a Trainer.
+        cpu_time: Compare the CPU time of the process instead of the elapsed time, for a CPU that other programs use.
+        said: Function that receives lines of progress.
 
     Raises:
-        ConfigurationError: If an argument is out of its range, or ``folder`` holds another comparison, or one
-            of code that has been edited since.
+        ConfigurationError: If an argument is out of its range, or ``folder`` holds another comparison, or a comparison
+            of code that has changed since.
 
     Example:
         >>> from lit_efficient import EMA, compare
@@ -76,17 +77,19 @@ def compare(
         True
     """
     source = fit if isinstance(fit, FitSource) else LiveFit(fit, module, data)
-    with contextlib.ExitStack() as stack:
-        place = Path(folder) if folder is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        schedule = Schedule(steps, seeds, minutes, validations, narrow, cpu_time)
-        run = Comparing(source, [_change(name, one) for name, one in with_.items()], schedule, place, forgetting, said)
+    changes = [_change(name, added) for name, added in with_.items()]
+    schedule = Schedule(steps, seeds, minutes, validations, narrow, cpu_time)
+    with tempfile.TemporaryDirectory() as temporary:
+        run = Comparing(source, changes, schedule, Path(folder or temporary), forgetting, said)
         run.run()
         found = run.result(metric)
-        log_to_wandb(found, write_report(found, place), getattr(fit, "loggers", ()))
-        return found
+        log_to_wandb(found, write_report(found, run.folder), getattr(fit, "loggers", ()))
+    return found
 
 
-def _change(name: str, given: Change | Sequence[Any] | Callable[[], list[Any]]) -> Change:
-    if isinstance(given, Change):
-        return replace(given, name=name)
-    return Change(name, callbacks=given if callable(given) else lambda: copy.deepcopy(list(given)))
+def _change(name: str, added: Added) -> Change:
+    if isinstance(added, Change):
+        return replace(added, name=name)
+    if callable(added):
+        return Change(name, callbacks=added)
+    return Change(name, callbacks=lambda: copy.deepcopy(list(added)))

@@ -1,7 +1,7 @@
-"""What a comparison has found: each variant of a fit beside the fit as it is.
+"""Results of a comparison: figures of each variant of a fit, and their differences from the unchanged fit.
 
-Times are compared round by round: in a round every variant runs once, one after the other. Losses are compared seed by
-seed: both runs have the same data, and begin with the same weights where these are the same.
+Times are compared round by round. In a round every variant runs once, one after the other. Losses are compared seed by
+seed. Both runs of a seed have the same data, and the same initial weights for those parameters that both have.
 """
 
 import math
@@ -12,38 +12,41 @@ from lit_efficient.evidence.comparing.estimates import UNKNOWN, Estimate
 
 BASELINE = "baseline"
 TRAINING_LOSS = "training loss"
+# Fields of a result that compare a variant with the baseline.
+COMPARED = ("time", "loss", "loss_at_time", "steps_to_loss", "time_to_loss", "forgetting")
+ESTIMATES = ("rate", *COMPARED)
 
 
 @dataclass
 class VariantResult:
-    """What one variant costs and brings.
+    """Measurements of one variant.
 
     Args:
-        name: Its name.
-        failed: Why there is nothing of it; else empty.
-        time: Ratio of the median step's time to the baseline's, over the rounds.
-        rate: Tokens or samples a second, over the rounds; no p.
+        name: Name of the variant.
+        failed: Reason why there is no result; empty if there is one.
+        time: Ratio of the median step time to the baseline's, over the rounds.
+        rate: Tokens or samples a second, over the rounds. It has no p-value.
         unit: ``tokens`` or ``samples``.
-        step_seconds: The median step, median over the rounds.
-        peak: Bytes of tensors at the peak of a step; 0 where they cannot be seen.
-        peak_ratio: To the baseline's; NaN where one is unknown.
-        kinds: Bytes at the peak by kind.
-        planned: What `plan` predicts for the peak; ``None`` where it cannot.
-        checkpoint_bytes: Of a checkpoint.
-        trainable: Parameters that train.
-        final_loss: The metric at the end, mean over the seeds.
-        loss: Its difference to the baseline's after the same steps, over the seeds.
-        loss_at_time: The difference after the same seconds: those of whichever of the two is done first.
-        steps_to_loss: Steps until the metric is as low as the baseline's at its end, as a ratio to the baseline's;
-            ``None`` where a seed does not come so far.
-        time_to_loss: The same in seconds of training.
-        forgotten: What the loss on other held-out data gains over the training, mean over the seeds; NaN where no such
-            data was given.
-        forgetting: Its difference to the baseline's; ``None`` where no such data was given.
-        curve: Step, seconds of training and metric, the median over the seeds.
-        seeds: Runs whose losses are compared.
-        rounds: Runs whose times are compared.
-        remarks: What no number tells: runs that failed where others did not, that ended early or diverged.
+        step_seconds: Median over the rounds of the median step time.
+        peak: Bytes of tensors at the peak of a step; 0 if they cannot be observed.
+        peak_ratio: Ratio of ``peak`` to the baseline's; NaN if one of the two is unknown.
+        kinds: Bytes at the peak by kind of memory.
+        planned: Peak that `plan` predicts, in bytes; ``None`` if it makes no prediction.
+        checkpoint_bytes: Size of a checkpoint.
+        trainable: Number of trainable parameters.
+        final_loss: Metric at the end, mean over the seeds.
+        loss: Difference of the metric from the baseline's after the same steps, over the seeds.
+        loss_at_time: Difference of the metric after the same time, which is the shorter of both trainings.
+        steps_to_loss: Steps until the metric is as low as the baseline's at its end, as a ratio to the baseline's
+            steps; ``None`` if a seed does not get there.
+        time_to_loss: The same ratio for seconds of training.
+        forgotten: Increase of the loss on other held-out data over the training, mean over the seeds; NaN without
+            such data.
+        forgetting: Difference of ``forgotten`` from the baseline's; ``None`` without such data.
+        curve: Step, seconds of training and metric; medians over the seeds.
+        seeds: Number of runs whose losses are compared.
+        rounds: Number of runs whose times are compared.
+        remarks: Sentences on runs that failed, ended early or diverged.
     """
 
     name: str
@@ -73,13 +76,13 @@ class VariantResult:
 
 @dataclass
 class Comparison:
-    """A fit as it is and its variants.
+    """A fit and its variants.
 
     Args:
-        command: What made it, to be typed again.
-        about: Versions, machine, date, what was compared and how often; ``left_out`` has what could not be.
-        metric: What ``loss`` is: a metric of the validation, or the training loss; lower is better.
-        variants: The baseline first.
+        command: Command that repeats the comparison.
+        about: Versions, machine, date and settings. ``left_out`` holds the changes that were refused, with reasons.
+        metric: The metric of ``loss``, of the validation or the training loss; lower is better.
+        variants: The baseline, then the others.
     """
 
     command: str
@@ -90,6 +93,11 @@ class Comparison:
     def __getitem__(self, name: str) -> VariantResult:
         return next(one for one in self.variants if one.name == name)
 
+    @property
+    def done(self) -> list[VariantResult]:
+        """The variants that did not fail."""
+        return [each for each in self.variants if not each.failed]
+
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return all results as data for JSON."""
         return asdict(self)

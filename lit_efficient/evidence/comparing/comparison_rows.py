@@ -1,148 +1,147 @@
-"""The runs of a comparison, kept as they end, and what they say together."""
+"""Runs of a comparison, stored as they end, and the results that follow from them."""
 
-import contextlib
 import json
 import math
-import os
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
+
+import numpy as np
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.evidence.comparing.comparison import TRAINING_LOSS, VariantResult
+from lit_efficient.evidence.comparing.comparison import COMPARED, TRAINING_LOSS, VariantResult
+from lit_efficient.evidence.comparing.comparison_tables import NOT_RUN
 from lit_efficient.evidence.comparing.estimates import Estimate, holm, looked_at, mean_of, ratio_of
+from lit_efficient.evidence.json_lines import append_record, records
 from lit_efficient.evidence.run_watch import Measured
 
 ROWS, ABOUT = "rows.jsonl", "about.json"
 _POINTS = 16  # of the curve of a training loss
-_Curve = list[tuple[int, float, float]]  # step, seconds, loss
+_Curve: TypeAlias = list[tuple[int, float, float]]  # step, seconds of training, loss
+_STEP, _SECONDS, _LOSS = 0, 1, 2
 
 
 @dataclass
 class Row:
     """One run."""
 
-    key: str  # what tells its variant from all others, of whatever name
-    round: int  # of the schedule; runs of one round are compared in time
-    whole: bool  # whether it trains and validates as long as was asked; else it is there for its time alone
-    run: Measured  # what was measured
-    planned: int | None = None  # what `plan` predicts for the peak; ``None`` where it was not asked, or cannot
+    key: str  # identifies the variant, whatever its name is
+    round: int  # of the schedule; times are compared between runs of one round
+    whole: bool  # False for a short run that measures times only
+    run: Measured  # the measurements
+    planned: int | None = None  # peak that `plan` predicts; ``None`` without a prediction
 
 
 class Rows:
-    """The runs of a comparison, in a file to which each is added when it ends.
+    """The runs of a comparison, in a file to which each run is appended when it ends.
 
     Raises:
-        ConfigurationError: If the folder holds another comparison than ``about`` tells.
+        ConfigurationError: If the folder holds a comparison with another ``about``.
     """
 
-    def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, about: Mapping[str, object]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.file, known = folder / ROWS, folder / ABOUT
-        self.rows: list[Row] = []
+        self.file = folder / ROWS
+        known = folder / ABOUT
         if known.is_file():
-            before = _read(known.read_text("utf-8")) or {}
+            before = json.loads(known.read_text("utf-8"))
             others = [name for name, value in about.items() if before.get(name) != value]
             if others:
                 raise ConfigurationError(
-                    f"compare: {folder} holds another comparison (its {', '.join(others)} differ): give another folder"
+                    f"compare: {folder} holds another comparison, which differs in {', '.join(others)}: choose another "
+                    "folder"
                 )
         elif self.file.is_file():
-            raise ConfigurationError(f"compare: {folder} has {ROWS} without {ABOUT}: give another folder")
+            raise ConfigurationError(f"compare: {folder} has {ROWS} but no {ABOUT}: choose another folder")
         else:
             known.write_text(json.dumps(about, indent=1), "utf-8")
-        for line in self.file.read_text("utf-8").splitlines() if self.file.is_file() else ():
-            if record := _read(line):
-                self.rows.append(Row(**{**record, "run": Measured.of(record["run"])}))
+        self.rows = [Row(**{**record, "run": Measured.of(record["run"])}) for record in records(self.file)]
 
     def add(self, row: Row) -> None:
-        """Keep a run."""
+        """Store a run."""
         self.rows.append(row)
-        with self.file.open("a+b") as file:
-            file.seek(0, os.SEEK_END)
-            if file.tell():
-                file.seek(-1, os.SEEK_END)
-                torn = file.read(1) != b"\n"
-                file.write(b"\n" if torn else b"")
-            file.write(json.dumps(asdict(row)).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_record(self.file, asdict(row))
 
     def of(self, key: str) -> list[Row]:
-        """The runs of a variant."""
-        found = [row for row in self.rows if row.key == key]
-        return list({(row.round, row.whole): row for row in found}.values())  # two at once may make the same run
-
-
-def _read(text: str) -> dict[str, Any] | None:
-    """An object; ``None`` of what was cut when the machine stopped."""
-    with contextlib.suppress(ValueError):
-        found = json.loads(text)
-        return found if isinstance(found, dict) else None
-    return None
+        """Return the runs of a variant."""
+        # Two processes that share a folder may make the same run.
+        return list({(row.round, row.whole): row for row in self.rows if row.key == key}.values())
 
 
 def time_ratio(rows: Sequence[Row], baseline: Sequence[Row]) -> Estimate:
-    """The ratio of two variants' median steps, paired by round."""
-    plain, mine = ({(r.round, r.whole): r.run.step_time for r in side if not r.run.failed} for side in (baseline, rows))
-    pairs = [(seconds, plain[key]) for key, seconds in mine.items() if key in plain]
-    return ratio_of([a for a, _ in pairs], [b for _, b in pairs])
+    """Return the ratio of the median step times of two variants, paired by round."""
+    plain = {(row.round, row.whole): row.run.step_time for row in baseline if not row.run.failed}
+    mine = {(row.round, row.whole): row.run.step_time for row in rows if not row.run.failed}
+    both = mine.keys() & plain.keys()
+    return ratio_of([mine[key] for key in sorted(both)], [plain[key] for key in sorted(both)])
 
 
 def results(rows: Mapping[str, Sequence[Row]], metric: str, stops: bool = False) -> list[VariantResult]:
-    """What runs say of each variant, the baseline first; ``stops``: rounds ended at narrow intervals of times."""
-    first = next(iter(rows))
-    found = [_result(name, runs, rows[first], metric) for name, runs in rows.items()]
+    """Return the result of each variant.
+
+    Args:
+        rows: Runs by the name of the variant, the baseline first.
+        metric: Metric to compare.
+        stops: True if the rounds ended because the intervals of times were narrow.
+    """
+    plain = next(iter(rows.values()))
+    baseline, *others = found = [_result(name, runs, plain, metric) for name, runs in rows.items()]
     for one in found:
-        one.peak_ratio = one.peak / found[0].peak if one.peak and found[0].peak else math.nan
-    for question in ("time", "loss", "loss_at_time", "steps_to_loss", "time_to_loss", "forgetting"):
-        answers = {one.name: answer for one in found[1:] if (answer := getattr(one, question)) is not None}
+        if one.peak and baseline.peak:
+            one.peak_ratio = one.peak / baseline.peak
+    for question in COMPARED:
+        answers = {one.name: getattr(one, question) for one in others if getattr(one, question) is not None}
         if stops and question == "time":
             answers = {name: looked_at(answer) for name, answer in answers.items()}
         corrected = holm(answers)
-        for one in found[1:]:
+        for one in others:
             setattr(one, question, corrected.get(one.name))
-        if (own := getattr(found[0], question)) is not None:
-            setattr(found[0], question, replace(own, p=None))
+        own = getattr(baseline, question)
+        if own is not None:
+            setattr(baseline, question, replace(own, p=None))
     return found
 
 
 def metric_of(rows: Sequence[Row], wanted: str | None) -> str:
-    """What is compared: the metric that is wanted, or the validation loss, or where there is none the training loss.
+    """Return the metric to compare: ``wanted``, or the validation loss, or without one the training loss.
 
     Raises:
-        ConfigurationError: If the one that is wanted is not logged by the validation.
+        ConfigurationError: If the validation does not log the wanted metric.
     """
     logged = sorted({name for row in rows for name in row.run.held_out})
-    if wanted is not None and logged and wanted not in (*logged, TRAINING_LOSS):
-        raise ConfigurationError(f"compare: the validation logs no {wanted!r}, but {', '.join(logged)}")
-    named = [name for name in ("val/loss", "val_loss") if name in logged]
-    return wanted or next(iter([*named, *(name for name in logged if "loss" in name)]), TRAINING_LOSS)
+    if wanted is None:
+        losses = [name for name in logged if "loss" in name]
+        named = [name for name in ("val/loss", "val_loss") if name in logged]
+        return [*named, *losses, TRAINING_LOSS][0]
+    if logged and wanted not in (*logged, TRAINING_LOSS):
+        raise ConfigurationError(f"compare: the validation does not log {wanted!r}; it logs {', '.join(logged)}")
+    return wanted
 
 
 def _result(name: str, rows: Sequence[Row], baseline: Sequence[Row], metric: str) -> VariantResult:
     good = [row for row in rows if not row.run.failed]
     if not good:
-        stopped = any(row.run.refused for row in baseline)
-        missing = "not run: the fit as it is is refused" if stopped else "not run yet: the same command goes on"
-        reason = next((row.run.failed for row in rows), missing)
-        return VariantResult(name, failed=reason)
+        if rows:
+            return VariantResult(name, failed=rows[0].run.failed)
+        if any(row.run.refused for row in baseline):
+            return VariantResult(name, failed=f"{NOT_RUN}: the unchanged fit is refused")
+        return VariantResult(name, failed=f"{NOT_RUN} yet: the same command continues")
     whole = {row.run.seed: row.run for row in good if row.whole}
     plain = {row.run.seed: row.run for row in baseline if row.whole and not row.run.failed}
-    seeds = [seed for seed in plain if seed in whole]
-    curves = {seed: curve_of(whole[seed], metric) for seed in whole}
-    others = {seed: curve_of(plain[seed], metric) for seed in plain}
+    pairs = [(whole[seed], plain[seed]) for seed in plain if seed in whole]
+    all_curves = [curve_of(run, metric) for run in whole.values()]
+    final = [curve[-1][_LOSS] for curve in all_curves if curve]
+    curves = [(curve_of(mine, metric), curve_of(other, metric)) for mine, other in pairs]
+    curves = [(mine, other) for mine, other in curves if mine and other]
     counted = [row.run for row in good if row.run.checkpoint_bytes or row.run.peak]
-    latest = counted[-1] if counted else good[-1].run
-    pairs = [(curves[seed], others[seed]) for seed in seeds if curves[seed] and others[seed]]
-    final = [curve[-1][2] for curve in curves.values() if curve]
-    gained, others_gained = (_gained([side[seed] for seed in seeds], metric) for side in (whole, plain))
-    steps, seconds = (_reached(pairs, axis) for axis in (0, 1))
-    return VariantResult(
+    latest = [good[-1].run, *counted][-1]
+    gained = _gained([mine for mine, _ in pairs], metric)
+    others_gained = _gained([other for _, other in pairs], metric)
+    found = VariantResult(
         name,
         time=time_ratio(good, baseline),
         rate=replace(mean_of([row.run.rate for row in good]), p=None),
@@ -153,18 +152,22 @@ def _result(name: str, rows: Sequence[Row], baseline: Sequence[Row], metric: str
         planned=next((row.planned for row in good if row.planned is not None), None),
         checkpoint_bytes=latest.checkpoint_bytes,
         trainable=latest.trainable,
-        final_loss=statistics.fmean(final) if final else math.nan,
-        loss=_difference([_at_the_end(a, b, 0) for a, b in pairs]),
-        loss_at_time=_difference([_at_the_end(a, b, 1) for a, b in pairs]),
-        steps_to_loss=steps,
-        time_to_loss=seconds,
-        forgotten=statistics.fmean(gained) if gained else math.nan,
-        forgetting=_difference(list(zip(gained, others_gained))) if gained and others_gained else None,
-        curve=_middle(list(curves.values())),
-        seeds=len(seeds),
+        loss=_difference([_at_the_end(mine, other, _STEP) for mine, other in curves]),
+        loss_at_time=_difference([_at_the_end(mine, other, _SECONDS) for mine, other in curves]),
+        steps_to_loss=_reached(curves, _STEP),
+        time_to_loss=_reached(curves, _SECONDS),
+        curve=_middle(all_curves),
+        seeds=len(pairs),
         rounds=len(good),
-        remarks=list(_remarks(rows, [(whole[seed], plain[seed]) for seed in seeds], list(curves.values()), metric)),
+        remarks=list(_remarks(rows, pairs, all_curves, metric)),
     )
+    if final:
+        found.final_loss = statistics.fmean(final)
+    if gained:
+        found.forgotten = statistics.fmean(gained)
+    if gained and others_gained:
+        found.forgetting = _difference(list(zip(gained, others_gained)))
+    return found
 
 
 def _remarks(
@@ -173,83 +176,94 @@ def _remarks(
     failed = [row.run.failed for row in rows if row.run.failed]
     if failed:
         yield f"{len(failed)} of {len(rows)} runs failed, which stopped the others: {failed[0]}"
-    early = [(mine.steps, other.steps) for mine, other in pairs if mine.steps != other.steps]
-    if early:
-        yield f"a training ended after {early[0][0]} steps, the baseline's after {early[0][1]}"
-    if lost := sum(not math.isfinite(curve[-1][2]) for curve in curves if curve):
-        yield f"{metric} is no number at the end of {lost} of {len(curves)} trainings"
+    for mine, other in pairs:
+        if mine.steps != other.steps:
+            yield f"a training ended after {mine.steps} steps, the baseline's after {other.steps}"
+            break
+    lost = sum(not math.isfinite(curve[-1][_LOSS]) for curve in curves if curve)
+    if lost:
+        yield f"{metric} is not finite at the end of {lost} of {len(curves)} trainings"
 
 
 def curve_of(run: Measured, metric: str) -> _Curve:
-    """A run's metric by step and by seconds of training; of a training loss the means of some stretches."""
+    """Return a run's metric by step and by seconds of training. A training loss is averaged over groups of steps."""
     if metric != TRAINING_LOSS:
         return run.held_out.get(metric, [])
     width = max(1, run.steps // _POINTS)
-    ends = range(run.steps, 0, -width)
-    points = ((end, run.losses[max(0, end - width) : end]) for end in reversed(ends))
-    return [(end, sum(run.seconds[:end]), statistics.fmean(losses)) for end, losses in points]
+    curve = []
+    for end in range(run.steps, 0, -width):
+        losses = run.losses[max(0, end - width) : end]
+        curve.append((end, sum(run.seconds[:end]), statistics.fmean(losses)))
+    return curve[::-1]
 
 
 def _middle(curves: Sequence[_Curve]) -> _Curve:
-    """The median over runs, where all have a point at a step."""
+    """Return the median over runs, at the steps at which every run has a point."""
     by_step: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for curve in curves:
         for step, seconds, loss in curve:
             by_step[step].append((seconds, loss))
-    whole = {step: points for step, points in by_step.items() if len(points) == len(curves)}
-    return [(step, *(statistics.median(values) for values in zip(*whole[step]))) for step in sorted(whole)]
+    middle = []
+    for step, points in sorted(by_step.items()):
+        if len(points) == len(curves):
+            seconds, losses = zip(*points)
+            middle.append((step, statistics.median(seconds), statistics.median(losses)))
+    return middle
 
 
 def _difference(pairs: Sequence[tuple[float, float]]) -> Estimate:
-    found = mean_of([a - b for a, b in pairs])
-    return replace(found, p=None) if _seeds_say_nothing(pairs) and found.value else found
+    found = mean_of([mine - other for mine, other in pairs])
+    if found.value and _seeds_say_nothing(pairs):
+        return replace(found, p=None)
+    return found
 
 
 def _seeds_say_nothing(pairs: Sequence[tuple[float, float]]) -> bool:
-    """Whether runs of all seeds are the same but for rounding: then they are one run, and no evidence of anything."""
-    sides = [[pair[i] for pair in pairs] for i in (0, 1)]
-    return all(len(side) > 1 and max(side) - min(side) <= 1e-5 * max(map(abs, side)) for side in sides)
+    """True if the runs of all seeds are equal up to rounding. They count as one run, which is no evidence."""
+    return all(len(side) > 1 and max(side) - min(side) <= 1e-5 * max(map(abs, side)) for side in zip(*pairs))
 
 
-def _at_the_end(a: _Curve, b: _Curve, axis: int) -> tuple[float, float]:
-    """Both losses after the steps (axis 0) or seconds (1) of whichever is done first."""
-    end = min(a[-1][axis], b[-1][axis])
-    return _at(a, end, axis), _at(b, end, axis)
-
-
-def _at(curve: _Curve, place: float, axis: int) -> float:
-    for before, after in pairwise(curve):
-        if before[axis] <= place <= after[axis]:
-            share = (place - before[axis]) / ((after[axis] - before[axis]) or 1)
-            return before[2] + (after[2] - before[2]) * share
-    return curve[-1][2] if place >= curve[-1][axis] else math.nan  # nothing is known before the first point
+def _at_the_end(mine: _Curve, other: _Curve, axis: int) -> tuple[float, float]:
+    """Return both losses at the end of the shorter curve, by steps or by seconds."""
+    end = min(mine[-1][axis], other[-1][axis])
+    losses = []
+    for curve in (mine, other):
+        # Before its first point a curve is unknown.
+        places = [point[axis] for point in curve]
+        losses.append(float(np.interp(end, places, [point[_LOSS] for point in curve], left=math.nan)))
+    return losses[0], losses[1]
 
 
 def _reached(pairs: Sequence[tuple[_Curve, _Curve]], axis: int) -> Estimate | None:
-    """Steps (axis 0) or seconds (1) until each first curve is as low as the second is at its end."""
-    ends = [(_first(a, b[-1][2], axis), _first(b, b[-1][2], axis)) for a, b in pairs]
-    if not ends or any(a is None or b is None for a, b in ends):
+    """Return the ratio of the steps, or seconds, until both curves are as low as the second is at its end."""
+    mine = [_first(one, other[-1][_LOSS], axis) for one, other in pairs]
+    others = [_first(other, other[-1][_LOSS], axis) for _, other in pairs]
+    if not pairs or not all(math.isfinite(place) for place in (*mine, *others)):
         return None
-    found = ratio_of([float(a or 0) for a, _ in ends], [float(b or 0) for _, b in ends])
-    return replace(found, p=None) if _seeds_say_nothing([(a[-1][2], b[-1][2]) for a, b in pairs]) else found
+    found = ratio_of(mine, others)
+    if _seeds_say_nothing([(one[-1][_LOSS], other[-1][_LOSS]) for one, other in pairs]):
+        return replace(found, p=None)
+    return found
 
 
-def _first(curve: _Curve, loss: float, axis: int) -> float | None:
-    before: tuple[int, float, float] | None = None
-    for point in curve:
-        if point[2] <= loss:
-            if before is None:
-                return float(point[axis])
-            share = (before[2] - loss) / (before[2] - point[2])
-            return before[axis] + (point[axis] - before[axis]) * share
-        before = point
-    return None
+def _first(curve: _Curve, loss: float, axis: int) -> float:
+    """Return the first place at which a curve is as low as ``loss``; infinity if it never is."""
+    if curve[0][_LOSS] <= loss:
+        return float(curve[0][axis])
+    for before, after in pairwise(curve):
+        if after[_LOSS] <= loss:
+            share = (before[_LOSS] - loss) / (before[_LOSS] - after[_LOSS])
+            return before[axis] + (after[axis] - before[axis]) * share
+    return math.inf
 
 
 def _gained(runs: Sequence[Measured], metric: str) -> list[float]:
-    """What the loss on other held-out data is higher by after each run; nothing where one has none."""
-    names = sorted(set.intersection(*(set(run.elsewhere) for run in runs))) if runs else []
+    """Return the increase of the loss on other held-out data in each run; empty if a run has no such data."""
+    if not runs:
+        return []
+    names = sorted(set.intersection(*(set(run.elsewhere) for run in runs)))
     if not names:
         return []
-    name = metric if metric in names else next((name for name in names if "loss" in name), names[0])
+    losses = [name for name in names if "loss" in name]
+    name = metric if metric in names else [*losses, *names][0]
     return [run.elsewhere[name][1] - run.elsewhere[name][0] for run in runs]

@@ -1,9 +1,7 @@
-"""What ``compare`` measured, as text: tables for a terminal and for Markdown, raw numbers for CSV.
+"""Results of ``compare`` as text: tables for a terminal and for Markdown, raw numbers for CSV.
 
-Ratios and differences stand with their 95 % interval, and with "no evidence" where p > 0.05.
+Ratios and differences are given with their 95 % confidence interval, and with "no evidence" where p > 0.05.
 """
-
-from __future__ import annotations
 
 import csv
 import dataclasses
@@ -11,27 +9,31 @@ import io
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
-from lit_efficient.evidence.comparing.comparison import Comparison, Estimate, VariantResult
+from lit_efficient.evidence.comparing.comparison import ESTIMATES, Comparison, VariantResult
 from lit_efficient.evidence.comparing.comparison_charts import kinds_of
+from lit_efficient.evidence.comparing.estimates import Estimate
 from lit_efficient.evidence.reporting.line_chart import Unit, number
-from lit_efficient.evidence.reporting.markup import plain
+from lit_efficient.evidence.reporting.pages import plain
 from lit_efficient.evidence.reporting.text_table import room_of, text_lines, text_row, text_table
 
-NONE = "-"
-_TWO_DIGITS = 3.55  # half an interval of 0.035 is given in two digits, of 0.036 in one
-_MORE_DIGITS = 3  # to tell a bound from no difference
-Columns = Mapping[str, Sequence[str]]
+NONE = "-"  # cell without a value
+NOT_RUN = "not run"  # first words of the reason why a variant was not tried
+_TWO_DIGITS = 3.55  # half an interval of 0.035 is shown with two digits, one of 0.036 with one
+_MORE_DIGITS = 3  # extra digits at most, to tell a bound from no difference
+_SPACE = "\N{NO-BREAK SPACE}"
+Columns: TypeAlias = Mapping[str, Sequence[str]]  # by heading, a cell for each variant
 
 
 def said(estimate: Estimate | None, no_difference: float) -> str:
-    """An estimate for people, in as many digits as its interval warrants.
+    """Return an estimate with its interval, in as many digits as the interval justifies.
 
     Args:
-        estimate: What was measured.
-        no_difference: What it is between equals: 1 for a ratio, 0 for a difference; an interval that excludes it is
-            written such that one sees that.
+        estimate: The estimate.
+        no_difference: Value between equals: 1 for a ratio, 0 for a difference. An interval that excludes this value
+            is shown with enough digits to see that.
 
     Example:
         >>> said(Estimate(0.9312, 0.91, 0.953, 0.2, 5), 1).replace("\N{NO-BREAK SPACE}", " ")
@@ -39,147 +41,205 @@ def said(estimate: Estimate | None, no_difference: float) -> str:
     """
     if estimate is None or not math.isfinite(estimate.value):
         return NONE
-    value, low, high = estimate.value, estimate.low, estimate.high
-    p, half = estimate.p, (high - low) / 2
-    lack = "not tested" if p is None or math.isnan(p) else "" if estimate.evidence else "no evidence"
-    evidence = ", " + lack.replace(" ", "\N{NO-BREAK SPACE}") if lack else ""
+    remark = ""
+    if estimate.p is None or math.isnan(estimate.p):
+        remark = f", not{_SPACE}tested"
+    elif not estimate.evidence:
+        remark = f", no{_SPACE}evidence"
+    half = (estimate.high - estimate.low) / 2
     if not 0 < half < math.inf:
-        return number(value) + evidence
+        return number(estimate.value) + remark
     power = math.floor(math.log10(half))
-    step = 10.0 ** (power - (half / 10.0**power < _TWO_DIGITS))
-    ends = [end for end in (low, high) if end != no_difference]
+    if half / 10.0**power < _TWO_DIGITS:
+        power -= 1
+    step = 10.0**power
+    ends = [end for end in (estimate.low, estimate.high) if end != no_difference]
     for _ in range(_MORE_DIGITS):
-        step /= 10 if any(round(end / step) == round(no_difference / step) for end in ends) else 1
-    texts = [number(each, step, max(abs(value), abs(low), abs(high))) for each in (value, low, high)]
-    return "{} [{},\N{NO-BREAK SPACE}{}]".format(*texts) + evidence
+        if any(round(end / step) == round(no_difference / step) for end in ends):
+            step /= 10
+    parts = (estimate.value, estimate.low, estimate.high)
+    largest = max(abs(part) for part in parts)
+    value, low, high = (number(part, step, largest) for part in parts)
+    return f"{value} [{low},{_SPACE}{high}]{remark}"
 
 
 def tables(comparison: Comparison) -> dict[str, Columns]:
-    """Tables by their titles, each of columns by their heads, with a cell for each variant that did not fail."""
-    done = [each for each in comparison.variants if not each.failed]
+    """Return the tables by title. Their rows are the variants that did not fail."""
+    done = comparison.done
     if not done:
         return {}
-    memory, files = Unit([each.peak for each in done]), Unit([each.checkpoint_bytes for each in done])
+    memory = Unit([each.peak for each in done])
+    files = Unit([each.checkpoint_bytes for each in done])
     units = sorted({one_line(each.unit) for each in done})
-    own = " {}" if len(units) > 1 else ""
+    rates = [number(each.rate.value) for each in done]
+    if len(units) > 1:
+        rates = [f"{rate} {one_line(each.unit)}" for rate, each in zip(rates, done)]
 
-    def beside(name: str, no_difference: float) -> list[str]:
+    def compared(name: str, no_difference: float) -> list[str]:
         cells = [said(getattr(each, name), no_difference) for each in done]
-        baseline = done[0] is comparison.variants[0]
-        return [f"{no_difference:g}", *cells[1:]] if baseline else cells
-
-    def known(values: Sequence[float]) -> list[str]:
-        return [number(value) if math.isfinite(value) else NONE for value in values]
+        if done[0] is comparison.variants[0]:
+            cells[0] = f"{no_difference:g}"  # the baseline, compared with itself
+        return cells
 
     speed = {
-        "step time, ratio": beside("time", 1),
-        f"{' or '.join(units)} a second": [number(each.rate.value) + own.format(one_line(each.unit)) for each in done],
-        f"peak memory, {memory.name}": [
-            memory.of(each.peak) + _ratio(each.peak_ratio) if each.peak else NONE for each in done
-        ],
+        "step time, ratio": compared("time", 1),
+        f"{' or '.join(units)} a second": rates,
+        f"peak memory, {memory.name}": [_peak(each, memory) for each in done],
         f"planned, {memory.name}": [_planned(each, memory) for each in done],
     }
-    loss = {
-        "at the end": known([each.final_loss for each in done]),
-        "difference at equal steps": beside("loss", 0),
-        "difference at equal time": beside("loss_at_time", 0),
-        "steps to equal, ratio": beside("steps_to_loss", 1),
-        "time to equal, ratio": beside("time_to_loss", 1),
-        "forgotten": known([each.forgotten for each in done]),
-        "difference in forgetting": beside("forgetting", 0),
+    losses = {
+        "at the end": _known(each.final_loss for each in done),
+        "difference at equal steps": compared("loss", 0),
+        "difference at equal time": compared("loss_at_time", 0),
+        "steps to equal, ratio": compared("steps_to_loss", 1),
+        "time to equal, ratio": compared("time_to_loss", 1),
+        "forgotten": _known(each.forgotten for each in done),
+        "difference in forgetting": compared("forgetting", 0),
     }
     sizes = {
         "trained parameters": [number(each.trainable) for each in done],
         f"checkpoint, {files.name}": [files.of(each.checkpoint_bytes) for each in done],
-    } | {
-        one_line(kind): [memory.of(each.kinds[kind]) if kind in each.kinds else NONE for each in done]
-        for kind in kinds_of([each.kinds for each in done])
     }
-    found = {
+    for kind in kinds_of(done):
+        sizes[one_line(kind)] = [memory.of(each.kinds[kind]) if kind in each.kinds else NONE for each in done]
+    return {
         "Speed and memory": speed,
+        # Columns without any result are left out.
         f"Loss ({one_line(comparison.metric)})": {
-            k: cells for k, cells in loss.items() if set(cells) - {"0", "1", NONE}
+            head: cells for head, cells in losses.items() if set(cells) - {"0", "1", NONE}
         },
         f"Sizes, and memory at the peak by kind in {memory.name}": sizes,
     }
-    return {title: columns for title, columns in found.items() if columns}
+
+
+def _known(values: Iterable[float]) -> list[str]:
+    return [number(value) if math.isfinite(value) else NONE for value in values]
+
+
+def _peak(each: VariantResult, unit: Unit) -> str:
+    if not each.peak:
+        return NONE
+    if not each.peak_ratio > 0:
+        return unit.of(each.peak)
+    return f"{unit.of(each.peak)} ({number(each.peak_ratio, each.peak_ratio / 100)})"
+
+
+def _planned(each: VariantResult, unit: Unit) -> str:
+    if each.planned is None:
+        return NONE
+    text = unit.of(each.planned)
+    if each.peak:
+        text += f" ({100 * (each.planned / each.peak - 1):+.1f}{_SPACE}%)"
+    return text
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """How the tables are to be read."""
-    done = [each for each in comparison.variants if not each.failed]
-    seeds, rounds = ({getattr(each, name) for each in done} or {0} for name in ("seeds", "rounds"))
+    """Return sentences that explain the tables, and remarks on variants."""
+    done = comparison.done
+    seeds = _range([each.seeds for each in done], "seed")
+    rounds = _range([each.rounds for each in done], "round")
     found = [
-        f"In brackets: the 95 % interval, from {_range(seeds, 'seed')} and {_range(rounds, 'round')}. In parentheses: "
-        "the ratio to the baseline's peak; how wrong the planned peak is. No evidence: p > 0.05, so there may be no "
-        "difference from the baseline; p allows for the number of variants (Holm), an interval does not. "
-        "Not tested: too few runs, or all alike."
+        f"In brackets: the 95 % confidence interval, from {seeds} and {rounds}. In parentheses: the ratio to the "
+        "baseline's peak, and the error of the planned peak. No evidence: p > 0.05, so there may be no difference from "
+        "the baseline. p is corrected for the number of variants (Holm); intervals are not. Not tested: there are too "
+        "few runs, or all are alike."
     ]
     if comparison.about.get("settled") is False:
-        found.append("The time was over before all intervals were as narrow as was asked: the same command goes on.")
-    if names := ", ".join(map(one_line, left_out(comparison))):
+        found.append("The time ran out before all intervals were narrow enough. The same command continues.")
+    names = ", ".join(one_line(name) for name in left_out(comparison))
+    if names:
         found.append(f"Left out, as they cannot be added to this fit: {names}.")
-    for word, count in Counter(_outcome(each) for each in comparison.variants if each.failed).items():
-        found.append(f"{count} of {len(comparison.variants)} variants {'were not run' if word == _NOT_RUN else word}.")
-    found += [f"{one_line(each.name)}: {one_line(text)}." for each in done for text in each.remarks]
+    for outcome, count in Counter(_outcome(each) for each in comparison.variants if each.failed).items():
+        found.append(f"{count} of {len(comparison.variants)} variants {outcome}.")
+    for each in done:
+        found += [f"{one_line(each.name)}: {one_line(text)}." for text in each.remarks]
     return found
 
 
+def _range(counts: Sequence[int], unit: str) -> str:
+    least = min(counts, default=0)
+    most = max(counts, default=0)
+    text = f"{most} {unit}" if most == 1 else f"{most} {unit}s"
+    return text if least == most else f"{least} to {text}"
+
+
+def _outcome(variant: VariantResult) -> str:
+    return "were not run" if variant.failed.startswith(NOT_RUN) else "failed"
+
+
 def left_out(comparison: Comparison) -> Mapping[str, str]:
-    """What could not be compared, each with its reason."""
+    """Return the names of the changes that could not be compared, with their reasons."""
     found = comparison.about.get("left_out")
     return found if isinstance(found, Mapping) else {}
 
 
 def facts(comparison: Comparison) -> dict[str, str]:
-    """Where and how it was measured."""
+    """Return the versions, the machine and the settings of a comparison as text."""
     found = {}
     for key, value in comparison.about.items():
-        parts = value.items() if isinstance(value, Mapping) else []
-        found[one_line(key)] = one_line(", ".join(f"{name} {part}" for name, part in parts) if parts else value)
-    return {key: text for key, text in found.items() if key not in ("left_out", "settled", "fit")}
+        if isinstance(value, Mapping) and value:
+            value = ", ".join(f"{name} {part}" for name, part in value.items())
+        if key not in ("left_out", "settled", "fit"):
+            found[one_line(key)] = one_line(value)
+    return found
 
 
 def terminal_table(comparison: Comparison, width: int = 80) -> str:
-    """The tables, side by side as far as the terminal is wide."""
-    names = [one_line(each.name) for each in comparison.variants if not each.failed]
+    """Return the tables for a terminal of ``width`` columns. Columns without room follow below."""
+    names = [one_line(each.name) for each in comparison.done]
     lines: list[str] = []
     for title, columns in tables(comparison).items():
         lines += [*text_lines(title, width), "", *text_table(names, columns, width), ""]
-    nothing = [(each, "" if _outcome(each) == _NOT_RUN else "failed: ") for each in comparison.variants if each.failed]
-    failed = [(one_line(each.name), word + one_line(each.failed)) for each, word in nothing]
-    first = min(max((room_of(name) for name, _ in failed), default=0), width // 3)
-    lines += [line for row in failed for line in text_row(row, [first, width - first - 2])] + [""] * bool(failed)
-    return "\n".join([*lines, *(line for note in notes(comparison) for line in text_lines(note, width))])
-
-
-_NOT_RUN = "not run"  # how the reason begins of what has not been tried
-
-
-def _outcome(variant: VariantResult) -> str:
-    return _NOT_RUN if variant.failed.startswith(_NOT_RUN) else "failed"
+    failed = []
+    for each in comparison.variants:
+        if each.failed:
+            word = "" if each.failed.startswith(NOT_RUN) else "failed: "
+            failed.append((one_line(each.name), word + one_line(each.failed)))
+    if failed:
+        first = min(max(room_of(name) for name, _ in failed), width // 3)
+        for row in failed:
+            lines += text_row(row, [first, width - first - 2])
+        lines.append("")
+    for note in notes(comparison):
+        lines += text_lines(note, width)
+    return "\n".join(lines)
 
 
 def markdown(comparison: Comparison) -> str:
-    """The tables as Markdown."""
-    done = [each for each in comparison.variants if not each.failed]
+    """Return the tables as Markdown."""
+    parts = ["# Comparison"]
     command = plain(comparison.command)
-    fence = "`" * (3 + max(map(len, re.findall("`+", command)), default=0))
-    parts = ["# Comparison", *[f"{fence}bash\n{command}\n{fence}"] * bool(command)]
+    if command:
+        # A fence must be longer than any run of backticks in the command.
+        fence = "`" * (3 + max(map(len, re.findall("`+", command)), default=0))
+        parts.append(f"{fence}bash\n{command}\n{fence}")
+    names = [each.name for each in comparison.done]
     for title, columns in tables(comparison).items():
-        rows = [["variant", *columns], ["---"] * (len(columns) + 1)]
-        rows += [[each.name, *cells] for each, *cells in zip(done, *columns.values(), strict=True)]
-        parts += [f"## {_in_markdown(title)}", _rows(rows)]
+        parts.append(f"## {_in_markdown(title)}")
+        parts.append(_markdown_table(["variant", *columns], zip(names, *columns.values(), strict=True)))
     failed = {each.name: each.failed for each in comparison.variants if each.failed}
     for title, reasons in {"failed": failed, "left out": left_out(comparison)}.items():
-        parts += [_rows([[title, "reason"], ["---"] * 2, *map(list, reasons.items())])] * bool(reasons)
-    parts += map(_in_markdown, notes(comparison))
-    parts.append(_rows([["about", ""], ["---"] * 2, *map(list, facts(comparison).items())]))
+        if reasons:
+            parts.append(_markdown_table([title, "reason"], reasons.items()))
+    parts += [_in_markdown(note) for note in notes(comparison)]
+    parts.append(_markdown_table(["about", ""], facts(comparison).items()))
     return "\n\n".join(parts) + "\n"
 
 
+def _markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(_in_markdown, line))} |" for line in lines)
+
+
+def _in_markdown(text: str) -> str:
+    """Escape a text so that Markdown shows it as it is written, in a table too."""
+    # Brackets of intervals stay as they are, as long as they cannot begin a link.
+    marked = re.sub(r"[\\`*|~$]|\[(?![-\d.,ekMG ]+\](?!\())|(?<!\w)_|_(?!\w)|(?<=:)(?=//)", r"\\\g<0>", one_line(text))
+    return marked.replace("&", "&amp;").replace("<", "&lt;")
+
+
 def csv_text(comparison: Comparison) -> str:
-    """All numbers as they were measured, a row a variant; sizes in bytes, estimates as five columns."""
+    """Return all measured numbers as CSV, a row for each variant; sizes are in bytes."""
     text = io.StringIO(newline="")
     rows = numbers(comparison)
     writer = csv.writer(text)
@@ -188,60 +248,38 @@ def csv_text(comparison: Comparison) -> str:
     return text.getvalue()
 
 
+def _in_csv(value: object) -> object:
+    """Return a number as it is, and a text so that no spreadsheet takes it for a formula."""
+    if not isinstance(value, str):
+        return value
+    text = plain(value)
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r", "\n", "'")) else text
+
+
 def numbers(comparison: Comparison) -> list[dict[str, object]]:
-    """What was measured, a row a variant: ``time``, ``time_low``, ``kinds.weights``, ...; ``None`` is nothing."""
-    rows = [dict(_numbers(each)) for each in comparison.variants]
+    """Return what was measured, a row for each variant: ``time``, ``time_low``, ``kinds.weights``, ...
+
+    ``None`` stands for a missing value.
+    """
+    rows = [_numbers(each) for each in comparison.variants]
     heads = dict.fromkeys(head for row in rows for head in row)
     return [{head: row.get(head) for head in heads} for row in rows]
 
 
-def one_line(text: object) -> str:
-    """A text of anybody's on one line, without what a terminal obeys."""
-    return " ".join(plain(text).split())
-
-
-def _planned(each: VariantResult, unit: Unit) -> str:
-    if each.planned is None:
-        return NONE
-    error = f" ({each.planned / each.peak - 1:+.1%})".replace("%", "\N{NO-BREAK SPACE}%") if each.peak else ""
-    return unit.of(each.planned) + error
-
-
-def _ratio(value: float) -> str:
-    return f" ({number(value, value / 100)})" if value > 0 else ""
-
-
-def _range(counts: set[int], of: str) -> str:
-    least = f"{min(counts)} to " if len(counts) > 1 else ""
-    return f"{least}{max(counts)} {of}{'s' * (max(counts) != 1)}"
-
-
-def _numbers(each: VariantResult) -> Iterator[tuple[str, object]]:
-    for field in dataclasses.fields(each):
-        value = getattr(each, field.name)
-        if "Estimate" in str(field.type):
-            for part in dataclasses.fields(Estimate):
-                name = field.name if part.name == "value" else f"{field.name}_{part.name}"
-                yield name, None if value is None else getattr(value, part.name)
+def _numbers(each: VariantResult) -> dict[str, object]:
+    row: dict[str, object] = {}
+    for name, value in vars(each).items():
+        if name in ESTIMATES:
+            row[name] = getattr(value, "value", None)
+            for part in dataclasses.fields(Estimate)[1:]:
+                row[f"{name}_{part.name}"] = getattr(value, part.name, None)
         elif isinstance(value, dict):
-            yield from ((f"{field.name}.{key}", part) for key, part in value.items())
+            row |= {f"{name}.{key}": part for key, part in value.items()}
         elif not isinstance(value, list):
-            yield field.name, value
+            row[name] = value
+    return row
 
 
-def _in_csv(value: object) -> object:
-    """A number as it is; a text such that no spreadsheet takes it for a formula."""
-    if not isinstance(value, str):
-        return value
-    text = plain(value)
-    return f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t", "\r", "\n", "'") else text
-
-
-def _rows(rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(map(_in_markdown, row))} |" for row in rows)
-
-
-def _in_markdown(text: str) -> str:
-    """A text that Markdown shows as it is written, in a table, too."""
-    marked = re.sub(r"[\\`*|~$]|\[(?![-\d.,ekMG ]+\](?!\())|(?<!\w)_|_(?!\w)|(?<=:)(?=//)", r"\\\g<0>", one_line(text))
-    return marked.replace("&", "&amp;").replace("<", "&lt;")
+def one_line(text: object) -> str:
+    """Return a value as one line of text without terminal escapes."""
+    return " ".join(plain(text).split())

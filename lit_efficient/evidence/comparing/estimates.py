@@ -1,9 +1,9 @@
-"""What few runs say: means of paired differences with Student's interval, and whether they are evidence of anything.
+"""Statistics of few runs: means of paired differences with Student's intervals, and tests for a difference.
 
-    differences d_1 .. d_n, one a pair of runs:   mean(d) +- t(n - 1) sd(d) / sqrt(n);   ratios are taken by their logs
+    differences d_1 .. d_n of pairs of runs:   mean(d) +- t(n - 1) sd(d) / sqrt(n);   ratios are averaged as logarithms
 
-A pair shares its seed or its round, so that what both have in common cancels. Where several variants are asked about,
-p is Holm's: the chance to be wrong about any of them stays below 5 %.
+Both runs of a pair have the same seed or the same round, so that common influences cancel. If several variants are
+tested, p is corrected by Holm's method: the probability of any false positive stays below 5 %.
 """
 
 import math
@@ -11,55 +11,56 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-LEVEL = 0.05  # of what counts as evidence
+LEVEL = 0.05  # p up to which a difference counts as evidence
 _LOOKS = 1.6
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value, and what is known of it."""
+    """A value with its uncertainty."""
 
-    value: float  # the mean over runs, of ratios the geometric one; NaN where nothing is known
-    low: float  # lower end of its 95 % interval; NaN where a single run says nothing of it
+    value: float  # mean over runs, of ratios the geometric mean; NaN if it is unknown
+    low: float  # lower end of the 95 % confidence interval; NaN for a single run
     high: float  # upper end
-    p: float | None  # the chance to see as much if there were no difference; ``None`` where nobody can say
-    n: int  # runs, or pairs of runs, behind it
+    p: float | None  # probability of at least this difference between equals; ``None`` if it is unknown
+    n: int  # number of runs or of pairs of runs
 
     @property
     def evidence(self) -> bool:
-        """Whether it is evidence of a difference."""
+        """True if the value is evidence of a difference."""
         return self.p is not None and self.p <= LEVEL
 
     @property
     def width(self) -> float:
-        """Of the interval, relative to the value; infinite where it is unknown."""
-        width = (self.high - self.low) / abs(self.value) if self.value else math.inf
-        return width if math.isfinite(width) else math.inf
+        """Width of the interval relative to the value; infinity if it is unknown."""
+        if not self.value or not math.isfinite(self.high - self.low):
+            return math.inf
+        return (self.high - self.low) / abs(self.value)
 
 
 UNKNOWN = Estimate(math.nan, math.nan, math.nan, None, 0)
 
 
 def mean_of(values: Sequence[float]) -> Estimate:
-    """The mean of values, and whether it is another one than 0.
+    """Return the mean of values, tested against 0.
 
-    Values that are all the same are one value, whose repetition says nothing. Where one is not finite nothing is
-    known.
+    Equal values count as a single value, since repetition adds no information. The mean is unknown if a value is not
+    finite.
 
     Example:
         >>> found = mean_of([1.0, 2.0, 3.0])
         >>> found.value, round(found.low, 4), round(found.high, 4), round(found.p, 4), found.n
         (2.0, -0.4841, 4.4841, 0.0742, 3)
     """
-    from scipy.special import stdtr, stdtrit  # Student's distribution, and its inverse
+    from scipy.special import stdtr, stdtrit  # Student's distribution and its inverse
 
     n = len(values)
-    if not n or not all(map(math.isfinite, values)):
+    if not n or not all(math.isfinite(value) for value in values):
         return replace(UNKNOWN, n=n)
     mean = statistics.fmean(values)
-    error = statistics.stdev(values) / math.sqrt(n) if n > 1 else math.nan
     if n == 1:
-        return Estimate(mean, math.nan, math.nan, None, 1)
+        return replace(UNKNOWN, value=mean, n=1)
+    error = statistics.stdev(values) / math.sqrt(n)
     if error <= 1e-12 * abs(mean):
         return Estimate(mean, mean, mean, 1.0 if mean == 0 else None, n)
     reach = float(stdtrit(n - 1, 1 - LEVEL / 2)) * error
@@ -67,22 +68,22 @@ def mean_of(values: Sequence[float]) -> Estimate:
 
 
 def ratio_of(values: Sequence[float], baseline: Sequence[float]) -> Estimate:
-    """The geometric mean of paired ratios, and whether it is another one than 1."""
-    pairs = [(a, b) for a, b in zip(values, baseline) if a > 0 and b > 0]
-    log = mean_of([math.log(a / b) for a, b in pairs])
+    """Return the geometric mean of paired ratios, tested against 1. Pairs with a number up to 0 are left out."""
+    log = mean_of([math.log(a / b) for a, b in zip(values, baseline) if a > 0 and b > 0])
     return replace(log, value=math.exp(log.value), low=math.exp(log.low), high=math.exp(log.high))
 
 
 def holm(estimates: Mapping[str, Estimate]) -> dict[str, Estimate]:
-    """The same estimates with p as it is when all of them are asked about at once.
+    """Return the estimates with p corrected for testing all of them (Holm, 1979).
 
     Example:
         >>> both = {"a": Estimate(1, 0, 2, 0.03, 3), "b": Estimate(1, 0, 2, 0.01, 3)}
         >>> {name: one.p for name, one in holm(both).items()}
         {'a': 0.03, 'b': 0.02}
     """
+    found = dict(estimates)
     known = sorted((one.p, name) for name, one in estimates.items() if one.p is not None)
-    found, least = dict(estimates), 0.0
+    least = 0.0
     for i, (p, name) in enumerate(known):
         least = max(least, min(1.0, p * (len(known) - i)))
         found[name] = replace(found[name], p=least)
@@ -90,9 +91,11 @@ def holm(estimates: Mapping[str, Estimate]) -> dict[str, Estimate]:
 
 
 def looked_at(estimate: Estimate) -> Estimate:
-    """The same estimate with p as it is where rounds ended because the interval was narrow.
+    """Return the estimate with p corrected for rounds that ended because the interval was narrow.
 
-    Such an end is likelier where runs are alike by chance: below 5 % lies p of up to 7.6 % of equals (40,000
-    simulations of 6 to 40 rounds, seen after each), and of at most 5.2 % once it is 1.6 times as large.
+    Runs that are alike by chance end the rounds early. Among equals 7.6 % instead of 5 % have p below 0.05 then
+    (40,000 simulations of 6 to 40 rounds, tested after each). After multiplication of p by 1.6 at most 5.2 % do.
     """
-    return estimate if estimate.p is None else replace(estimate, p=min(1.0, _LOOKS * estimate.p))
+    if estimate.p is None:
+        return estimate
+    return replace(estimate, p=min(1.0, _LOOKS * estimate.p))

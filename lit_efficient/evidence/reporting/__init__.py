@@ -1,1 +1,1 @@
-"""The page of runs, and what other pages share with it."""
+"""Pages of HTML with pictures, and tables for terminals."""

@@ -1,21 +1,20 @@
-"""Tables for a terminal of any width: cells wrap, and columns that have no room come below, beside the names again."""
-
-from __future__ import annotations
+"""Tables for a terminal of any width. Cells wrap, and columns without room follow below, with the names again."""
 
 import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 
-_NAME, _NARROWEST = 16, 20  # columns that names get if they need them; of a terminal
-_BETWEEN = 2  # cells
+_NAME = 16  # columns that the names get at least, if they need them
+_NARROWEST = 20  # columns of a terminal
+_BETWEEN = 2  # columns between cells
 
 
 def text_table(names: Sequence[str], columns: Mapping[str, Sequence[str]], width: int) -> Iterator[str]:
-    """Yield the lines of a table; a no-break space keeps words together and is printed as a space.
+    """Yield the lines of a table. A no-break space keeps words together and is printed as a space.
 
     Args:
-        names: What the rows are.
-        columns: Cells for each row, by their heads.
+        names: Names of the rows.
+        columns: For each heading a cell for each row.
         width: Columns of the terminal.
 
     Example:
@@ -27,59 +26,77 @@ def text_table(names: Sequence[str], columns: Mapping[str, Sequence[str]], width
                tested
     """
     for place, (heads, widths) in enumerate(_blocks(names, columns, max(width, _NARROWEST))):
-        yield from [""] * (place > 0)
-        for row in (["", *heads], *zip(names, *(columns[head] for head in heads), strict=True)):
+        if place:
+            yield ""
+        yield from text_row(["", *heads], widths)
+        for row in zip(names, *(columns[head] for head in heads), strict=True):
             yield from text_row(row, widths)
 
 
 def text_row(cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
-    """Yield the lines of cells that stand side by side."""
+    """Yield the lines of one row of cells."""
     wrapped = [text_lines(cell, width) for cell, width in zip(cells, widths, strict=True)]
-    for i in range(max(map(len, wrapped))):
-        parts = [lines[i] if i < len(lines) else "" for lines in wrapped]
-        line = (" " * _BETWEEN).join(part + " " * (room - room_of(part)) for part, room in zip(parts, widths))
-        yield line.rstrip().replace("\N{NO-BREAK SPACE}", " ")
+    for i in range(max(len(lines) for lines in wrapped)):
+        parts = []
+        for lines, width in zip(wrapped, widths):
+            part = lines[i] if i < len(lines) else ""
+            parts.append(part + " " * (width - room_of(part)))
+        yield (" " * _BETWEEN).join(parts).rstrip().replace("\N{NO-BREAK SPACE}", " ")
 
 
 def _blocks(
     names: Sequence[str], columns: Mapping[str, Sequence[str]], width: int
 ) -> Iterator[tuple[list[str], list[int]]]:
-    """Yield as many columns as fit beside the names, and the widths of all, until all columns are there."""
-    name_width = max(map(room_of, names), default=0)
+    """Yield the headings that fit beside the names, with the widths of all columns, until no heading is left."""
+    name_width = max((room_of(name) for name in names), default=0)
     left = list(columns)
     while left:
         heads: list[str] = []
         widths = [min(name_width, _NAME, width // 3)]
         for head in left:
             words = [word for cell in (head, *columns[head]) for word in cell.split(" ")]
-            least = min(max(map(room_of, words)), width - widths[0] - _BETWEEN)
+            least = min(max(room_of(word) for word in words), width - widths[0] - _BETWEEN)
             if sum(widths) + _BETWEEN * len(widths) + least > width:
                 break
             heads.append(head)
             widths.append(least)
-        whole = [name_width, *(max(map(room_of, (head, *columns[head]))) for head in heads)]
-        for i, wish in enumerate(whole):  # what is left makes fewer cells wrap
-            widths[i] += max(0, min(wish - widths[i], width - sum(widths) - _BETWEEN * (len(widths) - 1)))
+        # The rest of the width goes to the first columns whose cells would wrap.
+        whole = [name_width, *(max(room_of(cell) for cell in (head, *columns[head])) for head in heads)]
+        for i, wish in enumerate(whole):
+            spare = width - sum(widths) - _BETWEEN * (len(widths) - 1)
+            widths[i] += max(0, min(wish - widths[i], spare))
         yield heads, widths
         left = left[len(heads) :]
 
 
 def text_lines(text: str, width: int) -> list[str]:
-    """A text in lines of a width, in columns of a terminal; longer words are broken, best behind a _."""
+    """Wrap a text to a width in terminal columns. Longer words are broken, after an underscore if possible."""
     lines = [""]
+
+    def put(part: str) -> None:
+        if lines[-1] and room_of(lines[-1] + part) > width:
+            lines.append("")
+        lines[-1] += part
+
     for word in text.split(" "):
         if lines[-1] and room_of(f"{lines[-1]} {word}") <= width:
             lines[-1] += f" {word}"
             continue
-        lines += [""] if lines[-1] else []
+        if lines[-1]:
+            lines.append("")
         for part in re.split(r"(?<=_)", word):
-            lines += [""] if lines[-1] and room_of(lines[-1] + part) > width else []
-            for letter in part:
-                lines += [""] if lines[-1] and room_of(lines[-1] + letter) > width else []
-                lines[-1] += letter
+            if room_of(part) <= width:
+                put(part)
+            else:
+                for letter in part:
+                    put(letter)
     return lines
 
 
 def room_of(text: str) -> int:
-    """Columns of a terminal that a text takes."""
-    return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
+    """Return the number of terminal columns of a text: wide characters take two, combining characters none."""
+    columns = 0
+    for letter in text:
+        if not unicodedata.combining(letter):
+            columns += 2 if unicodedata.east_asian_width(letter) in "WF" else 1
+    return columns
