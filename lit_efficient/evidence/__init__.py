@@ -1,1 +1,1 @@
-"""What runs show: the report of one or several, from their folders alone."""
+"""Predictions, measurements and checks of a training: plan, compare, tune, verify, and the report of a run."""

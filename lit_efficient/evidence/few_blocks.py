@@ -1,9 +1,9 @@
-"""A network with the first blocks of its lists alone: what is alike need not be built, or looked at, so many times."""
+"""A network that keeps only the first blocks of its lists, since equal blocks need not all be built or traced."""
 
 import contextlib
 from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from lit_efficient.errors import ConfigurationError
@@ -12,48 +12,54 @@ from lit_efficient.mechanisms.blocks.block_map import find_blocks
 
 
 def blocks_by_list(module: nn.Module) -> dict[str, list[nn.Module]]:
-    """The repeated blocks of a network by the list that holds them."""
-    held: dict[str, list[nn.Module]] = {}
-    with contextlib.suppress(ConfigurationError):  # there are none
+    """Return the repeated blocks of a network by the name of the list that holds them; empty if there are none."""
+    found: dict[str, list[nn.Module]] = {}
+    with contextlib.suppress(ConfigurationError):  # a network without repeated blocks
         for name, block in find_blocks(module, who="FewBlocks", every=True):
             parent = name.rpartition(".")[0]
             if isinstance(module.get_submodule(parent), nn.ModuleList | nn.Sequential):
-                held.setdefault(parent, []).append(block)
-    return held
+                found.setdefault(parent, []).append(block)
+    return found
 
 
 class FewBlocks(Callback):
-    """Keeps the first blocks of each list, before any technique acts: it is the first of the callbacks.
+    """Removes all but the first blocks of each list. It must be the first callback, to act before any technique.
 
     Args:
-        keep: How many.
-        only_above: Act where there is one list, of more blocks than these, and they are alike; ``None``: on any lists.
+        keep: Number of blocks to keep.
+        only_above: Act only on a network with a single list of more than so many equal blocks; ``None`` acts on all
+            lists.
+
+    Attributes:
+        before: Number of blocks that the single list had; 0 if ``only_above`` is ``None`` or nothing was removed.
     """
 
     def __init__(self, keep: int = 2, only_above: int | None = None) -> None:
-        self.keep, self.only_above = keep, only_above
-        self.before = 0  # blocks of the one list that was cut
+        self.keep = keep
+        self.only_above = only_above
+        self.before = 0
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         pl_module.__dict__["_lit_efficient_few"] = self
         wrap_method(pl_module, "configure_model", _configure_model)
 
     def cut(self, module: nn.Module) -> None:
-        """Take the other blocks out of a network."""
+        """Remove the other blocks from a network."""
         lists = blocks_by_list(module)
         if self.only_above is not None:
             blocks = next(iter(lists.values()), [])
-            if len(lists) != 1 or len(blocks) <= self.only_above or len({_shape(block) for block in blocks}) > 1:
+            if len(lists) != 1 or len(blocks) <= self.only_above or len({_structure(block) for block in blocks}) > 1:
                 return
             self.before = len(blocks)
         for name, blocks in lists.items():
             parent: Any = module.get_submodule(name)
-            gone = {id(block) for block in blocks[self.keep :]}
-            for i in reversed([i for i, child in enumerate(parent) if id(child) in gone]):
-                del parent[i]
+            removed = {id(block) for block in blocks[self.keep :]}
+            for i in reversed(range(len(parent))):
+                if id(parent[i]) in removed:
+                    del parent[i]
 
 
-def _shape(block: nn.Module) -> tuple[Any, ...]:
+def _structure(block: nn.Module) -> tuple[object, ...]:
     tensors = [*block.named_parameters(), *block.named_buffers()]
     return type(block), *((name, t.shape, t.dtype, t.requires_grad) for name, t in tensors)
 

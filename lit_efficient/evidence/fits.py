@@ -1,11 +1,11 @@
-"""A fit that can be made anew: plan, compare, tune and verify all make the user's fit several times, each time alike.
+"""Sources of fits: plan, compare, tune and verify build the user's fit several times, each time in the same way.
 
-    source = LiveFit(trainer, module, data)                                   in Python: copies of what is there
-    source = lit_efficient.cli.fits.ConfigFit(["-c", "language_model"])       of a config
+    source = LiveFit(trainer, module, data)                                   copies of existing objects
+    source = lit_efficient.cli.fits.ConfigFit(["-c", "language_model"])       from a config
     fit = source.make(Change(settings={"trainer.max_steps": 20}))
     fit.run()
 
-A `Change` is what one variant has that the fit as it is has not. Settings go by the names that they have in a config.
+A `Change` describes a variant of the fit. Settings have the names that they have in a config.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from lit_efficient.declaration import techniques_of
@@ -31,8 +32,8 @@ from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.mechanisms.trials.batch_size import NAMES, places_of, set_at, value_at
 from lit_efficient.mechanisms.trials.probes import batch_size_of, resize
 
-# What a trainer that exists takes, and where it keeps it.
-_OF_TRAINER = {
+# Settings of an existing trainer that can be changed, and the attributes that hold them.
+_TRAINER_SETTINGS = {
     "max_steps": "fit_loop.epoch_loop.max_steps",
     "min_steps": "fit_loop.epoch_loop.min_steps",
     "max_epochs": "fit_loop.max_epochs",
@@ -46,27 +47,26 @@ _OF_TRAINER = {
     "check_val_every_n_epoch": "check_val_every_n_epoch",
     "log_every_n_steps": "log_every_n_steps",
 }
-
-_MOST_DESCRIBED = 100  # of a long list, by which it differs from another
+_DESCRIBED_ITEMS = 100  # items of a list that its description includes
 
 
 @dataclass(frozen=True)
 class Change:
-    """What a variant of a fit has that the fit as it is has not.
+    """Differences of a variant from the unchanged fit.
 
     Args:
-        name: How people call it.
-        settings: New values by their names in a config: ``trainer.max_steps``, ``data.batch_size``, ``model.lr``; or by
-            the class of a technique that it has: ``LoRA.rank``.
-        overlays: Configs to lay over, as after ``-c``; only a fit that comes from a config takes them.
-        callbacks: Makes the callbacks that are added.
-        seed: What random numbers begin with, those of the weights, too, where these are made anew; ``None``: as it is.
+        name: Name of the variant.
+        settings: New values by their names in a config, such as ``trainer.max_steps``, ``data.batch_size`` or
+            ``model.lr``, or by the class of a technique of the fit, such as ``LoRA.rank``.
+        overlays: Configs to lay over, as after ``-c``. Only a fit from a config accepts them.
+        callbacks: Function that creates the callbacks to add.
+        seed: Seed of the run, and of the initial weights if the source creates them anew; ``None`` changes nothing.
     """
 
     name: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     overlays: tuple[str, ...] = ()
-    callbacks: Callable[[], list[Any]] = list
+    callbacks: Callable[[], list[Callback]] = list
     seed: int | None = None
 
 
@@ -75,111 +75,121 @@ AS_IT_IS = Change()
 
 @dataclass
 class Fit:
-    """The parts of a fit that has not begun.
+    """Parts of a fit that has not begun.
 
     Args:
         trainer: The trainer.
         module: The LightningModule.
-        data: A DataModule, a loader to train on, a pair of one to train and one to validate on, or ``None`` where the
-            module has them.
-        seed: What the random numbers of its run begin with.
-        resumed: The checkpoint that it goes on from, ``None`` for a new one.
+        data: A DataModule, a training loader, or a pair of a training and a validation loader; ``None`` if the module
+            has loaders.
+        seed: Seed of the run.
+        resumed: Checkpoint to resume from; ``None`` for a new run.
     """
 
-    trainer: Any
-    module: Any
+    trainer: Any  # a Trainer; type checkers do not know its attribute ``callbacks``
+    module: LightningModule
     data: Any = None
     seed: int = 0
-    resumed: Any = None
+    resumed: Path | None = None
 
     @property
-    def datamodule(self) -> Any:
-        """The DataModule, ``None`` where there is none."""
+    def datamodule(self) -> LightningDataModule | None:
+        """The DataModule, or ``None`` if the data is no DataModule."""
         return self.data if hasattr(self.data, "prepare_data") else None
 
-    def change(self, settings: Mapping[str, Any]) -> None:
-        """Set what goes by these names in a config.
+    @property
+    def loaders(self) -> tuple[Any, ...] | None:
+        """The training loader and maybe a validation loader; ``None`` if the fit has no loaders of its own."""
+        if self.data is None or self.datamodule is not None:
+            return None
+        return self.data if isinstance(self.data, tuple) else (self.data,)
+
+    def change(self, settings: Mapping[str, object]) -> None:
+        """Set values by their names in a config.
 
         Raises:
-            ConfigurationError: If one cannot be set any more, or is none of the part's.
+            ConfigurationError: If a setting does not exist, or can no longer be changed.
         """
         for name, value in settings.items():
             _set(self, name, value)
 
     def run(self) -> None:
-        """Train, from the same random numbers each time."""
+        """Train, with the same seed each time."""
         from lightning.pytorch import seed_everything
 
         seed_everything(self.seed, verbose=False)
-        if self.datamodule is not None or self.data is None:
+        if self.loaders is None:
             self.trainer.fit(self.module, datamodule=self.datamodule, ckpt_path=self.resumed)
         else:
-            loaders = self.data if isinstance(self.data, tuple) else (self.data,)
-            self.trainer.fit(self.module, *loaders, ckpt_path=self.resumed)
+            self.trainer.fit(self.module, *self.loaders, ckpt_path=self.resumed)
 
 
 class FitSource(ABC):
-    """Makes a fit, as often as it is asked to."""
+    """Source of fits that are equal but for the requested changes."""
 
     @abstractmethod
     def make(self, change: Change = AS_IT_IS) -> Fit:
-        """The parts of the fit with a change.
+        """Return the parts of the fit with a change.
 
         Raises:
-            ConfigurationError: If it cannot be changed so.
+            ConfigurationError: If the fit cannot be changed in this way.
         """
 
     def without_weights(self) -> "FitSource":
-        """The same fit with its network on the meta device, where it can be made so."""
+        """Return a source of the same fit with its network on the meta device, if the source supports that."""
         return self
 
     def config(self) -> dict[str, Any]:
-        """The config as plain data, with defaults; empty where there is none."""
+        """Return the config with its defaults as plain data; empty if there is no config."""
         return {}
 
     def code(self) -> str:
-        """A sum of the sources that it runs: of this package, and of the user's own where they are not installed."""
+        """Return a hash of the source code of this package and of the user's packages that are not installed."""
         return sum_of_sources({"lit_efficient", *self.packages()})
 
     def packages(self) -> set[str]:
-        """The modules, or packages, of the user's own code."""
+        """Return the names of modules or packages with the user's code."""
         return set()
 
     def identity(self, change: Change = AS_IT_IS) -> str:
-        """A text that is another one for another fit, by which a folder of results knows whose it is."""
-        return f"{type(self).__qualname__} {_described(self)} {change.settings} {change.overlays} {_each(change)}"
+        """Return a text that differs between different fits. A folder of results stores its hash."""
+        callbacks = [_described(callback) for callback in change.callbacks()]
+        return f"{type(self).__qualname__} {_described(self)} {change.settings} {change.overlays} {callbacks}"
 
 
 class LiveFit(FitSource):
-    """Makes deep copies of a trainer, a module and data that exist, which are left as they are.
+    """Source that makes deep copies of an existing trainer, module and data. The originals are not changed.
 
     Args:
-        trainer: The trainer; it has fitted nothing yet, or its fit is over.
+        trainer: A trainer that is not fitting.
         module: The LightningModule.
         data: As in :class:`Fit`.
-        seed: What the random numbers of each run begin with.
+        seed: Seed of each run.
     """
 
-    def __init__(self, trainer: Any, module: Any, data: Any = None, seed: int = 0) -> None:
-        self.parts = Fit(trainer, module, data, seed)
+    def __init__(self, trainer: Trainer, module: LightningModule | None, data: object = None, seed: int = 0) -> None:
+        self.parts = Fit(trainer, module, data, seed)  # type: ignore[arg-type]
 
-    def make(self, change: Change = AS_IT_IS, copying: AbstractContextManager[Any] | None = None) -> Fit:
-        """The parts of the fit with a change; the trainer and the module, but not the data, are copied under
-        ``copying``.
+    def make(self, change: Change = AS_IT_IS, copying: AbstractContextManager[object] | None = None) -> Fit:
+        """Return the parts of the fit with a change.
+
+        Args:
+            change: The change.
+            copying: Context in which the trainer and the module, but not the data, are copied.
         """
         if change.overlays:
             raise ConfigurationError(
-                f"{change.name or 'Change'}: overlays ({', '.join(change.overlays)}) are laid over a config, and this "
-                "fit has none: give callbacks"
+                f"{change.name or 'Change'}: overlays ({', '.join(change.overlays)}) are laid over a config, but this "
+                "fit has none: give callbacks instead"
             )
         memo: dict[int, Any] = {}
         copy.deepcopy(self.parts.data, memo)
         with copying or nullcontext():
             fit = copy.deepcopy(self.parts, memo)
-        callbacks = change.callbacks()
-        fit.trainer.callbacks = [*callbacks, *fit.trainer.callbacks]  # as checkpoints come last
+        fit.trainer.callbacks = [*change.callbacks(), *fit.trainer.callbacks]  # Lightning keeps checkpoints last
         fit.change(give_arguments(fit.trainer, change.settings))
-        fit.seed = fit.seed if change.seed is None else change.seed
+        if change.seed is not None:
+            fit.seed = change.seed
         return fit
 
     def packages(self) -> set[str]:
@@ -197,21 +207,33 @@ class LiveFit(FitSource):
 
 
 def sum_of_sources(modules: Collection[str]) -> str:
-    """A sum of the texts of modules, of packages as wholes; of installed ones other than this their versions say it."""
+    """Return a hash of the source files of modules and their packages. Installed packages are left out.
+
+    The versions of installed packages are recorded elsewhere. ``lit_efficient`` is always included.
+    """
     files: set[Path] = set()
     for name in {module if module == "__main__" else module.partition(".")[0] for module in modules}:
-        module = sys.modules.get(name)
-        spec = getattr(module, "__spec__", None)
-        with contextlib.suppress(ImportError, ValueError):
-            spec = spec or importlib.util.find_spec(name)
-        folders = list(map(Path, getattr(spec, "submodule_search_locations", None) or ()))
-        places = folders or [Path(getattr(module, "__file__", None) or getattr(spec, "origin", None) or "")]
-        for place in places if name == "lit_efficient" or not any(map(_installed, places)) else ():
-            files |= {file for file in [place, *place.rglob("*.py")] if file.suffix == ".py" and file.is_file()}
+        places = _places(name)
+        if name == "lit_efficient" or not any(_installed(place) for place in places):
+            for place in places:
+                files |= {file for file in [place, *place.rglob("*.py")] if file.suffix == ".py" and file.is_file()}
     total = hashlib.sha256()
     for path in sorted(files):
         total.update(path.as_posix().encode() + path.read_bytes())
     return total.hexdigest()
+
+
+def _places(name: str) -> list[Path]:
+    """Return the folders of a package, or the file of a module; a path that does not exist for built-in modules."""
+    module = sys.modules.get(name)
+    spec = getattr(module, "__spec__", None)
+    if spec is None:
+        with contextlib.suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(name)
+    folders = getattr(spec, "submodule_search_locations", None)
+    if folders:
+        return [Path(folder) for folder in folders]
+    return [Path(getattr(module, "__file__", None) or getattr(spec, "origin", None) or "")]
 
 
 def _installed(path: Path) -> bool:
@@ -219,16 +241,13 @@ def _installed(path: Path) -> bool:
     return bool({"site-packages", "dist-packages"} & set(path.parts)) or path.is_relative_to(library)
 
 
-def _each(change: Change) -> list[str]:
-    return [_described(callback) for callback in change.callbacks()]
-
-
-def _described(part: Any, depth: int = 4) -> str:
-    """A part by its class and its attributes, as far down as people set them, the same in every process."""
+def _described(part: object, depth: int = 4) -> str:
+    """Describe a part by its class and its attributes, down to ``depth``, with the same text in every process."""
     if isinstance(part, str | int | float | bool | None | torch.dtype):
         return repr(part)
     if isinstance(part, torch.Tensor):
-        return f"{tuple(part.shape)} {0 if part.device.type == 'meta' else part.detach().double().sum().item()}"
+        total = 0 if part.device.type == "meta" else part.detach().double().sum().item()
+        return f"{tuple(part.shape)} {total}"
     if callable(part) and hasattr(part, "__qualname__"):
         return f"{part.__module__}.{part.__qualname__}"
     if depth == 0:
@@ -236,21 +255,25 @@ def _described(part: Any, depth: int = 4) -> str:
     if isinstance(part, Mapping):
         return str({repr(name): _described(value, depth - 1) for name, value in part.items()})
     if isinstance(part, list | tuple | set | frozenset):
-        texts = [_described(one, depth - 1) for one in itertools.islice(part, _MOST_DESCRIBED)]
-        return f"{len(part)} {sorted(texts) if isinstance(part, set | frozenset) else texts}"
+        texts = [_described(one, depth - 1) for one in itertools.islice(part, _DESCRIBED_ITEMS)]
+        if isinstance(part, set | frozenset):
+            texts.sort()
+        return f"{len(part)} {texts}"
     if isinstance(part, partial):
         return _described([part.func, part.args, part.keywords], depth)
-    base = vars(torch.nn.Module()) if isinstance(part, torch.nn.Module) else {}  # weights are summed up elsewhere
-    named = getattr(part, "__dict__", {}).items()
-    own = {name: value for name, value in named if name not in base and name.lstrip("_") != "trainer"}
-    found = {
-        name: _described(value, depth - 1) for name, value in own.items() if not isinstance(value, torch.nn.Module)
-    }
+    # The weights of modules are part of the identity already, and a trainer refers to everything.
+    left_out = {"trainer", "_trainer"}
+    if isinstance(part, torch.nn.Module):
+        left_out.update(vars(torch.nn.Module()))
+    found = {}
+    for name, value in getattr(part, "__dict__", {}).items():
+        if name not in left_out and not isinstance(value, torch.nn.Module):
+            found[name] = _described(value, depth - 1)
     return f"{type(part).__qualname__}{found}"
 
 
-def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings, by their names in a config, as the mappings that it has for them."""
+def nested(settings: Mapping[str, object]) -> dict[str, Any]:
+    """Return settings with dotted names as nested mappings, as in a config."""
     tree: dict[str, Any] = {}
     for name, value in settings.items():
         *parents, last = name.split(".")
@@ -261,38 +284,49 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def give_arguments(trainer: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Make techniques anew with those settings that name one (``LoRA.rank``), and return the others.
+def give_arguments(trainer: Trainer, settings: Mapping[str, object]) -> dict[str, object]:
+    """Construct techniques again with the settings that name an argument (``LoRA.rank``), and return the others.
 
     Raises:
-        ConfigurationError: If the trainer has no such technique, it takes no such argument, or refuses the value.
+        ConfigurationError: If the trainer has no such technique, or the technique has no such argument or refuses the
+            value.
     """
-    given = {name: value for name, value in settings.items() if name[:1].isupper()}
-    parts = {type(part).__name__: part for part in techniques_of(trainer)} if given else {}
-    for name, value in given.items():
+    parts = {type(part).__name__: part for part in techniques_of(trainer)}
+    others = {}
+    for name, value in settings.items():
+        if not name[:1].isupper():
+            others[name] = value
+            continue
         owner, _, argument = name.partition(".")
         part = parts.get(owner)
-        if part is None or argument not in (known := part.arguments()):
-            accepted = ", ".join(known) if part is not None else f"of {', '.join(parts) or 'no technique'}"
-            raise ConfigurationError(f"{name}: there is no such argument (accepted: {accepted})")
-        part.__init__(**{**{one: getattr(part, one) for one in known}, argument: value})  # type: ignore[misc]
-    return {name: value for name, value in settings.items() if name not in given}
+        if part is None:
+            raise ConfigurationError(f"{name}: the fit has no technique {owner} (it has: {', '.join(parts) or 'none'})")
+        known = part.arguments()
+        if argument not in known:
+            raise ConfigurationError(f"{name}: there is no such argument (accepted: {', '.join(known)})")
+        arguments = {one: getattr(part, one) for one in known}
+        part.__init__(**{**arguments, argument: value})  # type: ignore[misc]
+    return others
 
 
 def batch_setting(fit: Fit, name: str = "auto") -> tuple[str, int] | None:
-    """The setting that holds the size of the training batches, and what it is; ``None`` where none is found.
+    """Return the setting of the training batch size and its value; ``None`` if it is not found.
 
-    ``auto`` looks for the usual ones: of a loader, the DataModule or the module.
+    Args:
+        fit: The fit.
+        name: Name of the setting. ``auto`` looks for the usual names in a loader, the DataModule and the module.
 
     Raises:
-        ConfigurationError: If there is no such setting, or it is no size.
+        ConfigurationError: If the setting does not exist, or its value is no batch size.
     """
-    if fit.data is not None and fit.datamodule is None:
-        loader = (fit.data if isinstance(fit.data, tuple) else (fit.data,))[0]
+    if fit.loaders is not None:
+        loader = fit.loaders[0]
         size = batch_size_of(loader) if isinstance(loader, DataLoader) else None
         return None if size is None else ("data.batch_size", size)
     parts = {"data": fit.datamodule, "model": fit.module}
-    wanted = [f"{part}.{one}" for one in NAMES for part in parts] if name == "auto" else [name]
+    wanted = [name]
+    if name == "auto":
+        wanted = [f"{part}.{one}" for one in NAMES for part in parts]
     for one in wanted:
         part, _, key = one.partition(".")
         places = places_of(parts.get(part), key) if key else []
@@ -307,18 +341,18 @@ def batch_setting(fit: Fit, name: str = "auto") -> tuple[str, int] | None:
 
 def _set(fit: Fit, name: str, value: Any) -> None:
     part, _, key = name.partition(".")
-    if name == "data.batch_size" and fit.data is not None and fit.datamodule is None:
-        train, *others = fit.data if isinstance(fit.data, tuple) else (fit.data,)
+    if name == "data.batch_size" and fit.loaders is not None:
+        train, *others = fit.loaders
         fit.data = (resize(train, value), *others)
         return
     owner = {"trainer": fit.trainer, "model": fit.module, "data": fit.data}.get(part)
-    path = _OF_TRAINER.get(key) if part == "trainer" else key
+    path = _TRAINER_SETTINGS.get(key) if part == "trainer" else key
     if owner is None or path is None:
         raise ConfigurationError(
-            f"{name}: a trainer that exists cannot be given it; of `trainer` it takes {', '.join(_OF_TRAINER)}. "
-            "Make the fit from a config, or write a FitSource of your own"
+            f"{name}: an existing fit cannot be changed in this way. Settings of `trainer` that can be changed: "
+            f"{', '.join(_TRAINER_SETTINGS)}. Make the fit from a config, or write a FitSource of your own"
         )
     places = places_of(owner, path)
     if not places:
-        raise ConfigurationError(f"{name}: {type(owner).__name__} has no {path}")
+        raise ConfigurationError(f"{name}: {type(owner).__name__} has no attribute {path}")
     set_at(places, value)

@@ -1,10 +1,10 @@
-"""One training of a fit, measured: in a process of its own, so that nothing of it is left and nothing before it counts.
+"""Measure one training of a fit, in a process of its own, so that earlier runs have no effect and nothing is left.
 
     one = measured(source, Change("ema", overlays=("ema",)), steps=40, seed=0, validations=4)
     one.timed, one.peak, one.kinds, one.held_out["val/loss"]
 
-The fit is the user's: all of its callbacks run, but for those that write checkpoints and draw bars. Its loggers are
-replaced by one that forgets, and its files go into a folder that is thrown away.
+All callbacks of the fit run, except those that write checkpoints and draw progress bars. Loggers are replaced by one
+that keeps nothing, and files go into a temporary folder.
 """
 
 import tempfile
@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import seed_everything
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from lit_efficient.errors import ConfigurationError, check_number
@@ -25,7 +26,7 @@ from lit_efficient.mechanisms.trials.steps import WRITERS
 
 __all__ = ["VAL_BATCHES", "WARM_UP", "Measured", "measured"]
 
-VAL_BATCHES = 20  # of a validation, where the fit sets no limit of its own
+VAL_BATCHES = 20  # of a validation, if the fit sets no limit
 
 
 def measured(
@@ -36,40 +37,40 @@ def measured(
     seed: int = 0,
     validations: int = 0,
     counts: bool = True,
-    elsewhere: Callable[[], Any] | None = None,
+    elsewhere: Callable[[], object] | None = None,
     log: Path | None = None,
     heard: Callable[[int], None] = lambda step: None,
     most_seconds: float | None = None,
     cpu_time: bool = False,
 ) -> Measured:
-    """Train in a process of its own, and measure it. What goes wrong there is a result, too.
+    """Train in a process of its own and return the measurements. A failure of the training is a result too.
 
     Args:
         source: Makes the fit.
-        change: What it has that the fit as it is has not.
-        steps: Optimizer steps.
-        seed: What random numbers begin with: those of the weights, too, where the fit makes them anew.
-        validations: How many there are in the run, at the same distance, the last one at its end; each of at most
-            `VAL_BATCHES` batches, where the fit sets no limit of its own.
-        counts: Whether to count the bytes of a step, and of a checkpoint.
-        elsewhere: Makes a DataModule or loader of other held-out data, on which the module is validated before and
-            after.
-        log: The file for what the run prints.
-        heard: Called with the number of steps so far, about once a second.
-        most_seconds: After so many the process is killed.
-        cpu_time: Take seconds in which this process computes for those of the clock; of a fit on a CPU only.
+        change: Change of the fit.
+        steps: Number of optimizer steps.
+        seed: Seed of the run, and of the initial weights if the source creates them anew.
+        validations: Number of validations in the run, evenly spaced, the last one at the end. Each has at most
+            `VAL_BATCHES` batches, if the fit sets no limit.
+        counts: Count the bytes of a step and of a checkpoint.
+        elsewhere: Function that creates a DataModule or loader of other held-out data. The module is validated on it
+            before and after.
+        log: File for the output of the run.
+        heard: Function that receives the number of steps so far, about once a second.
+        most_seconds: Time after which the process is killed.
+        cpu_time: Take the CPU time of the process instead of elapsed time. Only for a fit on a CPU.
 
     Raises:
-        ConfigurationError: If ``steps`` or ``validations`` are out of their range.
-        KeyboardInterrupt: As it comes; the process is ended first.
+        ConfigurationError: If ``steps`` or ``validations`` are out of range.
+        KeyboardInterrupt: If the user interrupts. The process is ended first.
     """
     check_number("measured", "steps", steps, least=1, whole=True)
     check_number("measured", "validations", validations, least=0, whole=True)
-    change = replace(change, seed=seed)
     asked = _Asked(steps, seed, validations, counts, elsewhere, cpu_time)
-    with tempfile.TemporaryDirectory(prefix="measured-", ignore_cleanup_errors=True) as folder:  # outlives a killed one
+    # A killed process may still write into the folder while it is removed.
+    with tempfile.TemporaryDirectory(prefix="measured-", ignore_cleanup_errors=True) as folder:
+        task = (_measure, source, replace(change, seed=seed), asked, Path(folder))
         try:
-            task = (_measure, source, change, asked, Path(folder))
             return Measured.of(own_process(*task, heard=heard, log=log, most_seconds=most_seconds))
         except TaskFailed as error:
             return Measured(change.name, seed, failed=error.reason, refused=error.refused, late=error.late)
@@ -81,90 +82,92 @@ class _Asked:
     seed: int
     validations: int
     counts: bool
-    elsewhere: Callable[[], Any] | None
-    cpu_time: bool = False
+    elsewhere: Callable[[], object] | None
+    cpu_time: bool
 
 
 def _measure(
     source: FitSource, change: Change, asked: _Asked, folder: Path, tell: Callable[[int], None]
 ) -> dict[str, Any]:
     found = Measured(change.name, asked.seed)
-    _train(source, change, asked, found, folder, tell)
-    return asdict(found)
-
-
-def _train(
-    source: FitSource, change: Change, asked: _Asked, found: Measured, folder: Path, tell: Callable[[int], None]
-) -> None:
     fit = _made(source, change, asked, folder)
-    trainer: Any = fit.trainer
     before = _validated(fit, asked)
-    every = trainer.accumulate_grad_batches
-    if before:  # a fit that has validated is no new one
+    if before:
+        # The fit that has validated is not in its first state any more.
         fit = _made(source, change, asked, folder)
-        trainer = fit.trainer
+    trainer = fit.trainer
     batches = trainer.limit_val_batches
     if asked.validations:
+        # The largest possible number of validations that divides the steps evenly.
         times = next(n for n in range(min(asked.validations, asked.steps), 0, -1) if asked.steps % n == 0)
-        every *= asked.steps // times
-        fit.change({"trainer.val_check_interval": every, "trainer.check_val_every_n_epoch": None})
-    else:  # schedulers and callbacks may wait for what a validation logs
+        interval = trainer.accumulate_grad_batches * asked.steps // times
+        fit.change({"trainer.val_check_interval": interval, "trainer.check_val_every_n_epoch": None})
+    else:
+        # Schedulers and callbacks may wait for a metric of the validation.
         fit.change({"trainer.limit_val_batches": min(1, batches)})
-    steps, last = StepWatch(found, tell, asked.cpu_time), LastWatch()
-    last.steps = steps
+    steps = StepWatch(found, tell, asked.cpu_time)
+    validation = trainer.fit_loop.epoch_loop.val_loop
+    validates = partial(steps.validate, trainer, validation.run)
+    validation.run = validates  # type: ignore[method-assign]
+    last = LastWatch(steps, folder / "end.ckpt" if asked.counts else None, validates if asked.validations else None)
     counting = [ByteWatch(found, warm_up(asked.steps) - 1)] if asked.counts else []
     trainer.callbacks = [steps, *trainer.callbacks, *counting, last]
-    loop = trainer.fit_loop.epoch_loop.val_loop
-    loop.run = partial(steps.validate, trainer, loop.run)
-    last.validates = loop.run if asked.validations else None
-    last.saves = folder / "end.ckpt" if asked.counts else None
     fit.run()
     steps.write(asked.steps)
     if not asked.validations:
         found.held_out = {}
-    found.failed = "" if found.steps else "the fit ended before its first step"
+    if not found.steps:
+        found.failed = "the fit ended before its first step"
     fit.change({"trainer.limit_val_batches": batches})
     after = _validated(fit, asked)
     found.elsewhere = {name: [value, after[name]] for name, value in before.items() if name in after}
+    return asdict(found)
 
 
 def _made(source: FitSource, change: Change, asked: _Asked, folder: Path) -> Fit:
-    """The fit, without what it writes."""
-    from lightning.pytorch import seed_everything
-
+    """Make the fit without its checkpoints, progress bars and logs."""
     seed_everything(asked.seed, verbose=False)
     fit = source.make(change)
-    fit.seed, trainer = asked.seed, fit.trainer
+    fit.seed = asked.seed
+    trainer = fit.trainer
     if trainer.world_size > 1:
         raise ConfigurationError(
-            f"{trainer.world_size} processes train, and one is measured: set trainer.devices to 1 (--trainer.devices 1)"
+            f"the fit has {trainer.world_size} processes, but only one can be measured: set trainer.devices to 1 "
+            "(--trainer.devices 1)"
         )
     if asked.cpu_time and trainer.strategy.root_device.type != "cpu":
-        raise ConfigurationError("cpu_time: this fit computes on an accelerator, whose time is not the CPU's")
+        raise ConfigurationError("cpu_time: this fit runs on an accelerator, whose time is not CPU time")
     set_default_root_dir(trainer, str(folder))
     trainer.loggers = [_Forgets(folder)] if trainer.loggers else []
     trainer.callbacks = [
         one for one in trainer.callbacks if not {base.__name__ for base in type(one).__mro__} & WRITERS
     ]
-    names = {"max_steps": asked.steps, "max_epochs": -1, "min_steps": None, "num_sanity_val_steps": 0}
-    if isinstance(trainer.limit_val_batches, float) and trainer.limit_val_batches == 1.0:  # 1 is one batch
-        names["limit_val_batches"] = VAL_BATCHES
-    fit.change({f"trainer.{name}": value for name, value in names.items()})
+    settings = {
+        "trainer.max_steps": asked.steps,
+        "trainer.max_epochs": -1,
+        "trainer.min_steps": None,
+        "trainer.num_sanity_val_steps": 0,
+    }
+    # 1.0 stands for all batches, and 1 for one batch.
+    if isinstance(trainer.limit_val_batches, float) and trainer.limit_val_batches == 1.0:
+        settings["trainer.limit_val_batches"] = VAL_BATCHES
+    fit.change(settings)
     return fit
 
 
 def _validated(fit: Fit, asked: _Asked) -> dict[str, float]:
-    """The metrics on other held-out data."""
-    if asked.elsewhere is None:
-        return {}
-    data = asked.elsewhere()
-    given = {"datamodule" if hasattr(data, "prepare_data") else "dataloaders": data}
-    (*rows,) = fit.trainer.validate(fit.module, verbose=False, **given)
-    return {name: float(value) for row in rows for name, value in row.items()}
+    """Return the metrics on the other held-out data; empty if there is none."""
+    found: dict[str, float] = {}
+    if asked.elsewhere is not None:
+        data = asked.elsewhere()
+        argument = "datamodule" if hasattr(data, "prepare_data") else "dataloaders"
+        for row in fit.trainer.validate(fit.module, verbose=False, **{argument: data}):  # type: ignore[arg-type]
+            found.update({name: float(value) for name, value in row.items()})
+    return found
 
 
 class _Forgets(DummyLogger):
-    """A logger that keeps nothing, whose folder can be written to."""
+    """A logger that keeps nothing but has a folder that callbacks can write to."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()

@@ -1,10 +1,12 @@
-"""What one training was, and the callbacks that find it out.
+"""Measurements of one training, and the callbacks that make them.
 
-Steps that are counted take longer, so one step counts bytes and is not timed. Seconds are those of the clock; on CUDA
-they are those of its own queue, for which nobody waits; on a CPU that others use, they may be the process's.
+Counting the bytes of a step slows it down, so one step is counted and not timed. Times are elapsed time. On CUDA they
+are times of the stream, so that no step waits for the device. On a CPU that other programs use, the CPU time of the
+process may be taken instead.
 """
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -13,42 +15,61 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
 from lit_efficient.evidence.memory_kinds import StepMeter
 from lit_efficient.internals.torch_compiler import is_compiled
 from lit_efficient.mechanisms.metering import count_real
 
-WARM_UP = 4  # steps that are not timed, the last of which is counted; of short runs the first half
+WARM_UP = 4  # steps that are not timed, the last of which is counted; in short runs the first half
 
 
 @dataclass
 class Measured:
-    """What one run of a variant was."""
+    """Measurements of one run.
 
-    variant: str  # the change's name
-    seed: int  # what its random numbers began with
-    steps: int = 0  # optimizer steps that it made
-    unit: str = ""  # what amounts are counted in: ``tokens`` or ``samples``
-    # of each step, with the data it waited for and all callbacks, without validation
+    Args:
+        variant: Name of the change.
+        seed: Seed of the run.
+        steps: Number of optimizer steps.
+        unit: Unit of ``amounts``: ``tokens`` or ``samples``.
+        seconds: Time of each step, with its wait for data and all callbacks, without validations.
+        cpu_seconds: CPU time of this process for each step.
+        amounts: Tokens or samples of each step, without padding.
+        losses: Training loss of each step; NaN if the step returned none.
+        held_out: For each metric of the validations: step, seconds of training until then, value.
+        peak: Bytes of tensors at the peak of a step; 0 if they cannot be observed, as in a compiled step on a CPU.
+        kinds: ``peak`` by kind of memory.
+        checkpoint_bytes: Size of a checkpoint at the end.
+        trainable: Number of trainable parameters.
+        parameters: Number of parameters.
+        elsewhere: Metrics on other held-out data, before and after; empty without such data.
+        failed: Reason why there are no measurements; empty if there are.
+        refused: True if ``failed`` is a user error that this package reported.
+        late: True if the run took too long.
+        device: Name of the device.
+    """
+
+    variant: str
+    seed: int
+    steps: int = 0
+    unit: str = ""
     seconds: list[float] = field(default_factory=list)
-    cpu_seconds: list[float] = field(default_factory=list)  # of this process, for each step
-    amounts: list[int] = field(default_factory=list)  # tokens or samples of each step, padding left out
-    losses: list[float] = field(default_factory=list)  # the training loss of each step; NaN where there is none
-    # by metric of the validations: the step, the seconds of training until there, the value
+    cpu_seconds: list[float] = field(default_factory=list)
+    amounts: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
     held_out: dict[str, list[tuple[int, float, float]]] = field(default_factory=dict)
-    # bytes of tensors at the peak of a step; 0 where they cannot be seen, as those of a compiled step on a CPU
     peak: int = 0
-    kinds: dict[str, int] = field(default_factory=dict)  # the same by kind
-    checkpoint_bytes: int = 0  # of a checkpoint at the end
-    trainable: int = 0  # parameters that train
-    parameters: int = 0  # all of them
-    # the loss on other held-out data, before and after; empty where none was given
+    kinds: dict[str, int] = field(default_factory=dict)
+    checkpoint_bytes: int = 0
+    trainable: int = 0
+    parameters: int = 0
     elsewhere: dict[str, list[float]] = field(default_factory=dict)
-    failed: str = ""  # why there is nothing of this; else empty
-    refused: bool = False  # whether it was an error of the package's, that the user can mend
-    late: bool = False  # whether it took too long
-    device: str = ""  # what it ran on
+    failed: str = ""
+    refused: bool = False
+    late: bool = False
+    device: str = ""
 
     @property
     def timed(self) -> list[float]:
@@ -57,86 +78,111 @@ class Measured:
 
     @property
     def step_time(self) -> float:
-        """Seconds of the median step; NaN of a run without any."""
-        return statistics.median(self.timed) if self.timed else float("nan")
+        """Median seconds of a step; NaN without steps."""
+        return statistics.median(self.timed) if self.timed else math.nan
 
     @property
     def rate(self) -> float:
-        """Tokens or samples a second over all timed steps, the rare slow ones too."""
+        """Tokens or samples a second over all timed steps, including rare slow steps; NaN without steps."""
         amounts = self.amounts[warm_up(len(self.seconds)) :]
-        return sum(amounts) / sum(self.timed) if self.timed and sum(self.timed) else float("nan")
+        total = sum(self.timed)
+        return sum(amounts) / total if total else math.nan
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Measured":
-        """From what :func:`dataclasses.asdict` gave, through JSON or not."""
+        """Restore the result of :func:`dataclasses.asdict`, directly or after a passage through JSON."""
         held_out = {name: [tuple(one) for one in rows] for name, rows in record.get("held_out", {}).items()}
         return cls(**{**record, "held_out": held_out})
 
 
 def warm_up(steps: int) -> int:
-    """Steps of a run that are not timed."""
+    """Return the number of steps of a run that are not timed."""
     return min(WARM_UP, steps // 2)
 
 
 class StepWatch(Callback):
-    """Times each optimizer step, and notes what it trained on; comes before all other callbacks."""
+    """Measures time, amount and loss of each optimizer step. It must be the first callback.
+
+    Args:
+        found: Receives the measurements.
+        tell: Function that receives the number of steps about once a second.
+        cpu_time: Take the CPU time of the process instead of elapsed time.
+    """
 
     leaves_traces = True
 
     def __init__(self, found: Measured, tell: Callable[[int], None], cpu_time: bool = False) -> None:
-        self.found, self.tell, self.cpu_time = found, tell, cpu_time
-        self._clock: list[Any] = []  # one mark a step, and one before
+        self.found = found
+        self.tell = tell
+        self.cpu_time = cpu_time
+        self._device = torch.device("cpu")
+        # Marks are seconds or CUDA events. There is one before the first step and one after each.
+        self._marks: list[Any] = []
         self._cpu: list[float] = []
-        self._pauses: list[tuple[int, Any, Any]] = []  # validations: after how many steps, from, to
-        self._amounts: list[Any] = []
-        self._losses: list[Any] = []
-        self._window: list[tuple[Any, Any]] = []  # amounts and losses since the last step
+        self._pauses: list[tuple[int, Any, Any]] = []  # of validations: number of steps before, first and last mark
+        self._amounts: list[int | Tensor] = []
+        self._losses: list[list[Any]] = []
+        self._window: list[tuple[int | Tensor, Any]] = []  # batches since the last step
         self._values: list[tuple[int, dict[str, float]]] = []
         self._known: set[str] = set()
-        self._before = 0
-        self._heard = time.monotonic()
+        self._last_step = 0
+        self._told = time.monotonic()
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.found.trainable = sum(p.numel() for p in pl_module.parameters() if p.requires_grad)
         self.found.parameters = sum(p.numel() for p in pl_module.parameters())
-        self._before, self._device = trainer.global_step, trainer.strategy.root_device
+        self._last_step = trainer.global_step
+        self._device = trainer.strategy.root_device
         self.found.device = _name(self._device)
-        self.mark()
+        self._mark()
 
     def _now(self) -> Any:
-        return time.process_time() if self.cpu_time else _now(self._device)
+        if self.cpu_time:
+            return time.process_time()
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._device))
+            return event
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        return time.perf_counter()
 
-    def mark(self) -> None:
-        self._clock.append(self._now())
+    def _mark(self) -> None:
+        self._marks.append(self._now())
         self._cpu.append(time.process_time())
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         amount, self.found.unit = count_real(batch)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if isinstance(loss, torch.Tensor):
-            parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-            loss = loss.detach() * parts
+        if isinstance(loss, Tensor):
+            loss = loss.detach()
+            if pl_module.automatic_optimization:
+                loss = loss * trainer.accumulate_grad_batches  # Lightning divided it
         self._window.append((amount, loss))
 
-    def stepped(self, trainer: Any) -> None:
-        """The end of a batch, after all other callbacks."""
-        if trainer.global_step > self._before and self._window:
-            self._before = trainer.global_step
-            amounts, losses = zip(*self._window)
+    def stepped(self, trainer: Trainer) -> None:
+        """Note the end of a batch. :class:`LastWatch` calls this after all other callbacks."""
+        if trainer.global_step > self._last_step and self._window:
+            self._last_step = trainer.global_step
+            self._amounts.append(sum(amount for amount, _ in self._window))
+            self._losses.append([loss for _, loss in self._window if loss is not None])
             self._window = []
-            self._amounts.append(amounts)
-            self._losses.append([loss for loss in losses if loss is not None])
-            self.mark()
-        if time.monotonic() - self._heard > 1:
-            self._heard = time.monotonic()
+            self._mark()
+        if time.monotonic() - self._told > 1:
+            self._told = time.monotonic()
             self.tell(len(self._losses))
 
-    def validate(self, trainer: Any, run: Callable[[], Any]) -> Any:
-        """Run a validation within the fit, which is no part of the steps' time, and note what it logs."""
-        start, before, after = self._now(), set(trainer.callback_metrics), len(self._losses)
+    def validate(self, trainer: Trainer, run: Callable[[], object]) -> object:
+        """Run a validation within the fit. Its time is subtracted from that of the step, and its metrics are noted."""
+        start = self._now()
+        before = set(trainer.callback_metrics)
+        after = len(self._losses)
         result = run()
         metrics = trainer.callback_metrics
-        if not self._values:  # later on those of a training's epochs are new as well
+        if not self._values:
+            # At later validations, metrics of the end of a training epoch are new as well.
             self._known = set(metrics) - before
         self._values.append((after, {name: float(metrics[name]) for name in self._known & set(metrics)}))
         self._pauses.append((after, start, self._now()))
@@ -144,80 +190,105 @@ class StepWatch(Callback):
 
     @property
     def moved(self) -> bool:
-        """Whether there were steps since the last validation."""
+        """True if there were steps since the last validation."""
         return (self._values[-1][0] if self._values else 0) < len(self._losses)
 
     def write(self, asked: int) -> None:
-        """Put into the result what is known now that the run is over; what lies on a device is read here."""
-        found, marks = self.found, self._clock
-        found.seconds = [_between(a, b) for a, b in itertools.pairwise(marks)]
+        """Write the result of a run of ``asked`` steps after its end. Values on a device are read only now."""
+        found = self.found
+        found.seconds = [_between(a, b) for a, b in itertools.pairwise(self._marks)]
         for after, start, end in self._pauses:
-            if after < len(found.seconds):  # that of the last step comes after it
+            if after < len(found.seconds):  # no step follows the last validation
                 found.seconds[after] -= _between(start, end)
         found.cpu_seconds = [b - a for a, b in itertools.pairwise(self._cpu)]
-        found.amounts = [int(sum(map(int, amounts))) for amounts in self._amounts]
-        found.losses = [statistics.fmean(map(float, losses)) if losses else float("nan") for losses in self._losses]
+        found.amounts = [int(amount) for amount in self._amounts]
+        for losses in self._losses:
+            found.losses.append(statistics.fmean(float(loss) for loss in losses) if losses else math.nan)
         found.steps = len(found.losses)
-        if found.kinds and len(found.seconds) > warm_up(asked) > 0:  # counting is no part of the time
-            found.seconds[warm_up(asked) - 1] = found.step_time
+        if found.kinds and len(found.seconds) > warm_up(asked) > 0:
+            found.seconds[warm_up(asked) - 1] = found.step_time  # the step whose bytes were counted
         for step, values in self._values:
             for name, value in values.items():
                 found.held_out.setdefault(name, []).append((step, sum(found.seconds[:step]), value))
 
 
 class LastWatch(Callback):
-    """Tells :class:`StepWatch` when all other callbacks are done, and saves the checkpoint that is weighed."""
+    """Reports the end of each batch to :class:`StepWatch`, and saves a checkpoint to measure its size.
+
+    It must be the last callback.
+
+    Args:
+        steps: The first callback.
+        saves: Path of the checkpoint; ``None`` saves none.
+        validates: Function that runs the validation at the end; ``None`` validates no more.
+    """
 
     leaves_traces = True
-    steps: StepWatch
-    saves: Path | None = None
-    validates: Callable[[], Any] | None = None
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+    def __init__(self, steps: StepWatch, saves: Path | None, validates: Callable[[], object] | None) -> None:
+        self.steps = steps
+        self.saves = saves
+        self.validates = validates
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         self.steps.stepped(trainer)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        # Steps of several optimizers are not those of batches.
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Several optimizers make more steps than there are batches, so the last step may have had no validation.
         if self.validates is not None and trainer.enable_validation and self.steps.moved:
             trainer.validating = True
             self.validates()
             trainer.training = True
         if self.saves is not None:
             trainer.save_checkpoint(self.saves, weights_only=False)
-            files = [self.saves] if self.saves.is_file() else [one for one in self.saves.rglob("*") if one.is_file()]
+            files = [file for file in (self.saves, *self.saves.rglob("*")) if file.is_file()]
             self.steps.found.checkpoint_bytes = sum(file.stat().st_size for file in files)
 
 
 class ByteWatch(StepMeter):
-    """Counts the bytes of one step, those on an accelerator by its allocator's books."""
+    """Counts the bytes of one step. On an accelerator the peak comes from its allocator.
+
+    Args:
+        found: Receives the measurements.
+        step: Index of the step, from 0.
+    """
 
     leaves_traces = True
 
     def __init__(self, found: Measured, step: int) -> None:
         super().__init__()
-        self.found, self.counted = found, max(0, step)
+        self.found = found
+        self.counted = max(0, step)
         self.began: int | None = None
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """It begins later."""
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Do nothing: the meter starts at the step that is counted."""
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         if self.began is None and trainer.global_step >= self.counted:
-            self.began, device = trainer.global_step, trainer.strategy.root_device
+            self.began = trainer.global_step
+            device = trainer.strategy.root_device
             if device.type != "cpu":
                 torch.accelerator.reset_peak_memory_stats(device)
-            if not any(map(is_compiled, pl_module.modules())):
+            if not any(is_compiled(part) for part in pl_module.modules()):
                 super().on_train_start(trainer, pl_module)
         if self.meter is not None:
             super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
         if self.meter is not None:
             super().on_before_optimizer_step(trainer, pl_module, optimizer)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        ends = self.began is not None and trainer.global_step > self.began and not self.found.peak
-        if ends and (device := trainer.strategy.root_device).type != "cpu":
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        device = trainer.strategy.root_device
+        ends = self.began is not None and trainer.global_step > self.began
+        if ends and device.type != "cpu" and not self.found.peak:
             self.found.peak = int(torch.accelerator.max_memory_allocated(device))
         if self.meter is None:
             return
@@ -230,19 +301,10 @@ class ByteWatch(StepMeter):
 
 def _name(device: torch.device) -> str:
     if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    return f"{device.type}, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type
-
-
-def _now(device: torch.device) -> Any:
-    """A mark: the time, or on CUDA an event of its queue."""
-    if device.type != "cuda":
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
+        return torch.cuda.get_device_name(device)
+    if device.type == "cpu":
+        return f"cpu, {torch.get_num_threads()} threads"
+    return device.type
 
 
 def _between(start: Any, end: Any) -> float:

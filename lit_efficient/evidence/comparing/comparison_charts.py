@@ -148,7 +148,8 @@ def shown_kinds(variants: Sequence[VariantResult]) -> list[str]:
     found = kinds_of(variants)
     if len(found) <= COLOURS:
         return found
-    return [kind for kind in found if kind != _OTHER][: COLOURS - 1] + [_OTHER]
+    named = [kind for kind in found if kind != _OTHER]
+    return [*named[: COLOURS - 1], _OTHER]
 
 
 def kinds_of(variants: Sequence[VariantResult]) -> list[str]:
@@ -178,11 +179,10 @@ def _whisker(each: VariantResult, axis: Axis, y: float) -> Box:
     """Return the part of the interval of the time that is inside the picture, as a box without height."""
     ends = []
     for end in (each.time.low, each.time.high):
-        if not math.isfinite(end):
-            end = each.time.value
+        value = end if math.isfinite(end) else each.time.value
         place = axis.start
-        if end > 0 or not axis.log:
-            place = min(max(axis.at(end), axis.start), axis.end)
+        if value > 0 or not axis.log:
+            place = min(max(axis.at(value), axis.start), axis.end)
         ends.append(place)
     return ends[0], y, ends[1], y
 

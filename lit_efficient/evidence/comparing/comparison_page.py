@@ -94,7 +94,7 @@ def log_to_wandb(comparison: Comparison, files: Sequence[Path], loggers: Sequenc
 
             run = logger.experiment
             table = wandb.Table(list(rows[0]), [list(row.values()) for row in rows], allow_mixed_types=True)
-            shown = {f"{NAME}/table": table}
+            shown: dict[str, object] = {f"{NAME}/table": table}
             artifact = wandb.Artifact(f"{NAME}-{run.id}", NAME)
             for file in files:
                 artifact.add_file(str(file))

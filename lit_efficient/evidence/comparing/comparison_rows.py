@@ -206,8 +206,8 @@ def _middle(curves: Sequence[_Curve]) -> _Curve:
     middle = []
     for step, points in sorted(by_step.items()):
         if len(points) == len(curves):
-            seconds, losses = zip(*points)
-            middle.append((step, statistics.median(seconds), statistics.median(losses)))
+            times, losses = zip(*points)
+            middle.append((step, statistics.median(times), statistics.median(losses)))
     return middle
 
 

@@ -1,7 +1,7 @@
 """Schedule of a comparison: its runs, their order, and when they end.
 
 A round runs every variant once. The order rotates from round to round, so that changes in the load of the machine
-affect all variants alike. The first rounds are whole trainings, each with a seed of its own. Short runs follow until the
+affect all variants alike. The first rounds are whole trainings with different seeds. Short runs follow until the
 intervals of all time ratios are narrow, or the time is over.
 """
 
@@ -108,9 +108,7 @@ class Comparing:
         self.rows = Rows(self.folder, self.about)
         self.keys = {name: _hash(f"{name}\n{source.identity(one)}") for name, one in self.variants.items()}
         self._costs: dict[tuple[str, bool], float] = {}  # seconds of the last run, by variant and whether it is whole
-        self._late: dict[
-            str, Row
-        ] = {}  # runs that took too long; they are not stored, so that another call tries again
+        self._late: dict[str, Row] = {}  # runs that took too long: another call may have time for them
 
     def run(self) -> None:
         """Make the missing runs, until the intervals are narrow or the time is over.
@@ -293,7 +291,7 @@ def variants(changes: Sequence[Change], alone: bool = False) -> list[Change]:
 
 def together(name: str, changes: Sequence[Change]) -> Change:
     """Return several changes as one."""
-    settings = {}
+    settings: dict[str, object] = {}
     overlays: list[str] = []
     for one in changes:
         settings.update(one.settings)

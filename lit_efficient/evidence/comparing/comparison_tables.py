@@ -177,10 +177,11 @@ def facts(comparison: Comparison) -> dict[str, str]:
     """Return the versions, the machine and the settings of a comparison as text."""
     found = {}
     for key, value in comparison.about.items():
+        text = value
         if isinstance(value, Mapping) and value:
-            value = ", ".join(f"{name} {part}" for name, part in value.items())
+            text = ", ".join(f"{name} {part}" for name, part in value.items())
         if key not in ("left_out", "settled", "fit"):
-            found[one_line(key)] = one_line(value)
+            found[one_line(key)] = one_line(text)
     return found
 
 

@@ -229,8 +229,8 @@ def _leaves(value: object, name: str) -> Iterator[tuple[str, str]]:
         for i, key in enumerate(names):
             parts.append((f"{key}#{i}" if names.count(key) > 1 else key, value[i]))
     if parts:
-        for key, item in parts:
-            yield from _leaves(item, f"{name}.{key}".strip("."))
+        for part, item in parts:
+            yield from _leaves(item, f"{name}.{part}".strip("."))
     else:
         yield name, _leaf(value, name)
 
