@@ -108,7 +108,7 @@ def _measure(
     steps = StepWatch(found, tell, asked.cpu_time)
     validation = trainer.fit_loop.epoch_loop.val_loop
     validates = partial(steps.validate, trainer, validation.run)
-    validation.run = validates  # type: ignore[method-assign]
+    validation.run = validates
     last = LastWatch(steps, folder / "end.ckpt" if asked.counts else None, validates if asked.validations else None)
     counting = [ByteWatch(found, warm_up(asked.steps) - 1)] if asked.counts else []
     trainer.callbacks = [steps, *trainer.callbacks, *counting, last]
@@ -161,7 +161,7 @@ def _validated(fit: Fit, asked: _Asked) -> dict[str, float]:
     if asked.elsewhere is not None:
         data = asked.elsewhere()
         argument = "datamodule" if hasattr(data, "prepare_data") else "dataloaders"
-        for row in fit.trainer.validate(fit.module, verbose=False, **{argument: data}):  # type: ignore[arg-type]
+        for row in fit.trainer.validate(fit.module, verbose=False, **{argument: data}):
             found.update({name: float(value) for name, value in row.items()})
     return found
 

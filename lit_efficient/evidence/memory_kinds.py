@@ -1,11 +1,11 @@
-"""What the memory of a training step holds, by kind: weights, gradients, states, activations and what else there is.
+"""Memory of a training step by kind: weights, gradients, optimizer states, activations and others.
 
-    every storage is noted when it is made and when it is freed;   what it was is known at the latest when the step ends
+    every storage is noted when it is created and when it is freed;   its kind is known at the end of the step at latest
 
-The kind of a storage is what it became: a tensor that a backward pass makes is an activation, unless it arrives at a
-parameter, and one that an optimizer's step makes is left over, unless the optimizer still has it afterwards. The meter
-sees operators through torch's dispatcher, of real tensors and of fake ones alike. What it cannot see is scratch space
-within a kernel.
+The kind of a storage is its final use. A tensor that a backward pass creates is an activation, unless it becomes the
+gradient of a parameter. A tensor that an optimizer step creates is temporary, unless it becomes an optimizer state. The
+meter observes operators through torch's dispatcher, for real and for fake tensors. It does not see scratch memory
+inside a kernel.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lit_efficient.declaration import Phase, parts_of
 from lit_efficient.internals.torch_dispatch import (
@@ -36,62 +37,65 @@ from lit_efficient.models.networks.gpt import GPT
 
 KINDS = (
     "weights",  # parameters
-    "adapters",  # those that techniques put beside a frozen base
-    "gradients",  # of parameters, from their arrival on
-    "states",  # what optimizers keep
-    "averages",  # what techniques of the phase AVERAGE keep
-    "buffers",  # of modules, and other tensors that these keep
-    "activations",  # all else that forward and backward passes make
-    "logits",  # results, and their gradients, whose last dimension is that of the vocabulary
-    "communication",  # what several processes send and gather
-    "margin",  # what an accelerator's allocator rounds up to
-    "other",  # batches, what an optimizer's step makes for itself, what other callbacks keep
+    "adapters",  # parameters that techniques add to a frozen base
+    "gradients",  # of parameters, from the moment at which they reach the parameter
+    "states",  # of optimizers
+    "averages",  # of techniques of the phase AVERAGE
+    "buffers",  # of modules, and other tensors that modules hold
+    "activations",  # all other tensors that forward and backward passes create
+    "logits",  # activations whose last dimension is the size of the vocabulary, and their gradients
+    "communication",  # tensors that processes send and gather
+    "margin",  # rounding of an accelerator's allocator
+    "other",  # batches, temporary tensors of an optimizer step, tensors of other callbacks
 )
 _FORWARD, _STEP, _BETWEEN = "forward", "optimizer step", "between steps"
-BLOCK = 512  # bytes: what torch's allocators of accelerators round up to
+BLOCK = 512  # bytes to whose multiples torch's allocators of accelerators round up
 _POINTS = 400  # of a timeline
+Bytes: TypeAlias = Mapping[str, int]  # by kind
 
 
 @dataclass(frozen=True)
 class Moment:
     """One point of a step."""
 
-    name: str  # what runs: ``forward``, ``backward``, ``optimizer step``, ``between steps``
-    kinds: Mapping[str, int]  # what lives, in bytes by kind
+    name: str  # ``forward``, ``backward``, ``optimizer step`` or ``between steps``
+    kinds: Bytes  # allocated bytes by kind
 
     @property
     def bytes(self) -> int:
-        """All kinds together."""
+        """Allocated bytes of all kinds."""
         return sum(self.kinds.values())
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The memory of one step."""
+    """Memory of one step."""
 
-    peak: int  # the most bytes that lived on the device at a time
-    kinds: Mapping[str, int]  # what they were, by kind; what is 0 is left out
-    resident: Mapping[str, int]  # what lives after the step, by kind
-    host: int  # the most bytes that lived in CPU memory, where that is not the device
-    timeline: tuple[Moment, ...]  # the step in at most some hundred points
+    peak: int  # most bytes allocated on the device at a time
+    kinds: Bytes  # the peak by kind, without kinds of 0 bytes
+    resident: Bytes  # bytes allocated after the step, by kind
+    host: int  # most bytes allocated in CPU memory, if the device is another one
+    timeline: tuple[Moment, ...]  # at most some hundred points
 
 
 class _Piece:
-    """A storage that lives or lived."""
+    """A storage."""
 
     __slots__ = ("away", "kind", "ref", "size")
 
     def __init__(self, size: int, kind: str, away: bool) -> None:
-        self.size, self.kind, self.away = size, kind, away
-        self.ref: Any = None
+        self.size = size
+        self.kind = kind
+        self.away = away  # in CPU memory, if the device is another one
+        self.ref: weakref.ref[Any] | None = None
 
 
 class KindMeter(TorchDispatchMode):
-    """Count the bytes of tensors by kind, while active.
+    """Dispatch mode that counts the bytes of tensors by kind.
 
     Args:
-        device: Type of the device that is counted; what lies on the CPU beside it counts as the host's.
-        block: Bytes that sizes are rounded up to; ``None``: 512 on an accelerator, 1 on the CPU.
+        device: Type of the device to count. Tensors on the CPU count as memory of the host otherwise.
+        block: Bytes to whose multiples sizes are rounded up; ``None`` takes 512 on an accelerator and 1 on the CPU.
 
     Example:
         >>> layer = nn.Linear(256, 256, bias=False)
@@ -110,108 +114,121 @@ class KindMeter(TorchDispatchMode):
         self.device = device
         self.block = block or (1 if device == "cpu" else BLOCK)
         self.phase = _FORWARD
-        self._pieces: dict[int, _Piece] = {}
-        self._log: list[tuple[_Piece, bool, str]] = []
+        self._pieces: dict[int, _Piece] = {}  # that are allocated, by the identity of the storage
+        self._log: list[tuple[_Piece, bool, str]] = []  # piece, whether it was created or freed, phase
         self._start: list[_Piece] = []
-        self._watched: dict[int, Any] = {}
+        self._watched: dict[int, RemovableHandle] = {}
         self._vocabularies: set[int] = set()
 
-    def know(self, module: nn.Module, optimizers: Iterable[Any] = (), techniques: Iterable[Any] = ()) -> None:
-        """Count what exists, and say of all that lives what it is. Called again it takes in what is new."""
-        techniques, optimizers = list(techniques), list(optimizers)
+    def know(self, module: nn.Module, optimizers: Iterable[object] = (), techniques: Iterable[object] = ()) -> None:
+        """Count all existing tensors and determine their kinds. A repeated call adds new tensors."""
+        techniques = list(techniques)
         parameters = list(module.parameters())
         averaging = [one for one in techniques if getattr(one, "phase", None) is Phase.AVERAGE]
         others = list(_held(one for one in techniques if one not in averaging))
-        known: dict[str, Iterable[Any]] = {
+        adapters: list[Tensor] = []
+        for one in techniques:
+            if hasattr(one, "adapters"):
+                adapters += one.adapters(module)
+        # A storage that is listed several times has the last kind.
+        known: dict[str, Iterable[object]] = {
             "other": others,
             "buffers": _held(vars(part) for part in module.modules()),
             "averages": _held(averaging),
             "states": _held(vars(one) for one in optimizers),
             "gradients": [p.grad for p in parameters],
             "weights": [*parameters, *(one for one in others if isinstance(one, nn.Parameter))],
-            "adapters": [p for one in techniques if hasattr(one, "adapters") for p in one.adapters(module)],
+            "adapters": adapters,
         }
-        kinds: dict[int, tuple[Any, str, str]] = {}
-        for kind, tensors in known.items():  # the last one that knows a storage is right
-            kinds |= {storage_id(storage): (storage, place, kind) for t in tensors for storage, place in storages_of(t)}
-        for key, (storage, place, kind) in kinds.items():
-            self._add(storage, place, kind)
-            if key in self._pieces:
-                self._pieces[key].kind = kind
+        for kind, tensors in known.items():
+            for tensor in tensors:
+                self._declare(tensor, kind)
         for p in parameters:
             if p.requires_grad and p.is_leaf and id(p) not in self._watched:
-                self._watched[id(p)] = p.register_hook(self._arrives)
+                self._watched[id(p)] = p.register_hook(self._gradient_arrives)
         self._vocabularies = _vocabularies(module)
 
-    def add(self, tree: object, kind: str = "other") -> None:
-        """Count tensors that exist already, in any structure."""
+    def add(self, tree: object) -> None:
+        """Count the existing tensors of a nested structure as "other"."""
         for item in tree_leaves(tree):
             for storage, place in storages_of(item):
-                self._add(storage, place, kind)
+                self._add(storage, place, "other")
 
     def step(self) -> StepMemory:
-        """What has happened since the last call, or since the beginning."""
-        log, self._log = self._log, []
-        start, self._start = self._start, list(self._pieces.values())
+        """Return the memory since the last call, or since the beginning."""
+        log = self._log
+        self._log = []
         now: Counter[str] = Counter()
+        live = 0
         away = 0
-        for piece in start:
-            away += self._count(now, piece, 1)
-        most, peak, kinds, host = [Moment(self.phase, _present(now))], sum(now.values()), _present(now), away
-        live, width = peak, max(1, len(log) // _POINTS)
-        highest = 0
+        for piece in self._start:
+            if piece.away:
+                away += piece.size
+            else:
+                live += self._count(now, piece, 1)
+        self._start = list(self._pieces.values())
+        timeline = [Moment(self.phase, _present(now))]
+        peak = live
+        kinds = _present(now)
+        host = away
+        width = max(1, len(log) // _POINTS)
+        highest = 0  # since the last point
         for i, (piece, born, phase) in enumerate(log):
             sign = 1 if born else -1
             if piece.away:
                 away += sign * piece.size
                 host = max(host, away)
             else:
-                self._count(now, piece, sign)
-                live += sign * self._rounded(piece.size)
+                live += self._count(now, piece, sign)
                 if live > peak:
-                    peak, kinds = live, _present(now)
+                    peak = live
+                    kinds = _present(now)
+            # A point is the highest moment of as many events as are ``width``.
             if i % width == 0:
                 highest = 0
-                most.append(Moment(phase, _present(now)))
+                timeline.append(Moment(phase, _present(now)))
             elif live > highest:
-                most[-1] = Moment(phase, _present(now))
+                timeline[-1] = Moment(phase, _present(now))
             highest = max(highest, live)
-        return StepMemory(peak, kinds, _present(now), host, tuple(most))
+        return StepMemory(peak, kinds, _present(now), host, tuple(timeline))
 
     def release(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for handle in self._watched.values():
             handle.remove()
         self._watched.clear()
 
     @staticmethod
     def paused() -> contextlib.AbstractContextManager[Any]:
-        """Count nothing inside."""
+        """Return a context in which nothing is counted."""
         return no_dispatch_modes()
 
     def _count(self, now: Counter[str], piece: _Piece, sign: int) -> int:
-        if piece.away:
-            return sign * piece.size
+        """Add or subtract a piece, and return the change in bytes."""
+        rounded = -(-piece.size // self.block) * self.block
         now[piece.kind] += sign * piece.size
-        if margin := self._rounded(piece.size) - piece.size:
-            now["margin"] += sign * margin
-        return 0
+        if rounded != piece.size:
+            now["margin"] += sign * (rounded - piece.size)
+        return sign * rounded
 
-    def _rounded(self, size: int) -> int:
-        return -(-size // self.block) * self.block
+    def _gradient_arrives(self, gradient: Tensor) -> None:
+        self._declare(gradient, "gradients")
 
-    def _arrives(self, gradient: Tensor) -> None:
-        for storage, place in storages_of(gradient):
-            self._add(storage, place, "gradients")
-            if (key := storage_id(storage)) in self._pieces:
-                self._pieces[key].kind = "gradients"
+    def _declare(self, tensor: object, kind: str) -> None:
+        """Count a tensor if it is new, and set its kind."""
+        for storage, place in storages_of(tensor):
+            self._add(storage, place, kind)
+            piece = self._pieces.get(storage_id(storage))
+            if piece is not None:
+                piece.kind = kind
 
-    def _add(self, storage: Any, place: str, kind: str) -> None:
+    def _add(self, storage: torch.UntypedStorage, place: str, kind: str) -> None:
         key = storage_id(storage)
         if key in self._pieces or place not in (self.device, "cpu"):
             return
-        piece = self._pieces[key] = _Piece(storage.nbytes(), kind, place != self.device)
-        piece.ref = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
+        piece = _Piece(storage.nbytes(), kind, away=place != self.device)
+        piece.ref = weakref.ref(storage, lambda _: self._forget(key))
+        self._pieces[key] = piece
         self._log.append((piece, True, self._now()))
 
     def _forget(self, key: int) -> None:
@@ -225,74 +242,81 @@ class KindMeter(TorchDispatchMode):
     def _kind(self, tensor: Tensor) -> str:
         if self.phase != _FORWARD:
             return "other"
-        return "logits" if tensor.ndim > 1 and tensor.shape[-1] in self._vocabularies else "activations"
+        if tensor.ndim > 1 and tensor.shape[-1] in self._vocabularies:
+            return "logits"
+        return "activations"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is ASKS_DEVICE:
-            return result
-        for item in (result,) if isinstance(result, Tensor) else () if result is None else tree_leaves(result):
-            for storage, place in storages_of(item):
-                if storage_id(storage) not in self._pieces and not _is_in(storage, (args, kwargs)):
-                    self._add(storage, place, self._kind(item))
+        if func is not ASKS_DEVICE and result is not None:
+            # Most operators return one tensor, for which no tree is needed.
+            for item in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+                for storage, place in storages_of(item):
+                    if storage_id(storage) not in self._pieces and not _is_in(storage, (args, kwargs)):
+                        self._add(storage, place, self._kind(item))
         return result
 
 
 class StepMeter(Callback):
-    """Measure the memory of each optimizer step of a fit by kind, of real steps and of fake ones.
+    """Callback that measures the memory of each optimizer step by kind, for real and for fake tensors.
 
     Args:
-        device: Type of the device; ``None``: the one that the module is on.
+        device: Type of the device; ``None`` takes that of the module.
         block: As in :class:`KindMeter`.
     """
 
     def __init__(self, device: str | None = None, block: int | None = None) -> None:
-        self.device, self.block = device, block
+        self.device = device
+        self.block = block
         self.steps: list[StepMemory] = []
         self.meter: KindMeter | None = None
         self._step = 0
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.meter = KindMeter(self.device or pl_module.device.type, self.block)
         self._step = trainer.global_step
         self._end_step(trainer, pl_module)
         self.steps.clear()
         self.meter.__enter__()
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         assert self.meter is not None
         self.meter.add(batch)
         self.meter.phase = _FORWARD
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
         assert self.meter is not None
         self.meter.phase = _STEP
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         assert self.meter is not None
         self.meter.phase = _BETWEEN
         if trainer.global_step > self._step:
             self._step = trainer.global_step
             self._end_step(trainer, pl_module)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.meter is not None:
             self.meter.__exit__(None, None, None)
             self.meter.release()
         self.meter = None
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.on_train_end(trainer, pl_module)
 
-    def _end_step(self, trainer: Any, module: Any) -> None:
+    def _end_step(self, trainer: Trainer, module: LightningModule) -> None:
         assert self.meter is not None
         parts = [part for part in parts_of(trainer) if part is not self]
         self.meter.know(module, trainer.optimizers, parts)
         self.steps.append(self.meter.step())
 
 
-def storages_of(tensor: Any) -> Iterator[tuple[Any, str]]:
-    """The storages behind a tensor, of wrappers and shards those within, each with its device's type."""
+def storages_of(tensor: object) -> Iterator[tuple[torch.UntypedStorage, str]]:
+    """Yield the storages of a tensor, or of the tensors inside a wrapper or shard, each with the type of its device."""
     if not isinstance(tensor, Tensor):
         return
     if is_traceable_wrapper_subclass(tensor):
@@ -302,31 +326,36 @@ def storages_of(tensor: Any) -> Iterator[tuple[Any, str]]:
         yield tensor.untyped_storage(), tensor.device.type
 
 
-def _is_in(storage: Any, arguments: Any) -> bool:
-    """Whether a result is a view of what nobody has counted, such as a row of a dataset."""
+def _is_in(storage: torch.UntypedStorage, arguments: object) -> bool:
+    """True if a result is a view of an argument. An argument that is not counted may be a row of a dataset."""
     key = storage_id(storage)
     return any(storage_id(other) == key for item in tree_leaves(arguments) for other, _ in storages_of(item))
 
 
-def _held(roots: Iterable[Any]) -> Iterator[Tensor]:
+def _held(roots: Iterable[object]) -> Iterator[Tensor]:
     return (item for item in reachable(roots) if isinstance(item, Tensor))
 
 
-def _present(kinds: Mapping[str, int]) -> dict[str, int]:
+def _present(kinds: Bytes) -> dict[str, int]:
     return {kind: kinds[kind] for kind in KINDS if kinds[kind]}
 
 
 def _vocabularies(module: nn.Module) -> set[int]:
-    """Numbers of logits: of heads that networks name, or else of layers as wide as the largest table of embeddings."""
-    found = {int(head.out_features) for head in map(_head, module.modules()) if hasattr(head, "out_features")}
+    """Return the sizes of the vocabularies.
+
+    They are the widths of the output heads that networks name. Without any, it is the number of rows of the largest
+    embedding, if some layer has as many outputs.
+    """
+    heads = [_head(network) for network in module.modules()]
+    found = {int(head.out_features) for head in heads if hasattr(head, "out_features")}
     if found:
         return found
     largest = max((part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)), default=0)
     return {largest} & {getattr(part, "out_features", None) for part in module.modules()}
 
 
-def _head(network: Any) -> Any:
+def _head(network: nn.Module) -> Any:
     if isinstance(network, GPT):
         return network.head
-    named = getattr(network, "get_output_embeddings", None)
-    return named() if callable(named) else None
+    get_output_embeddings = getattr(network, "get_output_embeddings", None)
+    return get_output_embeddings() if callable(get_output_embeddings) else None

@@ -120,9 +120,9 @@ class StepWatch(Callback):
         self._marks: list[Any] = []
         self._cpu: list[float] = []
         self._pauses: list[tuple[int, Any, Any]] = []  # of validations: number of steps before, first and last mark
-        self._amounts: list[int | Tensor] = []
+        self._amounts: list[float | Tensor] = []
         self._losses: list[list[Any]] = []
-        self._window: list[tuple[int | Tensor, Any]] = []  # batches since the last step
+        self._window: list[tuple[float | Tensor, Any]] = []  # batches since the last step
         self._values: list[tuple[int, dict[str, float]]] = []
         self._known: set[str] = set()
         self._last_step = 0
