@@ -159,7 +159,7 @@ def test_an_interrupted_search_leaves_what_is_known(capsys, monkeypatch):
         (["--device-memory", "24"], "--device-memory must be a size with its unit"),
         (["--device-memory", "much"], "--device-memory must be a number of bytes above 0 or a text like 12GiB"),
         (["--output", "no/such/step.png"], "--output must be a file in a folder that exists"),
-        (["--solve", "lora_rank", "--device-memory", "1GiB"], "no adapters of a rank"),
+        (["--solve", "lora_rank", "--device-memory", "1GiB"], "no adapters with a rank"),
         (["--data", f"{__name__}.Sizeless", "--solve", "train_batch_size"], "no setting of Sizeless"),
         (["--no_such"], "no_such"),
     ],

@@ -251,7 +251,7 @@ class Chooses(Network):
 def test_what_a_plan_cannot_know_is_no_plan_or_a_bound() -> None:
     trainer = L.Trainer(accelerator="cpu", max_steps=2, **QUIET)
     module, loader = Chooses(nn.Linear(256, 4)), DataLoader(Rows(True), 4)
-    assert "are all taken" in le.plan(LiveFit(trainer, module, loader)).at_most
+    assert "select all entries" in le.plan(LiveFit(trainer, module, loader)).at_most
     module.ragged = True
     with pytest.raises(ConfigurationError, match="ragged nested tensors"):
         le.plan(LiveFit(trainer, module, loader))

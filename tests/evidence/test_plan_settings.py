@@ -67,7 +67,7 @@ def test_the_rank_is_that_of_the_adapters_and_its_change_is_checked():
     assert give_arguments(run, {"LoRA.rank": 9, "model.lr": 1}) == {"model.lr": 1}
     (lora,) = (part for part in run.callbacks if isinstance(part, LoRA))
     assert (lora.rank, lora.alpha) == (9, 3)
-    for name, says in (("LoRA.rank", "rank must be"), ("LoRA.size", "accepted: rank"), ("EMA.decay", "of LoRA")):
+    for name, says in (("LoRA.rank", "rank must be"), ("LoRA.size", "accepted: rank"), ("EMA.decay", "it has: LoRA")):
         with pytest.raises(ConfigurationError, match=says):
             give_arguments(run, {name: 0})
     with pytest.raises(ConfigurationError, match="-c lora"):

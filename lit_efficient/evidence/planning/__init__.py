@@ -1,1 +1,1 @@
-"""What a fit will need, before it runs."""
+"""Predictions of the memory and the compute of a training step, without weights."""

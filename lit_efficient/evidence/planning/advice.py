@@ -1,8 +1,9 @@
-"""What a fit that needs too much memory could do, each tried by a plan: the cheapest techniques, or a smaller batch.
+"""Advice for a fit that needs too much memory: the cheapest techniques or a smaller batch with which it fits.
 
-Techniques are those that the catalogue ranks by what they cost (`helps["memory"]`). Of two sets that is the cheaper one
-whose dearest technique costs less; where it is the same one, the next counts. Sets that train the same come first, then
-those that round, then other trainings, and only where these cost less, or nothing else fits.
+The catalogue ranks techniques by their cost (`helps["memory"]`). Two sets of techniques are compared by their most
+expensive techniques; if they share these, by the next ones. Each piece of advice is planned. Sets that leave the
+training unchanged come first, then sets that round, then other trainings. The latter two are tried only if they are
+cheaper, or if nothing else fits.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,10 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from lightning.pytorch import Trainer
 
 import lit_efficient
 from lit_efficient.catalog import helping, overlay_of, read_cards
 from lit_efficient.declaration import Declaration
+from lit_efficient.errors import ConfigurationError
 from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, nested
 from lit_efficient.evidence.planning.plan_search import Predictions, Refusal, changed
 from lit_efficient.files import configs
@@ -23,11 +26,11 @@ if TYPE_CHECKING:
     from lit_efficient.evidence.planning.plan import Plan
     from lit_efficient.evidence.planning.plan_settings import Lever
 
-# What a technique computes beside a step without it (`Declaration.computes`), and what people call a set of those.
+# Effects of a technique on the training (`Declaration.computes`), and titles of advice with such techniques.
 TITLES = {
     "same": "the same training",
-    "rounded": "the same training, with what is kept rounded",
-    "other": "ANOTHER TRAINING, which learns something else",
+    "rounded": "the same training, with rounded values",
+    "other": "ANOTHER TRAINING, with other results",
 }
 
 
@@ -35,34 +38,36 @@ TITLES = {
 class Candidate:
     """A technique that may save memory."""
 
-    name: str  # its class
-    overlay: str  # the config that adds it
-    cost: int  # its rank in the catalogue; the smaller, the less it costs
-    reason: str  # what it saves
-    computes: str = "same"  # one of :data:`TITLES`
-    # settings of the trainer that its overlay changes, with their values
-    sets: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # of its class
+    overlay: str  # config that adds it
+    cost: int  # rank in the catalogue; smaller is cheaper
+    reason: str  # description of what it saves
+    computes: str = "same"  # a key of :data:`TITLES`
+    sets: Mapping[str, Any] = field(default_factory=dict)  # settings of the trainer that its overlay changes
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Something that makes a fit fit, with its plan."""
+    """A change with which a fit fits."""
 
-    title: str  # what it is
-    change: Change  # how to have it
-    plan: "Plan"  # the plan of it
-    techniques: tuple[Candidate, ...] = ()  # those that it adds, what costs least first
+    title: str
+    change: Change
+    plan: "Plan"  # of the change
+    techniques: tuple[Candidate, ...] = ()  # added techniques, the cheapest first
 
     @property
     def words(self) -> list[str]:
-        """What to append to the command line of the fit."""
-        pairs = [("-c", name) for name in self.change.overlays]
-        pairs += [(f"--{name}", str(value)) for name, value in self.change.settings.items()]
-        return [word for pair in pairs for word in pair]
+        """Words to append to the command line of the fit."""
+        words = []
+        for name in self.change.overlays:
+            words += ["-c", name]
+        for name, value in self.change.settings.items():
+            words += [f"--{name}", str(value)]
+        return words
 
     @property
     def yaml(self) -> str:
-        """The same as a config to lay over."""
+        """The change as a config to lay over that of the fit."""
         tree: dict[str, Any] = {}
         for overlay in self.change.overlays:
             _lay_over(tree, overlay_tree(overlay))
@@ -71,7 +76,7 @@ class Advice:
 
 
 def overlay_tree(name: str) -> dict[str, Any]:
-    """A config that comes along, as it is written."""
+    """Return a config of this package as nested data."""
     return yaml.safe_load(configs.known()[name].read_text("utf-8")) or {}
 
 
@@ -79,27 +84,32 @@ def _lay_over(tree: dict[str, Any], other: Mapping[str, Any]) -> None:
     for key, value in other.items():
         if isinstance(value, Mapping):
             _lay_over(tree.setdefault(key, {}), value)
+        elif key.endswith("+"):
+            tree[key] = [*tree.get(key, []), *value]
         else:
-            tree[key] = [*tree.get(key, []), *value] if key.endswith("+") else value
+            tree[key] = value
 
 
-def candidates(config: Mapping[str, Any], trainer: Any) -> list[Candidate]:
-    """The techniques that save memory, come as an overlay and are not there, what costs least first.
+def candidates(config: Mapping[str, Any], trainer: Trainer) -> list[Candidate]:
+    """Return the techniques that save memory, have an overlay and are not in the trainer yet, the cheapest first.
 
-    What sets the accumulation by itself is left out: a batch that is accumulated is tried as such.
+    Techniques that set the accumulation themselves are left out, because smaller batches are tried separately.
     """
-    cards = read_cards()
-    known = {card.name: card for card in cards}
-    there = {type(callback).__name__ for callback in trainer.callbacks}
+    cards = {card.name: card for card in read_cards()}
+    present = {type(callback).__name__ for callback in trainer.callbacks}  # type: ignore[attr-defined]
+    now = config.get("trainer", {})
     found = []
-    for name, reason in helping(cards, "memory"):
-        kind, overlay = getattr(lit_efficient, name), overlay_of(known[name])
-        if not overlay or name in there or not issubclass(kind, Declaration) or kind.changes_accumulation:
+    for name, reason in helping(list(cards.values()), "memory"):
+        kind = getattr(lit_efficient, name)
+        overlay = overlay_of(cards[name])
+        if not overlay or name in present or not issubclass(kind, Declaration) or kind.changes_accumulation:
             continue
-        written = overlay_tree(overlay).get("trainer", {})
-        now = config.get("trainer", {})
-        sets = {key: value for key, value in written.items() if key[-1] != "+" and now.get(key) != value}
-        rank = int(known[name].facts["memory"].partition(".")[0])
+        sets = {}
+        for key, value in overlay_tree(overlay).get("trainer", {}).items():
+            if not key.endswith("+") and now.get(key) != value:
+                sets[key] = value
+        rank = int(cards[name].facts["memory"].partition(".")[0])
+        # Another setting of the trainer may change the results.
         found.append(Candidate(name, overlay, rank, reason, "other" if sets else kind.computes, sets))
     return found
 
@@ -107,49 +117,54 @@ def candidates(config: Mapping[str, Any], trainer: Any) -> list[Candidate]:
 def cheapest(
     predictions: Predictions, among: Sequence[Candidate], base: Change = AS_IT_IS, skipped: dict[str, str] | None = None
 ) -> list[Candidate] | None:
-    """The cheapest set of techniques with which a fit fits, ``None`` if there is none.
+    """Return the cheapest set of techniques with which a fit fits; ``None`` if there is none.
 
-    All are added in turn, what costs least first, until it fits; then each that is not needed is taken out, what costs
-    most first. What is refused in company gets its turn before the others, where these do not suffice. ``base`` is
-    changed in any case; ``skipped`` gets the reason why one was left out.
+    Techniques are added one after the other, the cheapest first, until the fit fits. Those that are not needed are
+    removed again, the most expensive first. If that does not suffice, techniques that were refused together with
+    others are tried before the others.
+
+    Args:
+        predictions: Plans of changes.
+        among: Techniques to choose from.
+        base: Change that is always included.
+        skipped: Receives the reasons why techniques were left out.
     """
     among = sorted(among, key=lambda one: one.cost)
     skipped = {} if skipped is None else skipped
-    predictions.begin("advice", 2 * len(among))
+    predictions.begin("search for techniques", 2 * len(among))
     if predictions.fits(base):
         return []
-    for first in (None, *among):
-        if first is not None and first.name not in skipped:
-            continue
-        order = among if first is None else [first, *(one for one in among if one is not first)]
-        chosen = _enough(predictions, order, base, skipped if first is None else {})
-        if chosen is None:
-            continue
-        for one in sorted(chosen, key=lambda one: -one.cost):
-            rest = [other for other in chosen if other is not one]
-            if predictions.fits(_with(base, rest)):
-                chosen = rest
-        return chosen
-    return None
+    chosen = _enough(predictions, among, base, skipped)
+    for first in among:
+        if chosen is None and first.name in skipped:
+            order = [first, *(one for one in among if one is not first)]
+            chosen = _enough(predictions, order, base, {})
+    if chosen is None:
+        return None
+    for one in sorted(chosen, key=lambda one: -one.cost):
+        rest = [other for other in chosen if other is not one]
+        if predictions.fits(_with(base, rest)):
+            chosen = rest
+    return chosen
 
 
 def _enough(
     predictions: Predictions, order: Sequence[Candidate], base: Change, skipped: dict[str, str]
 ) -> list[Candidate] | None:
-    """The first of ``order`` that together are enough, without what is refused or needs more than it saves."""
+    """Return the first techniques of ``order`` that suffice, without those that are refused or save nothing."""
     chosen: list[Candidate] = []
     before = predictions(base)
     for one in order:
         found = predictions(_with(base, [*chosen, one]))
         if isinstance(found, Refusal):
             skipped[one.name] = found.reason.removeprefix(f"{one.name}: ")
-            continue
-        if not isinstance(before, Refusal) and found.peak > before.peak:
-            skipped[one.name] = "it needs more here than it saves"
-            continue
-        chosen, before = [*chosen, one], found
-        if found.peak <= predictions.limit:
-            return chosen
+        elif not isinstance(before, Refusal) and found.peak > before.peak:
+            skipped[one.name] = "it needs more memory here than it saves"
+        else:
+            chosen.append(one)
+            before = found
+            if found.peak <= predictions.limit:
+                return chosen
     return None
 
 
@@ -158,10 +173,15 @@ def _with(base: Change, chosen: Sequence[Candidate]) -> Change:
 
 
 class Adviser:
-    """Finds what makes a fit fit, among candidates.
+    """Search for changes with which a fit fits.
 
-    ``batch`` is the setting that is its batch, if there is one, ``length`` finds that which is its context, or raises;
-    ``normalises``: the network does so over a batch, so that half a batch is not half of it.
+    Args:
+        predictions: Plans of changes.
+        among: Techniques to choose from.
+        fit: The fit.
+        batch: Setting of the batch size; ``None`` if there is none.
+        length: Function that returns the setting of the context length, or raises a ConfigurationError.
+        normalises: True if layers normalise over a batch, so that smaller batches change the training.
     """
 
     def __init__(
@@ -173,62 +193,71 @@ class Adviser:
         length: "Callable[[], Lever]",
         normalises: bool = False,
     ) -> None:
-        self.predictions, self.among, self.batch, self.length = predictions, among, batch, length
+        self.predictions = predictions
+        self.among = among
+        self.batch = batch
+        self.length = length
         self.accumulated = int(fit.trainer.accumulate_grad_batches)
         self.automatic = bool(fit.module.automatic_optimization)
         self.normalises = normalises
-        self.skipped: dict[str, str] = {}
+        self.skipped: dict[str, str] = {}  # techniques that were left out, with reasons
 
     def all(self) -> Iterator[Advice]:
-        """Each piece of advice as soon as its plan is made, the cheapest first."""
+        """Yield each piece of advice as soon as it is planned, the cheapest first."""
         smaller = self._smaller()
         if smaller:
             yield smaller
-        same = self._set("same", AS_IT_IS, "at the same batch")
+        base = AS_IT_IS
+        where = "at the same batch"
+        same = self._set("same", base, where)
+        if not smaller and not same and self.batch is not None and self.batch.now > 1:
+            base = self._batch_of(1)
+            where = "in batches of 1, accumulated" if self.automatic else "in batches of 1"
+            same = self._set("same", base, where)
         if same:
             yield same
-        base, batch = AS_IT_IS, "at the same batch"
-        if not smaller and not same and self.batch and self.batch.now > 1:
-            base, batch = self._batch_of(1), "in batches of 1, accumulated" if self.automatic else "in batches of 1"
-            if same := self._set("same", base, batch):
-                yield same
-        dearest = max((one.cost for one in same.techniques), default=0) if same else None
         for kind in ("rounded", "other"):
-            if dearest is None or any(one.computes == kind and one.cost < dearest for one in self.among):
-                other = self._set(kind, base, batch)
+            # A change of the results is worth it only if it is cheaper, or if nothing else fits.
+            cheaper = [one for one in self.among if one.computes == kind]
+            if same:
+                dearest = max((one.cost for one in same.techniques), default=0)
+                cheaper = [one for one in cheaper if one.cost < dearest]
+            if cheaper or not same:
+                other = self._set(kind, base, where)
                 if other and any(one.computes == kind for one in other.techniques):
                     yield other
-                    break
-        else:
-            if not smaller and not same and (shorter := self._shorter()):
+                    return
+        if not smaller and not same:
+            shorter = self._shorter()
+            if shorter:
                 yield shorter
 
     def _batch_of(self, size: int) -> Change:
         assert self.batch is not None
+        change = self.batch.set(size)
         if not self.automatic:
-            return self.batch.set(size)
-        effective = self.batch.now * self.accumulated
-        return changed(self.batch.set(size), {"trainer.accumulate_grad_batches": effective // size})
+            return change
+        return changed(change, {"trainer.accumulate_grad_batches": self.batch.now * self.accumulated // size})
 
     def _smaller(self) -> Advice | None:
-        """The largest smaller batch that fits, of which several make the same effective one."""
+        """Return the largest smaller batch that fits. It is accumulated to the same effective batch if possible."""
         if self.batch is None or self.batch.now == 1:
             return None
         now = self.batch.now
-        sizes = [size for size in divisors(now * self.accumulated) if size < now] if self.automatic else range(1, now)
-        self.predictions.begin("smaller batches", 2 * len(sizes).bit_length())
+        sizes: Sequence[int] = range(1, now)
+        title = "smaller batches: another training"
+        if self.automatic:
+            sizes = [size for size in divisors(now * self.accumulated) if size < now]
+            title = "the same training, in smaller batches that are accumulated"
+            if self.normalises:
+                title = "smaller batches that are accumulated: another training, as layers normalise over a batch"
+        self.predictions.begin("search for a smaller batch", 2 * len(sizes).bit_length())
         size = largest_fitting(sizes, lambda size: self.predictions.fits(self._batch_of(size)))
-        if size is None:
-            return None
-        title = "the same training, in smaller batches that are accumulated"
-        if not self.automatic:
-            title = "smaller batches: another training"
-        elif self.normalises:
-            title = "smaller batches that are accumulated: another training, as layers normalise over a batch"
-        return self._advice(title, self._batch_of(size))
+        return None if size is None else self._advice(title, self._batch_of(size))
 
     def _set(self, kind: str, base: Change, where: str) -> Advice | None:
-        kinds = list(TITLES)[: list(TITLES).index(kind) + 1]
+        order = list(TITLES)
+        kinds = order[: order.index(kind) + 1]
         among = [one for one in self.among if one.computes in kinds]
         chosen = cheapest(self.predictions, among, base, self.skipped)
         if chosen is None:
@@ -236,12 +265,12 @@ class Adviser:
         return self._advice(f"{TITLES[kind]}, {where}", _with(base, chosen), tuple(chosen))
 
     def _shorter(self) -> Advice | None:
-        from lit_efficient.errors import ConfigurationError
-
-        base = AS_IT_IS if self.batch is None or self.batch.now == 1 else self._batch_of(1)
+        base = AS_IT_IS
+        if self.batch is not None and self.batch.now > 1:
+            base = self._batch_of(1)
         try:
             found = self.length().largest(self.predictions, base)
-        except ConfigurationError:
+        except ConfigurationError:  # no setting of a length
             return None
         return self._advice("a shorter context: another training", found.change) if found.plan else None
 

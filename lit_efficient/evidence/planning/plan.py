@@ -1,14 +1,13 @@
-"""What a training step will take, before any weights are made: memory by kind, FLOPs, parameters, techniques.
+"""Predict the cost of a training step without weights: memory by kind, FLOPs, parameters, techniques.
 
-    peak = max over a steady step of the sum of all living storages
+    peak = max over a steady step of the sum of all allocated storages
 
-The step is traced without values (:mod:`~.traced_step`), so that a network of any size is planned in the memory of its
-description. The batch is the largest that the data's samples make, where the data is there.
+The step is traced without values (:mod:`~.traced_step`), so that planning a network of any size takes little memory.
+The batch consists of the largest samples of the data, if the data is available.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from lit_efficient.errors import ConfigurationError, check_choice
 from lit_efficient.evidence.few_blocks import FewBlocks
@@ -16,37 +15,37 @@ from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource, LiveFi
 from lit_efficient.evidence.memory_kinds import BLOCK, KINDS, Moment
 from lit_efficient.evidence.planning.deep_networks import FEW, MANY, MORE, deepened
 from lit_efficient.evidence.planning.planned_batch import batch_of
-from lit_efficient.evidence.planning.traced_step import trace
+from lit_efficient.evidence.planning.traced_step import Traced, trace
 from lit_efficient.internals.torch_fake import FakeCopyMode, FakeTensorMode
 from lit_efficient.mechanisms.metering import count_batch, samples_of
 
 AS_CUDA = (
-    "Of CUDA's kernels are known RMSNorm's, which keeps its input alone, attention within documents, the chunks of a "
-    "loss, and what autocast widens to float32; the others are taken to keep what the CPU's keep, without scratch, and "
-    "states are taken to stay there."
+    "CUDA is simulated: RMSNorm keeps only its input, attention within documents, the chunks of a loss and values that "
+    "autocast widens to float32 are as on CUDA. Other kernels are assumed to keep the same tensors as those of the "
+    "CPU, without scratch memory, and states are assumed to stay on the device."
 )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one optimizer step takes on one device, from the second step on.
+    """Cost of one optimizer step on one device, from the second step on.
 
     Args:
-        peak: The most bytes that live on the device at a time, the allocator's margin included.
-        kinds: What they are, by kind (:data:`~.memory_kinds.KINDS`).
-        resident: Bytes by kind between steps.
-        host: Bytes in CPU memory, where that is not the device.
-        timeline: One step, in at most some hundred points.
-        parameters: Number of elements of the network's parameters.
-        trainable: Those that are stepped.
-        flops: Operations of the step, with what is computed twice.
-        techniques: Names in the order in which they act, and what each touches.
-        batch: Samples of a batch.
+        peak: Most bytes allocated on the device at a time, including the allocator's rounding.
+        kinds: The peak by kind (:data:`~.memory_kinds.KINDS`).
+        resident: Bytes between steps by kind.
+        host: Bytes in CPU memory, if the device is another one.
+        timeline: One step in at most some hundred points.
+        parameters: Number of parameters.
+        trainable: Number of parameters that an optimizer updates.
+        flops: Operations of the step, including recomputation.
+        techniques: Name and report of each technique, in the order in which they act.
+        batch: Samples in a batch.
         unit: ``tokens`` or ``samples``.
-        amount: How many a step has.
-        notes: What was assumed or is not covered.
-        at_most: Why a real step may take less; empty: it takes as much.
-        at_least: Why it may take more.
+        amount: Number of units in a step.
+        notes: Assumptions, and what the plan does not cover.
+        at_most: Reason why a real step may need less; empty if it needs as much.
+        at_least: Reason why a real step may need more; empty if it needs no more.
     """
 
     peak: int
@@ -66,16 +65,16 @@ class Plan:
     at_least: str = ""
 
 
-def plan(source: FitSource | Any, change: Change = AS_IT_IS, *, device: str | None = None) -> Plan:
-    """Say what a fit will take, without its weights.
+def plan(source: FitSource, change: Change = AS_IT_IS, *, device: str | None = None) -> Plan:
+    """Predict the cost of a training step of a fit, without its weights.
 
     Args:
-        source: Makes the fit: of a config, or :class:`~.fits.LiveFit` of a trainer, a module and data that exist.
-        change: What it has that the fit as it is has not.
-        device: ``cpu`` or ``cuda``: whose allocator rounds; ``None``: the trainer's.
+        source: Makes the fit: from a config, or as a :class:`~.fits.LiveFit` from a trainer, a module and data.
+        change: Change of the fit.
+        device: ``cpu`` or ``cuda``, whose kernels and allocator are assumed; ``None`` takes the trainer's device.
 
     Raises:
-        ConfigurationError: What the fit itself would refuse.
+        ConfigurationError: If the fit itself would be refused, has several processes, or cannot be traced.
     """
     if device is not None:
         check_choice("plan", "device", device, ("cpu", "cuda"))
@@ -90,25 +89,32 @@ def plan(source: FitSource | Any, change: Change = AS_IT_IS, *, device: str | No
     fit = make(few)
     if fit.trainer.world_size > 1:
         raise ConfigurationError(
-            f"plan: this fit has {fit.trainer.world_size} processes, and one is traced: set trainer.devices to 1"
+            f"plan: this fit has {fit.trainer.world_size} processes, but only one can be traced: set trainer.devices "
+            "to 1"
         )
     own = fit.trainer.strategy.root_device.type
     device = device or own
+    simulated = device if device != own else None
     notes: list[str] = []
-    other = device if device != own else None
     if (device, own) == ("cuda", "cpu"):
         notes.append(AS_CUDA)
-    elif other:
-        notes.append(f"Kernels of {device} are taken to keep what those of {own} keep; states are taken to stay there.")
+    elif simulated:
+        notes.append(
+            f"Kernels of {device} are assumed to keep the same tensors as those of {own}, and states to stay on the "
+            "device."
+        )
     batch, batches = batch_of(fit, notes)
-    accumulated = fit.trainer.accumulate_grad_batches
     block = 1 if device == "cpu" else BLOCK
-    traced = trace(fit, lambda: make(few), batch, batches, mode, block, other)
+
+    def traced_with(few: FewBlocks, fit: Fit) -> Traced:
+        return trace(fit, lambda: make(few), batch, batches, mode, block, simulated)
+
+    traced = traced_with(few, fit)
     if few.before:
         fewer = FewBlocks(FEW, only_above=MANY)
         shallow = make(fewer)
         shallow.data = fit.data
-        traced = deepened(trace(shallow, lambda: make(fewer), batch, batches, mode, block, other), traced, few.before)
+        traced = deepened(traced_with(fewer, shallow), traced, few.before)
     amount, unit = count_batch(batch)
     memory = traced.memory
     return Plan(
@@ -123,7 +129,7 @@ def plan(source: FitSource | Any, change: Change = AS_IT_IS, *, device: str | No
         techniques=traced.techniques,
         batch=samples_of(batch),
         unit=unit,
-        amount=amount * accumulated,
+        amount=amount * fit.trainer.accumulate_grad_batches,
         notes=(*notes, *traced.notes),
         at_most=traced.at_most,
         at_least=traced.at_least,

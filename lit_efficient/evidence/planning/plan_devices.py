@@ -1,16 +1,20 @@
-"""A plan for one of several devices: what a strategy of data parallelism keeps there, by ideal shares.
+"""Plan for one of several devices: its share of the memory under a strategy of data parallelism, if splits are ideal.
 
-    DDP     all of it, and the buckets in which gradients travel, as large as the gradients; where gradients are views
-            of them once, and while they travel once and a half again what travels together
-    FSDP    (weights + adapters + gradients + states + averages) / N, and in forward and backward passes what is
-            gathered: the rest's weights, and of the largest unit weights and gradients
+    DDP     all of it, and gradient buckets as large as the gradients. If gradients are views of the buckets, they
+            count once, and during communication one and a half times the size of a bucket more.
+    FSDP    (weights + adapters + gradients + states + averages) / N, and in forward and backward passes the gathered
+            weights outside of all units, and the weights and gradients of the largest unit
 
-A unit is a block, where the strategy shards by itself an embedding or a head, too; the rest lies outside of all. Each
-device has a batch of its own, as large as the config's. `benchmarks/plan_ranks.py` measures all this.
+A unit is a block, and if the strategy shards by itself also an embedding or a head. Each device has a batch of the
+configured size. `benchmarks/plan_ranks.py` compares these rules with measurements.
 """
 
+import contextlib
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from torch import nn
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.evidence.memory_kinds import Moment
@@ -21,90 +25,116 @@ if TYPE_CHECKING:
     from lit_efficient.evidence.planning.plan import Plan
 
 MOST = 4096  # devices
-_BUCKET = 25 * 2**20  # bytes of gradients that travel together
-# By stage, what is sharded.
+_BUCKET = 25 * 2**20  # bytes of gradients that are sent together
+# Sharded kinds of memory by the stage of ZeRO.
 _SHARDED = {1: ("states",), 2: ("gradients", "states"), 3: ("weights", "adapters", "gradients", "states", "averages")}
 
 
 def per_device(plan: "Plan", devices: int, traits: Traits, gathered: int = 0) -> "Plan":
-    """The plan of one device of several, from that of one device alone and the bytes of :func:`gathered_bytes`."""
+    """Return the plan of one of several devices.
+
+    Args:
+        plan: Plan of a single device.
+        devices: Number of devices.
+        traits: Traits of the strategy.
+        gathered: Result of :func:`gathered_bytes`.
+    """
     if devices == 1:
         return plan
-    buckets = max(kinds.get("gradients", 0) for kinds in (plan.kinds, *(moment.kinds for moment in plan.timeline)))
-
+    buckets = max(moment.kinds.get("gradients", 0) for moment in (Moment("", plan.kinds), *plan.timeline))
     sharded = _SHARDED.get(traits.stage, ()) if traits.shards else ()
 
     def shared(moment: Moment) -> Moment:
-        computes = moment.name in ("forward", "backward")
-        found = {kind: -(-size // (devices if kind in sharded else 1)) for kind, size in moment.kinds.items()}
+        found = {}
+        for kind, size in moment.kinds.items():
+            found[kind] = -(-size // devices) if kind in sharded else size
+        sent = 0
         if traits.shards:
-            sent = gathered if computes and traits.stage == 3 else 0
+            if traits.stage == 3 and moment.name in ("forward", "backward"):
+                sent = gathered
         elif traits.views:
             found["gradients"] = buckets
             travels = min(buckets, _BUCKET)
-            sent = 3 * travels // 2 if moment.name == "backward" and moment.kinds.get("gradients", 0) >= travels else 0
+            if moment.name == "backward" and moment.kinds.get("gradients", 0) >= travels:
+                sent = 3 * travels // 2
         else:
             sent = buckets
         return Moment(moment.name, found | {"communication": found.get("communication", 0) + sent})
 
-    timeline = tuple(map(shared, plan.timeline))
-    top = max(timeline or [shared(Moment("forward", plan.kinds))], key=lambda moment: moment.bytes).kinds
+    timeline = tuple(shared(moment) for moment in plan.timeline)
+    top = max(timeline or [shared(Moment("forward", plan.kinds))], key=lambda moment: moment.bytes)
     return replace(
         plan,
-        peak=sum(top.values()),
-        kinds=top,
+        peak=top.bytes,
+        kinds=top.kinds,
         resident=shared(Moment("between steps", plan.resident)).kinds,
         timeline=timeline,
-        notes=(*plan.notes, *_said(traits, devices)),
+        notes=(*plan.notes, *_notes(traits, devices)),
     )
 
 
-def _said(traits: Traits, devices: int) -> list[str]:
+def _notes(traits: Traits, devices: int) -> list[str]:
     if not traits.shards:
         how = "gradients that are views of buckets" if traits.views else "buckets as large as the gradients"
-        return [f"{traits.name}: each of {devices} devices has all of it, and {how}"]
-    shared = ", ".join(_SHARDED.get(traits.stage, ()))
-    said = (
-        f"{traits.name}: each of {devices} devices has 1/{devices} of {shared}, as if every tensor could "
-        "be split evenly, and of the largest unit that is gathered the weights and gradients"
-    )
-    unsure = "units are blocks, and the rest of the network: configure_model has to shard it so"
-    return [said] if traits.shards_itself else [said, unsure]
+        return [f"{traits.name}: each of {devices} devices has all of it, and {how}."]
+    notes = [
+        f"{traits.name}: each of {devices} devices has 1/{devices} of {', '.join(_SHARDED.get(traits.stage, ()))}, as "
+        "if every tensor could be split evenly, and the weights and gradients of the largest unit that is gathered."
+    ]
+    if not traits.shards_itself:
+        notes.append("Units are the blocks, and the rest of the network: configure_model must shard them in this way.")
+    return notes
 
 
 def least_devices(plan: "Plan", limit: int, traits: Traits, gathered: int) -> int | None:
-    """The least number of devices on which each has room; ``None`` if there is none.
-
-    Beyond one device more of them never need more of each, and so the interval is halved.
-    """
+    """Return the smallest number of devices on which the plan fits; ``None`` if there is none up to :data:`MOST`."""
     if plan.peak <= limit:
         return 1
-    low, high = 1, MOST
+    low = 1
+    high = MOST
     if per_device(plan, high, traits, gathered).peak > limit:
         return None
+    # From two devices on, more of them never need more memory each.
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if per_device(plan, middle, traits, gathered).peak <= limit else (middle, high)
+        if per_device(plan, middle, traits, gathered).peak <= limit:
+            high = middle
+        else:
+            low = middle
     return high
 
 
-def gathered_bytes(module: Any, traits: Traits, precision: str = "") -> int:
-    """Bytes of what a process gathers of a network at a time, in a precision as a trainer takes it."""
-    try:
+def gathered_bytes(module: nn.Module, traits: Traits, precision: str = "") -> int:
+    """Return the most bytes of a network that a process gathers at a time.
+
+    Args:
+        module: The network.
+        traits: Traits of the strategy.
+        precision: The trainer's precision. A strategy that shards by itself gathers in bfloat16 under ``bf16-mixed``.
+    """
+    units: list[nn.Module] = []
+    with contextlib.suppress(ConfigurationError):  # without blocks, the network is one unit
         units = [block for _, block in find_blocks(module, who="plan", every=True)]
-    except ConfigurationError:  # it is one unit
-        units = []
     if traits.shards_itself:
         from lit_efficient.strategies.sharded_strategy import ends_of, owns_its_parameters
 
-        units = [unit for unit in (*units, *ends_of(module, units)[0]) if owns_its_parameters(unit, module)]
+        units += ends_of(module, units)[0]
+        units = [unit for unit in units if owns_its_parameters(unit, module)]
     inside = {id(parameter) for unit in units for parameter in unit.parameters()}
-    rest, rest_gradients = _bytes([parameter for parameter in module.parameters() if id(parameter) not in inside])
-    found = rest + max([rest_gradients, *(sum(_bytes([*unit.parameters()])) for unit in units)])
-    return found // 2 if traits.shards_itself and precision == "bf16-mixed" else found
+    rest, rest_gradients = _bytes(parameter for parameter in module.parameters() if id(parameter) not in inside)
+    found = rest + max([rest_gradients, *(sum(_bytes(unit.parameters())) for unit in units)])
+    if traits.shards_itself and precision == "bf16-mixed":
+        return found // 2
+    return found
 
 
-def _bytes(unit: list[Any]) -> tuple[int, int]:
-    """Of its weights, and of their gradients."""
-    sizes = [(parameter.numel() * parameter.itemsize, parameter.requires_grad) for parameter in unit]
-    return sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains)
+def _bytes(parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
+    """Return the bytes of parameters, and of their gradients."""
+    weights = 0
+    gradients = 0
+    for parameter in parameters:
+        size = parameter.numel() * parameter.itemsize
+        weights += size
+        if parameter.requires_grad:
+            gradients += size
+    return weights, gradients

@@ -1,16 +1,16 @@
-"""Searches among plans: the largest value of a setting that fits, in few predictions, each made once.
+"""Search for the largest value of a setting that fits, with few plans.
 
     peak(n) <= limit < peak(n + 1)
 
-A straight line through what is known says where to look next, as memory grows nearly linearly with a batch; where the
-line is wrong, the interval is halved. What is refused counts as what does not fit, with its reason.
+Memory grows nearly linearly with a batch, so a straight line through known peaks gives the next value. The interval is
+halved if the line is wrong. A value that is refused counts as one that does not fit.
 """
 
 import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lit_efficient.errors import LitEfficientError
 from lit_efficient.evidence.fits import AS_IT_IS, Change
@@ -24,31 +24,39 @@ _WAIT = 2.0  # seconds between two lines of progress
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why there is no plan of a change, in one line."""
+    """Reason why a change cannot be planned, on one line."""
 
     reason: str
 
 
 class Predictions:
-    """Plans of changes, each made once and kept; ``limit`` is what one may need to fit.
+    """Plans of changes. Each is made once and kept.
 
-    ``say`` gets a line now and then, of what is being done and how long it will take.
+    Args:
+        predict: Function that plans a change.
+        limit: Bytes that a plan may need to fit.
+        say: Function that receives lines of progress; ``None`` reports nothing.
     """
 
     def __init__(
         self, predict: "Callable[[Change], Plan]", limit: int, say: Callable[[str], None] | None = None
     ) -> None:
-        self.predict, self.limit, self.say = predict, limit, say
+        self.predict = predict
+        self.limit = limit
+        self.say = say
         self.seconds: list[float] = []
         self._known: dict[str, Plan | Refusal] = {}
-        self._task, self._left, self._said = "", 0, time.monotonic()
+        self._task = ""
+        self._left = 0
+        self._said = time.monotonic()
 
     def begin(self, task: str, most: int) -> None:
-        """What comes next, for the lines of progress, and how many predictions it takes at most."""
-        self._task, self._left = task, most
+        """Begin a task of at most so many plans. Its name appears in the lines of progress."""
+        self._task = task
+        self._left = most
 
     def __call__(self, change: Change = AS_IT_IS) -> "Plan | Refusal":
-        """The plan of a change, or why there is none."""
+        """Return the plan of a change, or the reason why it is refused."""
         key = repr((sorted(change.settings.items()), change.overlays))
         if key not in self._known:
             self._progress()
@@ -62,14 +70,15 @@ class Predictions:
         try:
             return self.predict(change)
         except LitEfficientError as error:
-            return Refusal(_line(str(error)))
-        except Exception as error:  # of a library, on what it cannot do: no reason to lose all other answers
+            return Refusal(_first_line(str(error)))
+        except Exception as error:
+            # A library that fails on one change must not end the search.
             if change == AS_IT_IS:
                 raise
-            return Refusal(_line(f"{type(error).__name__}: {error}"))
+            return Refusal(_first_line(f"{type(error).__name__}: {error}"))
 
     def fits(self, change: Change = AS_IT_IS) -> bool:
-        """Whether the plan of a change needs no more than the limit; what is refused does not fit."""
+        """True if a change can be planned and needs no more than the limit."""
         found = self(change)
         return not isinstance(found, Refusal) and found.peak <= self.limit
 
@@ -77,25 +86,27 @@ class Predictions:
         now = time.monotonic()
         if self.say and self.seconds and now - self._said >= _WAIT:
             each = sum(self.seconds) / len(self.seconds)
-            left = f", at most {max(1, round(each * self._left))} s left" if self._left else ""
-            self.say(f"{self._task}: {len(self.seconds)} plans made, {each:.1f} s each{left}")
+            line = f"{self._task}: {len(self.seconds)} plans made, {each:.1f} s each"
+            if self._left:
+                line += f", at most {max(1, round(each * self._left))} s left"
+            self.say(line)
             self._said = now
 
 
-def _line(text: str) -> str:
-    return (text.strip().splitlines() or [""])[0].removeprefix("error: ")
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0].removeprefix("error: ")
 
 
 @dataclass(frozen=True)
 class Found:
-    """The largest value of a setting that fits."""
+    """Largest value of a setting that fits."""
 
-    value: int | None  # the value, ``None`` if none that was tried fits
-    change: Change = AS_IT_IS  # what sets it
-    plan: "Plan | None" = None  # its plan
-    above: int | None = None  # the smallest value known not to fit, ``None`` if every one that was tried fits
-    above_peak: int | None = None  # bytes that it needs; ``None`` if it is refused
-    reason: str = ""  # why it is refused; empty if it needs too much
+    value: int | None  # ``None`` if no value that was tried fits
+    change: Change = AS_IT_IS  # change that sets the value
+    plan: "Plan | None" = None  # plan of the change
+    above: int | None = None  # smallest value known not to fit; ``None`` if all fit
+    above_peak: int | None = None  # bytes that ``above`` needs; ``None`` if it is refused
+    reason: str = ""  # reason why ``above`` is refused; empty if it needs too much
 
 
 def largest(
@@ -106,54 +117,76 @@ def largest(
     step: int = 1,
     amiss: "Callable[[int, Plan], str] | None" = None,
 ) -> Found:
-    """The largest multiple of ``step`` that fits, if a larger one never needs less.
+    """Search for the largest multiple of ``step`` that fits, if a larger value never needs less memory.
 
-    ``change_of`` sets a value, and ``amiss`` says why a plan is none of it, or nothing. After :data:`TRIES` the
-    answer is the largest value known to fit.
+    After :data:`TRIES` plans the result is the largest value known to fit.
+
+    Args:
+        predictions: Plans of changes.
+        change_of: Function that returns the change for a value.
+        start: First value to try.
+        step: Divisor of all values.
+        amiss: Function that returns the reason why a plan is not one of its value, or an empty string.
     """
-    known: dict[int | None, Plan | Refusal] = {}
-    peaks: dict[int, int | None] = {}
-    low, at = 0, max(1, start // step)
+    known: dict[int, Plan | Refusal] = {}
+    low = 0
     high: int | None = None
-    while (high is None or high - low > 1) and len(peaks) < TRIES:
-        found = predictions(change_of(at * step))
-        if amiss is not None and not isinstance(found, Refusal) and (reason := amiss(at * step, found)):
-            found = Refusal(reason)
+    at = max(1, start // step)
+    while (high is None or high - low > 1) and len(known) < TRIES:
+        change = change_of(at * step)
+        found = predictions(change)
+        if amiss is not None and not isinstance(found, Refusal):
+            reason = amiss(at * step, found)
+            if reason:
+                found = Refusal(reason)
         known[at] = found
-        peaks[at] = None if isinstance(found, Refusal) else found.peak
         if not isinstance(found, Refusal) and found.peak <= predictions.limit:
             low = at
         else:
             high = at
-        at = _next(peaks, low, high, predictions.limit, halve=len(peaks) % 3 == 0)
-    best, above = known.get(low), known.get(high)
-    assert not isinstance(best, Refusal)
-    return Found(
-        low * step if low else None,
-        change_of(low * step) if low else AS_IT_IS,
-        best,
-        high * step if high is not None else None,
-        None if above is None or isinstance(above, Refusal) else above.peak,
-        above.reason if isinstance(above, Refusal) else "",
-    )
+        # Every third value halves the interval, in case the line leads astray.
+        at = _next(known, low, high, predictions.limit, halve=len(known) % 3 == 0)
+    value = None
+    change = AS_IT_IS
+    best: Plan | None = None
+    if low:
+        value = low * step
+        change = change_of(value)
+        made = known[low]
+        assert not isinstance(made, Refusal)
+        best = made
+    if high is None:
+        return Found(value, change, best)
+    above = known[high]
+    if isinstance(above, Refusal):
+        return Found(value, change, best, high * step, reason=above.reason)
+    return Found(value, change, best, high * step, above.peak)
 
 
-def _next(peaks: Mapping[int, int | None], low: int, high: int | None, limit: int, halve: bool) -> int:
-    """Where to look: at the end of a line through the two values nearest the limit, or between what is known."""
-    top = 64 * max(low, 1) if high is None else high
-    between = 2 * low if high is None else math.isqrt(low * high) if high > 4 * low > 0 else (low + high) // 2
-    known = sorted((abs(peak - limit), n, peak) for n, peak in peaks.items() if peak is not None)[:2]
+def _next(known: "Mapping[int, Plan | Refusal]", low: int, high: int | None, limit: int, halve: bool) -> int:
+    """Return the next value: the end of a line through the two peaks nearest the limit, or a value in between."""
+    if high is None:
+        top = 64 * max(low, 1)
+        between = 2 * low
+    else:
+        top = high
+        between = (low + high) // 2
+        if high > 4 * low > 0:
+            between = math.isqrt(low * high)
+    peaks = {n: plan.peak for n, plan in known.items() if not isinstance(plan, Refusal)}
+    nearest = sorted((abs(peak - limit), n) for n, peak in peaks.items())[:2]
     guess = between
-    if len(known) == 2 and not (halve and high is not None):
-        (_, a, at_a), (_, b, at_b) = known
-        if (slope := (at_b - at_a) / (b - a)) > 0:
-            guess = int(a + (limit - at_a) // slope)
-    if guess >= top and high is not None:  # the line leads to where nothing fits
-        near = peaks.get(high)
-        guess = high - 1 if near is not None and guess == high else between
+    if len(nearest) == 2 and not (halve and high is not None):
+        (_, a), (_, b) = nearest
+        slope = (peaks[b] - peaks[a]) / (b - a)
+        if slope > 0:
+            guess = int(a + (limit - peaks[a]) // slope)
+    if high is not None and guess >= top:
+        # The line ends at values that do not fit.
+        guess = high - 1 if guess == high and high in peaks else between
     return max(low + 1, min(guess, top - 1))
 
 
-def changed(base: Change, settings: Mapping[str, Any], overlays: tuple[str, ...] = ()) -> Change:
-    """A change with more settings and overlays."""
+def changed(base: Change, settings: Mapping[str, object], overlays: tuple[str, ...] = ()) -> Change:
+    """Return a change with more settings and overlays."""
     return Change(base.name, {**base.settings, **settings}, (*base.overlays, *overlays), base.callbacks)

@@ -1,13 +1,13 @@
-"""Which settings of a fit are its batch, its context and its adapters' rank: found by changing one and looking.
+"""Find the settings of a fit that hold its batch size, its context length and the rank of its adapters.
 
-A whole number of the data's or the module's that has the value of the batch, and whose change changes the plan's batch,
-is its batch; one that changes the amount in it and not the batch is its context.
+The setting of the batch size is a whole number of the data or the module that is equal to the batch size, and whose
+change changes the batch of the plan. The setting of the context length changes the amount of data in a batch instead.
 """
 
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lit_efficient.declaration import Phase, techniques_of
 from lit_efficient.errors import ConfigurationError, refusal
@@ -17,101 +17,105 @@ from lit_efficient.evidence.planning.plan_search import Found, Predictions, Refu
 if TYPE_CHECKING:
     from lit_efficient.evidence.planning.plan import Plan
 
-_STEP = 64  # of contexts, where what is set is a multiple of it
-_DEEP = 3  # blocks of arguments in blocks
+_LENGTH_STEP = 64  # divisor of context lengths, if it divides the current one
+_DEEPEST = 3  # nesting of arguments that is searched
 
 
 @dataclass(frozen=True)
 class Lever:
-    """Settings that have one value, and what they are for."""
+    """Settings that share one value and are changed together."""
 
-    names: tuple[str, ...]  # the settings, as in a config
-    now: int  # their value
-    step: int = 1  # what values are multiples of
-    samples: bool = False  # whether it is how many samples a batch has: more than there are make no larger one
+    names: tuple[str, ...]  # names as in a config
+    now: int  # current value
+    step: int = 1  # divisor of all values
+    samples: bool = False  # True if the value is the number of samples in a batch
 
     def set(self, value: int, base: Change = AS_IT_IS) -> Change:
-        """A change with another value."""
+        """Return ``base`` with another value."""
         return changed(base, dict.fromkeys(self.names, value))
 
     def largest(self, predictions: Predictions, base: Change = AS_IT_IS) -> Found:
-        """The largest value that fits, beside a change."""
+        """Search for the largest value that fits together with ``base``."""
         predictions.begin(self.names[0], 12)
+        # A batch cannot have more samples than the data.
         amiss = _too_few if self.samples else None
         return largest(predictions, lambda value: self.set(value, base), self.now, step=self.step, amiss=amiss)
 
 
 def _too_few(value: int, plan: "Plan") -> str:
-    return "" if plan.batch >= value else f"the data's batches have {plan.batch:,} samples at most"
+    if plan.batch >= value:
+        return ""
+    return f"the data's batches have {plan.batch:,} samples at most"
 
 
 def batch_lever(fit: Fit, predictions: Predictions, plan: "Plan") -> Lever:
-    """The setting that is the batch's size.
+    """Return the setting of the batch size.
 
     Raises:
-        ConfigurationError: If there is none.
+        ConfigurationError: If no setting changes the batch of the plan.
     """
-    predictions.begin("which setting is the batch", 2)
-    named = batch_setting(fit)
-    if named is not None:
-        name, now = named
+    predictions.begin("search for the setting of the batch size", 2)
+    setting = batch_setting(fit)
+    if setting is not None:
+        name, now = setting
         for value in (2 * now, now // 2):
             found = predictions(Change("", {name: value})) if value else Refusal("")
             if not isinstance(found, Refusal) and found.batch != plan.batch:
                 return Lever((name,), now, samples=now == plan.batch)
     raise ConfigurationError(
-        f"plan: no setting of {_owners(fit)} changes the batch of {plan.batch}, so that its size cannot be searched: "
+        f"plan: no setting of {_owners(fit)} changes the batch of {plan.batch}, so its size cannot be searched: "
         "give the DataModule an argument batch_size that its loaders follow"
     )
 
 
 def length_lever(fit: Fit, predictions: Predictions, plan: "Plan") -> Lever:
-    """The settings that are the context, in tokens, and go up together: of the data, and of the network if it has one.
+    """Return the settings of the context length in tokens: of the data, and of the network if it has a limit.
 
     Raises:
-        ConfigurationError: If there is none.
+        ConfigurationError: If no setting changes the number of tokens, or the data holds no tokens.
     """
     if plan.unit != "tokens":
         raise refusal("plan", "--solve max_length", "asked of rows of tokens", f"rows of {plan.unit}")
-    predictions.begin("which setting is the context", 6)
+    predictions.begin("search for the setting of the context length", 6)
     row = plan.amount / max(1, plan.batch * int(fit.trainer.accumulate_grad_batches))
     numbers = {name: value for name, value in _numbers_of(fit) if name.startswith("data.")}
+    # The number of tokens in a row is most likely equal or close to the setting.
     for name in sorted(numbers, key=lambda name: abs(numbers[name] - row)):
-        for value in (2 * numbers[name], numbers[name] // 2):
+        now = numbers[name]
+        for value in (2 * now, now // 2):
             found = predictions(Change("", {name: value})) if value > 1 else Refusal("")
             if isinstance(found, Refusal):
                 continue
             if found.batch == plan.batch and found.amount != plan.amount:
-                now = numbers[name]
-                return Lever((name, *_beside(fit, predictions, name, now)), now, _STEP if now % _STEP == 0 else 1)
-            break  # it was tried, and changes something else
-    raise ConfigurationError(f"plan: no setting of {_owners(fit)} changes how many tokens a row has")
+                step = _LENGTH_STEP if now % _LENGTH_STEP == 0 else 1
+                return Lever((name, *_limit_of_network(fit, predictions, name, now)), now, step)
+            break  # the setting changes something else
+    raise ConfigurationError(f"plan: no setting of {_owners(fit)} changes the number of tokens in a row")
 
 
-def _beside(fit: Fit, predictions: Predictions, name: str, now: int) -> Iterator[str]:
-    """What has to grow, too, for a context that is refused without it."""
-    limits = sorted({value for one, value in _numbers_of(fit) if one.startswith("model.") and value >= now})
-    for limit in limits:
-        alone = Change("", {name: 2 * limit})
-        if not isinstance(predictions(alone), Refusal):
-            continue
-        for other in (one for one, value in _numbers_of(fit) if one.startswith("model.") and value == limit):
-            if not isinstance(predictions(changed(alone, {other: 2 * limit})), Refusal):
-                yield other
-                return
+def _limit_of_network(fit: Fit, predictions: Predictions, name: str, now: int) -> list[str]:
+    """Return the setting of the network without whose change a longer context is refused; empty if there is none."""
+    numbers = [(one, value) for one, value in _numbers_of(fit) if one.startswith("model.") and value >= now]
+    for limit in sorted({value for _, value in numbers}):
+        longer = Change("", {name: 2 * limit})
+        if isinstance(predictions(longer), Refusal):
+            for other, value in numbers:
+                if value == limit and not isinstance(predictions(changed(longer, {other: 2 * limit})), Refusal):
+                    return [other]
+    return []
 
 
 def rank_lever(fit: Fit) -> Lever:
-    """The rank of the adapters.
+    """Return the setting of the rank of the adapters.
 
     Raises:
-        ConfigurationError: If there are no adapters that have one.
+        ConfigurationError: If the fit has no adapters with a rank.
     """
     for technique in techniques_of(fit.trainer):
         rank = getattr(technique, "rank", None)
         if technique.phase is Phase.ADAPT and isinstance(rank, int) and "rank" in technique.arguments():
             return Lever((f"{type(technique).__name__}.rank",), rank)
-    raise ConfigurationError("plan: --solve lora_rank: the config has no adapters of a rank; add some: -c lora")
+    raise ConfigurationError("plan: --solve lora_rank: the config has no adapters with a rank; add some: -c lora")
 
 
 def _owners(fit: Fit) -> str:
@@ -119,21 +123,25 @@ def _owners(fit: Fit) -> str:
 
 
 def _numbers_of(fit: Fit) -> Iterator[tuple[str, int]]:
-    """Whole numbers above 0 among the constructor's arguments of data and module, by their names in a config."""
+    """Yield the positive whole numbers among the constructor arguments of data and module, with their config names."""
     for part, owner in (("data", fit.data), ("model", fit.module)):
-        if owner is not None:
-            known = inspect.signature(type(owner)).parameters
-            values = {name: getattr(owner, name, None) for name in known}
-            hparams = getattr(owner, "hparams", None)
-            stored = hparams if isinstance(hparams, Mapping) else {}
-            yield from _numbers({name: stored.get(name) if v is None else v for name, v in values.items()}, part)
+        if owner is None:
+            continue
+        stored = getattr(owner, "hparams", None)
+        arguments = {}
+        for name in inspect.signature(type(owner)).parameters:
+            value = getattr(owner, name, None)
+            if value is None and isinstance(stored, Mapping):
+                value = stored.get(name)
+            arguments[name] = value
+        yield from _numbers(arguments, part)
 
 
-def _numbers(tree: Any, prefix: str, depth: int = 0) -> Iterator[tuple[str, int]]:
+def _numbers(tree: object, prefix: str, depth: int = 0) -> Iterator[tuple[str, int]]:
     if isinstance(tree, int) and not isinstance(tree, bool) and tree > 0:
         yield prefix, tree
     elif is_dataclass(tree) and not isinstance(tree, type):
         yield from _numbers({field.name: getattr(tree, field.name) for field in fields(tree)}, prefix, depth)
-    elif isinstance(tree, Mapping) and depth < _DEEP:
+    elif isinstance(tree, Mapping) and depth < _DEEPEST:
         for name, value in tree.items():
             yield from _numbers(value, f"{prefix}.{name}", depth + 1)

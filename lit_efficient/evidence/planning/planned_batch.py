@@ -1,4 +1,4 @@
-"""The batch that a plan is made for: of the data's largest samples, or one of the shape that it would have."""
+"""The batch of a plan: the largest samples of the data, or without data a batch of the configured shape."""
 
 from typing import Any
 
@@ -9,31 +9,34 @@ from lit_efficient.evidence.fits import Fit
 from lit_efficient.internals.torch_trees import tree_map
 from lit_efficient.mechanisms.trials.probes import ProbeBatches, batch_size_of
 
-_SCAN = 512  # samples that are looked at for the longest
+_SCAN = 512  # samples among which the longest are searched
 
 
 def batch_of(fit: Fit, notes: list[str]) -> tuple[Any, int | None]:
-    """A batch in the structure in which the training loop gets it, and how many there are in an epoch; ``notes`` gets a
-    sentence on where it comes from.
+    """Return a batch in the structure of the training loop, and the number of batches in an epoch if it is known.
+
+    Without data, ``notes`` receives a sentence on the origin of the batch.
+
+    Raises:
+        Exception: The error of the data, if the fit does not tell the shape of its batches either.
     """
     try:
         loaders = _loaders(fit)
     except Exception as error:
-        batch = _made_up(fit)
+        batch = _configured_batch(fit)
         if batch is None:
             raise
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        notes.append(f"The data is not there ({lines[0][:100]}): the batch has the shape that its arguments say.")
+        notes.append(f"The data cannot be read ({lines[0][:100]}): the batch has the shape that its arguments define.")
         return batch, None
-    longest = next(
-        (owner.longest_samples for owner in (fit.datamodule, fit.module) if hasattr(owner, "longest_samples")), None
-    )
+    longest = None
+    for owner in (fit.module, fit.datamodule):
+        longest = getattr(owner, "longest_samples", longest)
     batch = tree_map(lambda loader: _largest(loader, longest), loaders)
     try:
-        batches = len(loaders)
-    except TypeError:
-        batches = None
-    return batch, batches
+        return batch, len(loaders)
+    except TypeError:  # an iterable dataset
+        return batch, None
 
 
 def _loaders(fit: Fit) -> Any:
@@ -43,9 +46,9 @@ def _loaders(fit: Fit) -> Any:
         data.prepare_data()
         data.setup("fit")
         return data.train_dataloader()
-    if fit.data is None:
-        return fit.module.train_dataloader()
-    return fit.data[0] if isinstance(fit.data, tuple) else fit.data
+    if fit.loaders is not None:
+        return fit.loaders[0]
+    return fit.module.train_dataloader()
 
 
 def _largest(loader: Any, longest: Any) -> Any:
@@ -55,12 +58,15 @@ def _largest(loader: Any, longest: Any) -> Any:
     return next(iter(loader))
 
 
-def _made_up(fit: Fit) -> Any:
-    """A batch of tokens by the data's arguments, or what the module names as an example of its input; else ``None``."""
+def _configured_batch(fit: Fit) -> Any:
+    """Return a batch of tokens of the configured shape, or the module's example input; ``None`` without either."""
     data = fit.data
     length = getattr(data, "max_length", None) or getattr(data, "sequence_length", None)
-    if isinstance(length, int) and isinstance(getattr(data, "batch_size", None), int):
-        tokens = torch.zeros(data.batch_size, length, dtype=torch.int64)
-        positions = {"position_ids": torch.arange(length).expand_as(tokens)} if getattr(data, "pack", False) else {}
-        return {"input_ids": tokens, "labels": tokens, **positions}
+    rows = getattr(data, "batch_size", None)
+    if isinstance(length, int) and isinstance(rows, int):
+        tokens = torch.zeros(rows, length, dtype=torch.int64)
+        batch = {"input_ids": tokens, "labels": tokens}
+        if getattr(data, "pack", False):
+            batch["position_ids"] = torch.arange(length).expand_as(tokens)
+        return batch
     return getattr(fit.module, "example_input_array", None)

@@ -1,10 +1,10 @@
-"""Training steps of a fit without its weights: the trainer's own loop over tensors that have a shape and no values.
+"""Training steps of a fit without its weights: the trainer's own loop runs on tensors with shapes but without values.
 
     parts of the fit -> fake weights -> Trainer.fit on fake batches -> memory by kind and FLOPs of the second step
 
-The second step is the first that has the optimizer's states and the gradients of the one before. A value that is read
-is assumed. Callbacks that leave traces outside the process do not take part, nor do those that fail for want of
-values, which is noted.
+The second step is the first one with optimizer states and with the gradients of an earlier step. A value that the step
+reads is assumed. Callbacks that leave traces outside of the process are left out. Callbacks that fail without values
+are left out with a note.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -54,40 +55,47 @@ from lit_efficient.mechanisms.trials.steps import leaves_traces, quiet
 from lit_efficient.surgery import count
 
 _STEPS = 2
-_BY_HAND = 12  # of manual optimization, where a generator may step once in five batches
+_MANUAL_STEPS = 12  # of manual optimization, where a generator may step only once in five batches
 
 
 @dataclass
 class Traced:
-    """What a few steps without values have shown."""
+    """Results of a few steps without values."""
 
-    memory: StepMemory  # of the largest one behind the first
-    flops: int  # of one behind the first
-    parameters: int  # number of elements of the network's parameters
-    trainable: int  # those that the optimizers step
-    techniques: tuple[tuple[str, str], ...]  # names in the order in which they act, each with what it touched
-    notes: list[str] = field(default_factory=list)  # what was assumed
-    at_most: str = ""  # why a real step may take less; empty: it takes as much
-    at_least: str = ""  # why it may take more
+    memory: StepMemory  # of the step after the first with the highest peak
+    flops: int  # operations of a step after the first
+    parameters: int  # number of parameters
+    trainable: int  # number of parameters that an optimizer updates
+    techniques: tuple[tuple[str, str], ...]  # name and report of each technique, in the order in which they act
+    notes: list[str] = field(default_factory=list)  # assumptions
+    at_most: str = ""  # reason why a real step may need less; empty if it needs as much
+    at_least: str = ""  # reason why it may need more
 
 
 def trace(
     fit: Fit,
     make: Callable[[], Fit],
-    batch: Any,
+    batch: object,
     batches: int | None,
     mode: FakeTensorMode,
     block: int = 1,
-    stands_for: str | None = None,
+    simulated: str | None = None,
 ) -> Traced:
-    """Run two steps of a fit without values, of manual optimization a dozen.
+    """Run two steps of a fit without values, or twelve of manual optimization.
 
-    The fit's parts are real, on the meta device or fakes of ``mode``, and its data is prepared; ``make`` makes it anew,
-    where a callback of it cannot take part. The batch holds tensors of any kind, in any structure; an epoch has
-    ``batches``, if that is known. Sizes are rounded up to ``block``
-    bytes. With ``stands_for`` ``cuda`` the CPU's kernels keep what CUDA's keep.
+    Args:
+        fit: Parts of the fit: real, on the meta device, or fake tensors of ``mode``. Its data is prepared.
+        make: Function that makes the fit again, to leave out a callback that fails.
+        batch: A batch of tensors in any structure.
+        batches: Number of batches in an epoch; ``None`` if it is unknown.
+        mode: Mode of the fake tensors.
+        block: Bytes to whose multiples sizes are rounded up.
+        simulated: ``cuda`` makes CPU kernels keep the tensors that CUDA kernels keep.
+
+    Raises:
+        ConfigurationError: If the fit would be refused, or torch cannot trace it.
     """
-    kernels = as_cuda if stands_for == "cuda" else contextlib.nullcontext
+    kernels = as_cuda if simulated == "cuda" else contextlib.nullcontext
     left_out: dict[str, str] = {}
     data = fit.data
     while True:
@@ -96,44 +104,44 @@ def trace(
         try:
             with kernels():
                 traced = _trace(fit, batch, batches, mode, block)
+            break
+        except LitEfficientError:
+            raise
         except Exception as error:
             guilty = _callback_behind(error, fit.trainer.callbacks)
-            if isinstance(error, LitEfficientError):
-                raise
-            if guilty is None and _unknown_to_fakes(error):
-                said = " ".join(str(error).split())[:100]
+            if guilty is None and _is_limit_of_fakes(error):
+                text = " ".join(str(error).split())[:100]
                 raise ConfigurationError(
                     "plan: torch cannot trace this step without values (ragged nested tensors, for example): "
-                    f"{type(error).__name__}: {said}"
+                    f"{type(error).__name__}: {text}"
                 ) from error
             if guilty is None:
                 raise
             left_out[type(guilty).__name__] = str(error).strip().splitlines()[0][:100]
-            fit = make()
-            continue
+        fit = make()
+    if left_out:
         traced.notes += [f"{name} did not take part: it needs values ({why})." for name, why in left_out.items()]
-        missing = [type(one).__name__ for one in techniques_of(make().trainer)] if left_out else []
-        if names := ", ".join(name for name in missing if name in left_out):
-            traced.at_least = f"{names} did not take part"
-        return traced
+        techniques = [type(one).__name__ for one in techniques_of(make().trainer)]
+        missing = [name for name in techniques if name in left_out]
+        if missing:
+            traced.at_least = f"{', '.join(missing)} did not take part"
+    return traced
 
 
-def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode, block: int = 1) -> Traced:
-    observer, stand_ins = _Observer(block=block), _StandIns()
+def _trace(fit: Fit, batch: object, batches: int | None, mode: FakeTensorMode, block: int) -> Traced:
     trainer = fit.trainer
-    observer.accumulated = trainer.accumulate_grad_batches
+    observer = _Observer(block, trainer.accumulate_grad_batches)
+    stand_ins = _StandIns()
     trainer.accumulate_grad_batches = min(2, observer.accumulated)
-    device = trainer.strategy.root_device
-    faked = _Fakes(mode, device)
-    faked.module(fit.module)
-    loader = _Loader(faked.tree(batch), batches)
+    fakes = _Fakes(mode, trainer.strategy.root_device)
+    fakes.module(fit.module)
+    loader = _Loader(fakes.tree(batch), batches)
+    data: dict[str, Any] = {"train_dataloaders": loader}
     if fit.datamodule is not None:
         for name in ("prepare_data", "setup", "teardown"):
             setattr(fit.datamodule, name, does_nothing)
-        fit.datamodule.train_dataloader = lambda: loader
-        data: dict[str, Any] = {"datamodule": fit.datamodule}
-    else:
-        data = {"train_dataloaders": loader}
+        fit.datamodule.train_dataloader = lambda: loader  # type: ignore[method-assign]
+        data = {"datamodule": fit.datamodule}
     with (
         tempfile.TemporaryDirectory() as folder,
         contextlib.suppress(_Enough),
@@ -147,29 +155,32 @@ def _trace(fit: Fit, batch: Any, batches: int | None, mode: FakeTensorMode, bloc
             forget_cached_fakes()
     traced = observer.traced()
     sparing = [type(one).__name__ for one in techniques_of(trainer) if one.spares]
-    if stand_ins.chose_all or sparing:
-        what = f"what {sparing[0]} leaves out is" if sparing else "entries that values choose (a mask, nonzero) are all"
-        traced.at_most = f"{what} taken"
+    if sparing:
+        traced.at_most = f"it is assumed that {sparing[0]} leaves nothing out"
+    elif stand_ins.chose_all:
+        traced.at_most = "it is assumed that selections by value (a mask, nonzero) select all entries"
     return traced
 
 
-def _silence(trainer: Any, observer: Any, folder: str) -> None:
-    """Leave only what takes part in steps."""
-    trainer.callbacks = [one for one in trainer.callbacks if _takes_part(one)]
+def _silence(trainer: Any, observer: Callback, folder: str) -> None:
+    """Remove from a trainer all parts that do not affect the memory of a step."""
+    trainer.callbacks = [one for one in trainer.callbacks if _affects_steps(one)]
     for technique in techniques_of(trainer):
         technique.worst_case = True
     trainer.callbacks.append(observer)
     trainer.loggers = [DummyLogger()] if trainer.loggers else []
     trainer.profiler = PassThroughProfiler()
     set_default_root_dir(trainer, folder)
-    trainer.save_checkpoint = trainer.strategy.teardown = does_nothing
-    trainer.limit_val_batches = trainer.num_sanity_val_steps = 0
+    trainer.save_checkpoint = does_nothing
+    trainer.strategy.teardown = does_nothing
+    trainer.limit_val_batches = 0
+    trainer.num_sanity_val_steps = 0
 
 
-def _takes_part(callback: Any) -> bool:
-    """Whether a callback has a part in what a step holds: techniques, though they write what they hold to files."""
+def _affects_steps(callback: Callback) -> bool:
     if getattr(callback, "tries_steps", False):
         return False
+    # A technique may hold tensors in a step although it writes files.
     if isinstance(callback, Declaration) and (callback.phase is not None or overrides(callback, "describe")):
         return True
     return not leaves_traces(callback) and not isinstance(callback, ModelSummary)
@@ -180,105 +191,120 @@ class _Enough(Exception):
 
 
 class _Observer(StepMeter):
-    """Keeps what is to be known of the steps, and ends the fit after the last one."""
+    """Collects the results of the steps, and ends the fit after the last one.
 
-    def __init__(self, block: int) -> None:
+    Args:
+        block: As in :func:`trace`.
+        accumulated: Batches of a step. At most two are traced, because the others are equal to the first.
+    """
+
+    def __init__(self, block: int, accumulated: int) -> None:
         super().__init__(block=block)
+        self.accumulated = accumulated
         self.counter = FlopMeter()
-        self.flops = [0]  # after each batch
-        self.accumulated = 1  # batches a step, of which no more than two are traced: the others are like the first
-        self.known: dict[str, Any] = {}
-        self.sparse = False  # whether some gradient is
+        self.flops = [0]  # total after each batch
+        self.sparse = False  # whether some gradient is sparse
+        self.parameters = 0
+        self.trainable = 0
+        self.techniques: list[tuple[str, str]] = []
+        self.notes: list[str] = []
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        techniques = techniques_of(trainer)
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        techniques = in_order(techniques_of(trainer))
         reports = reports_of(pl_module, techniques)
-        names = [type(one).__name__ for one in in_order(techniques)]
         stepped = [p for one in trainer.optimizers for group in one.param_groups for p in group["params"]]
-        self.known = {
-            "parameters": count(pl_module.parameters()),
-            "trainable": count(p for p in stepped if p.requires_grad),
-            "techniques": tuple((name, reports[name].summary if name in reports else "") for name in names),
-            "notes": [note for one in in_order(techniques) for note in _notes(one)] + list(_unseen(trainer)),
-        }
-        if later := [p for name, p in pl_module.named_parameters() if name in held(pl_module)]:
-            self.known["notes"].append(f"{count(later):,} parameters are frozen at first, and are taken as frozen.")
+        self.parameters = count(pl_module.parameters())
+        self.trainable = count(p for p in stepped if p.requires_grad)
+        for technique in techniques:
+            name = type(technique).__name__
+            self.techniques.append((name, reports[name].summary if name in reports else ""))
+            if technique.phase is Phase.COMPILE:
+                self.notes.append(f"{name}: the step is planned without compilation, which keeps other tensors.")
+            if technique.draws_work:
+                self.notes.append(f"{name}: the step is planned as if nothing were dropped at random.")
+        for optimizer in trainer.optimizers:
+            history = _history_of(optimizer)
+            if history:
+                trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+                size = 2 * history * sum(p.nbytes for p in trained)
+                self.notes.append(
+                    f"{type(optimizer).__name__}: its history grows with each step and counts in full: "
+                    f"{format_bytes(size)} for {history} steps."
+                )
+        frozen = held(pl_module)
+        later = [p for name, p in pl_module.named_parameters() if name in frozen]
+        if later:
+            self.notes.append(f"{count(later):,} parameters are frozen at the start. They are planned as frozen.")
         super().on_train_start(trainer, pl_module)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         for optimizer in trainer.optimizers:
-            _remember(optimizer)
+            _fill_history(optimizer)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self.flops.append(self.counter.sums.total())
         self.sparse |= any(p.grad is not None and p.grad.layout != torch.strided for p in pl_module.parameters())
-        if len(self.steps) == (_STEPS if pl_module.automatic_optimization else _BY_HAND):
+        if len(self.steps) == (_STEPS if pl_module.automatic_optimization else _MANUAL_STEPS):
             raise _Enough
 
     def traced(self) -> Traced:
-        last = self.flops[-1] - self.flops[-2]
-        flops = last if self.accumulated == 1 else last + (self.accumulated - 1) * (self.flops[-2] - self.flops[-3])
+        """Return the results after the last step."""
+        flops = self.flops[-1] - self.flops[-2]
+        if self.accumulated > 1:
+            flops += (self.accumulated - 1) * (self.flops[-2] - self.flops[-3])
         if len(self.steps) > _STEPS:
             flops = (self.flops[-1] - self.flops[1]) // (len(self.flops) - 2)
-            self.known["notes"].append(f"Optimized by hand: the largest of {len(self.steps)} steps, and mean FLOPs.")
-        traced = Traced(max(self.steps[1:] or self.steps, key=lambda step: step.peak), flops, **self.known)
-        traced.at_least = "gradients are sparse, and have no size without values" if self.sparse else ""
+            self.notes.append(
+                f"Manual optimization: the peak is the highest of {len(self.steps)} steps, and FLOPs are their mean."
+            )
+        memory = max(self.steps[1:] or self.steps, key=lambda step: step.peak)
+        traced = Traced(memory, flops, self.parameters, self.trainable, tuple(self.techniques), self.notes)
+        if self.sparse:
+            traced.at_least = "gradients are sparse, and their size depends on values"
         return traced
 
 
-def _notes(technique: Any) -> Iterator[str]:
-    name = type(technique).__name__
-    if technique.phase is Phase.COMPILE:
-        yield f"{name}: what the compiler keeps or computes anew is its own; the step is taken as it is without it."
-    if technique.draws_work:
-        yield f"{name}: the step is one in which nothing is left out by chance."
+def _history_of(optimizer: torch.optim.Optimizer) -> int:
+    """Return the number of steps that an optimizer such as LBFGS remembers."""
+    return max(group.get("history_size", 0) for group in optimizer.param_groups)
 
 
-def _unseen(trainer: Any) -> Iterator[str]:
-    """What a step without values cannot show."""
-    for optimizer in trainer.optimizers:
-        if most := _longest(optimizer):
-            size = 2 * sum(p.nbytes for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
-            yield (
-                f"{type(optimizer).__name__}: its history, which grows step by step, is counted as it is in the end: "
-                f"{format_bytes(most * size)} of {most} steps."
-            )
-
-
-def _longest(optimizer: Any) -> int:
-    """Steps that an optimizer such as LBFGS remembers."""
-    return max((group.get("history_size", 0) for group in optimizer.param_groups), default=0)
-
-
-def _remember(optimizer: Any) -> None:
-    """Fill an optimizer's history up to its end, once it has begun."""
-    for state in optimizer.state.values() if (most := _longest(optimizer)) else ():
+def _fill_history(optimizer: torch.optim.Optimizer) -> None:
+    """Fill the history of an optimizer, if it has one and has made a step."""
+    most = _history_of(optimizer)
+    if not most:
+        return
+    for state in optimizer.state.values():
         for name in ("old_dirs", "old_stps"):
             state[name] += [state["d"].clone() for _ in range(most - len(state[name]))]
         state["ro"] += [state["d"].new_ones(()) for _ in range(most - len(state["ro"]))]
 
 
 class _Loader:
-    """Yields copies of one batch."""
+    """Iterable of copies of one batch."""
 
-    def __init__(self, batch: Any, length: int | None) -> None:
-        self.batch, self.length = batch, length
+    def __init__(self, batch: object, length: int | None) -> None:
+        self.batch = batch
+        self.length = length
 
     def __len__(self) -> int:
         if self.length is None:
-            raise TypeError("nobody knows its length")
+            raise TypeError("the length is unknown")
         return self.length
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         while True:
             yield tree_map_only(Tensor, torch.clone, self.batch)
 
 
 class _Fakes:
-    """Fakes of real and of meta tensors, on the device that a run would have them on: one for each."""
+    """Fake tensors for real and meta tensors, one for each, on the device of the run."""
 
     def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
-        self.mode, self.device = mode, device
-        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+        self.mode = mode
+        self.device = device
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # the originals must live as long as their identities count
 
     def __call__(self, tensor: Tensor, device: torch.device) -> Tensor:
         if isinstance(tensor, FakeTensor):
@@ -293,40 +319,41 @@ class _Fakes:
             self._made[id(tensor)] = (tensor, fake)
         return self._made[id(tensor)][1]
 
-    def tree(self, tree: Any) -> Any:
-        """A batch, on the CPU."""
+    def tree(self, tree: object) -> Any:
+        """Return a batch of fake tensors on the CPU."""
         return tree_map_only(Tensor, lambda tensor: self(tensor, torch.device("cpu")), tree)
 
     def module(self, module: nn.Module) -> None:
-        """Put fakes into a module, in place."""
+        """Replace the tensors of a module by fake tensors, in place."""
         for part in module.modules():
             for tensors in tensor_tables(part):
                 for name, tensor in tensors.items():
                     if tensor is not None:
                         tensors[name] = self(tensor, self.device)
-            for name, value in vars(part).items():  # such as the states of a metric
+            # Attributes may hold tensors too, such as the states of a metric.
+            for name, value in vars(part).items():
                 if isinstance(value, Tensor | dict | list) and any(_is_meta(leaf) for leaf in tree_leaves(value)):
                     vars(part)[name] = tree_map_only(Tensor, lambda tensor: self(tensor, self.device), value)
 
 
-def _is_meta(leaf: Any) -> bool:
+def _is_meta(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_meta and not isinstance(leaf, FakeTensor)
 
 
-_MOST_KNOWN = 2**20  # elements of a tensor whose values are followed
+_MOST_KNOWN = 2**20  # elements of a tensor whose values are computed
 _UNKNOWN = object()
 
 
 class _StandIns(TorchDispatchMode):
-    """Follows what is known, and answers for values that are not there as if all were well.
+    """Dispatch mode that follows known values, and answers for unknown values as if no error occurred.
 
-    Known are the whole numbers of a batch, and what is made without a tensor; so is all that is computed of these
-    alone. Of the rest something is true of all entries where those are taken that it is true of; what says that all is
-    well is true, what says otherwise is not, and a number is 1.
+    The whole numbers of a batch, and all results that depend on no tensor, are known, and so is every result of known
+    values only. For other values, a selection by a condition selects all entries. A check whose truth means an error
+    (such as "is NaN") is false, and any other check is true. A number is 1.
     """
 
     supports_higher_order_operators = True
-    chose_all = False  # whether values would have chosen some entries of several
+    chose_all = False  # whether values would have selected some entries of several
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ASKS_DEVICE:
@@ -334,72 +361,80 @@ class _StandIns(TorchDispatchMode):
         kwargs = kwargs or {}
         values = _UNKNOWN
         try:
-            result = _CALLED.get(func, func)(*args, **kwargs)
+            result = _SUPPORTED.get(func, func)(*args, **kwargs)
         except DataDependentOutputException:
             values = _values(func, args, kwargs)
             return _guess(func, args) if values is _UNKNOWN else values
         except DynamicOutputShapeException:
             values = _values(func, args, kwargs)
             self.chose_all |= values is _UNKNOWN
-            result = values.new_empty(values.shape) if isinstance(values, Tensor) else _largest(func, *args)
-        if isinstance(func, Overload) and not _is_large(result):
-            values = _values(func, args, kwargs) if values is _UNKNOWN else values
+            result = values.new_empty(values.shape) if isinstance(values, Tensor) else _all_entries(func, *args)
+        if values is _UNKNOWN and isinstance(func, Overload) and not _is_large(result):
+            values = _values(func, args, kwargs)
         if values is _UNKNOWN:
             _forget_written(func, args)
-        for fake, value in zip(tree_leaves(result), tree_leaves(values), strict=False):
-            if isinstance(fake, FakeTensor) and isinstance(value, Tensor):
-                fake.known = value  # type: ignore[attr-defined]
-        if values is _UNKNOWN and isinstance(result, FakeTensor) and result.dtype == torch.bool:
-            result.says_wrong = _says_wrong(func, args)  # type: ignore[attr-defined]
+            if isinstance(result, FakeTensor) and result.dtype == torch.bool:
+                result.means_error = _means_error(func, args)  # type: ignore[attr-defined]
+        else:
+            for fake, value in zip(tree_leaves(result), tree_leaves(values), strict=False):
+                if isinstance(fake, FakeTensor) and isinstance(value, Tensor):
+                    fake.known = value  # type: ignore[attr-defined]
         return result
 
 
 def _values(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operator gives where all that it takes is known."""
-    taken = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-    if func is torch.ops.aten.rand.default:  # what happens with a probability below 1/2 does not happen
-        func, args, kwargs = torch.ops.aten.full.default, (args[0], 0.5), {}
+    """Return the result of an operator if all its inputs are known, else ``_UNKNOWN``."""
+    if func is torch.ops.aten.rand.default:
+        # Events with a probability below 1/2 do not occur.
+        func = torch.ops.aten.full.default
+        args = (args[0], 0.5)
+        kwargs = {}
     elif torch.Tag.nondeterministic_seeded in func.tags or "empty" in base_name(func):
         return _UNKNOWN
-    if not all(hasattr(one, "known") or not isinstance(one, FakeTensor) for one in taken):
-        return _UNKNOWN
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, FakeTensor) and not hasattr(leaf, "known"):
+            return _UNKNOWN
     args, kwargs = tree_map_only(Tensor, lambda one: getattr(one, "known", one), (args, kwargs))
-    here = {"device": "cpu", "pin_memory": False} if kwargs.get("device") is not None else {}
+    if kwargs.get("device") is not None:
+        kwargs = {**kwargs, "device": "cpu"}
+        if "pin_memory" in kwargs:
+            kwargs["pin_memory"] = False
     with no_dispatch_modes():
-        return func(*args, **{**kwargs, **{key: here[key] for key in here if key in kwargs}})
+        return func(*args, **kwargs)
 
 
 def _grouped(*args: Any, **kwargs: Any) -> Tensor:
-    """Products of groups of rows, of which fakes know those in bfloat16 alone."""
+    """Grouped matrix product, for which fake tensors support bfloat16 only."""
     half = tree_map_only(Tensor, lambda one: one.bfloat16() if one.is_floating_point() else one, args)
     product: Tensor = GROUPED_MM(*half, **kwargs)
     return product.to(args[0].dtype)
 
 
 def _lstm(*args: Any) -> tuple[Tensor, ...]:
-    """A layer of an LSTM, with what it keeps, of which fakes know nothing."""
+    """Layer of an LSTM with the workspace that it keeps, which fake tensors leave out."""
     *results, workspace = LSTM(*args)
-    if args[-1]:  # it trains
+    trains = args[-1]
+    if trains:
         with no_dispatch_modes():
             size = lstm_workspace(*args)
         workspace = args[0].new_empty(size, dtype=torch.uint8)
     return (*results, workspace)
 
 
-_CALLED: dict[Any, Callable[..., Any]] = {GROUPED_MM: _grouped, LSTM: _lstm}
+_SUPPORTED: dict[Any, Callable[..., Any]] = {GROUPED_MM: _grouped, LSTM: _lstm}
 
 
-def _largest(func: Any, tensor: Any, indices: Any = ()) -> Tensor:
-    """What an operator gives that takes those entries of which something is true, where it is true of all."""
+def _all_entries(func: Any, tensor: Any, indices: Any = ()) -> Tensor:
+    """Return the result of an operator that selects entries by a condition, if the condition is true for all."""
     name = base_name(func)
     if name == "index":
-        whole = [
-            [one.new_zeros(one.numel(), dtype=torch.int64)] * one.ndim
-            if one is not None and one.dtype == torch.bool
-            else [one]
-            for one in indices
-        ]
-        return func(tensor, [one for each in whole for one in each])
+        whole = []
+        for one in indices:
+            if one is not None and one.dtype == torch.bool:
+                whole += [one.new_zeros(one.numel(), dtype=torch.int64)] * one.ndim
+            else:
+                whole.append(one)
+        return func(tensor, whole)
     if name == "masked_select":
         return tensor.new_empty(torch.broadcast_shapes(tensor.shape, indices.shape).numel())
     if name != "nonzero":
@@ -407,45 +442,49 @@ def _largest(func: Any, tensor: Any, indices: Any = ()) -> Tensor:
     return tensor.new_empty((tensor.numel(), tensor.ndim), dtype=torch.int64)
 
 
-def _is_large(result: Any) -> bool:
+def _is_large(result: object) -> bool:
     return any(isinstance(one, Tensor) and one.numel() > _MOST_KNOWN for one in tree_leaves(result))
 
 
 def _forget_written(func: Any, args: Any) -> None:
-    for one in tree_leaves(args[:1]) if writes(func) else ():
-        vars(one).pop("known", None) if isinstance(one, FakeTensor) else None
+    if writes(func):
+        for one in tree_leaves(args[:1]):
+            if isinstance(one, FakeTensor):
+                vars(one).pop("known", None)
 
 
 def _guess(func: Any, args: Any) -> bool | float:
-    dtype = torch.bool if returns_bool(func) else args[0].dtype
-    if dtype == torch.bool:
-        return not getattr(args[0], "says_wrong", False)
-    return 1.0 if dtype.is_floating_point else 1
+    if returns_bool(func) or args[0].dtype == torch.bool:
+        return not getattr(args[0], "means_error", False)
+    return 1.0 if args[0].dtype.is_floating_point else 1
 
 
-def _says_wrong(func: Any, args: Any) -> bool:
-    """Whether what is true of a number, if an operator says so, is what one fears: that it is no number, or large."""
+def _means_error(func: Any, args: Any) -> bool:
+    """True if the truth of an operator's result means an error, such as a number that is NaN or too large."""
     name = base_name(func)
     if name in ("ne", "eq") and not isinstance(args[1], Tensor):
         return name == "eq" and args[1] in (math.inf, -math.inf)
     if name in ("ne", "gt", "ge", "lt", "le", "isnan", "isinf"):
         return True
-    before = any(getattr(one, "says_wrong", False) for one in args if isinstance(one, Tensor))
+    before = any(getattr(one, "means_error", False) for one in args if isinstance(one, Tensor))
     return before != (name in ("logical_not", "bitwise_not"))
 
 
-def _unknown_to_fakes(error: BaseException) -> bool:
-    """Whether an error arose within torch's tensors without values, and is no fault of the step's."""
+def _is_limit_of_fakes(error: BaseException) -> bool:
+    """True if an error arose within torch's code for tensors without values, so that the step may be correct."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next
-    file = place.tb_frame.f_code.co_filename.replace("\\", "/") if place is not None else ""
+    if place is None:
+        return False
+    file = place.tb_frame.f_code.co_filename.replace("\\", "/")
     return "/torch/_subclasses/" in file or "/torch/nested/" in file
 
 
-def _callback_behind(error: BaseException, callbacks: list[Any]) -> Any:
-    """The callback in whose hook an error arose."""
-    guilty, place = None, error.__traceback__
+def _callback_behind(error: BaseException, callbacks: list[Callback]) -> Callback | None:
+    """Return the callback in whose hook an error arose; ``None`` if it arose elsewhere."""
+    guilty = None
+    place = error.__traceback__
     while place is not None:
         owner = place.tb_frame.f_locals.get("self")
         guilty = next((one for one in callbacks if one is owner), guilty)
