@@ -137,7 +137,7 @@ class _Answer:
         from lit_efficient.evidence.planning.plan import plan
 
         with _hushed():
-            return plan(self.source, change, device=self.kernels)
+            return plan(self.source, change, device=self.kernels)  # type: ignore[arg-type]
 
     def _shared(self, alone: "Plan", devices: int) -> "Plan":
         from lit_efficient.evidence.planning.plan_devices import per_device
