@@ -1,9 +1,9 @@
 """Your own images: folders, local Hugging Face data sets and parquet files, as batches of one shape each.
 
-    encoded bytes -> upright, opaque, 8 bits -> the largest crop of the bucket's aspect -> resampled, in [-1, 1]
+    encoded bytes -> upright, opaque, 8 bits -> the largest crop with the bucket's aspect ratio -> resampled, in [-1, 1]
 
-Sizes and hashes of all images are found out once. Every item is a pure function of (index, variant): batches are the
-same with any number of workers and after any interruption, and what is computed from them can be cached by key.
+Sizes and hashes of all images are computed once. Every item is a pure function of (index, variant): batches are the
+same with any number of workers and after any interruption, and results computed from an item can be cached by its key.
 
 Saves: aspect buckets keep what a square crop throws away; variants make crops and flips that a cache can hold.
 Costs: reading every image once; later starts list the files, compare their sizes and times, and read labels and
@@ -30,33 +30,33 @@ from lit_efficient.errors import ConfigurationError, check_number, refusal
 
 
 class ImageData(ImageModule):
-    """Images of your own, with class labels, captions or both.
+    """DataModule of your own images, with class labels, captions or both.
 
-    A folder's labels are its subfolders, or a column of ``metadata.jsonl`` or ``metadata.csv`` (Hugging Face's
-    ImageFolder: ``file_name`` and further columns); its captions such a column, or a .txt file beside each image (as
-    kohya's scripts have it). Batches are {"images" [B, C, H, W] float32 in [-1, 1], "index" [B], "variant" [B], and if
-    the data has them "labels" [B] and "captions", a list}.
+    The labels of a folder are its subfolders, or a column of ``metadata.jsonl`` or ``metadata.csv`` (ImageFolder of
+    Hugging Face: ``file_name`` and further columns). Its captions are such a column, or a .txt file beside each image
+    (as kohya's scripts write them). Batches are {"images" [B, C, H, W] float32 in [-1, 1], "index" [B], "variant" [B]},
+    and if the data has them "labels" [B] and "captions", a list.
 
     Args:
-        train: Folder of images, or of one for each split; folder of ``save_to_disk``, .arrow or .parquet files; one
-            such file; or several of all.
-        val: The same for validation; null holds out ``val_fraction`` of ``train``.
-        test: The same for the test; null holds out ``test_fraction``, and if that is 0 the test uses the validation's.
-        splits: Which splits these are, of data sets that have several.
-        columns: Which columns hold images, labels and captions.
+        train: Folder of images, or of one folder for each split; folder of ``save_to_disk``, .arrow or .parquet files;
+            one such file; or a list of several.
+        val: Images for validation, named in the same way. null: ``val_fraction`` of ``train`` is held out.
+        test: Images for the test, named in the same way. null: ``test_fraction`` of ``train`` is held out; if it is 0,
+            the test uses the validation images.
+        splits: Names of the splits of data sets that have several.
+        columns: Columns of images, labels and captions.
         view: Size, crops and flips.
-        skip_unreadable: Decode all images once and leave out those that cannot be, with a warning. Otherwise a damaged
-            one is an error that names it.
-        scores: What generated images are compared with real ones by.
+        skip_unreadable: Decode all images once, and leave out those that cannot be decoded, with a warning. false: a
+            damaged image stops the run with an error that names it.
+        scores: Network and real images that generated images are compared with.
         val_fraction: Share of ``train`` held out for validation if ``val`` is null, by a hash of each image's content.
-        test_fraction: The same for the test.
-        batch_size: Images a batch, for each process.
-        num_workers: Worker processes a loader.
+        test_fraction: Share of ``train`` held out for the test if ``test`` is null.
+        batch_size: Images in a batch, for each process.
+        num_workers: Worker processes of a loader.
         seed: Seed of the split, of the order, of the variants and of random crops.
-        cache_dir: Where sizes and hashes are kept. Default: LIT_EFFICIENT_CACHE, else ~/.cache/lit_efficient.
-        pin_memory: Whether batches for a CUDA device lie in pinned memory, from which they are copied beside its work.
-        preload: Whether all items are read once, before the first epoch, and kept in memory: it is refused, with both
-            numbers, where they do not fit.
+        cache_dir: Folder of the cache of sizes and hashes. null: LIT_EFFICIENT_CACHE, or ~/.cache/lit_efficient.
+        pin_memory: Place batches for a CUDA device in pinned memory, which allows asynchronous copies.
+        preload: Read all items once before the first epoch and keep them in memory. Raise an error if they do not fit.
     """
 
     batches: ClassVar[str] = "images"
@@ -81,12 +81,14 @@ class ImageData(ImageModule):
         preload: bool = False,
     ) -> None:
         super().__init__(batch_size, num_workers, seed, view.variants, pin_memory)
-        for name, value in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
-            check_number("ImageData", name, value, least=0, below=1)
+        check_number("ImageData", "val_fraction", val_fraction, least=0, below=1)
+        check_number("ImageData", "test_fraction", test_fraction, least=0, below=1)
         if val is None and val_fraction == 0.0:
             raise refusal("ImageData", "val_fraction", "above 0 unless val names images", val_fraction)
         check_number("ImageData", "val_fraction + test_fraction", val_fraction + test_fraction, below=1)
-        self.train, self.val, self.test = train, val, test
+        self.train = train
+        self.val = val
+        self.test = test
         self.splits = splits
         self.columns = columns
         self.view = view
@@ -103,9 +105,9 @@ class ImageData(ImageModule):
         self._open()
         for store in self._stores:
             store.say()
-        self._say_shapes()
+        self._log_shapes()
         if self.scores.judge is not None:
-            ImageJudge(self.scores.judge, "ImageData")  # what it cannot load, it should refuse now
+            ImageJudge(self.scores.judge, "ImageData")  # a model that cannot be loaded raises an error now
 
     def setup(self, stage: str) -> None:
         self._open()
@@ -114,7 +116,7 @@ class ImageData(ImageModule):
         return self._opened().shapes[index]
 
     def identity(self) -> dict[str, str]:
-        """What items depend on, each by a name of its own; ``data`` and ``annotations`` are hashes of the contents."""
+        """Return all that items depend on, by name. ``data`` and ``annotations`` are hashes of the contents."""
         dataset = self._opened()
         digests = b"".join(store.digests.tobytes() for store in self._stores)
         annotations = json.dumps([self.class_names, dataset.labels, dataset.captions])
@@ -127,12 +129,16 @@ class ImageData(ImageModule):
 
     @property
     def judges_samples(self) -> bool:
-        """Whether there is a judge."""
+        """True if there is a judge."""
         return self.scores.judge is not None
 
     def score_samples(self, images: Tensor, labels: Tensor | None = None) -> dict[str, float]:
-        """``frechet_distance`` and ``kernel_distance`` of images [M, C, H, W] in [-1, 1] to training images, for the
-        judge; nothing without one. It knows no classes.
+        """Return distances between images [M, C, H, W] in [-1, 1] and training images in the features of the judge.
+
+        Labels are ignored.
+
+        Returns:
+            ``frechet_distance`` and ``kernel_distance``; nothing without a judge.
         """
         if self.scores.judge is None:
             return {}
@@ -147,7 +153,7 @@ class ImageData(ImageModule):
     def _open(self) -> None:
         if self._stores:
             return
-        stores = {part: self._stored(part) for part in ("train", "val", "test")}
+        stores = {part: self._stores_of(part) for part in ("train", "val", "test")}
         every = [store for listed in stores.values() for store in listed]
         forget_lone_class(every)
         labels, self.class_names = classes_of(stores)
@@ -156,39 +162,49 @@ class ImageData(ImageModule):
         offered = self.view.shapes()
         shapes = [offered[number] for number in nearest_shapes(sizes, offered).tolist()]
         self.dataset = KeyedImageFiles(every, shapes, self.view, self.seed, labels, captions)
-        self.train_index, self.val_index, self.test_index = self._parts(stores)
-        self._stores = every  # all of it is well
+        self._split(stores)
+        self._stores = every  # last, so that after an error everything is opened again
 
-    def _stored(self, part: str) -> list[StoredImages]:
-        names = getattr(self, part)
-        split, folders = getattr(self.splits, part), [names] if isinstance(names, str) else names or []
-        return [StoredImages(name, split, self.columns, self.skip_unreadable, self.cache_dir) for name in folders]
+    def _stores_of(self, part: str) -> list[StoredImages]:
+        """Open the images of "train", "val" or "test"."""
+        names = getattr(self, part) or []
+        if isinstance(names, str):
+            names = [names]
+        split = getattr(self.splits, part)
+        return [StoredImages(name, split, self.columns, self.skip_unreadable, self.cache_dir) for name in names]
 
-    def _parts(self, stores: dict[str, list[StoredImages]]) -> tuple[list[int], list[int], list[int]]:
-        counts = {part: sum(len(store) for store in listed) for part, listed in stores.items()}
+    def _split(self, stores: dict[str, list[StoredImages]]) -> None:
+        """Set the indices of the three parts."""
         digests = [digest.tobytes() for store in stores["train"] for digest in store.digests]
         fractions = [0.0 if self.val else self.val_fraction, 0.0 if self.test else self.test_fraction]
         val, test, train = hold_out(digests, self.seed, fractions)
-        given = np.arange(counts["train"], sum(counts.values())).tolist()
-        val = given[: counts["val"]] or val
-        for part, index in (("train", train), ("validate", val)):
+        val_end = len(digests) + sum(len(store) for store in stores["val"])
+        test_end = val_end + sum(len(store) for store in stores["test"])
+        self.train_index = train
+        self.val_index = list(range(len(digests), val_end)) or val
+        self.test_index = list(range(val_end, test_end)) or test or list(self.val_index)
+        for use, index in (("train", self.train_index), ("validate", self.val_index)):
             if not index:
                 raise ConfigurationError(
-                    f"ImageData: no image is left to {part} on: {counts['train']} images, of which "
-                    f"{len(set(digests))} differ, are too few to hold some out. Name others as val."
+                    f"ImageData: no image is left to {use} on: {len(digests)} images, of which {len(set(digests))} "
+                    "differ, are too few to hold some out. Name other images as val."
                 )
-        return train, val, given[counts["val"] :] or test or list(val)
 
-    def _say_shapes(self) -> None:
-        shapes, sizes = self._opened().shapes, np.concatenate([store.sizes for store in self._stores])
+    def _log_shapes(self) -> None:
+        shapes = self._opened().shapes
+        sizes = np.concatenate([store.sizes for store in self._stores])
         ratios = np.array(shapes) / sizes
-        kept, enlarged = (ratios.min(axis=1) / ratios.max(axis=1)).mean(), int((ratios.max(axis=1) > 1).sum())
-        rank_zero_info(
+        kept = (ratios.min(axis=1) / ratios.max(axis=1)).mean()
+        enlarged = int((ratios.max(axis=1) > 1).sum())
+        text = (
             f"ImageData: {len(ratios):,} images, {len(self.train_index):,} to train and {len(self.val_index):,} to "
             f"validate on, in {len(set(shapes))} shapes; crops keep {kept:.1%} of them"
-            + (f"; {enlarged:,} are smaller than they are shown, and enlarged" if enlarged else "")
-            + (f"; {self.num_classes} classes" if self.num_classes else "")
         )
+        if enlarged:
+            text += f"; {enlarged:,} are smaller than their shape, and enlarged"
+        if self.num_classes:
+            text += f"; {self.num_classes} classes"
+        rank_zero_info(text)
 
     def _opened(self) -> KeyedImageFiles:
         if not isinstance(self.dataset, KeyedImageFiles):

@@ -279,7 +279,7 @@ def test_images_that_cannot_be_read_are_named_or_left_out_and_counted(tmp_path):
     assert sorted(number_of(item["images"]) for item in items) == [0, 1, 3, 4, 6, 7]
     for path in tmp_path.glob("*.png"):
         path.write_bytes(b"")
-    with pytest.raises(ConfigurationError, match="nothing is left: 8 of 8 images"):
+    with pytest.raises(ConfigurationError, match="no image is left: 8 of 8 images"):
         opened(tmp_path, skip_unreadable=True)
 
 
@@ -381,7 +381,7 @@ def test_any_vision_model_is_the_judge(tmp_path, folder):
         (ImageView, {"variants": 4}, "view.variants must be 1 for crop: center without horizontal_flip, got 4"),
         (ImageView, {"horizontal_flip": True}, "variants must be 2 for crop: center with horizontal_flip, got 1"),
         (ImageView, {"crop": "random"}, "variants must be at least 2 for crop: random without horizontal_flip, got 1"),
-        (ImageView, {"resolution": 64, "buckets": True}, "leave 1 shape for a resolution of 64"),
+        (ImageView, {"resolution": 64, "buckets": True}, "give 1 shape for a resolution of 64"),
         (ImageScores, {"judge": "x", "images": 1}, "scores.images must be a whole number of at least 2, got 1"),
         (ImageData, {"batch_size": 0}, "ImageData: batch_size must be a whole number of at least 1, got 0"),
         (ImageData, {"val_fraction": 1.0}, "val_fraction must be at least 0 and below 1, got 1.0"),
@@ -402,7 +402,7 @@ def test_what_was_found_is_said(tmp_path, caplog):
     assert "reading the 10 images" in text
     assert "10 images, labels: its 2 subfolders" in text
     # 40x40, 30x60, 60x30, 40x50, 64x24, twice each: three of five have a side below 40; squares keep 0.635 of all.
-    assert "in 1 shapes; crops keep 63.5% of them; 6 are smaller than they are shown, and enlarged; 2 classes" in text
+    assert "in 1 shapes; crops keep 63.5% of them; 6 are smaller than their shape, and enlarged; 2 classes" in text
 
 
 @pytest.mark.parametrize(("field", "value"), [("horizontal_flip", 0.5), ("buckets", [[16, 16]])])

@@ -1,6 +1,6 @@
-"""Aspect-ratio buckets: images keep about their shape, batches have one, and none has more pixels than asked for.
+"""Aspect-ratio buckets: images keep about their aspect ratio, and a batch has one shape of limited area.
 
-    shapes = all (h, w) in steps with h * w <= resolution^2 and aspect <= max_aspect that no step more on a side fits in
+    shapes = all (h, w) in steps with h * w <= resolution^2 and aspect <= max_aspect, with no room for another step
     bucket = the shape nearest in log(w / h)
 
 Saves: what a square crop throws away: a third of a 3:2 photograph.
@@ -21,12 +21,12 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class AspectBuckets:
-    """Which shapes there are.
+    """Set of shapes of batches.
 
     Args:
-        step: sides are multiples of it, in pixels: a multiple of 8. Small steps keep more of each image, large ones
-            make fewer shapes.
-        max_aspect: longer side by shorter side, at most.
+        step: Step of heights and widths in pixels, a multiple of 8. Small steps crop less, large steps make fewer
+            shapes.
+        max_aspect: Largest ratio of the longer side to the shorter side.
     """
 
     step: int = 64
@@ -39,29 +39,30 @@ class AspectBuckets:
         check_number("AspectBuckets", "max_aspect", self.max_aspect, above=1)
 
     def shapes(self, resolution: int) -> list[Shape]:
-        """The shapes for images of ``resolution`` squared pixels, from the tallest to the widest.
+        """Return the shapes for images of ``resolution`` squared pixels, from the tallest to the widest.
 
         Raises:
-            ConfigurationError: If there is one only.
+            ConfigurationError: If there is only one shape.
         """
-        area, step = resolution**2, self.step
-        widths = range(step, int(resolution * math.sqrt(self.max_aspect)) + step, step)
-        tallest = {width: area // width // step * step for width in widths}
-        found = [
-            (height, width)
-            for width, height in tallest.items()
-            if height and (width + step) * height > area and max(height / width, width / height) <= self.max_aspect
-        ]
+        area = resolution**2
+        found = []
+        widest = int(resolution * math.sqrt(self.max_aspect))
+        for width in range(self.step, widest + self.step, self.step):
+            height = area // width // self.step * self.step
+            if not height or max(height / width, width / height) > self.max_aspect:
+                continue
+            if (width + self.step) * height > area:  # else a wider shape of this height fits
+                found.append((height, width))
         if len(found) < 2:
             raise ConfigurationError(
-                f"AspectBuckets: step = {step} and max_aspect = {self.max_aspect:g} leave {len(found)} shape for a "
-                f"resolution of {resolution}: a smaller step or a larger max_aspect makes more, buckets: false is one."
+                f"AspectBuckets: step = {self.step} and max_aspect = {self.max_aspect:g} give {len(found)} shape for a "
+                f"resolution of {resolution}. Use a smaller step or a larger max_aspect, or set buckets: false."
             )
         return sorted(found, key=lambda shape: shape[1] / shape[0])
 
 
 def nearest_shapes(sizes: np.ndarray, shapes: list[Shape]) -> np.ndarray:
-    """Number of the shape that is nearest to each size [N, 2] in log aspect; of two equally near ones the taller."""
+    """Return the number of the shape nearest to each size [N, 2] in log aspect [N]. A tie goes to the taller shape."""
     wanted = np.log(sizes[:, 1] / sizes[:, 0])
     offered = np.log([width / height for height, width in shapes])
     return np.abs(wanted[:, None] - offered[None]).argmin(axis=1)

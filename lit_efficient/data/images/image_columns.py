@@ -1,15 +1,15 @@
-"""Which columns hold images, labels and captions, and what may stand in them."""
+"""Columns of images, labels and captions in a table: which columns they are, and checks of their values."""
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lit_efficient.errors import ConfigurationError, refusal
 
 AUTO = "auto"
-USUAL = {
+Label = int | str
+_USUAL = {
     "image": ("image", "img", "picture", "jpg", "png"),
     "label": ("label", "labels", "class", "category"),
     "caption": ("text", "caption", "captions", "prompt"),
@@ -21,9 +21,10 @@ class ImageColumns:
     """Names of columns.
 
     Args:
-        image: Column of the images; ``auto`` is the only one that holds some, or the usual name.
-        label: Column of the labels, numbers or names; ``auto`` is the usual name, or subfolders; null is none.
-        caption: Column of the captions; ``auto`` is the usual name, or .txt files; null is none.
+        image: Column of the images. ``auto``: the only column that holds images, or the one with a usual name.
+        label: Column of the labels, which are numbers or names. ``auto``: the column with a usual name, or the
+            subfolders. null: no labels.
+        caption: Column of the captions. ``auto``: the column with a usual name, or the .txt files. null: no captions.
     """
 
     image: str = AUTO
@@ -32,92 +33,110 @@ class ImageColumns:
 
 
 def chosen_column(kind: str, wanted: str | None, names: Sequence[str], where: str) -> str | None:
-    """The column of labels or captions: the one asked for, or the first of the usual ones that is there.
+    """Return the column that the user named, or with ``auto`` the first column with a usual name.
+
+    Args:
+        kind: ``image``, ``label`` or ``caption``.
+        wanted: Name of the column, ``auto``, or None for no column.
+        names: All columns of the table.
+        where: The table, for errors.
 
     Raises:
-        ConfigurationError: If the one asked for is missing.
+        ConfigurationError: If the named column does not exist.
     """
     if wanted is None:
         return None
     if wanted == AUTO:
-        return next((name for name in USUAL[kind] if name in names), None)
+        return next((name for name in _USUAL[kind] if name in names), None)
     if wanted not in names:
         raise ConfigurationError(
-            f"ImageData: columns.{kind} is {wanted!r}, but {where} has no such column; it has {', '.join(names)}."
+            f"ImageData: columns.{kind} is {wanted!r}, but {where} has no such column. It has {', '.join(names)}."
         )
     return wanted
 
 
 def image_column(wanted: str, names: Sequence[str], holding: Sequence[str], where: str) -> str:
-    """The column of images: the one asked for, the only one that holds bytes or images, or the usual one.
+    """Return the column of images: the named one, the only one that holds bytes or images, or one with a usual name.
+
+    Args:
+        wanted: Name of the column, or ``auto``.
+        names: All columns of the table.
+        holding: Columns that hold bytes or images.
+        where: The table, for errors.
 
     Raises:
-        ConfigurationError: If there is none, or which one is unclear.
+        ConfigurationError: If there is no such column, or several columns may hold the images.
     """
-    if wanted != AUTO:
-        return str(chosen_column("image", wanted, names, where))
-    if len(holding) == 1:
+    if wanted == AUTO and len(holding) == 1:
         return holding[0]
-    usual = chosen_column("image", AUTO, holding or names, where)
-    if usual is None:
+    if wanted == AUTO and holding:
+        names = holding
+    found = chosen_column("image", wanted, names, where)
+    if found is None:
         raise ConfigurationError(
-            f"ImageData: which column of {where} holds the images? Set columns.image; it has {', '.join(names)}."
+            f"ImageData: cannot tell which column of {where} holds the images. Set columns.image to one of "
+            f"{', '.join(names)}."
         )
-    return usual
+    return found
 
 
 def file_in(folder: Path, path: str, place: str) -> Path:
-    """The file in a data set's folder that a row names.
+    """Return the file that a row names, in the folder of its data set.
 
     Raises:
-        ConfigurationError: If it lies elsewhere: a data set of somebody else's would have any file read.
+        ConfigurationError: If the file is outside the folder: a foreign data set could make us read any file.
     """
     inside = os.path.abspath(folder)
     file = Path(os.path.normpath(os.path.join(inside, path)))
     if not file.is_relative_to(inside):
         raise ConfigurationError(
-            f"ImageData: {place} names the image {path}, which is not in {folder}. Images that lie elsewhere are put "
-            "into the rows by save_to_disk and to_parquet of datasets."
+            f"ImageData: {place} names the image {path}, which is not in {folder}. Store the images in the rows, with "
+            "save_to_disk or to_parquet of datasets."
         )
     return file
 
 
-def bytes_of(value: Any, place: str, folder: Path) -> bytes:
-    """The encoded image in a cell: bytes, or {"bytes", "path"} of which one may be missing; the path is in a folder.
+def bytes_of(value: object, place: str, folder: Path) -> bytes:
+    """Return the encoded image in a cell: bytes, or {"bytes", "path"}, of which one may be missing.
+
+    Args:
+        value: The cell.
+        place: Place of the cell, for errors.
+        folder: Folder of the data set, in which the path is.
 
     Raises:
-        ConfigurationError: If there is none.
+        ConfigurationError: If the cell holds no image.
     """
     if isinstance(value, dict):
-        content, path = value.get("bytes"), value.get("path")
-        if content is None and path:
+        path = value.get("path")
+        value = value.get("bytes")
+        if value is None and path:
             try:
                 return file_in(folder, path, place).read_bytes()
             except OSError as error:
                 raise ConfigurationError(f"ImageData: {place}: its image {path} cannot be read: {error}.") from error
-        value = content
     if not isinstance(value, bytes):
         raise ConfigurationError(
-            f"ImageData: {place} holds no encoded image but a {type(value).__name__}; bytes or {{'bytes', 'path'}} is "
-            "what an image column holds."
+            f"ImageData: {place} holds no encoded image but a {type(value).__name__}. An image column holds bytes, or "
+            "{'bytes', 'path'}."
         )
     return value
 
 
-def check_label(value: Any, place: str, column: str) -> Any:
-    """A label: a number that is not negative, or a name.
+def check_label(value: object, place: str, column: str) -> Label:
+    """Return a label: a number that is not negative, or a name.
 
     Raises:
         ConfigurationError: If it is neither.
     """
-    negative = isinstance(value, int) and value < 0
-    if negative or isinstance(value, bool) or not isinstance(value, int | str) or value == "":
+    is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if not is_number and (not isinstance(value, str) or value == ""):
         raise refusal(f"ImageData: {place}", f"the label in {column!r}", "a number from 0 or a name", value)
-    return value
+    return value  # type: ignore[return-value]
 
 
-def check_caption(value: Any, place: str, column: str) -> str:
-    """A caption, which may be empty.
+def check_caption(value: object, place: str, column: str) -> str:
+    """Return a caption, which may be empty.
 
     Raises:
         ConfigurationError: If it is no text.

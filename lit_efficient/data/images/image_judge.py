@@ -1,9 +1,9 @@
 """Distances between generated and real images in the features of any vision model that a config can name.
 
-    features of an image = its network's output, averaged over tokens or positions, [D]
+    features of an image = output of the network, averaged over tokens or positions, [D]
 
-They are the FID and the KID only for one particular Inception network, and are not called so. Values compare only with
-values of the same network and the same real images.
+These distances are the FID and the KID only with one particular Inception network, so they have other names. Values can
+be compared only if the network and the real images are the same.
 """
 
 from collections.abc import Iterable
@@ -19,12 +19,12 @@ from lit_efficient.models.libraries.teachers import find_teacher
 
 @dataclass(frozen=True)
 class ImageScores:
-    """What generated images are compared with real ones by.
+    """Network and real images that generated images are compared with.
 
     Args:
-        judge: Folder, name or ``config.json`` of a transformers vision model, whose features are compared; null gives
-            no scores.
-        images: Training images to compare with.
+        judge: Folder, name or ``config.json`` of a vision model of transformers, whose features are compared. null: no
+            scores.
+        images: Number of training images to compare with.
     """
 
     judge: str | None = None
@@ -35,39 +35,42 @@ class ImageScores:
 
 
 class ImageJudge:
-    """Compares sets of images.
+    """Compares generated images with real images.
 
     Args:
-        spec: Folder, name or ``config.json`` of a transformers vision model; the latter has random weights (seed 0),
-            which still tell distributions apart, and serve for trials.
-        who: Who asks, for errors.
+        spec: Folder, name or ``config.json`` of the model. A ``config.json`` gives random weights (seed 0), which still
+            tell distributions apart and are enough to try a config.
+        owner: Class that uses the judge, for errors.
 
     Raises:
         ConfigurationError: If there is no such model.
     """
 
-    def __init__(self, spec: str, who: str) -> None:
-        self.who = who
-        self._teacher = find_teacher(spec, [""], who=who)
+    def __init__(self, spec: str, owner: str) -> None:
+        self._owner = owner
+        self._teacher = find_teacher(spec, [""], who=owner)
         self._real: Tensor | None = None
 
     def show(self, real: Iterable[Tensor]) -> None:
-        """Take real images to compare with, each [C, H, W] in [-1, 1]; their sizes may differ."""
+        """Set the real images to compare with, each [C, H, W] in [-1, 1]. Their sizes may differ."""
         self._real = torch.cat([self.features(image[None]) for image in real])
 
     def features(self, images: Tensor) -> Tensor:
-        """Images [B, C, H, W] in [-1, 1] to features [B, D]."""
+        """Return the features [B, D] of images [B, C, H, W] in [-1, 1]."""
         found = self._teacher.of_images(images)[""].float()
-        if found.ndim == 3:  # tokens
+        if found.ndim == 3:  # [B, tokens, D]
             return found.mean(dim=1)
-        if found.ndim == 4:  # positions
+        if found.ndim == 4:  # [B, D, h, w]
             return found.mean(dim=(2, 3))
         if found.ndim != 2:
-            raise ConfigurationError(f"{self.who}: judge must give features [B, D] of images, not {list(found.shape)}.")
+            raise ConfigurationError(
+                f"{self._owner}: judge must give features [B, D] of images, not {list(found.shape)}. Name another "
+                "model."
+            )
         return found
 
     def distances(self, images: Tensor) -> dict[str, float]:
-        """``frechet_distance`` and ``kernel_distance`` of images [M, C, H, W] in [-1, 1], M >= 2; lower is better."""
+        """Return ``frechet_distance`` and ``kernel_distance`` of images [M, C, H, W] in [-1, 1], M >= 2."""
         assert self._real is not None, "show() comes first"
         generated = torch.cat([self.features(part) for part in images.cpu().float().split(32)])
         return distances_of_features(self._real, generated)

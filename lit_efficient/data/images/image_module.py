@@ -1,4 +1,4 @@
-"""What data modules of images share: keyed loaders over three parts of one data set."""
+"""Base classes of DataModules of images: keyed loaders over three parts of one data set."""
 
 import hashlib
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
 from lit_efficient.data.images.image_source import KeyedImages, collate_images
-from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key, module_loader
+from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 from lit_efficient.mechanisms.preloaded import Preloaded
 
 
 class NoImages:
-    """The data set of a module that is not set up."""
+    """Data set of a DataModule that is not set up."""
 
     def __len__(self) -> int:
         return 0
@@ -26,21 +26,21 @@ class NoImages:
 
 
 class KeyedModule(LightningDataModule):
-    """A data module of three parts, whose items are found by key, in orders that depend on (seed, epoch) alone.
+    """DataModule of three parts. Items are found by key, and their order depends on (seed, epoch) alone.
 
-    A subclass has what an :class:`~lit_efficient.data.images.image_source.ImageSource` has, or a ``source`` that does.
+    A subclass has the attributes of an `ImageSource`, or a ``source`` that has them.
     """
 
-    _kept: Preloaded | None = None  # where the source says `preload`
+    _kept: Preloaded | None = None  # the items in memory, if the source has ``preload``
 
     @property
     def source(self) -> Any:
-        """Where parts, order and batches are described."""
+        """Object that describes parts, order and batches."""
         return self
 
     @property
     def items(self) -> Any:
-        """The data set that is loaded."""
+        """Data set that is loaded."""
         return self.source.dataset
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -56,13 +56,15 @@ class KeyedModule(LightningDataModule):
         return self.test_dataloader()
 
     def _loader(self, index: list[int], training: bool = False) -> DataLoader[Any]:
-        source, items = self.source, self.items
+        source = self.source
+        items = self.items
         if getattr(source, "preload", False):
             devices = getattr(self.trainer, "num_devices", 1)
             if self._kept is None or self._kept.dataset is not items:
                 self._kept = Preloaded(items, type(source).__name__, devices)
             items = self._kept
-            items.add([(i, variant) for i in index for variant in range(source.variants if training else 1)])
+            variants = source.variants if training else 1
+            items.add([(i, variant) for i in index for variant in range(variants)])
         return module_loader(
             self.trainer,
             items,
@@ -79,23 +81,25 @@ class KeyedModule(LightningDataModule):
 
 
 class ImageModule(KeyedModule):
-    """An :class:`~lit_efficient.data.images.image_source.ImageSource` whose subclass fills in what ``setup`` finds out.
+    """Base of an `ImageSource`. A subclass sets the data set, the parts and the class names in ``setup``.
 
     Args:
-        batch_size: Images a batch, for each process.
-        num_workers: Worker processes a loader.
-        seed: Seed of everything that is drawn.
-        variants: Crop and flip variants of each image.
-        pin_memory: Whether batches for a CUDA device lie in pinned memory, from which they are copied beside its work.
+        batch_size: Images in a batch, for each process.
+        num_workers: Worker processes of a loader.
+        seed: Seed of all random draws.
+        variants: Number of crop and flip variants of each image.
+        pin_memory: Place batches for a CUDA device in pinned memory, which allows asynchronous copies.
     """
 
-    preload = False  # whether all items are read once and kept
+    preload = False  # read all items once and keep them
 
     def __init__(self, batch_size: int, num_workers: int, seed: int, variants: int, pin_memory: bool = True) -> None:
         super().__init__()
-        least = {"batch_size": (batch_size, 1), "num_workers": (num_workers, 0), "seed": (seed, 0)}
-        for name, (value, smallest) in {**least, "variants": (variants, 1)}.items():
-            check_number(type(self).__name__, name, value, least=smallest, whole=True)
+        owner = type(self).__name__
+        check_number(owner, "batch_size", batch_size, least=1, whole=True)
+        check_number(owner, "num_workers", num_workers, least=0, whole=True)
+        check_number(owner, "seed", seed, least=0, whole=True)
+        check_number(owner, "variants", variants, least=1, whole=True)
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.seed = seed
@@ -109,11 +113,11 @@ class ImageModule(KeyedModule):
 
     @property
     def num_classes(self) -> int:
-        """Number of classes, 0 without labels."""
+        """Number of classes; 0 without labels."""
         return len(self.class_names)
 
     def bucket_of(self, index: int) -> tuple[int, int]:
-        """Height and width of an image as an item."""
+        """Return height and width of an image as an item."""
         raise NotImplementedError
 
     def _split_digest(self) -> str:
@@ -122,17 +126,26 @@ class ImageModule(KeyedModule):
 
 
 def hold_out(digests: Sequence[bytes], seed: int, fractions: Sequence[float]) -> list[list[int]]:
-    """Split by content: each part gets about its fraction, equal contents fall into one part, additions move nothing.
+    """Split images by their content.
 
-    Fractions are of all parts but the last one, which gets the rest. Each part with one above 0 gets at least one
-    image, if there are as many different ones as parts.
+    Images with equal content are in one part, and adding images moves no other image.
+
+    Args:
+        digests: Hash of the content of each image.
+        seed: Seed of the split.
+        fractions: Share of each part but the last part, which gets the rest.
+
+    Returns:
+        Indices of the images of each part. A part with a fraction above 0 has at least one image, if there are more
+        distinct images than such parts.
     """
-    distinct = {digest: mix_seed(seed, int.from_bytes(digest[:8])) / 2**63 for digest in digests}
-    ranked = sorted(distinct, key=distinct.__getitem__)
-    wanted = [part for part, fraction in enumerate(fractions) if fraction > 0]
+    rank_of = {digest: mix_seed(seed, int.from_bytes(digest[:8])) / 2**63 for digest in digests}
     edges = np.cumsum(fractions)
-    part_of = {digest: int(np.searchsorted(edges, distinct[digest], side="right")) for digest in ranked}
-    for place, part in enumerate(wanted):  # few images: the lowest ranks are given to the parts that have none
+    part_of = {digest: int(np.searchsorted(edges, rank, side="right")) for digest, rank in rank_of.items()}
+    # With few images a part may be empty: it gets one of the images with the lowest ranks.
+    ranked = sorted(rank_of, key=rank_of.__getitem__)
+    wanted = [part for part, fraction in enumerate(fractions) if fraction > 0]
+    for place, part in enumerate(wanted):
         if part not in part_of.values() and len(ranked) > len(wanted):
             part_of[ranked[place]] = part
     parts: list[list[int]] = [[] for _ in range(len(fractions) + 1)]

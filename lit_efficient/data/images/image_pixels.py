@@ -1,10 +1,10 @@
-"""Encoded bytes to pixels: one rule for every format, and crops that are a pure function of (seed, index, variant).
+"""Decoding and cropping of images: one rule for every format, and crops that depend on (seed, index, variant) alone.
 
-    cover:    the largest part of the image that has the target's aspect, resampled to the target in one step
-    variant:  0 is the centre, unflipped; the others lie anywhere along the side that is too long; odd ones are flipped
+    cover:    the largest part of the image with the aspect ratio of the target, resampled to the target in one step
+    variant:  0 is the centre without flip; the other crops are anywhere along the longer side; odd ones are flipped
 
-Transparent pixels are shown on white, EXIF's rotation is applied, palettes are resolved, 16 bits of grey become 8 by
-scaling. Colour profiles are not applied. Of several frames the first is taken.
+Transparent pixels become white, the rotation in EXIF is applied, palettes are resolved, and grey levels of 16 bits are
+scaled to 8. Colour profiles are not applied. The first of several frames is used.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from __future__ import annotations
 import io
 import random
 import struct
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lit_efficient.distributed.seeds import mix_seed
+from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -26,67 +27,70 @@ if TYPE_CHECKING:
 Channels = Literal["rgb", "grey"]
 Crop = Literal["center", "random"]
 Resample = Literal["lanczos", "bicubic"]
+T = TypeVar("T")
 
-RULES = "1"  # part of every identity: raise it when the same bytes become other pixels
+RULES = "1"  # part of every identity; raise it when the same bytes become other pixels
 _MODES = {"rgb": "RGB", "grey": "L"}
-_ORIENTATION = 0x0112  # the EXIF tag; 5 to 8 lie on their side
+_ORIENTATION = 0x0112  # tag of EXIF; the values 5 to 8 swap height and width
 _END_OF_JPEG = b"\xff\xd9"
-# The others that Pillow knows may start programs (PostScript), or are read by nobody else with care.
+# Other formats that Pillow knows may start programs (PostScript), or have decoders that are rarely tested.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM", "AVIF", "JPEG2000")
 
 
 class UnreadableImage(Exception):
-    """Bytes that are no image, or none whose pixels have a meaning; the message says why."""
+    """Bytes that are no image, or an image whose pixel values have no known meaning. The message is the reason."""
 
 
 def decode(content: bytes, channels: Channels = "rgb") -> Image:
-    """Pixels of an encoded image, 8 bits a channel, upright and opaque.
+    """Return the pixels of an encoded image, with 8 bits for each channel, upright and opaque.
 
     Raises:
-        UnreadableImage: If there are none.
+        UnreadableImage: If the bytes are no such image.
     """
     from PIL import Image as Images
     from PIL import ImageOps
 
-    image = _opened(content, load=True)
+    image = _opened(content)
+    _trying(image.load)
     upright = ImageOps.exif_transpose(image)
     if upright.mode.startswith("I;16") or (upright.mode == "I" and image.format == "PNG"):
         grey = np.asarray(upright).astype(np.uint32)
         return Images.fromarray(((grey * 255 + 32767) // 65535).astype(np.uint8)).convert(_MODES[channels])
     if upright.mode in ("I", "F"):
-        raise UnreadableImage(f"{image.format} with 32 bits a pixel: what is white in it is not said")
+        raise UnreadableImage(f"{image.format} with 32 bits a pixel: it does not state which value is white")
     if upright.has_transparency_data:
         opaque = upright.convert("RGBA")
         upright = Images.alpha_composite(Images.new("RGBA", opaque.size, "white"), opaque)
     elif upright.mode == "P":
-        upright = upright.convert("RGB")  # to grey in one step, and some palettes would be read as grey levels
+        upright = upright.convert("RGB")  # a direct conversion to grey would take some palettes for grey levels
     return upright.convert(_MODES[channels])
 
 
 def upright_size(content: bytes, thorough: bool = False) -> tuple[int, int]:
-    """Height and width as :func:`decode` would give them, and whether the bytes look whole.
+    """Return height and width as of the image that `decode` gives, and check that the bytes look complete.
 
-    ``thorough`` decodes them. Otherwise a JPEG is only looked at: it must come to its end. All others are decoded, and
-    the checksums of a PNG compared.
+    ``thorough`` decodes the image. Otherwise a JPEG must only contain its end marker, the checksums of a PNG are
+    compared, and all other formats are decoded.
 
     Raises:
-        UnreadableImage: If it is none, or is damaged.
+        UnreadableImage: If the bytes are no image, or damaged.
     """
     if thorough:
         image = decode(content)
         return image.height, image.width
-    image = _opened(content, load=False)
+    image = _opened(content)
     if image.format == "PNG":
         _trying(image.verify)
-        image = _opened(content, load=False)  # verify() leaves nothing to read
+        image = _opened(content)  # an image cannot be read after verify()
     if image.format != "JPEG" or _END_OF_JPEG not in content[-64:]:
         _trying(image.load)
-    on_its_side = _trying(image.getexif).get(_ORIENTATION, 1) >= 5
-    return (image.width, image.height) if on_its_side else (image.height, image.width)
+    if _trying(image.getexif).get(_ORIENTATION, 1) >= 5:
+        return image.width, image.height
+    return image.height, image.width
 
 
 def crop_place(seed: int, index: int, variant: int) -> tuple[float, float]:
-    """Where a variant's crop lies between the two ends of each side, in [0, 1): the centre for variant 0."""
+    """Return the place of a variant's crop along height and width, in [0, 1). Variant 0 is the centre."""
     if variant == 0:
         return 0.5, 0.5
     draw = random.Random(mix_seed(seed, index, variant))  # noqa: S311
@@ -94,8 +98,9 @@ def crop_place(seed: int, index: int, variant: int) -> tuple[float, float]:
 
 
 def cover(image: Image, height: int, width: int, place: tuple[float, float], resample: Resample) -> Image:
-    """Crop at a place of :func:`crop_place` to the aspect of (height, width) and resample to it in one step,
-    antialiased.
+    """Crop an image at a place of `crop_place` to the aspect ratio of (height, width), and resample it in one step.
+
+    Resampling uses antialiasing.
     """
     from PIL.Image import Resampling
 
@@ -107,35 +112,35 @@ def cover(image: Image, height: int, width: int, place: tuple[float, float], res
 def covering(
     size: tuple[int, int], shape: tuple[int, int], place: tuple[float, float]
 ) -> tuple[float, float, float, float]:
-    """Top, left, height and width of the crop of an image of ``size`` that becomes ``shape``."""
+    """Return top, left, height and width of the crop of an image of ``size`` that is resampled to ``shape``."""
     scale = max(shape[0] / size[0], shape[1] / size[1])
-    height, width = min(shape[0] / scale, size[0]), min(shape[1] / scale, size[1])
+    height = min(shape[0] / scale, size[0])
+    width = min(shape[1] / scale, size[1])
     return place[0] * (size[0] - height), place[1] * (size[1] - width), height, width
 
 
 def to_tensor(image: Image, flip: bool = False) -> Tensor:
-    """8-bit pixels to [C, H, W] float32 in [-1, 1]; mirrored if ``flip``."""
+    """Return 8-bit pixels as [C, H, W] float32 in [-1, 1], mirrored if ``flip``."""
     pixels = np.asarray(image, dtype=np.float32)
-    pixels = pixels[..., None] if pixels.ndim == 2 else pixels
-    pixels = pixels[:, ::-1] if flip else pixels
+    if pixels.ndim == 2:
+        pixels = pixels[..., None]
+    if flip:
+        pixels = pixels[:, ::-1]
     return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1))) / 127.5 - 1.0
 
 
-def _opened(content: bytes, load: bool) -> Image:
+def _opened(content: bytes) -> Image:
     from PIL import Image as Images
 
-    image: Image = _trying(Images.open, io.BytesIO(content), formats=_FORMATS)
-    if load:
-        _trying(image.load)
-    return image
+    return _trying(Images.open, io.BytesIO(content), formats=_FORMATS)
 
 
-def _trying(call: Any, *args: Any, **kwargs: Any) -> Any:
+def _trying(call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call a function of Pillow, and turn the errors that its decoders raise for damaged bytes into one."""
     from PIL import Image as Images
 
     try:
         return call(*args, **kwargs)
-    # What the decoders of Pillow raise on damaged bytes.
     except (OSError, ValueError, SyntaxError, EOFError, struct.error, Images.DecompressionBombError) as error:
         reason = str(error).split("<_io")[0].strip().rstrip(":") or type(error).__name__
         raise UnreadableImage(reason) from error

@@ -1,4 +1,4 @@
-"""Rows of Hugging Face data sets on this disk, parquet among them, as encoded images with labels and captions.
+"""Hugging Face data sets on the local disk, and parquet files, as encoded images with labels and captions.
 
 The image column is an ``Image``, bytes, or {"bytes", "path"}. No code of a data set is run, and nothing is decoded.
 """
@@ -9,6 +9,7 @@ from typing import Any
 
 from lit_efficient.data.images.image_columns import (
     ImageColumns,
+    Label,
     bytes_of,
     check_caption,
     check_label,
@@ -22,8 +23,14 @@ from lit_efficient.internals.hugging_face import load_saved
 
 
 class SavedTable:
-    """A Hugging Face data set on this disk: a folder written by ``save_to_disk``, or of .arrow or .parquet files, or
-    one file.
+    """Table of a Hugging Face data set on the local disk; an `ImageTable`.
+
+    Args:
+        path: Folder written by ``save_to_disk``, folder of .arrow or .parquet files, or one such file.
+        split: Split to read, if the data set has several.
+        columns: Names of the columns.
+        files: The .arrow or .parquet files. Empty: the folder was written by ``save_to_disk``.
+        cache_dir: Folder for the copy of parquet files.
     """
 
     def __init__(
@@ -31,44 +38,36 @@ class SavedTable:
     ) -> None:
         import datasets
 
-        if files and files[0].suffix == ".parquet":
-            self._rows = map_table("ImageData", "parquet", files, cache_dir)
-        elif files:
-            self._rows = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
-        else:
-            self._rows = load_saved(path)
-        if isinstance(self._rows, dict):
-            if split not in self._rows:
-                raise ConfigurationError(f"ImageData: {path} has no split {split!r}; it has {', '.join(self._rows)}.")
-            self._rows = self._rows[split]
-        self.name = path.name
-        self._folder = path if path.is_dir() else path.parent
-        features, types = self._rows.features, self._rows.data.schema
-        images = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
-        images = images or [field.name for field in types if _holds_bytes(field.type)]
-        self.image = image_column(columns.image, list(features), images, str(path))
-        if not _holds_bytes(types.field(self.image).type):
+        rows = _opened(path, split, files, cache_dir)
+        features = rows.features
+        names = list(features)
+        types = rows.data.schema
+        images = [name for name in names if isinstance(features[name], datasets.Image)]
+        if not images:
+            images = [field.name for field in types if _holds_bytes(field.type)]
+        self.image = image_column(columns.image, names, images, str(path))
+        kind = types.field(self.image).type
+        if not _holds_bytes(kind):
             raise ConfigurationError(
-                f"ImageData: the column {self.image!r} of {path} must hold bytes or a struct with bytes, not "
-                f"{types.field(self.image).type}."
+                f"ImageData: the column {self.image!r} of {path} must hold bytes or a struct with bytes, not {kind}."
             )
         if isinstance(features[self.image], datasets.Image):
-            self._rows = self._rows.cast_column(self.image, datasets.Image(decode=False))
-        label, caption = (
-            chosen_column(kind, getattr(columns, kind), list(features), str(path)) for kind in ("label", "caption")
-        )
-        self.labels, self.label_names, self.captions = None, None, None
+            rows = rows.cast_column(self.image, datasets.Image(decode=False))
+        self.name = path.name
+        self.labels: list[Label] | None = None
+        self.label_names: list[str] | None = None
+        self.captions: list[str] | None = None
+        label = chosen_column("label", columns.label, names, str(path))
         if label is not None:
-            self.labels = [check_label(value, self.place(row), label) for row, value in enumerate(self._rows[label])]
-            names = getattr(features[label], "names", None)
-            self.label_names = list(names) if names else None
+            self.labels = [check_label(value, self.place(row), label) for row, value in enumerate(rows[label])]
+            self.label_names = getattr(features[label], "names", None)
+        caption = chosen_column("caption", columns.caption, names, str(path))
         if caption is not None:
-            self.captions = [
-                check_caption(value, self.place(row), caption) for row, value in enumerate(self._rows[caption])
-            ]
-        self._rows = self._rows.select_columns([self.image])
+            self.captions = [check_caption(value, self.place(row), caption) for row, value in enumerate(rows[caption])]
+        self._folder = path if path.is_dir() else path.parent
+        self._rows = rows.select_columns([self.image])
         self.files = list(files) or [Path(entry["filename"]) for entry in self._rows.cache_files]
-        self.files += self._linked()
+        self.files += self._linked_files()
         self.note = f"{path}: {len(self)} rows, images: {self.image}, labels: {label or 'none'}, "
         self.note += f"captions: {caption or 'none'}"
 
@@ -76,15 +75,15 @@ class SavedTable:
         return len(self._rows)
 
     def place(self, row: int) -> str:
-        """Its number, from 1."""
+        """Return the number of the row, counted from 1."""
         return f"{self.name}, row {row + 1}"
 
     def read(self, row: int) -> bytes:
-        """The image's bytes, or those of the file that the row names."""
+        """Return the bytes of the image, or those of the file that the row names."""
         return bytes_of(self._rows[row][self.image], self.place(row), self._folder)
 
-    def _linked(self) -> list[Path]:
-        """Files that rows name instead of holding their bytes."""
+    def _linked_files(self) -> list[Path]:
+        """Return the files that rows name instead of holding their bytes."""
         import pyarrow
         from pyarrow import compute
 
@@ -96,7 +95,26 @@ class SavedTable:
         return [file_in(self._folder, path, self.name) for path in paths if path]
 
 
+def _opened(path: Path, split: str, files: Sequence[Path], cache_dir: str | None) -> Any:
+    """Return the `datasets.Dataset` of a folder or of files."""
+    import datasets
+
+    if files and files[0].suffix == ".parquet":
+        return map_table("ImageData", "parquet", files, cache_dir)
+    if files:
+        return datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
+    rows = load_saved(path)
+    if isinstance(rows, dict):
+        if split not in rows:
+            raise ConfigurationError(
+                f"ImageData: {path} has no split {split!r}. It has {', '.join(rows)}. Name one of them in splits."
+            )
+        return rows[split]
+    return rows
+
+
 def _holds_bytes(kind: Any) -> bool:
+    """Return whether an Arrow type is bytes, or a struct with bytes."""
     import pyarrow
 
     if pyarrow.types.is_struct(kind):

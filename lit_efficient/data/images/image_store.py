@@ -1,9 +1,9 @@
-"""Tables of images, opened: the size and the hash of every image are found out once and kept.
+"""Tables of images with the size and the hash of every image, which are computed once and cached.
 
     folder = hash(contents of all files, image column, thoroughness)
     sizes.npy [N, 2], digests.npy [N, 32], unreadable.json
 
-Whatever is damaged is found here, before training.
+Damaged images are found here, before training.
 
 Costs: reading every image once; of parquet files a second copy of the images on disk.
 """
@@ -25,16 +25,22 @@ from lit_efficient.files.cache import cache_root, prepared_folder, read_json, wr
 from lit_efficient.files.file_hashes import altered_file, hash_files
 from lit_efficient.files.sums import sha256_of
 
-FORMAT = 1  # part of every key: raise it when the files' meaning changes
+FORMAT = 1  # part of every key; raise it when the meaning of the files changes
 _MANIFEST = "manifest.json"
 _SHOWN = 5
+_Unreadable = list[tuple[int, str]]  # rows, and the reason of each
 
 
 class StoredImages:
-    """The readable images of a table (see :func:`~lit_efficient.data.images.image_tables.open_table`), by number.
+    """Readable images of a table (see `open_table`), by number.
 
-    ``skip_unreadable`` leaves out images that cannot be decoded, after decoding all of them once, and keeps the
-    findings; otherwise one that is seen to be damaged is an error.
+    Args:
+        name: Folder or file of the table.
+        split: Split to read, if there are several.
+        columns: Names of the columns.
+        skip_unreadable: Decode all images once, and leave out those that cannot be decoded. Otherwise an image that is
+            found to be damaged raises an error.
+        cache_dir: Folder of the cache.
 
     Raises:
         ConfigurationError: If there is no such table, or an image of it cannot be read.
@@ -45,14 +51,14 @@ class StoredImages:
     ) -> None:
         self.table: ImageTable = open_table(name, split, columns, cache_dir)
         root = Path(name).expanduser()
+        # Names are part of the key because they decide the order. A relative name lets the folder be moved.
+        names = [file.relative_to(root).as_posix() if root in file.parents else file.name for file in self.table.files]
         content = hash_files(root, self.table.files, cache_dir)
-        # Names, because they decide the order; of files elsewhere the last part alone, so that a folder can be moved.
-        named = [file.relative_to(root).as_posix() if root in file.parents else file.name for file in self.table.files]
-        key = json.dumps([FORMAT, list(zip(named, content)), self.table.image, skip_unreadable])
-        digest = hashlib.sha256(key.encode()).hexdigest()
-        folder = cache_root(cache_dir) / "images" / digest[:32]
-        prepared_folder(folder, partial(_examine, table=self.table, skip=skip_unreadable), _problem)
-        self.unreadable: list[tuple[int, str]] = [(row, why) for row, why in _json(folder / "unreadable.json")]
+        key = json.dumps([FORMAT, list(zip(names, content)), self.table.image, skip_unreadable])
+        folder = cache_root(cache_dir) / "images" / hashlib.sha256(key.encode()).hexdigest()[:32]
+        prepared_folder(folder, partial(_examine, table=self.table, skip=skip_unreadable), _fault)
+        unreadable = json.loads((folder / "unreadable.json").read_text("utf-8"))
+        self.unreadable: _Unreadable = [(row, reason) for row, reason in unreadable]
         bad = {row for row, _ in self.unreadable}
         self.rows = np.array([row for row in range(len(self.table)) if row not in bad], dtype=np.int64)
         self.sizes: np.ndarray = np.load(folder / "sizes.npy")[self.rows]
@@ -62,26 +68,28 @@ class StoredImages:
         return len(self.rows)
 
     def place(self, number: int) -> str:
-        """Where to find an image again."""
+        """Return the place of an image, for people."""
         return self.table.place(int(self.rows[number]))
 
     def read(self, number: int) -> bytes:
-        """An encoded image.
+        """Return an encoded image.
 
         Raises:
-            ConfigurationError: If it is not the one that was found, a millisecond's work for 1 MB.
+            ConfigurationError: If its content has changed. The comparison takes a millisecond for 1 MB.
         """
         content = self.table.read(int(self.rows[number]))
         if hashlib.sha256(content).digest() != self.digests[number].tobytes():
             raise ConfigurationError(
-                f"ImageData: {self.place(number)} has changed since the data was opened: what was computed from it "
-                "would not be what it says it is. Start again."
+                f"ImageData: {self.place(number)} has changed since the data was opened, so results that were computed "
+                "from it no longer match. Start again."
             )
         return content
 
     def of_readable(self, values: list[Any] | None) -> list[Any] | None:
-        """Labels or captions of the table, without those of unreadable images."""
-        return values if values is None or not self.unreadable else [values[row] for row in self.rows]
+        """Return labels or captions of the table without those of unreadable images."""
+        if values is None or not self.unreadable:
+            return values
+        return [values[row] for row in self.rows]
 
     def say(self) -> None:
         """Log what was recognised and what was left out."""
@@ -91,11 +99,11 @@ class StoredImages:
 
 
 def _examine(folder: Path, table: ImageTable, skip: bool) -> None:
-    """Read every image once and write down what was found."""
+    """Read every image once, and write sizes, hashes and faults into ``folder``."""
     rank_zero_info(f"ImageData: reading the {len(table):,} images of {table.name} once.")
     sizes = np.zeros((len(table), 2), dtype=np.int32)
     digests = np.zeros((len(table), 32), dtype=np.uint8)
-    unreadable: list[tuple[int, str]] = []
+    unreadable: _Unreadable = []
     for row in range(len(table)):
         content = table.read(row)
         digests[row] = np.frombuffer(hashlib.sha256(content).digest(), dtype=np.uint8)
@@ -105,10 +113,10 @@ def _examine(folder: Path, table: ImageTable, skip: bool) -> None:
             unreadable.append((row, str(error)))
     if unreadable and not skip:
         raise ConfigurationError(
-            f"ImageData: {_listed(table, unreadable)}\nMend them, or leave them out with skip_unreadable: true."
+            f"ImageData: found {_listed(table, unreadable)}\nRepair them, or leave them out with skip_unreadable: true."
         )
     if len(unreadable) == len(table):
-        raise ConfigurationError(f"ImageData: nothing is left: {_listed(table, unreadable)}")
+        raise ConfigurationError(f"ImageData: no image is left: {_listed(table, unreadable)}")
     np.save(folder / "sizes.npy", sizes)
     np.save(folder / "digests.npy", digests)
     (folder / "unreadable.json").write_text(json.dumps(unreadable))
@@ -116,19 +124,20 @@ def _examine(folder: Path, table: ImageTable, skip: bool) -> None:
     write_json(folder / _MANIFEST, files)
 
 
-def _listed(table: ImageTable, unreadable: list[tuple[int, str]]) -> str:
-    lines = [f"  {table.place(row)}: {why}" for row, why in unreadable[:_SHOWN]]
-    more = [f"  and {len(unreadable) - _SHOWN} more"] if len(unreadable) > _SHOWN else []
-    return "\n".join([f"{len(unreadable)} of {len(table)} images that cannot be read:", *lines, *more])
+def _listed(table: ImageTable, unreadable: _Unreadable) -> str:
+    """Return the number of unreadable images, and the places of the first ones."""
+    lines = [f"{len(unreadable)} of {len(table)} images that cannot be read:"]
+    for row, reason in unreadable[:_SHOWN]:
+        lines.append(f"  {table.place(row)}: {reason}")
+    if len(unreadable) > _SHOWN:
+        lines.append(f"  and {len(unreadable) - _SHOWN} more")
+    return "\n".join(lines)
 
 
-def _problem(folder: Path) -> str | None:
+def _fault(folder: Path) -> str | None:
+    """Return a sentence about the damage of a cache, or None."""
     try:
         recorded = {name: (size, digest) for name, (size, digest) in read_json(folder / _MANIFEST).items()}
     except (OSError, ValueError, AttributeError) as error:
         return f"{_MANIFEST} cannot be read ({error})."
     return altered_file(folder, recorded, thorough=True)
-
-
-def _json(path: Path) -> Any:
-    return json.loads(path.read_text("utf-8"))

@@ -1,15 +1,16 @@
-"""Folders, Hugging Face data sets and parquet files as one thing: encoded images by number, with labels and captions.
+"""Folders, Hugging Face data sets and parquet files as tables of encoded images, with labels and captions.
 
-Rows are numbered in an order that depends on names alone.
+The order of the rows depends on names alone.
 """
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from lit_efficient.data.images.image_columns import ImageColumns
+from lit_efficient.data.images.image_columns import ImageColumns, Label
 from lit_efficient.data.images.image_folder import FolderTable
 from lit_efficient.data.images.image_rows import SavedTable
 from lit_efficient.errors import ConfigurationError
@@ -24,10 +25,10 @@ _SPLITS = {
 
 @dataclass(frozen=True)
 class ImageSplits:
-    """Names of splits, of data sets that have several.
+    """Names of the splits of data sets that have several.
 
     Args:
-        train: Split to train on.
+        train: Split for training.
         val: Split for validation.
         test: Split for the test.
     """
@@ -38,86 +39,97 @@ class ImageSplits:
 
 
 class ImageTable(Protocol):
-    """Encoded images by number. It can be pickled, forked and read by several processes."""
+    """Encoded images by number. A table can be pickled, forked and read by several processes."""
 
     name: str
     image: str
     """Column of the images; "" for files."""
     files: list[Path]
-    """All files that hold images, or name them."""
-    labels: list[Any] | None
-    """Integers or strings."""
+    """All files that hold images or name them."""
+    labels: list[Label] | None
     label_names: list[str] | None
-    """What integers stand for, where that is said."""
+    """Names of labels that are numbers, if the data set states them."""
     captions: list[str] | None
     note: str
-    """What was recognised, in a sentence."""
+    """Sentence that says what was recognised."""
 
     def __len__(self) -> int:
-        """Number of images."""
+        """Return the number of images."""
 
     def place(self, row: int) -> str:
-        """Where to find an image again."""
+        """Return the place of an image, for people."""
 
     def read(self, row: int) -> bytes:
-        """An encoded image."""
+        """Return an encoded image."""
 
 
 def open_table(name: str, split: str, columns: ImageColumns, cache_dir: str | None = None) -> ImageTable:
-    """Find what a name in a config stands for.
+    """Open the table that a name in a config stands for.
+
+    Args:
+        name: Folder or file.
+        split: Split to read, if there are several.
+        columns: Names of the columns.
+        cache_dir: Folder for the copy of parquet files.
 
     Raises:
-        ConfigurationError: If there is no such thing, nothing in it, or a column is missing.
+        ConfigurationError: If there is no such table, it is empty, or a column is missing.
     """
     path = Path(name).expanduser()
     if path.is_file() and path.suffix in (".parquet", ".arrow"):
         return SavedTable(path, split, columns, [path], cache_dir)
     if path.is_file():
-        raise ConfigurationError(f"ImageData: {name} is a file that is neither .parquet nor .arrow: name its folder.")
+        raise ConfigurationError(f"ImageData: {name} is a file that is neither .parquet nor .arrow. Name its folder.")
     if not path.is_dir():
         raise ConfigurationError(f"ImageData: no such folder or file: {name} (looked for {path.absolute()}).")
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return SavedTable(path, split, columns)
-    found = _files_in(path)
-    images = [file for file in found if file.suffix.lower() in IMAGE_SUFFIXES]
-    tables = {suffix: [file for file in found if file.suffix == suffix] for suffix in (".parquet", ".arrow")}
-    kinds = [kind for kind, files in (("images", images), *tables.items()) if files]
+    files = _files_in(path)
+    found = {"images": [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]}
+    for suffix in (".parquet", ".arrow"):
+        found[suffix] = [file for file in files if file.suffix == suffix]
+    kinds = [kind for kind, listed in found.items() if listed]
     if not kinds:
-        listed = ", ".join(IMAGE_SUFFIXES)
-        raise ConfigurationError(f"ImageData: the folder {name} holds no image ({listed}), .parquet or .arrow file.")
+        suffixes = ", ".join(IMAGE_SUFFIXES)
+        raise ConfigurationError(f"ImageData: the folder {name} holds no image ({suffixes}), .parquet or .arrow file.")
     if len(kinds) > 1:
-        raise ConfigurationError(f"ImageData: the folder {name} holds {' and '.join(kinds)}: name one of them.")
-    if images:
-        top = {image.parts[len(path.parts)] for image in images}
-        if all(_split_of(name) for name in top):  # train/, validation/: no classes
-            chosen = [name for name in sorted(top) if _split_of(name) == (_split_of(split) or split)]
-            if len(chosen) != 1:
-                raise ConfigurationError(
-                    f"ImageData: {name} has {', '.join(sorted(top))}: no single one of them is the split {split!r}."
-                )
-            inside = path / chosen[0]
-            others = [image for image in images if inside not in image.parents]
-            images = [image for image in images if inside in image.parents]
-            return FolderTable(inside, images, columns, path, others)
+        raise ConfigurationError(f"ImageData: the folder {name} holds {' and '.join(kinds)}. Name one kind of files.")
+    if kinds[0] == "images":
+        return _open_images(path, found["images"], split, columns)
+    return SavedTable(path, split, columns, _of_split(path, found[kinds[0]], split), cache_dir)
+
+
+def _open_images(path: Path, images: list[Path], split: str, columns: ImageColumns) -> FolderTable:
+    """Return the table of a folder, or of one of its subfolders if their names are those of splits."""
+    top = sorted({image.parts[len(path.parts)] for image in images})
+    if not all(_split_of(name) for name in top):
         return FolderTable(path, images, columns)
-    files = _of_split(path, tables[kinds[0]], split)
-    return SavedTable(path, split, columns, files, cache_dir)
+    chosen = [name for name in top if _split_of(name) == (_split_of(split) or split)]
+    if len(chosen) != 1:
+        raise ConfigurationError(
+            f"ImageData: {path} has {', '.join(top)}: not exactly one of them is the split {split!r}. Set splits."
+        )
+    folder = path / chosen[0]
+    own = [image for image in images if folder in image.parents]
+    others = [image for image in images if folder not in image.parents]
+    return FolderTable(folder, own, columns, path, others)
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """All files below a folder that are not hidden, in an order that does not depend on the file system.
+    """Return all files below a folder that are not hidden, sorted.
 
-    Links to folders are followed, but for those to a folder that they lie in.
+    Links to folders are followed, except links to a folder that contains them.
     """
     found = []
-    above = {os.fspath(folder): {os.path.realpath(folder)}}  # real paths of a folder and of those it is in
+    parents_of = {os.fspath(folder): {os.path.realpath(folder)}}  # real paths of a folder and of the folders above it
     for here, below, names in os.walk(folder, followlinks=True):
-        around, followed = above.pop(here), []
+        parents = parents_of.pop(here)
+        followed = []
         for name in below:
             inside = os.path.join(here, name)
-            real = os.path.realpath(inside) if os.path.islink(inside) else inside
-            if not name.startswith(".") and real not in around:
-                above[inside] = {*around, os.path.realpath(inside)}
+            real = os.path.realpath(inside)
+            if not name.startswith(".") and not (os.path.islink(inside) and real in parents):
+                parents_of[inside] = {*parents, real}
                 followed.append(name)
         below[:] = followed
         found += [Path(here, name) for name in names if not name.startswith(".")]
@@ -125,21 +137,24 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _split_of(name: str) -> str | None:
-    return next((split for split, words in _SPLITS.items() if name.lower() in words), None)
+    """Return the split that a word stands for."""
+    for split, words in _SPLITS.items():
+        if name.lower() in words:
+            return split
+    return None
 
 
-def _of_split(root: Path, files: list[Path], split: str) -> list[Path]:
-    """Those of a split, if file or folder names tell (``train-00000-of-00002.parquet``); else all."""
-
-    def split_by_name(file: Path) -> str | None:
+def _of_split(root: Path, files: Sequence[Path], split: str) -> list[Path]:
+    """Return the files of a split by their names (``train-00000-of-00002.parquet``); all if no name has a split."""
+    splits = {}
+    for file in files:
         words = re.split(r"[-_./]", file.relative_to(root).as_posix())
-        return next((split for word in words if (split := _split_of(word))), None)
-
-    splits = {file: split_by_name(file) for file in files}
+        named = [_split_of(word) for word in words if _split_of(word)]
+        splits[file] = named[0] if named else None
     if not any(splits.values()):
-        return files
+        return list(files)
     chosen = [file for file in files if splits[file] == (_split_of(split) or split)]
     if not chosen:
         there = ", ".join(sorted({name for name in splits.values() if name}))
-        raise ConfigurationError(f"ImageData: {root} has no files of split {split!r}; it has {there}.")
+        raise ConfigurationError(f"ImageData: {root} has no files of split {split!r}. It has {there}. Set splits.")
     return chosen

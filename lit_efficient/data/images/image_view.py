@@ -1,4 +1,4 @@
-"""How images are looked at: their size, and the crops and flips that are their variants."""
+"""Size of images, and the crops and flips that are their variants."""
 
 from dataclasses import dataclass
 
@@ -26,14 +26,15 @@ class ImageView:
     """Size, crop and variants of images.
 
     Args:
-        resolution: Height and width in pixels, a multiple of 8; with buckets the square root of the area.
+        resolution: Height and width in pixels, a multiple of 8. With buckets, the square root of the area.
         channels: ``rgb`` or ``grey``.
-        buckets: Batches of several aspect ratios: true for steps of 64 pixels and aspects up to 2, or a description.
-        crop: Where the covering crop of variants other than 0 lies, ``center`` or ``random``.
-        horizontal_flip: Mirror odd variants.
-        variants: Looks at each image, of which an epoch shows one: 1 for a center crop without flip, 2 with flip, any
-            number of at least 2 for random crops. Variant 0 is the center crop, unflipped; validation sees it alone.
-        resample: Kernel of resampling, ``lanczos`` or ``bicubic``, antialiased.
+        buckets: Batches with several aspect ratios. true uses steps of 64 pixels and aspect ratios of up to 2.
+        crop: Place of the crop in variants other than 0: ``center`` or ``random``.
+        horizontal_flip: Mirror the odd variants.
+        variants: Number of variants of each image; an epoch shows one of them. 1 for a center crop without flip, 2 with
+            flip, any number of at least 2 for random crops. Variant 0 is the center crop without flip, and validation
+            uses it alone.
+        resample: Kernel for resampling, ``lanczos`` or ``bicubic``, with antialiasing.
     """
 
     resolution: int = 256
@@ -54,35 +55,45 @@ class ImageView:
         check_choice("ImageData", "view.horizontal_flip", self.horizontal_flip, (True, False))
         if not isinstance(self.buckets, bool | AspectBuckets):
             raise refusal("ImageData", "view.buckets", "true, false, or AspectBuckets", self.buckets)
-        most = None if self.crop == "random" else 1 + self.horizontal_flip
         check_number("ImageData", "view.variants", self.variants, least=1, whole=True)
-        if self.variants < (most or 2) or (most is not None and self.variants > most):
-            flip = "with" if self.horizontal_flip else "without"
-            allowed = f"{most or 'at least 2'} for crop: {self.crop} {flip} horizontal_flip"
+        flip = "with" if self.horizontal_flip else "without"
+        if self.crop == "random":
+            if self.variants < 2:
+                allowed = f"at least 2 for crop: random {flip} horizontal_flip"
+                raise refusal("ImageData", "view.variants", allowed, self.variants)
+        elif self.variants != 1 + self.horizontal_flip:
+            allowed = f"{1 + self.horizontal_flip} for crop: center {flip} horizontal_flip"
             raise refusal("ImageData", "view.variants", allowed, self.variants)
-        self.shapes()  # buckets that cannot be fail now
+        self.shapes()  # raises now if there are no such buckets
 
     def shapes(self) -> list[Shape]:
-        """The shapes that there are, from the tallest to the widest."""
+        """Return all shapes, from the tallest to the widest."""
         if self.buckets is False:
             return [(self.resolution, self.resolution)]
-        return self._steps().shapes(self.resolution)
+        return self._buckets().shapes(self.resolution)
 
     def look(self, content: bytes, shape: Shape, key: Key, seed: int) -> Tensor:
-        """Encoded bytes to [C, height, width] float32 in [-1, 1]: the same for equal arguments, in any process.
+        """Decode, crop and resample an image to [C, height, width] float32 in [-1, 1].
 
-        The key is index and variant; the seed is that of random crops.
+        The result is the same for equal arguments in any process.
+
+        Args:
+            content: Encoded bytes.
+            shape: Height and width of the result.
+            key: Index and variant.
+            seed: Seed of random crops.
         """
         image = cover(decode(content, self.channels), *shape, self._place(key, seed), self.resample)
         return to_tensor(image, flip=self._flips(key))
 
-    def sizes(self, size: tuple[int, int], shape: Shape, key: Key, seed: int) -> Tensor:
-        """What SDXL takes beside an image of ``size``, [6] int64: its size, top and left of the crop, the crop's size.
+    def sizes(self, size: Shape, shape: Shape, key: Key, seed: int) -> Tensor:
+        """Return the size conditioning of SDXL: original size, top and left of the crop, size of the crop, [6] int64.
 
-        The crop's place is in pixels of the resized image, of the flipped one where it is flipped.
+        Top and left are in pixels of the resized image; if the image is flipped, of the flipped one.
         """
         top, left, height, width = covering(size, shape, self._place(key, seed))
-        left = size[1] - width - left if self._flips(key) else left
+        if self._flips(key):
+            left = size[1] - width - left
         scale = shape[0] / height
         return torch.tensor([*size, round(top * scale), round(left * scale), *shape])
 
@@ -93,16 +104,16 @@ class ImageView:
         return self.horizontal_flip and key[1] % 2 == 1
 
     def identity(self, seed: int) -> dict[str, str]:
-        """What decides the pixels beside the content, by name."""
+        """Return all that the pixels depend on but the content, by name."""
         flip = ", odd variants flipped" if self.horizontal_flip else ""
-        steps = self._steps()
+        buckets = self._buckets()
         return {
             "transform": f"{self.channels}, {self.resample}, {self.crop} crop{flip}, rules {RULES}",
             "resolution": f"{self.resolution}x{self.resolution}",
-            "buckets": f"step {steps.step}, max_aspect {steps.max_aspect:g}" if self.buckets else "none",
+            "buckets": f"step {buckets.step}, max_aspect {buckets.max_aspect:g}" if self.buckets else "none",
             "variants": str(self.variants),
             "seed": str(seed) if self.crop == "random" else "not used",
         }
 
-    def _steps(self) -> AspectBuckets:
+    def _buckets(self) -> AspectBuckets:
         return self.buckets if isinstance(self.buckets, AspectBuckets) else AspectBuckets()

@@ -1,11 +1,12 @@
-"""Images of several stores under one numbering, with their classes and captions put together."""
+"""Images of several stores as one data set, with common classes and captions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from lit_efficient.data.images.aspect_buckets import Shape
+from lit_efficient.data.images.image_columns import Label
 from lit_efficient.data.images.image_folder import FolderTable
 from lit_efficient.data.images.image_pixels import UnreadableImage
 from lit_efficient.data.images.image_store import StoredImages
@@ -15,7 +16,16 @@ from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
 
 
 class KeyedImageFiles:
-    """Images of several stores under one numbering, by (index, variant); the seed is that of random crops."""
+    """Images of several stores, one store after the other, found by (index, variant).
+
+    Args:
+        stores: The stores.
+        shapes: Height and width of each image as an item.
+        view: Crops and flips.
+        seed: Seed of random crops.
+        labels: Number of the class of each image, or None.
+        captions: Caption of each image, or None.
+    """
 
     def __init__(
         self,
@@ -42,19 +52,21 @@ class KeyedImageFiles:
         if not 0 <= variant < self.view.variants:
             raise refusal("ImageData", "the variant", f"at least 0 and below {self.view.variants}", variant)
         if not 0 <= index < len(self):
-            raise IndexError(f"ImageData holds {len(self)} images, there is no number {index}")
+            raise IndexError(f"ImageData holds {len(self)} images; there is no number {index}")
         number = int(np.searchsorted(self._ends, index, side="right"))
-        store, at = self.stores[number], index - (int(self._ends[number - 1]) if number else 0)
+        store = self.stores[number]
+        row = index - (int(self._ends[number]) - len(store))
+        shape = self.shapes[index]
         try:
-            images = self.view.look(store.read(at), self.shapes[index], key, self.seed)
-            height, width = store.sizes[at].tolist()
+            images = self.view.look(store.read(row), shape, key, self.seed)
         except UnreadableImage as error:
             raise ConfigurationError(
-                f"ImageData: {store.place(at)} cannot be read: {error}. Mend it, or leave out what is damaged with "
+                f"ImageData: {store.place(row)} cannot be read: {error}. Repair it, or leave out damaged images with "
                 "skip_unreadable: true."
             ) from error
+        height, width = store.sizes[row].tolist()
         item: dict[str, Any] = {"images": images, "index": index, "variant": variant}
-        item["sizes"] = self.view.sizes((height, width), self.shapes[index], key, self.seed)
+        item["sizes"] = self.view.sizes((height, width), shape, key, self.seed)
         if self.labels is not None:
             item["labels"] = self.labels[index]
         if self.captions is not None:
@@ -62,57 +74,74 @@ class KeyedImageFiles:
         return item
 
 
-def forget_lone_class(stores: list[StoredImages]) -> None:
-    """All images in one subfolder, as kohya's scripts have them: that is no class."""
-    tables = [store.table for store in stores if isinstance(store.table, FolderTable) and store.table.by_subfolder]
-    if len({label for table in tables for label in table.labels or []}) == 1:
+def forget_lone_class(stores: Sequence[StoredImages]) -> None:
+    """Remove the labels if all images are in one subfolder, as kohya's scripts have them: it is not a class."""
+    tables = []
+    labels: set[Label] = set()
+    for store in stores:
+        if isinstance(store.table, FolderTable) and store.table.by_subfolder:
+            tables.append(store.table)
+            labels.update(store.table.labels or [])
+    if len(labels) == 1:
         for table in tables:
             table.labels = None
 
 
-def together(stores: list[StoredImages], kind: Literal["labels", "captions"]) -> list[Any] | None:
-    """Labels or captions of all stores; None if none has them.
+def together(stores: Sequence[StoredImages], kind: Literal["labels", "captions"]) -> list[Any] | None:
+    """Return labels or captions of all stores; None if no store has them.
 
     Raises:
-        ConfigurationError: If some have and others have not.
+        ConfigurationError: If some stores have them and others do not.
     """
-    found = {store.table.name: store.of_readable(getattr(store.table, kind)) for store in stores}
-    lacking = [name for name, values in found.items() if values is None]
-    if len(lacking) == len(found):
-        return None
-    if lacking:
-        having = next(name for name, values in found.items() if values is not None)
+    values: list[Any] = []
+    having = []
+    lacking = []
+    for store in stores:
+        found = store.of_readable(getattr(store.table, kind))
+        if found is None:
+            lacking.append(store.table.name)
+        else:
+            having.append(store.table.name)
+            values += found
+    if having and lacking:
         raise ConfigurationError(
-            f"ImageData: {having} has {kind}, {lacking[0]} has none. Add them, or set columns.{kind[:-1]}: null."
+            f"ImageData: {having[0]} has {kind}, {lacking[0]} has none. Add them, or set columns.{kind[:-1]}: null."
         )
-    return [value for store in stores for value in store.of_readable(getattr(store.table, kind)) or []]
+    return values if having else None
 
 
-def classes_of(stores: dict[str, list[StoredImages]]) -> tuple[list[int] | None, list[str]]:
-    """Number of each image's class, and the classes' names.
+def classes_of(stores: Mapping[str, Sequence[StoredImages]]) -> tuple[list[int] | None, list[str]]:
+    """Return the number of the class of each image, and the names of the classes.
+
+    Args:
+        stores: Stores by part; the classes are those of "train".
 
     Raises:
-        ConfigurationError: If numbers and names are mixed, or a class is met that is not trained on.
+        ConfigurationError: If labels are numbers and names, or a class occurs that is not trained on.
     """
     every = [store for listed in stores.values() for store in listed]
     labels = together(every, "labels")
     if labels is None:
         return None, []
-    trained = [label for store in stores["train"] for label in store.of_readable(store.table.labels) or []]
+    trained = together(stores["train"], "labels") or []
     declared = {tuple(store.table.label_names) for store in every if store.table.label_names}
     if len({type(label) for label in labels}) > 1 or len(declared) > 1:
-        allowed = "all numbers or all names, of the same classes everywhere"
+        allowed = "all numbers or all names, with the same classes everywhere"
         raise refusal("ImageData", "labels", allowed, sorted({type(label).__name__ for label in labels}))
+    number_of: dict[Label, int]
     if isinstance(labels[0], int):
         names = list(declared.pop()) if declared else [str(number) for number in range(max(trained) + 1)]
-        number_of: dict[Any, int] = {number: number for number in range(len(names))}
+        number_of = {number: number for number in range(len(names))}
     else:
-        names = sorted(set(trained), key=(int if all(name.isdigit() for name in trained) else str))
+        names = sorted(set(trained))
+        if all(name.isdigit() for name in names):
+            names.sort(key=int)
         number_of = {name: number for number, name in enumerate(names)}
-    strange = next((label for label in labels if label not in number_of), None)
-    if strange is not None:
-        raise ConfigurationError(
-            f"ImageData: the label {strange!r} is not among the {len(names)} classes that are trained on "
-            f"({', '.join(names[:8])}{', ...' if len(names) > 8 else ''})."
-        )
+    for label in labels:
+        if label not in number_of:
+            more = ", ..." if len(names) > 8 else ""
+            raise ConfigurationError(
+                f"ImageData: the label {label!r} is not among the {len(names)} classes that are trained on "
+                f"({', '.join(names[:8])}{more})."
+            )
     return [number_of[label] for label in labels], names

@@ -190,7 +190,7 @@ def test_bad_buckets(wrong, message):
 
 
 def test_a_single_bucket_is_none():
-    with pytest.raises(ConfigurationError, match="leave 1 shape for a resolution of 64"):
+    with pytest.raises(ConfigurationError, match="give 1 shape for a resolution of 64"):
         AspectBuckets(64, 2.0).shapes(64)
 
 

@@ -68,7 +68,7 @@ def test_subfolders_with_the_names_of_splits_are_no_classes(tmp_path):
     assert contents(opened(tmp_path)) == {number: (name, None) for number, (name, _) in NAMED.items()}
     data = opened(tmp_path, val=str(tmp_path))
     assert (len(data.train_index), len(data.val_index), data.class_names) == (COUNT, 1, ["cat", "dog"])
-    with pytest.raises(ConfigurationError, match="has train, val: no single one of them is the split 'test'"):
+    with pytest.raises(ConfigurationError, match="has train, val: not exactly one of them is the split 'test'"):
         opened(tmp_path, splits=ImageSplits("test"))
 
 
@@ -171,7 +171,7 @@ def test_data_sets_saved_to_disk(tmp_path, kind):
     data = opened(tmp_path / "both", val=str(tmp_path / "both"), splits=ImageSplits(val="other"))
     assert (len(data.train_index), len(data.val_index)) == (COUNT, 1)
     assert number_of(data.dataset[(COUNT, 0)]["images"]) == 0
-    with pytest.raises(ConfigurationError, match=r"has no split 'validation'; it has train, other"):
+    with pytest.raises(ConfigurationError, match=r"has no split 'validation'. It has train, other"):
         opened(tmp_path / "both", val=str(tmp_path / "both"))
     arrows = sorted((tmp_path / "one").glob("*.arrow"))
     (tmp_path / "arrows").mkdir()
@@ -215,7 +215,7 @@ def test_parquet(tmp_path, kind):
     data = opened(tmp_path / "repo", val=str(tmp_path / "repo"))
     assert (len(data.train_index), len(data.val_index)) == (8, 1)
     assert [number_of(data.dataset[(n, 0)]["images"]) for n in range(9)] == [0, 1, 2, 3, 4, 5, 6, 7, 0]
-    with pytest.raises(ConfigurationError, match="no files of split 'test'; it has train, validation"):
+    with pytest.raises(ConfigurationError, match=r"no files of split 'test'. It has train, validation"):
         opened(tmp_path / "repo", splits=ImageSplits("test"))
 
 
@@ -296,20 +296,20 @@ def broken(folder, kind):
     ("kind", "columns", "message"),
     [
         ("empty", {}, r"holds no image \(\.jpg, .*\), \.parquet or \.arrow file"),
-        ("mixed", {}, r"holds images and \.parquet: name one of them"),
+        ("mixed", {}, r"holds images and \.parquet\. Name one kind"),
         ("sidecar", {}, r"1 of 8 images have no caption beside them, the first is .*4\.png.*columns.caption: null"),
         ("plain", {"label": "kind"}, r"columns.label is 'kind', but .* holds no metadata\.jsonl"),
-        ("both", {}, r"metadata\.jsonl and metadata\.csv: leave one"),
-        ("file_name", {}, r"has no column file_name; its columns are file\."),
+        ("both", {}, r"metadata\.jsonl and metadata\.csv\. Remove one"),
+        ("file_name", {}, r"has no column file_name\. Its columns are file\."),
         ("no image", {}, r"metadata\.jsonl, line 3: there is no image '20\.png'"),
         ("twice", {}, r"line 3: the image '1\.png' is listed twice"),
         ("no json", {}, r"line 2 is no JSON"),
         ("no label", {}, r"line 3: the label in 'label' must be a number from 0 or a name, got None"),
         ("no caption", {}, r"line 3: the caption in 'text' must be a text, got 3"),
-        ("unlisted", {"caption": "words"}, r"columns.caption is 'words', but .* it has file_name, text, label"),
+        ("unlisted", {"caption": "words"}, r"columns.caption is 'words', but .* It has file_name, text, label"),
         ("negative", {}, r"row 1: the label in 'label' must be a number from 0 or a name, got -1"),
         ("numbers", {"image": "image"}, r"the column 'image' of .* must hold bytes or a struct .*, not int64"),
-        ("numbers", {"image": "picture"}, r"columns.image is 'picture', but .* it has image, label, text"),
+        ("numbers", {"image": "picture"}, r"columns.image is 'picture', but .* It has image, label, text"),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path, kind, columns, message):
