@@ -1,10 +1,10 @@
-"""Small RGB crops of the two photographs inside scikit-learn: a temple and a dahlia, 427x640, on every machine.
+"""Small RGB crops of the two photographs in scikit-learn: a temple and a dahlia, 427x640, on every machine.
 
     each photograph -> 3 x 5 blocks -> in each row of blocks: 3 for training, 1 for validation, 1 for the test
-    crop k of a block = a square of one of a few scales at a place drawn from hash(seed, block, k), made smaller
+    crop k of a block = a square of one of a few scales at a place drawn from hash(seed, block, k), scaled down
 
-A crop lies inside one block, so no pixel is seen in two parts. They are two photographs: enough to see that a method
-for natural colour images works, and no benchmark of anything.
+A crop is inside one block, so no pixel is in two parts. Two photographs are enough to see that a method for natural
+colour images works. They are no benchmark.
 
 Costs: a few seconds of one CPU core once, for the network that judges samples; crops are made from 1.6 MB in memory.
 Source: china.jpg by danielbuechele and flower.jpg by vultilion, both CC BY 2.0; scikit-learn ships them.
@@ -49,7 +49,7 @@ _CAPTIONS = (
 
 
 class PhotoCrop(NamedTuple):
-    """Where a crop comes from: photograph, block (row, column) and square [top, top + side) x [left, left + side)."""
+    """Origin of a crop: photograph, block (row, column) and square [top, top + side) x [left, left + side)."""
 
     photo: int
     row: int
@@ -60,9 +60,13 @@ class PhotoCrop(NamedTuple):
 
 
 def photo_crops(resolution: int, scales: Sequence[float], crops: int, seed: int) -> list[PhotoCrop]:
-    """All crops, of every block in turn: a pure function of its arguments.
+    """Return the crops of every block: a pure function of the arguments.
 
-    Scales, taken in turn, are pixels of the photograph for each pixel shown.
+    Args:
+        resolution: Height and width of an item in pixels.
+        scales: Pixels of the photograph for each pixel of an item. The crops of a block cycle through the scales.
+        crops: Number of crops of each block.
+        seed: Seed of the places.
     """
     found = []
     for photo in range(len(_NAMES)):
@@ -72,19 +76,20 @@ def photo_crops(resolution: int, scales: Sequence[float], crops: int, seed: int)
                 for number in range(crops):
                     draw = random.Random(mix_seed(seed, photo, row, column, number))  # noqa: S311
                     side = round(resolution * scales[number % len(scales)])
-                    place = top + draw.randint(0, height - side), left + draw.randint(0, width - side)
-                    found.append(PhotoCrop(photo, row, column, *place, side))
+                    crop_top = top + draw.randint(0, height - side)
+                    crop_left = left + draw.randint(0, width - side)
+                    found.append(PhotoCrop(photo, row, column, crop_top, crop_left, side))
     return found
 
 
 def block_of(row: int, column: int) -> tuple[int, int, int, int]:
-    """Top, left, height and width of a block, in pixels of a photograph."""
+    """Return top, left, height and width of a block, in pixels of a photograph."""
     tops = (0, 142, 284, 427)
     return tops[row], _BLOCK * column, tops[row + 1] - tops[row], _BLOCK
 
 
 def parts_of_blocks(seed: int) -> dict[tuple[int, int, int], str]:
-    """Part ("train", "val", "test") of each block (photograph, row, column): all rows of both have blocks in each."""
+    """Return the part of each block (photograph, row, column): "train", "val" or "test". Each row has all parts."""
     parts = {}
     for photo in range(len(_NAMES)):
         for row in range(_ROWS):
@@ -97,12 +102,12 @@ def parts_of_blocks(seed: int) -> dict[tuple[int, int, int], str]:
 
 @dataclass(eq=False)
 class PhotoCropDataset:
-    """Crops by (index, variant); variant 1 is mirrored."""
+    """Data set of crops, found by (index, variant). Variant 1 is mirrored."""
 
     photos: list[np.ndarray]  # the photographs, [427, 640, 3] uint8 each
-    crops: list[PhotoCrop]  # where the crops lie
-    resolution: int  # side of an item in pixels
-    classes: str  # as for :class:`PhotoCrops`
+    crops: list[PhotoCrop]
+    resolution: int  # height and width of an item in pixels
+    classes: str  # as in `PhotoCrops`
     variants: int  # 1 or 2
 
     def __len__(self) -> int:
@@ -115,7 +120,7 @@ class PhotoCropDataset:
         if not 0 <= variant < self.variants:
             raise refusal("PhotoCrops", "the variant", f"at least 0 and below {self.variants}", variant)
         photo, row, _, top, left, side = self.crops[index]
-        # Cut out first: a resampling kernel would reach beyond the crop, and into another part.
+        # Crop first: the kernel of resampling would reach beyond the crop, into another part of the split.
         square = Image.fromarray(self.photos[photo][top : top + side, left : left + side])
         shown = square.resize((self.resolution, self.resolution), Image.Resampling.LANCZOS)
         label = photo if self.classes == "photograph" else photo * _ROWS + row
@@ -124,21 +129,22 @@ class PhotoCropDataset:
 
 
 class PhotoCrops(ImageModule):
-    """RGB crops of scikit-learn's two photographs, with labels, captions and a judge.
+    """DataModule of RGB crops of scikit-learn's two photographs, with labels, captions and a judge.
 
     Args:
         resolution: Height and width in pixels, a multiple of 8.
-        scales: Pixels of the photograph for each pixel shown; the crops of a block have them in turn. A crop's side,
-            ``resolution * scale``, is at most 128 pixels of the photograph.
-        crops: Crops of each of the 30 blocks; 18 blocks are for training, 6 for validation, 6 for the test.
-        classes: ``photograph``: 2. ``band``: 6, the top, middle and bottom of each, which a crop shows but roughly.
+        scales: Pixels of the photograph for each pixel of an item. The crops of a block cycle through the scales. The
+            side of a crop, ``resolution * scale``, is at most 128 pixels of the photograph.
+        crops: Number of crops of each of the 30 blocks. 18 blocks are for training, 6 for validation, 6 for the test.
+        classes: ``photograph``: 2 classes. ``band``: 6 classes, the top, middle and bottom of each photograph; a crop
+            shows its class only roughly.
         horizontal_flip: Give each crop a mirrored variant.
-        batch_size: Images a batch, for each process.
-        judge_steps: Optimizer steps of the network that judges samples; 0 is none, and then no scores.
-        num_workers: Worker processes a loader; the data lies in memory, so 0 is fastest.
+        batch_size: Images in a batch, for each process.
+        judge_steps: Optimizer steps of the network that judges samples. 0: no judge, and no scores.
+        num_workers: Worker processes of a loader. The data is in memory, so 0 is fastest.
         seed: Seed of the places, of the split, of the order and of the judge.
-        cache_dir: Where the judge is kept. Default: LIT_EFFICIENT_CACHE, else ~/.cache/lit_efficient.
-        pin_memory: Whether batches for a CUDA device lie in pinned memory, from which they are copied beside its work.
+        cache_dir: Folder of the cache of the judge. null: LIT_EFFICIENT_CACHE, or ~/.cache/lit_efficient.
+        pin_memory: Place batches for a CUDA device in pinned memory, which allows asynchronous copies.
     """
 
     batches: ClassVar[str] = "images"
@@ -166,7 +172,7 @@ class PhotoCrops(ImageModule):
             raise refusal("PhotoCrops", "resolution", "a multiple of 8", resolution)
         for scale in scales or [scales]:
             name = f"scales for a resolution of {resolution}"
-            check_number("PhotoCrops", name, scale, least=1, most=_BLOCK / resolution)  # a crop lies within a block
+            check_number("PhotoCrops", name, scale, least=1, most=_BLOCK / resolution)  # a crop must fit into a block
         self.resolution = resolution
         self.scales = tuple(scales)
         self.crops = crops
@@ -174,8 +180,10 @@ class PhotoCrops(ImageModule):
         self.horizontal_flip = horizontal_flip
         self.judge_steps = judge_steps
         self.cache_dir = cache_dir
-        bands = [f"{band} of the {name}" for name in _NAMES for band in _BANDS]
-        self.class_names = list(_NAMES) if classes == "photograph" else bands
+        if classes == "photograph":
+            self.class_names = list(_NAMES)
+        else:
+            self.class_names = [f"{band} of the {name}" for name in _NAMES for band in _BANDS]
         self.judge: ConvFeatures | None = None
         self._reference: Tensor | None = None  # features of the training crops
         self._crops: list[PhotoCrop] = []
@@ -186,7 +194,7 @@ class PhotoCrops(ImageModule):
             make_once(self._folder(), self._key(), self._train_judge)
 
     def setup(self, stage: str) -> None:
-        """Read the photographs, and open and check the judge; no randomness."""
+        """Read the photographs, and open and check the judge. No random number is drawn."""
         self._open()
         if not self.judge_steps or self.judge is not None:
             return
@@ -201,10 +209,10 @@ class PhotoCrops(ImageModule):
         return self.resolution, self.resolution
 
     def identity(self) -> dict[str, str]:
-        """What the crops depend on."""
-        content = hashlib.sha256(b"".join(photo.tobytes() for photo in _photographs())).hexdigest()
+        """Return all that the crops depend on, by name."""
+        content = b"".join(photo.tobytes() for photo in _photographs())
         return {
-            "data": content,
+            "data": hashlib.sha256(content).hexdigest(),
             "labels": self.classes,
             "split": self._split_digest(),
             "transform": f"rgb, lanczos, {self.crops} crops a block at scales {list(self.scales)}",
@@ -215,16 +223,16 @@ class PhotoCrops(ImageModule):
 
     @property
     def judges_samples(self) -> bool:
-        """Whether there is a judge."""
+        """True if there is a judge."""
         return self.judge_steps > 0
 
     def score_samples(self, images: Tensor, labels: Tensor | None = None) -> dict[str, float]:
-        """Distances of images [M, 3, H, W] to the training crops in the features of a small network trained on them;
-        not the FID.
+        """Return distances of images [M, 3, H, W] to the training crops in the features of a small trained network.
 
         Returns:
-            ``frechet_distance`` and ``kernel_distance`` (lower is better), and with labels [M] ``sample_accuracy``, the
-            share that the network takes for the photograph that was meant. Nothing if ``judge_steps`` is 0.
+            ``frechet_distance`` and ``kernel_distance`` (lower is better; not the FID), and with labels [M]
+            ``sample_accuracy``, the share of images that the network assigns to the intended photograph. Nothing if
+            ``judge_steps`` is 0.
         """
         if self.judge is None or self._reference is None:
             return {}
@@ -232,25 +240,28 @@ class PhotoCrops(ImageModule):
             features = self.judge(_as_judged(images.cpu().float()))
             scores = distances_of_features(self._reference, features)
             if labels is not None:
-                meant = labels.cpu() if self.classes == "photograph" else labels.cpu() // _ROWS
-                scores["sample_accuracy"] = float((self.judge.head(features).argmax(dim=1) == meant).float().mean())
+                photographs = labels.cpu() if self.classes == "photograph" else labels.cpu() // _ROWS
+                scores["sample_accuracy"] = _accuracy(self.judge, features, photographs)
         return scores
 
     def _open(self) -> None:
         if self.train_index:
             return
-        crops = self._crops = photo_crops(self.resolution, self.scales, self.crops, self.seed)
-        parts = parts_of_blocks(self.seed)
-        of = [parts[crop.photo, crop.row, crop.column] for crop in crops]
-        self.train_index, self.val_index, self.test_index = (
-            [index for index, part in enumerate(of) if part == name] for name in ("train", "val", "test")
-        )
-        self.dataset = PhotoCropDataset(_photographs(), crops, self.resolution, self.classes, self.variants)
+        self._crops = photo_crops(self.resolution, self.scales, self.crops, self.seed)
+        part_of = parts_of_blocks(self.seed)
+        index_of: dict[str, list[int]] = {"train": [], "val": [], "test": []}
+        for index, crop in enumerate(self._crops):
+            index_of[part_of[crop.photo, crop.row, crop.column]].append(index)
+        self.train_index = index_of["train"]
+        self.val_index = index_of["val"]
+        self.test_index = index_of["test"]
+        self.dataset = PhotoCropDataset(_photographs(), self._crops, self.resolution, self.classes, self.variants)
 
     def _folder(self) -> Path:
         return cache_root(self.cache_dir) / "photo_crops" / self._key()[:16]
 
     def _key(self) -> str:
+        """Return a hash of the crops, the settings and the code that the judge depends on."""
         sources = (conv_features.__file__, sample_quality.__file__, stage_one.__file__, __file__)
         code = [hashlib.sha256(Path(str(source)).read_bytes()).hexdigest() for source in sources]
         settings = {name: value for name, value in self.identity().items() if name not in ("labels", "variants")}
@@ -264,17 +275,17 @@ class PhotoCrops(ImageModule):
         with torch.no_grad():
             reference = torch.cat([judge(part) for part in images.split(256)])
             features = judge(held_out)
-            accuracy = float((judge.head(features).argmax(dim=1) == truth).float().mean())
-        floor = distances_of_features(reference, features)
+            accuracy = _accuracy(judge, features, truth)
+        distances = distances_of_features(reference, features)
         rank_zero_info(
-            f"PhotoCrops: the judge knows the photograph of {100 * accuracy:.1f} % of held-out crops, whose Fréchet "
-            f"distance is the floor: {floor['frechet_distance']:.2f}."
+            f"PhotoCrops: the judge finds the photograph of {100 * accuracy:.1f} % of the held-out crops. Their Fréchet "
+            f"distance, {distances['frechet_distance']:.2f}, is the best that samples can reach."
         )
-        facts = {"judge_accuracy": accuracy, "distances_of_held_out_crops": floor}
+        facts = {"judge_accuracy": accuracy, "distances_of_held_out_crops": distances}
         return {"judge.safetensors": judge.state_dict(), "reference.safetensors": {"features": reference}}, facts
 
     def _crops_of(self, index: list[int]) -> tuple[Tensor, Tensor]:
-        """Crops as the judge sees them, and their photographs."""
+        """Return crops as the judge sees them, and the numbers of their photographs."""
         images = torch.stack([self.dataset[(i, 0)]["images"] for i in index])
         return _as_judged(images), torch.tensor([self._crops[i].photo for i in index])
 
@@ -282,8 +293,13 @@ class PhotoCrops(ImageModule):
 _new_judge = functools.partial(ConvFeatures, channels=3, num_classes=len(_NAMES))
 
 
+def _accuracy(judge: ConvFeatures, features: Tensor, photographs: Tensor) -> float:
+    """Return the share of crops that the judge assigns to their photograph."""
+    return float((judge.head(features).argmax(dim=1) == photographs).float().mean())
+
+
 def _as_judged(images: Tensor) -> Tensor:
-    """Of 32 pixels a side at most: that decides what the judge costs."""
+    """Scale images down to at most 32 x 32 pixels, which limits the cost of the judge."""
     return F.adaptive_avg_pool2d(images, 32) if images.shape[-1] > 32 else images
 
 
