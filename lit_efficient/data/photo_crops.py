@@ -278,8 +278,8 @@ class PhotoCrops(ImageModule):
             accuracy = _accuracy(judge, features, truth)
         distances = distances_of_features(reference, features)
         rank_zero_info(
-            f"PhotoCrops: the judge finds the photograph of {100 * accuracy:.1f} % of the held-out crops. Their Fréchet "
-            f"distance, {distances['frechet_distance']:.2f}, is the best that samples can reach."
+            f"PhotoCrops: the judge finds the photograph of {100 * accuracy:.1f} % of the held-out crops. Their "
+            f"Fréchet distance, {distances['frechet_distance']:.2f}, is the best that samples can reach."
         )
         facts = {"judge_accuracy": accuracy, "distances_of_held_out_crops": distances}
         return {"judge.safetensors": judge.state_dict(), "reference.safetensors": {"features": reference}}, facts
