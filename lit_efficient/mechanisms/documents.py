@@ -1,11 +1,12 @@
-"""What tokens see in a language model, asked of the network itself: no later token, no other document of their row.
+"""Isolation of documents in packed rows, and causality of a language model: both are tested on the network itself.
 
-    leak = max_t |f(A B)_t - f(A' B)_t| / max_t |f(A B)_t - f(A B')_t|        t in B; B' changes B's first tokens only
+    leak = max_t |f(A B)_t - f(A' B)_t| / max_t |f(A B)_t - f(A B')_t|        t in B; B' changes only B's first tokens
 
-A changes B as much as B itself does where documents see each other, and not at all where they do not: with A replaced,
-and without A. What keeps them apart differs from network to network, so the ways are tried in order. Costs two to eight
-calls with five rows of at most 16 tokens, and for packed rows two calls with one row as long as theirs, for layers that
-put together what lies further apart; once. Weights, buffers, counters, modes and random states are put back.
+If documents attend to each other, document A changes the logits of document B about as much as B's own first tokens do.
+If they do not, A changes nothing, whether A is replaced or left out. The arguments that isolate documents differ
+between networks, so several are tried in order. The test runs once. It costs two to eight calls with five rows of at
+most 16 tokens and, for packed rows, two calls with one row of their length, because some layers combine only distant
+tokens. Weights, buffers, counters, modes and random states are restored.
 """
 
 from collections import deque
@@ -28,20 +29,21 @@ from lit_efficient.models.networks.document_attention import causal_throughout, 
 from lit_efficient.models.networks.gpt import GPT
 from lit_efficient.models.probes.modes import evaluating, whole_precision
 
-_ROW = 16
-# Of networks that leak none, the rounding alone: 0 to 1e-4 in float32, up to 0.06 in bfloat16; of those that do, 0.08
-# to 8 over all architectures of transformers.
-_EXACT, _COARSE = 5e-3, 0.07
+_ROW = 16  # tokens of a probe row
+# Largest leak that counts as rounding, in float32 and in 16 bits. Over all architectures of transformers, networks that
+# isolate documents leak 0 to 1e-4 in float32 and up to 0.06 in bfloat16; the others leak 0.08 to 8.
+_EXACT = 5e-3
+_COARSE = 0.07
 _Inputs = dict[str, Any]
 
 
 def by_positions(network: Any, input_ids: Tensor, position_ids: Tensor) -> _Inputs:
-    """Positions that start over: most attention models make their mask of them."""
+    """Return position ids that restart at each document. Most attention models derive their mask from them."""
     return {"input_ids": input_ids, "position_ids": position_ids}
 
 
 def by_mask(network: Any, input_ids: Tensor, position_ids: Tensor) -> _Inputs:
-    """A block-diagonal mask for each kind of layer, of the kind that the network's attention takes."""
+    """Return a block-diagonal mask for each kind of layer, in the format of the network's attention."""
     from transformers.masking_utils import create_masks_for_generate
 
     make = getattr(network, "create_masks_for_generate", create_masks_for_generate)
@@ -51,7 +53,10 @@ def by_mask(network: Any, input_ids: Tensor, position_ids: Tensor) -> _Inputs:
 
 
 def by_lengths(network: Any, input_ids: Tensor, position_ids: Tensor) -> _Inputs:
-    """All rows as one, with the documents' bounds: what kernels for state-space layers and flash attention take."""
+    """Return all rows as one row, with the bounds of the documents.
+
+    Kernels of state-space layers and flash attention take these arguments.
+    """
     begins = (position_ids.diff(dim=1, prepend=position_ids[:, :1] - 2) != 1).flatten()
     bounds = torch.cat((begins.nonzero()[:, 0], begins.new_tensor([begins.numel()], dtype=torch.int64))).int()
     longest = int(bounds.diff().max())
@@ -62,7 +67,7 @@ def by_lengths(network: Any, input_ids: Tensor, position_ids: Tensor) -> _Inputs
 
 
 def by_starts(network: Any, input_ids: Tensor, position_ids: Tensor) -> _Inputs:
-    """The number of the token at which each one's document begins, in the place of a mask of T x T."""
+    """Return, for each token, the index at which its document begins, instead of a mask of [T, T]."""
     starts = document_starts(position_ids)[:, None, None]
     return by_positions(network, input_ids, position_ids) | {"attention_mask": starts}
 
@@ -71,39 +76,54 @@ WAYS = {"position_ids": by_positions, "a block-diagonal mask": by_mask, "lengths
 
 
 class DocumentRows:
-    """The arguments with which a network reads batches of documents; before the first ones it is asked what it sees."""
+    """Builder of the arguments with which a network is called on batches of documents.
+
+    The network is tested before the first batch.
+
+    Args:
+        owner: Name of the task, for errors.
+    """
 
     def __init__(self, owner: str) -> None:
         self.owner = owner
-        self._asked: nn.Module | None = None
-        self._way: Callable[[Any, Tensor, Tensor], _Inputs] | None = None
-        self._refusal: ConfigurationError | None = None
+        self._tested: nn.Module | None = None  # the network of the results below
+        self._way: Callable[[Any, Tensor, Tensor], _Inputs] | None = None  # isolates documents
+        self._refusal: ConfigurationError | None = None  # raised if a batch is packed
 
     def arguments(
         self, network: nn.Module, batch: Mapping[str, Tensor], agree: Callable[[bool], bool] = bool
     ) -> _Inputs:
-        """What to call the network with. ``input_ids`` may be ``[1, B T]`` then, and so is what comes back.
+        """Return the keyword arguments of a call of the network.
 
-        The batch has ``input_ids`` ``[B, T]``, with ``position_ids`` if it is packed, ``attention_mask`` if padded,
-        or slices of rows (`own_slices`); ``agree`` says whether all processes say yes, where several call at once.
+        Args:
+            network: The language model.
+            batch: ``input_ids`` [B, T], with ``position_ids`` if the rows are packed, ``attention_mask`` if they are
+                padded, or slices of rows (`own_slices`).
+            agree: Function that returns whether all processes pass True, if several call this method together.
+
+        Returns:
+            Arguments, in which ``input_ids`` may have the shape [1, B T]. The logits then have it, too.
 
         Raises:
-            ConfigurationError: if a token sees later ones, nothing keeps the documents of a row apart, or, of slices,
-                not the starts of documents alone do.
+            ConfigurationError: If tokens attend to later tokens, if documents of a row cannot be isolated, or if rows
+                are cut into slices and documents are not isolated by the attention alone.
         """
         plain: _Inputs = {} if isinstance(network, GPT) else {"use_cache": False}
         packed = ROW_POSITIONS in batch or _packed(network, batch)
-        # Not as late as a packed batch: another process may have its first one in another step, and waits there.
-        may_be = "position_ids" in batch and self._way is None and self._refusal is None
-        if not has_values(next(network.parameters())):  # as in a plan: it cannot be asked
-            self._asked, self._way = network, _usual_way(network)
-        elif self._asked is not network or may_be:
+        # The test does not wait for the first packed batch: processes may get it in different steps, and the test is
+        # collective.
+        untested = "position_ids" in batch and self._way is None and self._refusal is None
+        if not has_values(next(network.parameters())):  # a network without values, as in a plan, cannot be tested
+            self._tested = network
+            self._way = _usual_way(network)
+        elif self._tested is not network or untested:
             with _undisturbed(network, batch["input_ids"].device):
                 probe = _Probe(network, batch["input_ids"].device, plain)
-                if self._asked is not network:
-                    self._way = self._refusal = None
+                if self._tested is not network:
+                    self._way = None
+                    self._refusal = None
                     self._check_causal(probe, agree)
-                    self._asked = network
+                    self._tested = network
                 if "position_ids" in batch:
                     try:
                         self._way = self._find(probe, batch["input_ids"].shape[1], agree)
@@ -120,13 +140,15 @@ class DocumentRows:
         return plain | {name: batch[name] for name in ("input_ids", *optional) if name in batch}
 
     def _of_slices(self, network: nn.Module, batch: Mapping[str, Tensor]) -> _Inputs:
-        ids, positions = batch["input_ids"], batch[ROW_POSITIONS]
+        ids = batch["input_ids"]
+        positions = batch[ROW_POSITIONS]
         if isinstance(network, GPT):
             return by_positions(network, ids, positions)
-        if self._way is not by_starts:  # only then nothing but the attention that gathers has tokens see others
+        # by_starts proves that only the attention mixes tokens, and the attention gathers the other slices' keys.
+        if self._way is not by_starts:
             raise ConfigurationError(
-                f"{self.owner}: {type(network).__name__} mixes tokens by more than torch's causal attention "
-                "(attn_implementation: sdpa), so that its rows cannot be cut: set parallel.context to 1"
+                f"{self.owner}: {type(network).__name__} mixes tokens not only by torch's causal attention "
+                "(attn_implementation: sdpa), so its rows cannot be cut into slices. Set parallel.context to 1"
             )
         starts = by_starts(network, ids, positions)["attention_mask"]
         return by_positions(network, ids, batch["position_ids"]) | {"attention_mask": starts}
@@ -134,14 +156,15 @@ class DocumentRows:
     def _check_causal(self, probe: "_Probe", agree: Callable[[bool], bool]) -> None:
         if probe.blind:
             rank_zero_warn(
-                f"{self.owner}: it is not known whether tokens of {probe.name} see later ones, or other documents of "
-                "their row: no token changes what follows it, or the logits are not finite"
+                f"{self.owner}: could not test whether tokens of {probe.name} attend to later tokens or to other "
+                "documents of their row: no token changes the logits after it, or the logits are not finite"
             )
         if not agree(probe.sees_later <= probe.tolerance):
-            decoder = "config_fields: {is_decoder: true}, or " if hasattr(probe.network.config, "is_decoder") else ""
+            option = "config_fields: {is_decoder: true}, or " if hasattr(probe.network.config, "is_decoder") else ""
             raise ConfigurationError(
-                f"{self.owner}: {probe.name} is not causal: its tokens see later ones ({probe.sees_later:.2g} of what "
-                f"an earlier one changes), so that each would be predicted from itself; take {decoder}a decoder"
+                f"{self.owner}: {probe.name} is not causal: a later token changes the logits of a token by "
+                f"{probe.sees_later:.2g} of the change by an earlier token, so each token would be predicted from "
+                f"itself. Use {option}a decoder"
             )
 
     def _find(
@@ -154,17 +177,17 @@ class DocumentRows:
                 if agree(probe.takes_starts(way, length)):
                     return by_starts
                 if way is not by_positions:
-                    rank_zero_info(f"{self.owner}: packed documents are kept apart by {name} in {probe.name}")
+                    rank_zero_info(f"{self.owner}: packed documents are isolated by {name} in {probe.name}")
                 return way
-            reasons.append(f"with {name} {reason}")
+            reasons.append(f"with {name}, {reason}")
         raise ConfigurationError(
-            f"{self.owner}: documents of a packed row see each other in {probe.name}: {'; '.join(reasons)}. Give each "
-            "document a row of its own: data.init_args.pack=false"
+            f"{self.owner}: {probe.name} does not isolate the documents of a packed row: {'; '.join(reasons)}. Give "
+            "each document its own row: data.init_args.pack=false"
         )
 
 
 class _Probe:
-    """Five rows, and what a network makes of them: A B, A' B, A B', B A, and A B with another last token."""
+    """Logits of a network for five rows of two documents: A B, A' B, A B', B A, and A B with another last token."""
 
     def __init__(self, network: nn.Module, device: torch.device, plain: _Inputs) -> None:
         self.network: Any = network
@@ -172,45 +195,55 @@ class _Probe:
         self.plain = plain
         self.tolerance = _EXACT if whole_precision(network, device) else _COARSE
         length = min(_ROW, longest_row(network))
-        self.first = length * 7 // 16  # tokens of A
-        self.changed = (length - self.first) // 2  # those of B that are others in B'
+        self.first = length * 7 // 16  # number of tokens of A
+        self.changed = (length - self.first) // 2  # number of tokens of B that differ in B'
         tokens = _tokens(self.network)
         index = torch.arange(length)
-        row, other = (tokens[(index + shift) % len(tokens)] for shift in (0, 1))
-        begins, ends = self.first, self.first + self.changed
-        places = [index < begins, (index >= begins) & (index < ends), index == length - 1]
-        rows = [row, *(torch.where(place, other, row) for place in places)]
-        rows.insert(3, row.roll(-self.first))  # B A
+        row = tokens[index % len(tokens)]
+        other = tokens[(index + 1) % len(tokens)]
+        in_a = index < self.first
+        in_changed_part = (index >= self.first) & (index < self.first + self.changed)
+        is_last = index == length - 1
+        rows = [
+            row,
+            torch.where(in_a, other, row),
+            torch.where(in_changed_part, other, row),
+            row.roll(-self.first),  # B A
+            torch.where(is_last, other, row),
+        ]
         self.rows = torch.stack(rows).to(device)
         positions = torch.cat((torch.arange(self.first), torch.arange(length - self.first))).repeat(5, 1)
         positions[3] = torch.cat((torch.arange(length - self.first), torch.arange(self.first)))
         self.positions = positions.to(device)
+        # Weights that replace the network's own, and the logits without any isolation. A pair is kept if tokens have an
+        # effect on later logits at all.
+        self.plain_logits: list[tuple[dict[str, Tensor], Tensor]] = []
         states: list[dict[str, Tensor]] = [{}]
-        if awake := _awake(network):
-            states.append(awake)
-        self.plain_logits = [(state, self._logits({"input_ids": self.rows}, state)) for state in states]
-        self.plain_logits = [
-            (state, logits)
-            for state, logits in self.plain_logits
-            if self._effect(logits) > 1e-6 * float(_norms(logits).max())
-        ]
+        noise = _noise_for_zeros(network)
+        if noise:
+            states.append(noise)
+        for state in states:
+            logits = self._logits({"input_ids": self.rows}, state)
+            if self._effect(logits) > 1e-6 * float(_norms(logits).max()):
+                self.plain_logits.append((state, logits))
         self.blind = not self.plain_logits
         later = [self._most(logits[0, :-1] - logits[4, :-1], logits) for _, logits in self.plain_logits]
         self.sees_later = max(later, default=0.0)
 
     def leak(self, way: Callable[[Any, Tensor, Tensor], _Inputs], length: int) -> tuple[float, str]:
-        """By how much A changes B, in rows of up to ``length`` tokens, and how to say it."""
+        """Return the leak from A to B in rows of up to ``length`` tokens, and a clause that describes it."""
         try:
-            asked: list[tuple[dict[str, Tensor], Tensor | None]] = [*self.plain_logits] or [({}, None)]
-            leaks = [self._near(way, state, plain) for state, plain in asked]
+            cases: list[tuple[dict[str, Tensor], Tensor | None]] = [*self.plain_logits] or [({}, None)]
+            leaks = [self._near(way, state, plain) for state, plain in cases]
             if max(leaks) <= self.tolerance and length > _ROW:
-                leaks += [self._far(way, length, *found) for found in self.plain_logits[:1]]
-        except Exception as error:  # each network refuses what it does not take in its own way
-            return float("inf"), f"it fails ({str(error).strip().splitlines()[0] if str(error) else repr(error)})"
-        return max(leaks), f"one changes the next by {max(leaks):.2g} of what that changes itself"
+                leaks += [self._far(way, length, state, plain) for state, plain in self.plain_logits[:1]]
+        except Exception as error:  # networks raise different errors for arguments that they do not take
+            message = str(error).strip().splitlines()[0] if str(error) else repr(error)
+            return float("inf"), f"the network fails ({message})"
+        return max(leaks), f"a document changes the next one by {max(leaks):.2g} of that document's own effect"
 
     def takes_starts(self, way: Callable[[Any, Tensor, Tensor], _Inputs], length: int) -> bool:
-        """Whether the network gives the same without a mask as in a ``way`` that keeps documents apart."""
+        """Return whether the starts of documents isolate them as well as ``way`` does."""
         if self.blind or isinstance(self.network, GPT):
             return False
         try:
@@ -218,33 +251,40 @@ class _Probe:
                 return False
             read_starts()
             for state, plain in self.plain_logits:
-                there, here = (
-                    self._logits(each(self.network, self.rows, self.positions), state) for each in (way, by_starts)
-                )
-                if self._most(there - here, plain) > self.tolerance:
+                expected = self._logits(way(self.network, self.rows, self.positions), state)
+                logits = self._logits(by_starts(self.network, self.rows, self.positions), state)
+                if self._most(expected - logits, plain) > self.tolerance:
                     return False
             state, plain = self.plain_logits[0]
-            there, here = (self._long(each, length, state, 0) for each in (way, by_starts))
-            return float(_norms(there - here).median()) / self._effect(plain) <= self.tolerance
-        except Exception:  # each network refuses what it does not take in its own way
+            expected = self._long(way, length, state, 0)
+            logits = self._long(by_starts, length, state, 0)
+            return float(_norms(expected - logits).median()) / self._effect(plain) <= self.tolerance
+        except Exception:  # networks raise different errors for arguments that they do not take
             return False
 
     def _near(self, way: Any, state: dict[str, Tensor], plain: Tensor | None) -> float:
+        """Return the leak in the probe rows: with A replaced, and without A."""
         logits = self._logits(way(self.network, self.rows, self.positions), state)
         if plain is None:
             return 0.0
-        second, alone = logits[0, self.first :], plain[3, : len(logits[3]) - self.first]
-        return max(self._most(second - other, plain) for other in (logits[1, self.first :], alone))
+        second = logits[0, self.first :]
+        after_other = logits[1, self.first :]
+        alone = plain[3, : len(logits[3]) - self.first]
+        return max(self._most(second - after_other, plain), self._most(second - alone, plain))
 
     def _far(self, way: Any, length: int, state: dict[str, Tensor], plain: Tensor) -> float:
-        """The same of a long row's last tokens: the middle of them, as rounding may choose other experts for one."""
-        there, here = (self._long(way, length, state, shift) for shift in (0, 1))
-        return float(_norms(there - here).median()) / self._effect(plain)
+        """Return the leak at the last tokens of a long row.
+
+        The median over tokens is used, because rounding may choose other experts for single tokens.
+        """
+        logits = self._long(way, length, state, 0)
+        after_other = self._long(way, length, state, 1)
+        return float(_norms(logits - after_other).median()) / self._effect(plain)
 
     def _long(self, way: Any, length: int, state: dict[str, Tensor], shift: int) -> Tensor:
-        """Logits of the last tokens of a row of two documents, the first of which has other tokens with ``shift``."""
+        """Return the logits of the last tokens of a row of two documents. ``shift`` changes the tokens of the first."""
         length = min(length, longest_row(self.network))
-        first = length * 7 // 16 | 1  # no multiple of what layers put together
+        first = length * 7 // 16 | 1  # odd, so that it is no multiple of the chunks that layers form
         index = torch.arange(length, device=self.rows.device)
         positions = torch.where(index < first, index, index - first)[None]
         tokens = _tokens(self.network).to(self.rows.device)
@@ -263,16 +303,18 @@ class _Probe:
         return logits
 
     def _effect(self, logits: Tensor) -> float:
-        behind = self.first + self.changed
-        return float(_norms(logits[0, behind:] - logits[2, behind:]).max())
+        """Return the largest change of a later token's logits by the changed tokens of B."""
+        after = self.first + self.changed
+        return float(_norms(logits[0, after:] - logits[2, after:]).max())
 
     def _most(self, difference: Tensor, logits: Tensor) -> float:
+        """Return the largest norm of a difference of logits, relative to the effect of B's own tokens."""
         return float(_norms(difference).max()) / self._effect(logits)
 
 
 def _usual_way(network: Any) -> Callable[[Any, Tensor, Tensor], _Inputs]:
-    """What keeps documents apart in most networks."""
-    adds_keys = any(getattr(part, "adds_keys", False) for part in network.modules())  # that no start counts
+    """Return the way that isolates documents in most networks, for a network that cannot be tested."""
+    adds_keys = any(getattr(part, "adds_keys", False) for part in network.modules())  # prefixes have no start
     if isinstance(network, GPT) or adds_keys or not causal_throughout(network, min(longest_row(network), 1 << 20)):
         return by_positions
     read_starts()
@@ -284,66 +326,67 @@ def _norms(logits: Tensor) -> Tensor:
 
 
 def _tokens(network: Any) -> Tensor:
-    """Some ids that are no special ones, spread over the vocabulary."""
+    """Return about 16 token ids that are not special tokens, spread over the vocabulary."""
     if isinstance(network, GPT):
         return torch.arange(network.head.out_features)[:: max(1, network.head.out_features // _ROW)]
     config = network.config.get_text_config()
-    given = [getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")]
-    special = {token for ids in given for token in (ids if isinstance(ids, list) else [ids])}
+    special: set[int | None] = set()
+    for name in ("pad", "bos", "eos"):
+        ids = getattr(config, f"{name}_token_id", None)
+        special.update(ids if isinstance(ids, list) else [ids])
     usual = torch.tensor([token for token in range(config.vocab_size) if token not in special] or [0])
     return usual[:: max(1, len(usual) // _ROW)]
 
 
-def _awake(network: nn.Module) -> dict[str, Tensor]:
-    """Noise in place of the parameters that are all zero: behind them a fresh network hides what it will see.
+def _noise_for_zeros(network: nn.Module) -> dict[str, Tensor]:
+    """Return noise for the parameters that are entirely zero, by name.
 
-    Be it all, or what one kind of its layers would carry from document to document.
+    Zero weights of a new network may hide paths between tokens, in all of its layers or in one kind of them.
     """
-    zeros = {
-        name: parameter
-        for name, parameter in network.named_parameters()
-        if type(parameter) is nn.Parameter
-        and parameter.is_floating_point()
-        and parameter.numel()
-        and not parameter.any()
-    }
-    return {name: torch.linspace(-0.1, 0.1, p.numel()).to(p).sin_().view_as(p) for name, p in zeros.items()}
+    noise = {}
+    for name, p in network.named_parameters():
+        if type(p) is nn.Parameter and p.is_floating_point() and p.numel() and not p.any():
+            noise[name] = torch.linspace(-0.1, 0.1, p.numel()).to(p).sin_().view_as(p)
+    return noise
 
 
 def _packed(network: nn.Module, batch: Mapping[str, Tensor]) -> bool:
+    """Return whether a batch has rows with several documents."""
     if "position_ids" not in batch:
         return False
     if "attention_mask" not in batch or isinstance(network, GPT):
         return True
-    real = batch["attention_mask"].bool()  # positions of padded rows start over behind the filling only
+    real = batch["attention_mask"].bool()  # in padded rows of one document positions restart only after padding
     return bool(((batch["position_ids"].diff(dim=1) != 1) & real[:, 1:] & real[:, :-1]).any())
 
 
 @contextmanager
 def _undisturbed(network: nn.Module, device: torch.device) -> Iterator[None]:
-    """Call ``network`` in eval mode, eagerly and without gradients, as if it had not been called."""
+    """Context for calls of a network in eval mode, eagerly and without gradients, that leave no trace."""
     parts: list[Any] = list(network.modules())
-    owners = hook_owners(network)  # a callback that counts, say, or measures by metrics
-    parts += owners
-    parts += [
-        part for owner in owners for own in vars(owner).values() if isinstance(own, nn.Module) for part in own.modules()
-    ]
+    # Owners of forward hooks may count calls or update metrics, such as callbacks.
+    for owner in hook_owners(network):
+        parts.append(owner)
+        for value in vars(owner).values():
+            if isinstance(value, nn.Module):
+                parts += value.modules()
     held = [value for part in parts for value in held_beside(part)]
     record = Rewind(held, parts, outside=_left_alone)
     kind = device.type
-    # A weight that is cast here, without gradients, must not be what the step finds in autocast's cache.
+    # Without autocast's cache: the training step must not find weights there that were cast without gradients.
     autocast = torch.autocast(
         kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
     )
     try:
         eagerly = torch.compiler.set_stance("force_eager")
-        with evaluating(network), torch.no_grad(), autocast, eagerly, no_dispatch_modes():  # who counts does not see it
+        # Without dispatch modes, so that meters do not count these calls.
+        with evaluating(network), torch.no_grad(), autocast, eagerly, no_dispatch_modes():
             yield
     finally:
         record.restore()
 
 
 def _left_alone(kind: type) -> bool:
-    """All but plain containers and tensors: nothing writes weights here, and what objects hold belongs together."""
+    """Return whether Rewind ignores a type: it records plain containers and tensors only, and no weights."""
     plain = issubclass(kind, dict | list | tuple | set | deque | Tensor)
     return not plain or issubclass(kind, nn.Parameter) or hasattr(kind, "to_local")

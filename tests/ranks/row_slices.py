@@ -175,7 +175,7 @@ def numbers_memory_and_refusals() -> None:
     cases: list[tuple[Any, Any, str]] = [
         ([NEFTune()], OURS, "NEFTune cannot work on slices: its noise goes by how long a text is"),
         ([SelectiveBackprop()], OURS, "SelectiveBackprop cannot work on slices: samples are chosen"),
-        ([], GEMMA, "mixes tokens by more than torch's causal attention"),
+        ([], GEMMA, "mixes tokens not only by torch's causal attention"),
     ]
     for made, config, said in cases:
         with pytest.raises(LitEfficientError, match=said):
