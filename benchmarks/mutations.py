@@ -91,7 +91,10 @@ TESTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "data/text/collate.py": (4, ("data/text/test_chat_tokens.py", "data/test_language_data.py")),
     "data/text/truncation.py": (4, ("data/text/test_chat_tokens.py",)),
     "data/text/turn_spans.py": (4, ("data/text/test_chat_tokens.py",)),
-    "application.py": (10, ("contract/test_application.py", "contract/test_trains.py", "contract/test_after_step.py")),
+    "application/__init__.py": (
+        10,
+        ("contract/test_application.py", "contract/test_trains.py", "contract/test_after_step.py"),
+    ),
     "declaration.py": (5, ("contract/test_application.py", "contract/test_promises.py", "test_catalog.py")),
     "protocol.py": (
         4,

@@ -11,10 +11,14 @@ __version__ = "0.1.0"
 # short class names in YAML with it, `techniques` reads the named files, and the contract tests run over them.
 PUBLIC: dict[str, str] = {
     # the contract
-    "LossHooks": "declaration",
+    "Technique": "technique",
     "Phase": "declaration",
     "Report": "declaration",
-    "Technique": "technique",
+    "Trait": "traits",
+    "LossHooks": "application.loss",
+    "GradientHooks": "application.gradients",
+    "OptimizerHooks": "application.optimizers",
+    "CheckpointHooks": "application.checkpoints",
     "ConflictError": "errors",
     "ConfigurationError": "errors",
     "DivergedError": "errors",

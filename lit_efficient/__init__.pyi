@@ -1,8 +1,12 @@
 # The names of __init__.py for type checkers; written by: python -m tests.generated
-from lit_efficient.declaration import LossHooks as LossHooks
+from lit_efficient.technique import Technique as Technique
 from lit_efficient.declaration import Phase as Phase
 from lit_efficient.declaration import Report as Report
-from lit_efficient.technique import Technique as Technique
+from lit_efficient.traits import Trait as Trait
+from lit_efficient.application.loss import LossHooks as LossHooks
+from lit_efficient.application.gradients import GradientHooks as GradientHooks
+from lit_efficient.application.optimizers import OptimizerHooks as OptimizerHooks
+from lit_efficient.application.checkpoints import CheckpointHooks as CheckpointHooks
 from lit_efficient.errors import ConflictError as ConflictError
 from lit_efficient.errors import ConfigurationError as ConfigurationError
 from lit_efficient.errors import DivergedError as DivergedError

@@ -23,6 +23,7 @@ from pathlib import Path
 from lit_efficient import PUBLIC
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files import configs
+from lit_efficient.traits import OF_LIGHTNING, Trait, conflict_of
 
 PACKAGE = Path(__file__).parent
 GROUP = "lit_efficient.techniques"
@@ -61,7 +62,9 @@ class Card:
             is applied; each may be an empty string. For each of :data:`PURPOSES` that it serves, rank and reason.
         signature: Arguments of the constructor, as written.
         arguments: The ``Args:`` section of the class docstring.
-        conflicts: Classes that it excludes, each with the reason and the way out.
+        conflicts: Classes that it excludes by name, each with the reason and the way out.
+        traits: Names of its traits (:class:`lit_efficient.traits.Trait`), which may exclude other classes.
+        excludes: Traits that it excludes, each with the reason and the way out.
         is_technique: Whether it saves something, unlike a task, a data module or a progress bar.
         distribution: The package of somebody else's that registers it, with its version; empty for ours.
     """
@@ -74,6 +77,8 @@ class Card:
     signature: str = ""
     arguments: str = ""
     conflicts: dict[str, str] = field(default_factory=dict)
+    traits: frozenset[Trait] = frozenset()
+    excludes: dict[Trait, str] = field(default_factory=dict)
     is_technique: bool = True
     distribution: str = ""
 
@@ -161,6 +166,7 @@ def _read_card(name: str, module: str, slot: str, path: Path, distribution: str 
     docstring = (ast.get_docstring(tree) or ast.get_docstring(node) or "").replace("``", "`")
     attributes = _class_attributes(node)
     phase = ast.unparse(attributes["phase"]).split(".")[-1].replace("None", "") if "phase" in attributes else ""
+    conflicts = _conflicts(attributes.get("conflicts"))
     helps = ast.literal_eval(attributes["helps"]) if "helps" in attributes else {}
     helps = {purpose: f"{rank}. {reason}" for purpose, (rank, reason) in helps.items()}
     if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
@@ -173,7 +179,9 @@ def _read_card(name: str, module: str, slot: str, path: Path, distribution: str 
         facts={label.lower(): _labelled(docstring, label) for label in _LABELS} | {"phase": phase} | helps,
         signature=_signature(node),
         arguments=_arguments_section((ast.get_docstring(node) or "").replace("``", "`")),
-        conflicts=_conflicts(attributes.get("conflicts")),
+        conflicts={key: reason for key, reason in conflicts.items() if isinstance(key, str)},
+        traits=_traits(attributes.get("traits")),
+        excludes={key: reason for key, reason in conflicts.items() if isinstance(key, Trait)},
         is_technique=bool(
             distribution or "Technique" in bases or module.split(".")[1] in _TECHNIQUES or _labelled(docstring, "Saves")
         ),
@@ -191,17 +199,32 @@ def _class_attributes(node: ast.ClassDef) -> dict[str, ast.expr]:
     return found
 
 
-def _conflicts(value: ast.expr | None) -> dict[str, str]:
-    """A dictionary as it is written, in which ``**Other.conflicts`` stands for those of another public class."""
-    found: dict[str, str] = {}
+def _conflicts(value: ast.expr | None) -> dict[str | Trait, str]:
+    """Return a dictionary as it is written, in which ``**Other.conflicts`` means those of another public class."""
+    found: dict[str | Trait, str] = {}
     for key, item in zip(value.keys, value.values) if isinstance(value, ast.Dict) else ():
         if key is not None:
-            found[ast.literal_eval(key)] = ast.literal_eval(item)
+            trait = _trait(key)
+            found[ast.literal_eval(key) if trait is None else trait] = ast.literal_eval(item)
             continue
         name = ast.unparse(item).partition(".")[0]
         other = read_cards({name: PUBLIC[name]}) if name in PUBLIC else []
-        found |= other[0].conflicts if other else {}
+        for card in other:
+            for excluded, reason in (*card.conflicts.items(), *card.excludes.items()):
+                found[excluded] = reason
     return found
+
+
+def _traits(value: ast.expr | None) -> frozenset[Trait]:
+    """Return the traits in an expression such as ``frozenset({Trait.ADAPTER})``."""
+    found = [_trait(part) for part in ast.walk(value)] if value is not None else []
+    return frozenset(trait for trait in found if trait is not None)
+
+
+def _trait(value: ast.AST) -> Trait | None:
+    if isinstance(value, ast.Attribute) and ast.unparse(value.value) == "Trait":
+        return Trait.__members__.get(value.attr)
+    return None
 
 
 def _signature(node: ast.ClassDef) -> str:
@@ -239,12 +262,12 @@ def _arguments_section(docstring: str) -> str:
 
 
 def pairs(cards: Iterable[Card]) -> dict[tuple[str, str], str]:
-    """Return what two classes have to do with each other, whichever of the two declares it.
+    """Return the pairs of classes that exclude each other, by name or by their traits.
 
     Returns:
-        ``(name, name) -> "conflicts: reason"`` or ``"conflicts if Name(argument=...): reason"``; pairs that simply go
-        together are not listed.
+        ``(name, name) -> "conflicts: reason"`` or ``"conflicts if Name(argument=...): reason"``.
     """
+    cards = list(cards)
     conflicts: dict[tuple[str, str], str] = {}
     for card in cards:
         for key, reason in card.conflicts.items():
@@ -253,6 +276,18 @@ def pairs(cards: Iterable[Card]) -> dict[tuple[str, str], str]:
             always = key == other and not conflicts.get(pair, "").startswith("conflicts:")
             if always or pair not in conflicts:
                 conflicts[pair] = f"conflicts: {reason}" if key == other else f"conflicts if {key}: {reason}"
+    known = {card.name: card.traits for card in cards}
+    for name, traits in OF_LIGHTNING.items():
+        known.setdefault(name, traits)
+    for card in cards:
+        for other, traits in known.items():
+            pair = (other, card.name) if (other, card.name) in conflicts else (card.name, other)
+            if other == card.name or conflicts.get(pair, "").startswith("conflicts:"):
+                continue
+            reason = next((card.excludes[trait] for trait in card.excludes if trait in traits), "")
+            reason = reason or conflict_of(card.name, card.traits, other, traits)
+            if reason:
+                conflicts[pair] = f"conflicts: {reason}"
     return conflicts
 
 

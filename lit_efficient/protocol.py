@@ -108,20 +108,6 @@ def check_loss(output: Mapping[str, Any], module: nn.Module) -> None:
         )
 
 
-def check_batches(module: Any, data: Any) -> None:
-    """Refuse data whose ``batches`` are of another kind than the module ``trains_on``, where both say which.
-
-    Raises:
-        ConfigurationError: Naming both, and their kinds.
-    """
-    given, wanted = getattr(data, "batches", None), getattr(module, "trains_on", None)
-    if isinstance(given, str) and isinstance(wanted, tuple) and given not in wanted:
-        raise ConfigurationError(
-            f"{type(module).__name__} trains on batches of {' or '.join(wanted)}, and {type(data).__name__} gives "
-            f"{given}: choose data of that kind"
-        )
-
-
 def builds_no_layers(setup: Callable[..., None]) -> Callable[..., None]:
     """Mark a module's ``setup`` that builds no part of the network: it is whole without it, and without data."""
     setup.builds_no_layers = True  # type: ignore[attr-defined]

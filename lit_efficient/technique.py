@@ -1,50 +1,57 @@
-"""The callback that every technique is: it lives in a trainer and has its declaration applied there.
+"""Base classes of techniques: callbacks and precisions that have their declarations applied in a trainer.
 
-The first technique's ``setup`` checks the whole set at once and wraps the methods of the module's instance;
-``teardown`` or ``on_exception`` takes the wraps off again (see :mod:`lit_efficient.application`). What was done to the
-network is kept in a ledger on the module, so that a second run does not do it twice, and in its checkpoints, so that
-it is known which they were.
+The first technique's ``setup`` checks all techniques and wraps the methods of the module's instance. ``teardown`` or
+``on_exception`` removes the wraps (see :mod:`lit_efficient.application`). The transforms of the network are recorded in
+a ledger on the module, so that a second run does not repeat them, and in its checkpoints.
 """
 
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
 
-from lit_efficient import application
+from lit_efficient.application import apply, check_run, install, uninstall
+from lit_efficient.application.ledger import log_reports, reports_of
 from lit_efficient.declaration import Declaration, in_order, techniques_of
 from lit_efficient.internals.lightning_standalone import StandaloneCallback, StandalonePrecision
 from lit_efficient.internals.lightning_trainer import AskedEarly, trainer_of
 
+_LOW = (torch.bfloat16, torch.float16)
+# Attributes of optimizers whose small steps are not rounded away; the second one is torchao's.
+_KEEPS_SMALL_UPDATES = ("keeps_small_updates", "bf16_stochastic_round")
+
 
 class AppliesTechniques(AskedEarly, Callback, StandaloneCallback):
-    """Has the declarations of a trainer applied, whether they are callbacks or its precision."""
+    """Callback that has the techniques of a trainer applied, its callbacks and its precision."""
 
     def refuse(self, trainer: Any, module: Any) -> None:
-        """Check all techniques of the trainer at once, on the first technique's turn."""
+        """Check all techniques of the trainer, if this is the first one."""
         if _is_first(self, trainer):
-            application.check_run(trainer, module)
+            check_run(trainer, module)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Check all techniques of the trainer at once and wrap the module, on the first technique's turn."""
-        application.install(trainer, pl_module)
+        """Check all techniques of the trainer and wrap the module; in a run the first call does all of it."""
+        install(trainer, pl_module)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Take the wraps off; what was done to the network stays."""
-        application.uninstall(pl_module)
+        """Remove the wraps; the transforms of the network stay."""
+        uninstall(pl_module)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Do what ``teardown`` does: Lightning does not call it after an exception."""
         self.teardown(trainer, pl_module, trainer.state.fn)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Log what all techniques touched, on the first technique's turn."""
+        """Log the reports of all techniques, if this is the first one."""
         if _is_first(self, trainer):
-            application.warn_of_rounding(trainer, pl_module)
-            application.log_reports(trainer, application.reports_of(pl_module, techniques_of(trainer)))
+            warn_of_rounding(trainer, pl_module)
+            log_reports(trainer, reports_of(pl_module, techniques_of(trainer)))
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Put into the checkpoint which techniques the run used."""
+        """Record the techniques of the run in the checkpoint."""
         checkpoint.setdefault("lit_efficient", {})["techniques"] = [
             technique.record() for technique in in_order(techniques_of(trainer))
         ]
@@ -55,7 +62,7 @@ def _is_first(callback: AppliesTechniques, trainer: Any) -> bool:
 
 
 class Technique(Declaration, AppliesTechniques):
-    """Base of all techniques: what a subclass says is in :class:`lit_efficient.declaration.Declaration`.
+    """Base of all techniques. See :class:`lit_efficient.declaration.Declaration` for what a subclass declares.
 
     A subclass that defines ``setup``, ``teardown``, ``on_exception``, ``on_fit_start`` or ``on_save_checkpoint`` calls
     ``super()`` in it.
@@ -63,17 +70,45 @@ class Technique(Declaration, AppliesTechniques):
 
 
 class PrecisionTechnique(Declaration, Precision, StandalonePrecision):
-    """Base of techniques that are a trainer's precision; what they change is changed in the order of all techniques.
+    """Base of techniques that are a trainer's precision. They change the network in the order of all techniques.
 
-    Lightning's ``convert_module`` comes after compilation and sharding. It acts here only where no callback is a
+    Lightning's ``convert_module`` comes after compilation and sharding. Here it acts only if no callback is a
     technique, so that there is neither: it then adds the callback that has the precision applied.
     """
 
     def convert_module(self, module: Any) -> Any:
-        """Have the declarations applied, unless a callback has."""
+        """Have the declarations applied, unless a callback does."""
         trainer = trainer_of(module)
         if trainer is not None and not any(isinstance(one, AppliesTechniques) for one in trainer.callbacks):
             trainer.callbacks.insert(0, AppliesTechniques())
-            application.install(trainer, module)
-            application.apply(module, techniques_of(trainer))
+            install(trainer, module)
+            apply(module, techniques_of(trainer))
         return super().convert_module(module)
+
+
+def warn_of_rounding(trainer: Any, module: nn.Module) -> None:
+    """Warn if 16-bit numbers round away steps of an optimizer or the values of position tables."""
+    for optimizer in trainer.optimizers:
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        low = sum(p.numel() for p in trained if p.dtype in _LOW)
+        # ``kahan_sum`` is None where an optimizer uses it only where needed.
+        compensates = any(group.get("kahan_sum", False) is not False for group in optimizer.param_groups)
+        keeps = compensates or any(getattr(optimizer, name, False) for name in _KEEPS_SMALL_UPDATES)
+        if low and not keeps:
+            rank_zero_warn(
+                f"{type(optimizer).__name__} steps {low:,} parameters in 16 bits, where a step below 1/512 of a weight "
+                "is rounded away: they hardly learn. Under precision: bf16-true add the callback StochasticRounding, "
+                "or KahanSummation for 2 bytes a parameter; or use precision: bf16-mixed"
+            )
+    tables = []
+    for name, part in module.named_modules():
+        if list(part.parameters()) or list(part.children()):
+            continue
+        for key, held in part.named_buffers(recurse=False):
+            if held.dtype in _LOW and held.numel() > 1:
+                tables.append(f"{name}.{key}")
+    if tables:
+        rank_zero_warn(
+            f"{len(tables)} tables beside the parameters are rounded to 16 bits, first {tables[0]!r}: frequencies of "
+            "rotary positions then turn far ones by wrong angles. Add the callback KeepFloat32"
+        )

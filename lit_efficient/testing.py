@@ -23,13 +23,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lit_efficient.application import apply, ledger, reports_of
+from lit_efficient.application import apply
+from lit_efficient.application.gradients import gradients_of
+from lit_efficient.application.ledger import ledger, reports_of
 from lit_efficient.declaration import Report, parts_of, techniques_of
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.checkpoints import load_verified
 from lit_efficient.files.records import rebuild
 from lit_efficient.internals.torch_modules import forward_hooks
-from lit_efficient.mechanisms.metering import gradients_of
 from lit_efficient.optimizers.in_backward import InBackward
 from lit_efficient.technique import PrecisionTechnique, Technique
 

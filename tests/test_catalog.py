@@ -7,12 +7,14 @@ import json
 from importlib import import_module
 
 import pytest
+from torch.optim import Optimizer
 
 from lit_efficient import PUBLIC
 from lit_efficient.__main__ import main
 from lit_efficient.catalog import PACKAGE, PURPOSES, SLOTS, Card, arguments_of, pairs, purpose_of, read_cards
 from lit_efficient.commands.card import card_text
 from lit_efficient.commands.techniques import listed, markdown, matrix, table
+from lit_efficient.declaration import Declaration
 from tests import generated
 
 SOURCE = '''"""Drop blocks: train a shorter network.
@@ -208,7 +210,9 @@ def test_every_class_in_a_slot_has_a_card_that_agrees_with_the_class():
         if not any(isinstance(n, ast.ClassDef) and n.name == name for n in ast.parse(path.read_text()).body):
             continue
         cls = getattr(import_module(f"lit_efficient.{module}"), name)
-        assert dict(getattr(cls, "conflicts", {})) == cards[name].conflicts
+        assert dict(getattr(cls, "conflicts", {})) == {**cards[name].conflicts, **cards[name].excludes}
+        if issubclass(cls, Declaration | Optimizer):
+            assert getattr(cls, "traits", frozenset()) == cards[name].traits, f"{name} must list all its traits itself"
         phase = getattr(cls, "phase", None)
         assert (phase.name if phase is not None else "") == cards[name].facts["phase"]
 

@@ -160,7 +160,7 @@ def test_a_technique_has_a_page_made_of_its_card() -> None:
     assert pages == {f"techniques/{card.name}.md" for card in read_cards() if card.is_technique}
     page = SITE["techniques/LoRA.md"]
     assert "automodule:: lit_efficient.callbacks.lora" in page
-    assert "[IA3](IA3.md) | each freezes all but its own parameters" in page
+    assert "[IA3](IA3.md) | each freezes all parameters except its own" in page
     assert "python -m benchmarks.dora" in page  # its measured figure
     assert "- class_path: LoRA" in page
     assert "from lit_efficient import LoRA" in page

@@ -32,7 +32,7 @@ LAYERS = (
     ("losses",),
     ("surgery",),
     ("files", "internals"),
-    ("errors",),
+    ("errors", "traits"),
     ("__init__",),
 )
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}

@@ -16,7 +16,7 @@ from lit_efficient.catalog import PACKAGE
 from lit_efficient.declaration import Declaration
 
 SHARED = ("mechanisms", "distributed", "export", "losses", "models", "data", "tasks", "cli", "files")
-ROOT = ("application.py", "declaration.py", "technique.py", "protocol.py", "surgery.py")
+ROOT = ("application/__init__.py", "declaration.py", "technique.py", "protocol.py", "surgery.py")
 SLOTS = ("callbacks", "precision", "plugins", "strategies", "optimizers")
 TECHNIQUES = {name for name, module in PUBLIC.items() if module.split(".")[0] in SLOTS and name[0].isupper()}
 MESSAGES = {name for name, value in vars(errors).items() if inspect.isfunction(value)}

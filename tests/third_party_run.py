@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from lit_efficient.__main__ import main
-from lit_efficient.application import replay
+from lit_efficient.application.recorded import replay
 from lit_efficient.errors import ConfigurationError
 from tests.cli.toy_runs import BASE
 from tests.support_cli import ToyModel

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.checkpoints import load_verified
+from lit_efficient.traits import Trait
 
 STEPS = 6  # of 12 batches in 2 epochs, two for each step
 _seen: Counter[str] = Counter()
@@ -256,7 +257,7 @@ HOOKS = {
 class Strikes(Callback):
     """Has the process struck in hooks."""
 
-    leaves_traces = True
+    traits = frozenset({Trait.LEAVES_TRACES})
 
 
 def _hook(place: str) -> Any:

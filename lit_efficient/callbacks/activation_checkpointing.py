@@ -27,6 +27,7 @@ from lit_efficient.mechanisms.blocks.residual import without_cache
 from lit_efficient.mechanisms.trials.memory import SavedTensors, format_bytes
 from lit_efficient.surgery import mix_in, unmixed
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 
 class _Recomputed(nn.Module):
@@ -80,10 +81,7 @@ class ActivationCheckpointing(Technique):
     """
 
     phase = Phase.RECOMPUTE
-    refuses_early = True
-    training_only = True
-    after_sharding = True  # the class of a block changes, no parameter does
-    conflicts: ClassVar[dict[str, str]] = {}
+    traits = frozenset({Trait.AFTER_SHARDING, Trait.RECOMPUTES, Trait.REFUSES_EARLY, Trait.TRAINING_ONLY})
     computes: ClassVar[str] = "same"
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "memory": (2, "activations of the blocks, for about a third more time")

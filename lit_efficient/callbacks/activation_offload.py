@@ -23,6 +23,7 @@ from lit_efficient.mechanisms.blocks.offloading import Offload
 from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.surgery import mix_in, unmixed
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 
 class _Offloaded(nn.Module):
@@ -53,8 +54,7 @@ class ActivationOffload(Technique):
     """
 
     phase = Phase.RECOMPUTE
-    training_only = True
-    after_sharding = True  # the class of a block changes, no parameter does
+    traits = frozenset({Trait.AFTER_SHARDING, Trait.TRAINING_ONLY})
     conflicts: ClassVar[dict[str, str]] = {
         "Compile(modules='network')": "what is compiled as a whole saves its tensors by itself: use modules='blocks'"
     }

@@ -15,11 +15,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from lit_efficient.declaration import Report
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import check_number, refusal
 from lit_efficient.mechanisms.clipping import ClipsGradients
 from lit_efficient.surgery import expert_stacks, inputs_first, match_parameters, name_pattern, parents
+from lit_efficient.traits import Trait
 
 
 def adaptive_clip(
@@ -98,9 +100,8 @@ class AdaptiveGradientClipping(ClipsGradients):
         ConflictError: Beside ``gradient_clip_val`` or the module's own clipping; with FSDP1 and DeepSpeed.
     """
 
-    conflicts: ClassVar[dict[str, str]] = {
-        "GradientClipping": "both clip, and neither limit would be what it says: keep one of them"
-    }
+    phase = Phase.CLIP
+    traits = frozenset({Trait.CLIPS})
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "safety": (8, "no unit's gradient is large beside its weights; high rates without batch norm")
     }
@@ -121,13 +122,12 @@ class AdaptiveGradientClipping(ClipsGradients):
         who = "AdaptiveGradientClipping: skip"
         self._skipped = {p for _, p in match_parameters(pl_module, self.skip, who=who)} if self.skip else set()
         self._dims = input_dims(pl_module)
-        super().on_train_start(trainer, pl_module)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._skipped, self._dims = set(), {}  # no copy of the callback should hold weights
         super().teardown(trainer, pl_module, stage)
 
-    def clip(self, gradients: dict[Tensor, Tensor]) -> None:
+    def change_gradients(self, gradients: dict[Tensor, Tensor], optimizer: Optimizer, module: nn.Module) -> None:
         kept = {p: gradient for p, gradient in gradients.items() if p not in self._skipped}
         pairs = [(p.detach(), g, *([self._dims[p]] if p in self._dims else [])) for p, g in kept.items()]
         adaptive_clip(pairs, self.clip_factor, self.eps)  # type: ignore[arg-type]

@@ -13,15 +13,17 @@ from typing import Any, ClassVar, Literal
 from torch import nn
 from torch.optim import Optimizer
 
+from lit_efficient.application.optimizers import OptimizerHooks
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import check_choice, check_number
 from lit_efficient.mechanisms.adapters.targets import ALL_LINEAR
 from lit_efficient.optimizers.low_rank import check_whole, rewrite
 from lit_efficient.optimizers.low_rank_adamw import RandomDirections
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 
-class APOLLO(Technique):
+class APOLLO(OptimizerHooks, Technique):
     """Let the AdamW that the module returns scale the gradients of matrices by what it learns in a random subspace.
 
     Weights train in full. APOLLO-Mini is ``rank: 1, granularity: tensor, scale: 11.3``. What is no target is stepped as
@@ -43,21 +45,10 @@ class APOLLO(Technique):
     """
 
     phase = Phase.OPTIMIZER
+    traits = frozenset({Trait.LOW_RANK})
     alters = ("optimizer",)
     conflicts: ClassVar[dict[str, str]] = {
-        "GroupedAdafactor": "it has no low-rank form: use AdamW or FusedAdamW, or leave APOLLO out",
-        "IA3": "it freezes the matrices whose gradients APOLLO projects: leave one of them out",
-        "Lion": "it has no low-rank form: use AdamW or FusedAdamW, or leave APOLLO out",
-        "LoRA": "it freezes the matrices whose gradients APOLLO projects: leave one of them out",
-        "GaLore": "both decide in which subspace the moments are: keep one of them",
         "LowBitOptimizer": "both decide what the moments are: use APOLLO(bits=8)",
-        "MuonAdamW": "it has no low-rank form: use AdamW or FusedAdamW, or leave APOLLO out",
-        "PeftAdapter": "it freezes the matrices whose gradients APOLLO projects: leave one of them out",
-        "PrefixTuning": "it freezes the matrices whose gradients APOLLO projects: leave one of them out",
-        "PromptTuning": "it freezes the matrices whose gradients APOLLO projects: leave one of them out",
-        "QuantizeBase": "it freezes the matrices whose gradients APOLLO projects: leave one of them out",
-        "ScheduleFree": "both turn AdamW into another optimizer: leave one of them out",
-        "ScheduleFreeAdamW": "it has no low-rank form: use AdamW or FusedAdamW, or leave APOLLO out",
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "memory": (13, "nearly all of the optimizer's states, at another rate")

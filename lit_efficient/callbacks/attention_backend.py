@@ -29,6 +29,7 @@ from lit_efficient.internals.torch_dispatch import TorchDispatchMode
 from lit_efficient.internals.torch_operators import ATTENTION_KERNELS
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 Backend = Literal["flash", "efficient", "cudnn", "math", "flex"]
 
@@ -92,9 +93,7 @@ class AttentionBackend(Technique):
     """
 
     phase = Phase.LAYOUT
-    training_only = True
-    after_sharding = True  # no parameter changes
-    conflicts: ClassVar[dict[str, str]] = {}
+    traits = frozenset({Trait.AFTER_SHARDING, Trait.TRAINING_ONLY})
     computes: ClassVar[str] = "same"
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (6, "no slow kernel for attention unseen")}
 

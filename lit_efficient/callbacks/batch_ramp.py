@@ -31,6 +31,7 @@ from lit_efficient.mechanisms.order.piecewise_loader import PiecewiseLoader
 from lit_efficient.mechanisms.ramps import steps_of
 from lit_efficient.mechanisms.trials.probes import loaders_in
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 
 def seesaw_milestones(steps: int, doublings: int) -> list[int]:
@@ -80,12 +81,11 @@ class BatchRamp(Technique):
     """
 
     phase = Phase.LOSS
-    changes_accumulation = True
+    traits = frozenset({Trait.CHANGES_ACCUMULATION})
     needs = ("milestones",)
     conflicts: ClassVar[dict[str, str]] = {
         "MaxBatchSize": "both set accumulate_grad_batches: find the size in a run without BatchRamp, and set it",
         "OptimizerInBackward": "it steps in each backward pass, and accumulates nothing: leave one of the two out",
-        "GradientAccumulationScheduler": "both set accumulate_grad_batches; keep one of them",
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (0, "small batches while their gradients suffice")}
 

@@ -31,6 +31,7 @@ from lit_efficient.mechanisms.blocks.swapping import Swap, swapped_names, swappe
 from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.surgery import mix_in, unmixed
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 _AT_ONCE = 2  # blocks on the device
 
@@ -93,7 +94,7 @@ class BlockSwap(Technique):
     """
 
     phase = Phase.RECOMPUTE
-    training_only = True
+    traits = frozenset({Trait.TRAINING_ONLY})
     conflicts: ClassVar[dict[str, str]] = {
         "Compile(modules='network')": "blocks inside of what is compiled as a whole are not seen: use modules='blocks'",
         "Compile(mode='reduce-overhead')": "CUDA graphs want weights that stay where they are: leave mode out",

@@ -17,12 +17,14 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from lit_efficient.application.checkpoints import CheckpointHooks
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_layers import Convolution
 from lit_efficient.surgery import count
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -42,7 +44,7 @@ def lay_out(tensor: Tensor, dimensions: Iterable[int] = (4, 5)) -> None:
             tensor.data = tensor.data.contiguous(memory_format=form)
 
 
-class ChannelsLast(Technique):
+class ChannelsLast(CheckpointHooks, Technique):
     """Put the channels last in the memory of all weights, buffers and batches of images (or of volumes).
 
     Of a network with ``Conv2d`` all tensors of four dimensions are laid out, with ``Conv3d`` all of five. Batches of
@@ -54,9 +56,7 @@ class ChannelsLast(Technique):
     """
 
     phase = Phase.LAYOUT
-    training_only = True
-    refuses_early = True
-    conflicts: ClassVar[dict[str, str]] = {}
+    traits = frozenset({Trait.REFUSES_EARLY, Trait.TRAINING_ONLY})
     computes: ClassVar[str] = "same"
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (3, "no transpositions around convolutions")}
 

@@ -27,6 +27,7 @@ from lit_efficient.mechanisms.averages.weights import (
 )
 from lit_efficient.mechanisms.averages.weights import whole as gathered
 from lit_efficient.surgery import is_sharded
+from lit_efficient.traits import Trait
 
 _WEIGHTS = ("uniform", "linear", "exponential")
 
@@ -52,11 +53,7 @@ class CheckpointAverage(ShadowWeights):
 
     label = "average"
     phase = Phase.AVERAGE
-    conflicts: ClassVar[dict[str, str]] = {
-        "WeightAveraging": "both exchange the weights for evaluation; keep one of them",
-        "StochasticWeightAveraging": "both exchange the weights for evaluation; keep one of them",
-        "EMA": "both exchange the weights for evaluation; keep one of them",
-    }
+    traits = frozenset({Trait.SWAPS_WEIGHTS})
     helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (2, "averages the last weights of a constant rate")}
 
     def __init__(

@@ -50,7 +50,6 @@ class ChunkedCrossEntropy(Technique):
     """
 
     phase = Phase.RECOMPUTE
-    conflicts: ClassVar[dict[str, str]] = {}
     computes: ClassVar[str] = "same"
     helps: ClassVar[dict[str, tuple[int, str]]] = {"memory": (3, "the logits of a language model, for nothing")}
 

@@ -19,13 +19,14 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lit_efficient.application import reports_of
+from lit_efficient.application.ledger import reports_of
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, refusal
 from lit_efficient.internals.torch_compiler import at_most_versions, breaks, counts, is_compiled, refused, swap_setting
 from lit_efficient.mechanisms.blocks.block_map import find_blocks
 from lit_efficient.surgery import match_modules, mix_in, parents, unmixed
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait, has_trait
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite")
 _SHOWN = 8  # places where graphs break that are named
@@ -79,8 +80,7 @@ class Compile(Technique):
     """
 
     phase = Phase.COMPILE
-    training_only = True
-    after_sharding = True  # no parameter changes
+    traits = frozenset({Trait.AFTER_SHARDING, Trait.TRAINING_ONLY})
     computes: ClassVar[str] = "same"
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (1, "fewer kernels, the same training")}
 
@@ -114,7 +114,7 @@ class Compile(Technique):
         self._donated_before: bool | None = None
 
     def check(self, trainer: Any, module: Any) -> None:
-        self._retains = any(getattr(callback, "retains_graph", False) for callback in trainer.callbacks)
+        self._retains = any(has_trait(callback, Trait.RETAINS_GRAPH) for callback in trainer.callbacks)
 
     def transform(self, module: nn.Module) -> Report:
         found = self._found(module)

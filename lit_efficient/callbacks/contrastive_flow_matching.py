@@ -13,11 +13,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.declaration import LossHooks, Phase, Report
+from lit_efficient.application.loss import LossHooks
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.distributed.ranks import data_rank
 from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 
 def contrastive_flow_loss(predicted: Tensor, target: Tensor, others: Tensor) -> Tensor:
@@ -60,7 +62,9 @@ class ContrastiveFlowMatching(LossHooks, Technique):
     """
 
     phase = Phase.LOSS
-    of_batch = "each sample is set against another one of its batch"
+    reasons: ClassVar[dict[Trait, str]] = {
+        Trait.NEEDS_WHOLE_BATCH: "each sample is set against another one of its batch",
+    }
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (12, "fewer steps of flow matching, at no cost a step")}
 
     def __init__(self, weight: float = 0.05, seed: int = 0) -> None:

@@ -37,6 +37,7 @@ from lit_efficient.mechanisms.rewind import (
     set_generator_states,
 )
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 
 @dataclass(frozen=True)
@@ -265,7 +266,9 @@ class DataLoaderTuner(Technique):
                 before = random_states()
                 next(other, None)
             drew = not same_random_states(before, random_states())
-        seeded = isinstance(loader, ResumableLoader) or any(one.seeds_batches for one in techniques_of(trainer))
+        seeded = isinstance(loader, ResumableLoader) or any(
+            Trait.SEEDS_BATCHES in one.traits for one in techniques_of(trainer)
+        )
         drew = (drew and not seeded) or not same_random_states(states, generator_states(own))
         set_generator_states(every, states_of_all)
         if drew:

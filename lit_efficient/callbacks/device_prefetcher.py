@@ -25,6 +25,7 @@ from lit_efficient.mechanisms.order.resumable_loader import ResumableLoader
 from lit_efficient.mechanisms.rewind import random_states, same_random_states, set_random_states
 from lit_efficient.mechanisms.trials.probes import loaders_in
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 _STATELESS = ("lightning", "pytorch_lightning")  # whose data modules have no state by themselves
 _BEFORE = ("on_before_batch_transfer", "transfer_batch_to_device")  # hooks that take a batch on the host
@@ -45,7 +46,7 @@ class DevicePrefetcher(Technique):
             a stream of their own.
     """
 
-    leaves_traces: ClassVar[bool] = True  # it reads the run's own batches
+    traits = frozenset({Trait.LEAVES_TRACES})  # it reads the run's own batches
     computes: ClassVar[str] = "same"
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (4, "a GPU does not wait for its batches to be copied")}
 

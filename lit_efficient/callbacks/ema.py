@@ -18,6 +18,7 @@ from lit_efficient.errors import ConfigurationError, ConflictError, check_choice
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights, outside_autograd
 from lit_efficient.mechanisms.averages.weights import averageable, decay_at, placed_like, precise, update_, whole
 from lit_efficient.surgery import is_sharded
+from lit_efficient.traits import Trait
 
 
 class EMA(ShadowWeights):
@@ -46,11 +47,7 @@ class EMA(ShadowWeights):
 
     label = "ema"
     phase = Phase.AVERAGE
-    conflicts: ClassVar[dict[str, str]] = {
-        "WeightAveraging": "both exchange the weights for evaluation; keep one of them",
-        "StochasticWeightAveraging": "both exchange the weights for evaluation; keep one of them",
-        "CheckpointAverage": "both exchange the weights for evaluation; keep one of them",
-    }
+    traits = frozenset({Trait.SWAPS_WEIGHTS})
     helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (1, "evaluates with averaged weights")}
 
     def __init__(

@@ -24,6 +24,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lit_efficient.application.gradients import gradients_of
 from lit_efficient.declaration import Report
 from lit_efficient.distributed.ranks import data_rank
 from lit_efficient.distributed.reducing import configure_in_order, keep_order
@@ -40,11 +41,11 @@ from lit_efficient.internals.lightning_loops import (
 )
 from lit_efficient.internals.lightning_metrics import monitored, restore, unfinished
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
-from lit_efficient.mechanisms.metering import gradients_of
 from lit_efficient.mechanisms.order.carried import attributes_of, differs
 from lit_efficient.mechanisms.order.resumable_loader import ResumableLoader, examine, make_resumable
 from lit_efficient.mechanisms.trials.probes import loaders_in
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 
 class ExactResume(Technique):
@@ -62,8 +63,7 @@ class ExactResume(Technique):
         ConfigurationError: If the seed is negative.
     """
 
-    seeds_batches = True
-    resumes_with: ClassVar[dict[str, str]] = {"seed_everything": "ExactResume goes on with the order and draws before"}
+    traits = frozenset({Trait.SEEDS_BATCHES})
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "safety": (1, "a resumed run gives the bits of one that never stopped")
     }

@@ -17,6 +17,7 @@ from lit_efficient.errors import ConfigurationError, check_choice, refusal
 from lit_efficient.losses.feature_matching import LAYOUTS, LOSSES, match_tokens
 from lit_efficient.mechanisms.alignment import PROJECTIONS, Alignment, Call, make_head, mean, unknown_width
 from lit_efficient.models.libraries.teachers import Teacher, find_teacher, only_module, width_of
+from lit_efficient.traits import Trait
 
 
 class FeatureMatching(Alignment):
@@ -49,9 +50,7 @@ class FeatureMatching(Alignment):
     """
 
     phase = Phase.FREEZE
-    conflicts: ClassVar[dict[str, str]] = {
-        "WeightAveraging": "it configures the model twice and averages the heads, too; use EMA"
-    }
+    traits = frozenset({Trait.MATCHES_FEATURES, Trait.TRAINING_ONLY})
     heads_name = "feature_matching_heads"
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (0, "fewer steps, with a teacher's features to learn from")}
 

@@ -13,15 +13,17 @@ from typing import Any, ClassVar, Literal
 from torch import nn
 from torch.optim import Optimizer
 
+from lit_efficient.application.optimizers import OptimizerHooks
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import check_choice, check_number
 from lit_efficient.mechanisms.adapters.targets import ALL_LINEAR
 from lit_efficient.optimizers.low_rank import check_whole, rewrite
 from lit_efficient.optimizers.low_rank_adamw import StrongestDirections
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 
-class GaLore(Technique):
+class GaLore(OptimizerHooks, Technique):
     """Let the AdamW that the module returns see the gradients of matrices in a subspace of few dimensions.
 
     Weights train in full: nothing is frozen or added. What is no target is stepped as before, and so is a matrix whose
@@ -44,20 +46,10 @@ class GaLore(Technique):
     """
 
     phase = Phase.OPTIMIZER
+    traits = frozenset({Trait.LOW_RANK})
     alters = ("optimizer",)
     conflicts: ClassVar[dict[str, str]] = {
-        "GroupedAdafactor": "it has no low-rank form: use AdamW or FusedAdamW, or leave GaLore out",
-        "IA3": "it freezes the matrices whose gradients GaLore projects: leave one of them out",
-        "Lion": "it has no low-rank form: use AdamW or FusedAdamW, or leave GaLore out",
-        "LoRA": "it freezes the matrices whose gradients GaLore projects: leave one of them out",
         "LowBitOptimizer": "both decide what the moments are: use GaLore(bits=8)",
-        "MuonAdamW": "it has no low-rank form: use AdamW or FusedAdamW, or leave GaLore out",
-        "PeftAdapter": "it freezes the matrices whose gradients GaLore projects: leave one of them out",
-        "PrefixTuning": "it freezes the matrices whose gradients GaLore projects: leave one of them out",
-        "PromptTuning": "it freezes the matrices whose gradients GaLore projects: leave one of them out",
-        "QuantizeBase": "it freezes the matrices whose gradients GaLore projects: leave one of them out",
-        "ScheduleFree": "both turn AdamW into another optimizer: leave one of them out",
-        "ScheduleFreeAdamW": "it has no low-rank form: use AdamW or FusedAdamW, or leave GaLore out",
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {"memory": (12, "most of the optimizer's states, at another rate")}
 

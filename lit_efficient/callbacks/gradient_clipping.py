@@ -12,12 +12,14 @@ Source: Pascanu et al. (2013), https://arxiv.org/abs/1211.5063
 from typing import ClassVar
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from lit_efficient.declaration import Report
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.distributed.gradient_norm import gradient_norm
 from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.mechanisms.averages.weights import local
 from lit_efficient.mechanisms.clipping import ClipsGradients
+from lit_efficient.traits import Trait
 
 
 class GradientClipping(ClipsGradients):
@@ -36,6 +38,8 @@ class GradientClipping(ClipsGradients):
             beside `OptimizerInBackward`.
     """
 
+    phase = Phase.CLIP
+    traits = frozenset({Trait.CLIPS, Trait.NEEDS_ALL_GRADIENTS})
     needs = ("max_norm",)
     conflicts: ClassVar[dict[str, str]] = {
         "OptimizerInBackward": "the gradients are never there together: use gradient_clip_val with "
@@ -51,7 +55,7 @@ class GradientClipping(ClipsGradients):
             raise ConfigurationError("GradientClipping: give max_norm or max_value; both are null")
         self.max_norm, self.max_value = max_norm, max_value
 
-    def clip(self, gradients: dict[Tensor, Tensor]) -> None:
+    def change_gradients(self, gradients: dict[Tensor, Tensor], optimizer: Optimizer, module: nn.Module) -> None:
         values = [gradient.values() if gradient.is_sparse else gradient for gradient in gradients.values()]
         if self.max_value is not None:
             for value in values:

@@ -21,14 +21,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
+from lit_efficient.application.gradients import gradients_of
 from lit_efficient.declaration import Report
 from lit_efficient.distributed.gradient_norm import gradient_norm
 from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number
 from lit_efficient.internals.lightning_loops import logged_step
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_optimizers import unscales
-from lit_efficient.mechanisms.metering import gradients_of, samples_of, short_number
+from lit_efficient.mechanisms.metering import samples_of, short_number
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait, has_trait
 
 
 def noise_and_signal(small: Tensor, big: Tensor, count: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,11 +84,12 @@ class GradientNoiseScale(Technique):
         ConflictError: With manual optimization, and where no process has whole gradients (FSDP, DeepSpeed).
     """
 
-    leaves_traces = True  # it logs, and adds up over processes
+    traits = frozenset({Trait.LEAVES_TRACES, Trait.NEEDS_ALL_GRADIENTS})
+    reasons: ClassVar[dict[Trait, str]] = {
+        Trait.NEEDS_WHOLE_ROWS: "gradients of one batch are shared by processes, and it compares those of several",
+    }
     computes: ClassVar[str] = "same"
-    of_rows = "gradients of one batch are shared by processes, and it compares those of several"
     conflicts: ClassVar[dict[str, str]] = {
-        "OptimizerInBackward": "it accumulates nothing, and gradients are gone before they can be compared",
         "TokenWeightedAccumulation": "it weighs micro-batches by their tokens, and the estimate takes them as equal",
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (0, "says how large a batch still pays")}
@@ -116,7 +119,7 @@ class GradientNoiseScale(Technique):
             raise ConflictError(
                 f"GradientNoiseScale: under {traits.name} no process has whole gradients: measure with strategy='ddp'"
             )
-        changes = any(getattr(callback, "changes_accumulation", False) for callback in trainer.callbacks)
+        changes = any(has_trait(callback, Trait.CHANGES_ACCUMULATION) for callback in trainer.callbacks)
         if trainer.world_size == 1 and trainer.accumulate_grad_batches == 1 and not changes:
             raise ConfigurationError(
                 "GradientNoiseScale compares the gradients of micro-batches with their mean, but a step has one: set "

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
-from lit_efficient.application import optimized_by, schedulers_of
+from lit_efficient.application.optimizers import OptimizerHooks, optimized_by, schedulers_of
 from lit_efficient.declaration import Phase, Report, held
 from lit_efficient.distributed.reducing import renew_reducer
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number, refusal
@@ -26,6 +26,7 @@ from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.mechanisms.blocks.freezing import depth_groups_and_norms, hold, label, release
 from lit_efficient.optimizers.rates import split_groups
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 
 def thawed(step: int, milestones: Sequence[int]) -> int:
@@ -42,7 +43,7 @@ def thawed(step: int, milestones: Sequence[int]) -> int:
     return 1 + bisect_right(milestones, step)
 
 
-class GradualUnfreezing(Technique):
+class GradualUnfreezing(OptimizerHooks, Technique):
     """Freeze all but the head, and thaw group after group down to the stem; the optimizer is never touched mid-run.
 
     The optimizer gets, from the start, all that will ever train, in groups of their own with rates that fall by depth;
@@ -74,10 +75,11 @@ class GradualUnfreezing(Technique):
     phase = Phase.FREEZE
     alters = ("optimizer",)
     needs = ("every_n_epochs",)
-    conflicts: ClassVar[dict[str, str]] = {
+    conflicts: ClassVar[dict[str | Trait, str]] = {
         "BaseFinetuning": "both decide what trains, and it adds groups to the optimizer in the run: keep one of them",
-        "PrefixTuning": "of a frozen network nothing but the prefix trains, so there is no depth to thaw by: keep one",
-        "PromptTuning": "of a frozen network only virtual tokens train, so there is no depth to thaw by: keep one",
+        Trait.VIRTUAL_TOKENS: (
+            "in a frozen network only virtual tokens train, so that there are no layers to unfreeze: keep one of them"
+        ),
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "quality": (0, "fine-tuning that forgets less: one group of layers after another")

@@ -36,6 +36,7 @@ from lit_efficient.mechanisms.alignment import (
 from lit_efficient.mechanisms.blocks.block_map import find_blocks
 from lit_efficient.models.libraries.teachers import CLASS, Teacher, find_teacher, only_module, width_of
 from lit_efficient.surgery import moved, parents
+from lit_efficient.traits import Trait
 
 _UNMEASURED = {"below": 0, "measured": -1, "last": -1}  # measurements in a row; the step of the last; the last step
 
@@ -72,10 +73,8 @@ class HiddenAlignment(Alignment):
     """
 
     phase = Phase.FREEZE
+    traits = frozenset({Trait.MATCHES_FEATURES, Trait.TRAINING_ONLY})
     needs = ("teacher",)
-    conflicts: ClassVar[dict[str, str]] = {
-        "WeightAveraging": "it configures the model twice and averages the heads, too; use EMA",
-    }
     heads_name = "hidden_alignment_heads"
     _below: int
     _measured: int
@@ -125,7 +124,7 @@ class HiddenAlignment(Alignment):
         if self._conflict is not None:
             if weight == 0:
                 raise refusal("HiddenAlignment", "stop_at", "a step or None with weight 0", stop_at)
-            self.retains_graph = True  # type: ignore[misc]
+            self.traits = self.traits | {Trait.RETAINS_GRAPH}
             kept = "gradients are measured before the backward pass, and what was kept by operator can be used once"
             self.conflicts = {**self.conflicts, "ActivationCheckpointing(save=...)": f"{kept}: leave save out"}  # type: ignore[misc]
 

@@ -19,6 +19,7 @@ from lit_efficient.mechanisms.adapters.low_rank import kind_of
 from lit_efficient.mechanisms.adapters.peft_vectors import ia3_placement
 from lit_efficient.mechanisms.adapters.technique import AdapterTechnique
 from lit_efficient.surgery import call_layers, count, match_modules
+from lit_efficient.traits import Trait
 
 # Ends of names: Llama, Mistral, Qwen and Gemma; GPT-2; this package's GPT. Queries are never scaled.
 _FAMILIES = (
@@ -43,12 +44,8 @@ class IA3(AdapterTechnique):
     """
 
     phase = Phase.ADAPT
+    traits = frozenset({Trait.ADAPTER, Trait.FREEZES_MATRICES, Trait.READS_NO_WEIGHTS, Trait.REFUSES_EARLY})
     keeps = "ia3"
-    needs_numbers = False
-    conflicts: ClassVar[dict[str, str]] = {
-        "LoRA": "each freezes all but its own parameters; keep one of them",
-        "WeightAveraging": "it averages the frozen base, too, and configures the model twice; use EMA",
-    }
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "memory": (0, "gradients and states of all but vectors: another training")
     }

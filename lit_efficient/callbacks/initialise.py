@@ -23,6 +23,7 @@ from lit_efficient.mechanisms.blocks.block_map import find_blocks
 from lit_efficient.models.probes.signs_of_training import sign_of_training
 from lit_efficient.surgery import count, inputs_first, match_modules
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 SCHEMES = ("normal", "truncated_normal", "fan_in", "fan_out", "xavier", "orthogonal")
 RESIDUALS = ("scaled", "zero", "same")
@@ -82,8 +83,7 @@ class Initialise(Technique):
     """
 
     phase = Phase.ARCHITECTURE
-    training_only = True
-    conflicts: ClassVar[dict[str, str]] = {}
+    traits = frozenset({Trait.TRAINING_ONLY})
     helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "a network that is trained from its beginning")}
 
     def __init__(

@@ -12,13 +12,15 @@ from typing import ClassVar
 from torch import nn
 from torch.optim import Optimizer
 
+from lit_efficient.application.optimizers import OptimizerHooks
 from lit_efficient.declaration import Phase, Report, held
 from lit_efficient.errors import check_number
 from lit_efficient.optimizers.float32_step import DrawsByStep, step_in_float32
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 
-class KahanSummation(DrawsByStep, Technique):
+class KahanSummation(OptimizerHooks, DrawsByStep, Technique):
     """Step bfloat16 parameters (``precision: bf16-true``) in float32, with any optimizer, and keep what rounding loses.
 
     Weight and compensation together have 16 bits or more. Compensations, and moments that are stored in bfloat16, are
@@ -34,15 +36,7 @@ class KahanSummation(DrawsByStep, Technique):
     """
 
     phase = Phase.ROUND
-    conflicts: ClassVar[dict[str, str]] = {
-        "IA3": "what it trains is float32, where no update is lost: leave KahanSummation out",
-        "LoRA": "what it trains is float32, where no update is lost: leave KahanSummation out",
-        "PeftAdapter": "what it trains is float32, where no update is lost: leave KahanSummation out",
-        "PrefixTuning": "what it trains is float32, where no update is lost: leave KahanSummation out",
-        "PromptTuning": "what it trains is float32, where no update is lost: leave KahanSummation out",
-        "ScheduleFree": "its average of the weights has no compensation: use precision: bf16-mixed",
-        "ScheduleFreeAdamW": "its average of the weights has no compensation: use precision: bf16-mixed",
-    }
+    traits = frozenset({Trait.KEEPS_SMALL_UPDATES})
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "memory": (0, "lets precision: bf16-true learn in small steps, for 2 bytes a parameter")
     }

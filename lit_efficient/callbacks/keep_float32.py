@@ -23,6 +23,7 @@ from lit_efficient.internals.torch_modules import StaysFloat32
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 from lit_efficient.surgery import call_layers, count, expert_stacks, match_modules, mix_in
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 
 class _InFloat32(StaysFloat32):
@@ -95,8 +96,7 @@ class KeepFloat32(Technique):
     """
 
     phase = Phase.LAYOUT
-    refuses_early = True
-    training_only = True
+    traits = frozenset({Trait.REFUSES_EARLY, Trait.TRAINING_ONLY})
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "quality": (0, "exact positions, norms and choices of experts where all else is bfloat16")
     }

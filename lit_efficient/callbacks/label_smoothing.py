@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lit_efficient.declaration import LossHooks, Phase, Report
+from lit_efficient.application.loss import LossHooks
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.losses.deferred_logits import ChunkedLoss
 from lit_efficient.technique import Technique
@@ -110,7 +111,6 @@ class LabelSmoothing(LossHooks, Technique):
     """
 
     phase = Phase.LOSS
-    conflicts: ClassVar[dict[str, str]] = {}
     helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "less confidence in labels that may be wrong")}
 
     def __init__(self, epsilon: float = 0.1) -> None:

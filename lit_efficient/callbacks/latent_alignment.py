@@ -29,6 +29,7 @@ from lit_efficient.mechanisms.alignment import (
     unknown_width,
 )
 from lit_efficient.models.libraries.teachers import Teacher, find_teacher, input_width_of, only_module
+from lit_efficient.traits import Trait
 
 
 class LatentAlignment(Alignment):
@@ -59,13 +60,14 @@ class LatentAlignment(Alignment):
     """
 
     phase = Phase.FREEZE
+    traits = frozenset({Trait.MATCHES_FEATURES, Trait.RETAINS_GRAPH, Trait.TRAINING_ONLY})
     conflicts: ClassVar[dict[str, str]] = {
-        "WeightAveraging": "it configures the model twice and averages the heads, too; use EMA",
-        "ActivationCheckpointing(save=...)": "gradients are measured before the backward pass, and what was kept by "
-        "operator can be used once: leave save out",
+        "ActivationCheckpointing(save=...)": (
+            "gradients are measured before the backward pass, and what was kept by operator can be used once: leave "
+            "save out"
+        ),
     }
     heads_name = "latent_alignment_heads"
-    retains_graph = True
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "speed": (0, "an autoencoder whose latents diffusion learns in fewer steps")
     }

@@ -45,6 +45,7 @@ from lit_efficient.mechanisms.adapters.targets import (
 )
 from lit_efficient.mechanisms.adapters.technique import AdapterTechnique
 from lit_efficient.surgery import call_layers, count, expert_stacks, local, match_modules
+from lit_efficient.traits import Trait
 
 
 class LoRA(AdapterTechnique):
@@ -81,11 +82,8 @@ class LoRA(AdapterTechnique):
     """
 
     phase = Phase.ADAPT
+    traits = frozenset({Trait.ADAPTER, Trait.FREEZES_MATRICES, Trait.READS_NO_WEIGHTS, Trait.REFUSES_EARLY})
     keeps = "adapters"
-    needs_numbers = False
-    conflicts: ClassVar[dict[str, str]] = {
-        "WeightAveraging": "it copies and averages the frozen base, too, and configures the model twice; use EMA"
-    }
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "memory": (11, "gradients and states of all but adapters: another training")
     }
@@ -145,7 +143,8 @@ class LoRA(AdapterTechnique):
             elif name not in ("targets", "modules_to_save") and given != value:  # those are compared by what they match
                 raise refusal("LoRA", name, f"{value!r}, as in start_from, or left out", given)
         # What the base would be compared with, or would start again as it is read.
-        self.needs_numbers = self.variant in ("dora", "pissa") or not all(map(is_added, tensors))
+        if self.variant in ("dora", "pissa") or not all(map(is_added, tensors)):
+            self.traits = self.traits - {Trait.READS_NO_WEIGHTS}
 
     def arguments(self) -> dict[str, Any]:
         """Without ``start_from``, and ``beside`` without folders: a checkpoint holds what they gave."""

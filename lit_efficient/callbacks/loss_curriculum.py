@@ -12,11 +12,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from lit_efficient.declaration import LossHooks, Phase, Report
+from lit_efficient.application.loss import LossHooks
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import check_number
 from lit_efficient.losses.selection import easiest
 from lit_efficient.mechanisms.ramps import check_steps, ramped, steps_of
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 
 class LossCurriculum(LossHooks, Technique):
@@ -34,7 +36,9 @@ class LossCurriculum(LossHooks, Technique):
     """
 
     phase = Phase.LOSS
-    of_batch = "the easiest are those of a batch"
+    reasons: ClassVar[dict[Trait, str]] = {
+        Trait.NEEDS_WHOLE_BATCH: "the easiest are those of a batch",
+    }
     needs = ("steps",)
     conflicts: ClassVar[dict[str, str]] = {
         "SelectiveBackprop": "one takes the easy samples and the other the hard ones; keep one of them"

@@ -15,17 +15,19 @@ from typing import Any, ClassVar, Literal
 from torch import nn
 from torch.optim import Optimizer
 
+from lit_efficient.application.optimizers import OptimizerHooks
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_installed, check_number, refusal
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.optimizers.low_bit import to_low_bit
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 _BITS = (8, 4, "fp8")
 _BACKENDS = ("auto", "bitsandbytes", "torchao")
 
 
-class LowBitOptimizer(Technique):
+class LowBitOptimizer(OptimizerHooks, Technique):
     """Replace the optimizer that the module returns by its low-bit twin, with groups and schedulers kept.
 
     AdamW, Adam, SGD with momentum, RMSprop and Adagrad of torch and Lion of this package have 8-bit twins; AdamW and
@@ -50,9 +52,10 @@ class LowBitOptimizer(Technique):
 
     phase = Phase.OPTIMIZER
     alters = ("optimizer",)
-    conflicts: ClassVar[dict[str, str]] = {
+    conflicts: ClassVar[dict[str | Trait, str]] = {
         "GroupedAdafactor": "it has no low-bit twin, and hardly a state to save: leave LowBitOptimizer out",
         "MuonAdamW": "it has no low-bit twin: use FusedAdamW or Lion, or leave LowBitOptimizer out",
+        Trait.SCHEDULE_FREE: "no low-bit kernel is schedule-free: keep one of them",
     }
     computes: ClassVar[str] = "rounded"
     helps: ClassVar[dict[str, tuple[int, str]]] = {"memory": (5, "three quarters of the optimizer's states")}

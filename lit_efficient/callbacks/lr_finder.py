@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lit_efficient.application.loss import LossHooks
 from lit_efficient.declaration import Phase, Report, techniques_of
 from lit_efficient.errors import (
     ConfigurationError,
@@ -48,6 +49,7 @@ from lit_efficient.mechanisms.trials.rate_range import (
 )
 from lit_efficient.mechanisms.trials.steps import Trials, schedule, unschedule
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 _DECAY = 0.8
 
@@ -74,8 +76,8 @@ class LRFinder(Technique):
     """
 
     phase = Phase.OPTIMIZER
+    traits = frozenset({Trait.TRIES_STEPS})
     conflicts: ClassVar[dict[str, str]] = {"LearningRateFinder": "both set the learning rate; keep LRFinder"}
-    tries_steps = True
     helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "finds a learning rate before the run")}
 
     def __init__(
@@ -254,7 +256,8 @@ class _Losses(Callback):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
             self.losses.append(loss.detach().float())
-            weights = (one.batch_weight for one in techniques_of(trainer) if one.batch_weight is not None)
+            hooks = [one for one in techniques_of(trainer) if isinstance(one, LossHooks)]
+            weights = (one.batch_weight for one in hooks if one.batch_weight is not None)
             self.weights.append(float(next(weights, 1.0)))
 
 

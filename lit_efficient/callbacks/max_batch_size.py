@@ -33,6 +33,7 @@ from lit_efficient.mechanisms.trials.memory import format_bytes, parse_bytes
 from lit_efficient.mechanisms.trials.probes import live_generators
 from lit_efficient.mechanisms.trials.steps import schedule, unschedule
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 
 class MaxBatchSize(Technique):
@@ -67,17 +68,18 @@ class MaxBatchSize(Technique):
         OutOfMemoryError: If not even the smallest size fits.
     """
 
-    changes_accumulation = True
+    traits = frozenset({Trait.CHANGES_ACCUMULATION, Trait.TRIES_STEPS})
     conflicts: ClassVar[dict[str, str]] = {
         "BatchSizeFinder": "both change the batch size; keep MaxBatchSize",
-        "GradientAccumulationScheduler": "both set accumulate_grad_batches; keep one of them",
-        "GradualUnfreezing": "the first steps train the head alone, and what fits them does not fit later ones; "
-        "find the size in a run without GradualUnfreezing and set it",
-        "ActivationCheckpointing(memory_budget=...)": "which blocks are recomputed is decided by the first batch, "
-        "after the size is found: use every or save",
+        "GradualUnfreezing": (
+            "the first steps train the head alone, and what fits them does not fit later ones; find the size in a run"
+            " without GradualUnfreezing and set it"
+        ),
+        "ActivationCheckpointing(memory_budget=...)": (
+            "which blocks are recomputed is decided by the first batch, after the size is found: use every or save"
+        ),
         "LanguageData(stream.enabled=True)": "a stream cannot be asked for its longest rows: set batch_size by hand",
     }
-    tries_steps = True
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "memory": (1, "smaller batches, accumulated to the same effective one"),
         "speed": (7, "larger batches that fit"),

@@ -32,6 +32,7 @@ from lit_efficient.mechanisms.trials.memory import SavedTensors, format_bytes
 from lit_efficient.models.probes.modes import evaluating, trying_out
 from lit_efficient.surgery import mix_in, mix_out, mix_under, parents
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 _ROWS = 6  # that a layer is tried with
 _ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (
@@ -94,8 +95,7 @@ class MemoryEfficientLayers(Technique):
     """
 
     phase = Phase.RECOMPUTE
-    training_only = True
-    conflicts: ClassVar[dict[str, str]] = {}
+    traits = frozenset({Trait.TRAINING_ONLY})
     worth: ClassVar[float] = 0.8  # of its bytes a layer must keep less: the two numbers a row of a LayerNorm are not
     computes: ClassVar[str] = "same"
     helps: ClassVar[dict[str, tuple[int, str]]] = {"memory": (4, "what norms and gated MLPs keep, for little time")}

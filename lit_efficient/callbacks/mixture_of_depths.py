@@ -21,7 +21,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.declaration import LossHooks, Phase, Report
+from lit_efficient.application.checkpoints import CheckpointHooks
+from lit_efficient.application.loss import LossHooks
+from lit_efficient.application.optimizers import OptimizerHooks
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.mechanisms.blocks.block_map import BlockMap, find_blocks, trained_blocks
@@ -31,6 +34,7 @@ from lit_efficient.models.networks.depth_routing import DepthRouted
 from lit_efficient.models.networks.token_rows import rows_in
 from lit_efficient.surgery import count, home_of, mix_in
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 
 def first_guess(router: Tensor, capacity: float, own: bool = True) -> Tensor:
@@ -48,7 +52,7 @@ def first_guess(router: Tensor, capacity: float, own: bool = True) -> Tensor:
     return torch.cat((router / router.norm(), router.new_full((1,), -quantile))) / 2
 
 
-class MixtureOfDepths(LossHooks, Technique):
+class MixtureOfDepths(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
     """Let every other block of a causal language model run on a part of each row's tokens.
 
     Attention in such a block is between the chosen tokens, at their own positions. Padding, of which the block's mask
@@ -70,15 +74,17 @@ class MixtureOfDepths(LossHooks, Technique):
     """
 
     phase = Phase.ARCHITECTURE
+    traits = frozenset({Trait.READS_NO_WEIGHTS})
+    reasons: ClassVar[dict[Trait, str]] = {
+        Trait.NEEDS_WHOLE_BATCH: "what teaches its predictor is a mean over all tokens, learned or not",
+        Trait.SEES_AHEAD: "the largest scores of a row are those of the whole row",
+    }
     alters = ("weights",)
-    needs_numbers = False
-    of_batch = "what teaches its predictor is a mean over all tokens, learned or not"
-    sees_ahead = "the largest scores of a row are those of the whole row"
-    conflicts: ClassVar[dict[str, str]] = {
-        "PrefixTuning": "a prefix stands in the cache of keys and values, and a block that trains on part of the "
-        "tokens has none; use LoRA or IA3",
-        "PromptTuning": "the prompt stands in the cache of keys and values, and a block that trains on part of the "
-        "tokens has none; use LoRA or IA3",
+    conflicts: ClassVar[dict[str | Trait, str]] = {
+        Trait.VIRTUAL_TOKENS: (
+            "virtual tokens are in the cache of keys and values, and a block that trains on a part of the tokens has "
+            "no cache: use LoRA or IA3"
+        ),
         "TokenRouting": "both choose the tokens that a block runs on; keep one of them",
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {

@@ -22,7 +22,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.declaration import LossHooks, Phase, Report
+from lit_efficient.application.checkpoints import CheckpointHooks
+from lit_efficient.application.loss import LossHooks
+from lit_efficient.application.optimizers import OptimizerHooks
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import check_number
 from lit_efficient.mechanisms.blocks.feed_forward import find_feed_forwards
@@ -31,9 +34,10 @@ from lit_efficient.models.networks.expert_layers import ExpertMixture, add_mixtu
 from lit_efficient.models.networks.token_rows import rows_in, tell_rows
 from lit_efficient.surgery import call_layers, count
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 
-class MixtureOfExperts(LossHooks, Technique):
+class MixtureOfExperts(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
     """Turn the feed-forward modules of a network into mixtures of experts, which start as what they were.
 
     They are found by what they do: modules of linear layers in the blocks that map each token by itself. The weights
@@ -59,9 +63,13 @@ class MixtureOfExperts(LossHooks, Technique):
     """
 
     phase = Phase.ARCHITECTURE
+    traits = frozenset({Trait.READS_NO_WEIGHTS})
+    reasons: ClassVar[dict[Trait, str]] = {
+        Trait.NEEDS_WHOLE_BATCH: (
+            "the balance of its experts is that of a batch, and its losses are means over all tokens, learned or not"
+        ),
+    }
     alters = ("weights",)
-    needs_numbers = False
-    of_batch = "the balance of its experts is that of a batch, and its losses are means over all tokens, learned or not"
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "quality": (0, "more parameters at the same compute: another network")
     }

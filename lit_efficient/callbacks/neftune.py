@@ -21,6 +21,7 @@ from lit_efficient.models.networks.token_rows import row_of, rows_in, tell_rows
 from lit_efficient.models.probes.token_embeddings import token_embeddings
 from lit_efficient.surgery import match_modules, mix_in
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 
 def noisy_embeddings(
@@ -116,10 +117,10 @@ class NEFTune(Technique):
     """
 
     phase = Phase.RECOMPUTE  # the noise is on the embeddings as adapters leave them
-    after_sharding = True
-    training_only = True
-    of_rows = "its noise goes by how long a text is"
-    conflicts: ClassVar[dict[str, str]] = {}
+    traits = frozenset({Trait.AFTER_SHARDING, Trait.TRAINING_ONLY})
+    reasons: ClassVar[dict[Trait, str]] = {
+        Trait.NEEDS_WHOLE_ROWS: "its noise goes by how long a text is",
+    }
     helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "less overfitting to a small set of instructions")}
 
     def __init__(self, alpha: float = 5.0, embeddings: str | list[str] = "auto", seed: int = 0) -> None:

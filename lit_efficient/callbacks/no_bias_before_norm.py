@@ -77,7 +77,6 @@ class NoBiasBeforeNorm(Technique):
     """
 
     phase = Phase.ARCHITECTURE
-    conflicts: ClassVar[dict[str, str]] = {}
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (0, "a little: no gradients of biases that cancel")}
 
     @torch.no_grad()

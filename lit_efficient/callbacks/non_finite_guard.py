@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from lit_efficient.application.gradients import gradients_of
 from lit_efficient.errors import DivergedError, check_choice, check_number, listed
 from lit_efficient.files.checkpoints import is_floating
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_shards import largest_of_all
-from lit_efficient.mechanisms.metering import gradients_of
 from lit_efficient.optimizers.in_backward import InBackward
 from lit_efficient.surgery import is_sharded, local
 

@@ -21,6 +21,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lit_efficient.application.optimizers import OptimizerHooks
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number
 from lit_efficient.internals.lightning_loops import accumulates, zeroes_by_hand
@@ -30,9 +31,10 @@ from lit_efficient.optimizers.host_states import HostStates, Streamed, stream_st
 from lit_efficient.optimizers.later_reads import kept_by
 from lit_efficient.surgery import is_sharded
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 
-class OffloadOptimizer(Technique):
+class OffloadOptimizer(OptimizerHooks, Technique):
     """Keep the states of the optimizer that the module returns, whatever its class, in CPU memory.
 
     Args:
@@ -48,9 +50,12 @@ class OffloadOptimizer(Technique):
     """
 
     phase = Phase.OPTIMIZER
-    conflicts: ClassVar[dict[str, str]] = {
+    conflicts: ClassVar[dict[str | Trait, str]] = {
         "BlockSwap(trained=True)": "states of weights in CPU memory are there, too: leave OffloadOptimizer out",
         "LowBitOptimizer": "both decide where the states live: use LowBitOptimizer(paged=True), which does both",
+        Trait.SCHEDULE_FREE: (
+            "swapping the weights needs the optimizer's states on the device of the parameters: keep one of them"
+        ),
     }
     computes: ClassVar[str] = "same"
     helps: ClassVar[dict[str, tuple[int, str]]] = {

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lit_efficient.application.optimizers import OptimizerHooks
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.internals.lightning_loops import accumulates, zeroes_by_hand
@@ -26,9 +27,10 @@ from lit_efficient.optimizers.in_backward import InBackward, step_in_backward
 from lit_efficient.optimizers.later_reads import kept_by
 from lit_efficient.surgery import local
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 
-class OptimizerInBackward(Technique):
+class OptimizerInBackward(OptimizerHooks, Technique):
     """Step each parameter of the optimizer that the module returns, whatever its class, in the backward pass.
 
     Clipping by value is done gradient by gradient. ``on_after_backward`` and ``on_before_optimizer_step`` find no
@@ -43,6 +45,7 @@ class OptimizerInBackward(Technique):
     """
 
     phase = Phase.STEP
+    traits = frozenset({Trait.STEPS_IN_BACKWARD})
     conflicts: ClassVar[dict[str, str]] = {
         "GradientAccumulationScheduler": "accumulated gradients stay until the last batch: use larger batches instead",
         "MaxBatchSize(keep_effective_batch=True)": "it accumulates, and then gradients stay until the last batch: use "

@@ -29,6 +29,7 @@ from lit_efficient.mechanisms.blocks.block_map import note_trained
 from lit_efficient.models.libraries.causal_lm import Primitive
 from lit_efficient.models.libraries.config_fields import meant
 from lit_efficient.surgery import call_layers, count
+from lit_efficient.traits import Trait
 
 _FIELDS = "fields of a peft configuration with peft_type, or its object"
 
@@ -58,13 +59,11 @@ class PeftAdapter(AdapterTechnique):
     """
 
     phase = Phase.ADAPT
+    traits = frozenset({Trait.ADAPTER, Trait.FREEZES_MATRICES, Trait.REFUSES_EARLY})
     keeps = "peft"
     conflicts: ClassVar[dict[str, str]] = {
         "LoRA": "each freezes all but its own parameters; keep one of them (several of peft's go into one config)",
         "IA3": "each freezes all but its own parameters; keep one of them (several of peft's go into one config)",
-        "PrefixTuning": "each freezes all but its own parameters; keep one of them",
-        "PromptTuning": "each freezes all but its own parameters; keep one of them",
-        "WeightAveraging": "it copies and averages the frozen base, too, and configures the model twice; use EMA",
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "memory": (0, "gradients and states of all but adapters: another training")

@@ -33,6 +33,7 @@ from lit_efficient.mechanisms.averages.weights import (
     whole,
 )
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -54,7 +55,7 @@ class PowerEMA(Technique):
     """
 
     phase = Phase.AVERAGE
-    leaves_traces = True
+    traits = frozenset({Trait.LEAVES_TRACES})
     conflicts: ClassVar[dict[str, str]] = {
         # In the same hook, so that the order of the list would decide which weights are averaged.
         "EMA(switch_every=...)": "it replaces the weights that PowerEMA averages: leave switch_every out"

@@ -20,6 +20,7 @@ from lit_efficient.mechanisms.adapters.base import freeze_base
 from lit_efficient.mechanisms.adapters.prefix import add_prefix
 from lit_efficient.mechanisms.adapters.virtual_tokens import VirtualTokens
 from lit_efficient.surgery import count, match_modules
+from lit_efficient.traits import Trait
 
 
 class PrefixTuning(VirtualTokens):
@@ -49,13 +50,9 @@ class PrefixTuning(VirtualTokens):
     """
 
     phase = Phase.ADAPT
-    of_rows = "its virtual tokens come before whole rows"
-    conflicts: ClassVar[dict[str, str]] = {
-        "LoRA": "each freezes all but its own parameters; keep one of them",
-        "IA3": "each freezes all but its own parameters; keep one of them",
-        "ActivationCheckpointing": "a block that is recomputed would meet a cache that has its keys already, or none; "
-        "save memory by a smaller batch with accumulate_grad_batches, or use LoRA",
-        "WeightAveraging": "it averages the frozen base, too, and configures the model twice; use EMA",
+    traits = frozenset({Trait.ADAPTER, Trait.FREEZES_MATRICES, Trait.REFUSES_EARLY, Trait.VIRTUAL_TOKENS})
+    reasons: ClassVar[dict[Trait, str]] = {
+        Trait.NEEDS_WHOLE_ROWS: "its virtual tokens come before whole rows",
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "memory": (0, "gradients and states of all but keys and values: another training")

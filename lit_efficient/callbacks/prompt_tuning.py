@@ -24,6 +24,7 @@ from lit_efficient.mechanisms.adapters.prompt import add_prompt, nearest_tokens
 from lit_efficient.mechanisms.adapters.virtual_tokens import VirtualTokens
 from lit_efficient.models.networks.gpt import GPT
 from lit_efficient.surgery import count
+from lit_efficient.traits import Trait
 
 
 class PromptTuning(VirtualTokens):
@@ -51,19 +52,15 @@ class PromptTuning(VirtualTokens):
     """
 
     phase = Phase.ADAPT
-    of_rows = "its virtual tokens come before whole rows"
+    traits = frozenset(
+        {Trait.ADAPTER, Trait.FREEZES_MATRICES, Trait.PREPENDS_TOKENS, Trait.REFUSES_EARLY, Trait.VIRTUAL_TOKENS}
+    )
+    reasons: ClassVar[dict[Trait, str]] = {
+        Trait.NEEDS_WHOLE_ROWS: "its virtual tokens come before whole rows",
+    }
     conflicts: ClassVar[dict[str, str]] = {
-        "LoRA": "each freezes all but its own parameters; keep one of them",
-        "IA3": "each freezes all but its own parameters; keep one of them",
-        "PrefixTuning": "each freezes all but its own parameters; keep one of them",
-        "ActivationCheckpointing": "a block that is recomputed would meet a cache that has its keys already, or none; "
-        "save memory by a smaller batch with accumulate_grad_batches, or use LoRA",
         "BlockSwap": "blocks run on the virtual tokens, too, so that they are not called in turn; use PrefixTuning",
         "StochasticDepth": "a block that is dropped computes no keys for the virtual tokens; use PrefixTuning",
-        "FeatureMatching": "layers run on the virtual tokens, too, which the teacher does not see; use PrefixTuning",
-        "HiddenAlignment": "layers run on the virtual tokens, too, which the teacher does not see; use PrefixTuning",
-        "LatentAlignment": "layers run on the virtual tokens, too, which the teacher does not see; use PrefixTuning",
-        "WeightAveraging": "it averages the frozen base, too, and configures the model twice; use EMA",
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "memory": (0, "gradients and states of all but a few embeddings: another training")

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lit_efficient.application.checkpoints import CheckpointHooks
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_installed, check_number, refusal
 from lit_efficient.internals.import_noise import silence_imports
@@ -23,6 +24,7 @@ from lit_efficient.mechanisms.adapters.quantized import is_quantized
 from lit_efficient.models.probes.read_weights import Watched
 from lit_efficient.surgery import call_layers, mix_in, mix_out, mix_under, name_pattern, unmixed
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 
 def imitate_int4(linear: nn.Linear, group_size: int) -> None:
@@ -87,7 +89,7 @@ class _Reads(Watched):
         )
 
 
-class QuantizationAwareTraining(Technique):
+class QuantizationAwareTraining(CheckpointHooks, Technique):
     """Train linear layers so that they lose little as int4 weights with int8 activations, which the export holds.
 
     Training, validation and sampling compute with the rounded weights; checkpoints hold the unrounded ones under
@@ -105,14 +107,13 @@ class QuantizationAwareTraining(Technique):
 
     phase = Phase.QUANTIZE
     alters = ("weights",)
-    conflicts: ClassVar[dict[str, str]] = {
+    conflicts: ClassVar[dict[str | Trait, str]] = {
         "QuantizeBase": "it rounds weights for good, which then do not train: use one of the two",
         "Float8Precision": "it multiplies in float8 what is to be rounded to int4: use one of the two",
-        "LoRA": "its adapters would be merged into weights that were rounded without them: use QuantizeBase beside it",
-        "IA3": "its factors would be merged into weights that were rounded without them: use QuantizeBase beside it",
-        "PeftAdapter": "its adapters would be merged into weights that were rounded without them: leave one out",
-        "PrefixTuning": "it freezes the weights, which then do not learn to be rounded: use QuantizeBase beside it",
-        "PromptTuning": "it freezes the weights, which then do not learn to be rounded: use QuantizeBase beside it",
+        Trait.ADAPTER: (
+            "it freezes the weights, which then are not trained for rounding, and would be merged into weights that "
+            "were rounded without it: use QuantizeBase with it, or leave it out"
+        ),
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "int4 weights that were trained as such")}
 

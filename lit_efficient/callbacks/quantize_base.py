@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from lit_efficient.application.checkpoints import CheckpointHooks
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.distributed.weight_slices import weights_wait
 from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_installed, check_number, refusal
@@ -36,9 +37,10 @@ from lit_efficient.models.networks.expert_layers import ExpertLinear
 from lit_efficient.models.probes.read_weights import cast_to, read_layers
 from lit_efficient.surgery import call_layers, expert_stacks, name_pattern
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 
-class QuantizeBase(Technique):
+class QuantizeBase(CheckpointHooks, Technique):
     """Store the weights of the linear layers in 4 or 8 bits and freeze them; put ``LoRA`` beside it to train (QLoRA).
 
     Quantises ``nn.Linear``, GPT-2's ``Conv1D`` and layers of ``MixtureOfExperts``. Names stay. Checkpoints of either
@@ -62,8 +64,8 @@ class QuantizeBase(Technique):
     """
 
     phase = Phase.QUANTIZE
+    traits = frozenset({Trait.FREEZES_MATRICES, Trait.READS_NO_WEIGHTS})
     alters = ("weights",)
-    needs_numbers = False
     conflicts: ClassVar[dict[str, str]] = {
         "WeightAveraging": "it averages the codes of quantised weights as if they were numbers; use EMA"
     }

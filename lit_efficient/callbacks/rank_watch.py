@@ -29,6 +29,7 @@ from lit_efficient.distributed.ranks import check_batches
 from lit_efficient.errors import check_number
 from lit_efficient.internals.lightning_trainer import answer_sigterm, leave_sigterm
 from lit_efficient.internals.wraps import inner_method, wrap_method
+from lit_efficient.traits import Trait
 
 _EXIT_CODE = 2
 _LAST = "its epoch ends after "
@@ -48,7 +49,7 @@ class RankWatch(Callback):
         ConfigurationError: If an argument is not above 0.
     """
 
-    leaves_traces = True
+    traits = frozenset({Trait.LEAVES_TRACES})
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "safety": (5, "several processes: none waits for one that has failed, and each says which it was")
     }

@@ -14,7 +14,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.application import reports_of
+from lit_efficient.application.checkpoints import CheckpointHooks
+from lit_efficient.application.ledger import reports_of
+from lit_efficient.application.optimizers import OptimizerHooks
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_number
 from lit_efficient.mechanisms.adapters.base import added_names, has_frozen_base
@@ -22,6 +24,7 @@ from lit_efficient.mechanisms.blocks.block_map import find_blocks
 from lit_efficient.mechanisms.blocks.freezing import NewLayer, WideLayer, hold, release
 from lit_efficient.surgery import count, inputs_first, match_modules, mix_in
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 _NAMES = ("score", "classifier", "fc", "head", "lm_head")  # what transformers, timm and most others call it
 
@@ -101,7 +104,7 @@ def outputs_of(layer: nn.Module) -> int:
     return int(getattr(layer, _size_attribute(layer)))
 
 
-class ReplaceHead(Technique):
+class ReplaceHead(OptimizerHooks, CheckpointHooks, Technique):
     """Swap the network's last layer for a new one with ``num_outputs`` outputs, and train it alone.
 
     Pretrained weights must be loaded before: in ``__init__``, ``setup`` or ``configure_model`` of the module. Then all
@@ -122,9 +125,8 @@ class ReplaceHead(Technique):
     """
 
     phase = Phase.ARCHITECTURE
-    refuses_early = True
+    traits = frozenset({Trait.REFUSES_EARLY})
     alters = ("weights",)
-    conflicts: ClassVar[dict[str, str]] = {}
     helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "a pretrained network with a head for other classes")}
 
     def __init__(self, num_outputs: int, at: str = "auto", std: float = 0.02, seed: int = 0) -> None:

@@ -19,6 +19,7 @@ from lit_efficient.files.pictures import draw_grid, write_picture
 from lit_efficient.files.runs import samples_file
 from lit_efficient.internals.lightning_trainer import AskedEarly
 from lit_efficient.models.probes.modes import evaluating
+from lit_efficient.traits import Trait
 
 
 class SampleImages(AskedEarly, Callback):
@@ -33,7 +34,7 @@ class SampleImages(AskedEarly, Callback):
         folder: Where ``samples`` lies; null is the run's folder, outside of the command line that of the logger.
     """
 
-    leaves_traces = True
+    traits = frozenset({Trait.LEAVES_TRACES})
 
     def __init__(
         self,

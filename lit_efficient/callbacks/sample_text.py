@@ -18,6 +18,7 @@ from lit_efficient.files.runs import samples_file
 from lit_efficient.internals.lightning_trainer import AskedEarly
 from lit_efficient.models.generation.sampling import Sampling
 from lit_efficient.models.probes.modes import evaluating
+from lit_efficient.traits import Trait
 
 
 class SampleText(AskedEarly, Callback):
@@ -37,7 +38,7 @@ class SampleText(AskedEarly, Callback):
         folder: where ``samples`` lies; null is the run's folder, outside of the command line that of the logger.
     """
 
-    leaves_traces = True
+    traits = frozenset({Trait.LEAVES_TRACES})
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lit_efficient.application.optimizers import OptimizerHooks
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
@@ -21,9 +22,10 @@ from lit_efficient.optimizers.fused_adamw import FusedAdamW
 from lit_efficient.optimizers.schedule_free_adamw import ScheduleFreeAdamW
 from lit_efficient.surgery import become
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 
-class ScheduleFree(Technique):
+class ScheduleFree(OptimizerHooks, Technique):
     """Turn the AdamW that the module returns into the schedule-free one, and switch its weights for the user.
 
     Training steps see the training weights; validation, testing, prediction after the fit and the weights in every
@@ -39,12 +41,11 @@ class ScheduleFree(Technique):
     """
 
     phase = Phase.OPTIMIZER
+    traits = frozenset({Trait.SCHEDULE_FREE})
     alters = ("optimizer",)
-    conflicts: ClassVar[dict[str, str]] = {
+    conflicts: ClassVar[dict[str | Trait, str]] = {
         **ScheduleFreeAdamW.conflicts,
-        "GroupedAdafactor": "it has no schedule-free twin: leave ScheduleFree out, or use ScheduleFreeAdamW",
-        "Lion": "it has no schedule-free twin: leave ScheduleFree out, or use ScheduleFreeAdamW",
-        "MuonAdamW": "it has no schedule-free twin: leave ScheduleFree out, or use ScheduleFreeAdamW",
+        Trait.NO_SCHEDULE_FREE_FORM: "it has no schedule-free form: leave ScheduleFree out, or use ScheduleFreeAdamW",
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "no schedule, so that a run may end at any step")}
 

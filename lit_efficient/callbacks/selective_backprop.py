@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.application import own_training_step
+from lit_efficient.application.loss import own_training_step
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.distributed.ranks import data_rank, gather_objects
 from lit_efficient.distributed.seeds import mix_seed
@@ -27,6 +27,7 @@ from lit_efficient.mechanisms.ramps import BatchChanges
 from lit_efficient.mechanisms.rewind import other_randomness, random_states
 from lit_efficient.models.probes.modes import evaluating
 from lit_efficient.protocol import sample_losses
+from lit_efficient.traits import Trait
 
 
 class SelectiveBackprop(BatchChanges):
@@ -49,9 +50,10 @@ class SelectiveBackprop(BatchChanges):
     """
 
     phase = Phase.LOSS
-    of_batch = "samples are chosen among those of a batch"
-    draws_work = spares = True
-    conflicts: ClassVar[dict[str, str]] = {}
+    traits = frozenset({Trait.DRAWS_WORK, Trait.TAKES_LESS_THAN_MEASURED})
+    reasons: ClassVar[dict[Trait, str]] = {
+        Trait.NEEDS_WHOLE_BATCH: "samples are chosen among those of a batch",
+    }
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (0, "samples of low loss are not trained on")}
 
     def __init__(self, keep: float = 0.5, beta: float = 1.0, history: int = 1024, seed: int = 0) -> None:

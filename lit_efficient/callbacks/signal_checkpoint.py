@@ -31,6 +31,7 @@ from lit_efficient.distributed.shards import is_deepspeeds
 from lit_efficient.errors import refusal
 from lit_efficient.internals.lightning_loops import accumulates
 from lit_efficient.internals.lightning_trainer import log_step, original_handlers, signal_connector
+from lit_efficient.traits import Trait
 
 
 class SignalCheckpoint(Callback):
@@ -51,7 +52,7 @@ class SignalCheckpoint(Callback):
         ConfigurationError: If a name is no signal that can be handled.
     """
 
-    leaves_traces = True
+    traits = frozenset({Trait.LEAVES_TRACES})
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "safety": (3, "a signal or Ctrl-C saves within one step, then ends the run")
     }

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.declaration import LossHooks, Phase, Report
+from lit_efficient.application.loss import LossHooks
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_choice, refusal
 from lit_efficient.internals.torch_tensors import widest_float
 from lit_efficient.losses.mse_adapter import find_scheduler, noise_method, weigh_mse_loss
@@ -55,7 +56,6 @@ class SNRWeighting(LossHooks, Technique):
     """
 
     phase = Phase.LOSS
-    conflicts: ClassVar[dict[str, str]] = {}
     helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (3, "weighs the noise levels of diffusion")}
 
     def __init__(

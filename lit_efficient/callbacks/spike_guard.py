@@ -20,15 +20,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
-from lit_efficient.declaration import Report
+from lit_efficient.application.gradients import GradientHooks
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.distributed.gradient_norm import gradient_norm
 from lit_efficient.errors import ConflictError, DivergedError, check_choice, check_number
 from lit_efficient.internals.lightning_loops import logged_step
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_optimizers import unscales
 from lit_efficient.internals.torch_trees import tree_map_only
-from lit_efficient.mechanisms.metering import gradients_of
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 _FLAT = 1e-3  # of the mean: how far values spread at least, or rounding would be a spike where all are alike
 
@@ -49,7 +50,7 @@ def is_spike(value: float, history: Sequence[float], sigmas: float = 6.0) -> boo
     return value > mean + sigmas * max(spread, _FLAT * abs(mean))
 
 
-class SpikeGuard(Technique):
+class SpikeGuard(GradientHooks, Technique):
     """Leave out each step whose loss or gradient norm is far above the last ones, before it reaches the weights.
 
     Both are those of the whole step: micro-batches' losses and processes' are averaged, gradients are complete and not
@@ -72,10 +73,8 @@ class SpikeGuard(Technique):
         DivergedError: In a fit, after too many spikes in a row.
     """
 
-    leaves_traces = True  # steps that are undone are no history
-    conflicts: ClassVar[dict[str, str]] = {
-        "OptimizerInBackward": "half of a step is done when its gradient norm is known: leave one of the two out",
-    }
+    phase = Phase.GUARD
+    traits = frozenset({Trait.LEAVES_TRACES, Trait.NEEDS_ALL_GRADIENTS, Trait.READS_SCALED_GRADIENTS})
     helps: ClassVar[dict[str, tuple[int, str]]] = {"safety": (7, "no outlier of a batch throws the run off")}
 
     def __init__(
@@ -103,10 +102,11 @@ class SpikeGuard(Technique):
 
     def check(self, trainer: Any, module: Any) -> None:
         traits = traits_of(trainer.strategy)
-        if traits.flattens or (traits.dtensors and self.action == "rewind"):
-            shards = "saves what callbacks keep of the first process alone, which has shards to go back to, not weights"
-            what = "joins parameters: use" if traits.flattens else f"{shards}: use action='skip', or"
-            raise ConflictError(f"SpikeGuard: {traits.name} {what} strategy='ddp'")
+        if traits.dtensors and self.action == "rewind":
+            raise ConflictError(
+                f"SpikeGuard: {traits.name} saves what callbacks keep of the first process alone, which has shards to "
+                "go back to, not weights: use action='skip', or strategy='ddp'"
+            )
 
     def describe(self, module: nn.Module) -> Report:
         does = "leaves out the step" if self.action == "skip" else "goes back to the last good state"
@@ -123,9 +123,10 @@ class SpikeGuard(Technique):
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         self._losses.append(loss.detach())
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
+    def change_gradients(self, gradients: dict[Tensor, Tensor], optimizer: Optimizer, module: Any) -> None:
+        trainer = module.trainer
         index = next((i for i, known in enumerate(trainer.optimizers) if known is optimizer), 0)
-        values = self._values(trainer, pl_module, optimizer)
+        values = self._values(gradients, module, optimizer)
         spikes = [f"{name} {value:.4g}" for name, value in values.items() if self._is_spike(f"{index}/{name}", value)]
         if not spikes:
             self._consecutive = 0
@@ -134,7 +135,7 @@ class SpikeGuard(Technique):
                     self._history_of(f"{index}/{name}").append(value)
             finite = all(map(math.isfinite, values.values()))
             if self.action == "rewind" and finite and trainer.global_step >= self._kept.get("next", 0):
-                self._keep(trainer, pl_module, optimizer)
+                self._keep(trainer, module, optimizer)
             return
         self.spikes += 1
         self._consecutive += 1
@@ -148,7 +149,7 @@ class SpikeGuard(Technique):
         optimizer.zero_grad()
         back = self.action == "rewind" and "weights" in self._kept
         if back:
-            self._go_back(pl_module, optimizer)
+            self._go_back(module, optimizer)
         done = f"back to the state of step {self._kept['step']}" if back else "the step is left out"
         rank_zero_warn(f"{where}; {done}")
         for logger in trainer.loggers:
@@ -176,8 +177,9 @@ class SpikeGuard(Technique):
         self._kept = state_dict["kept"] if self.action == "rewind" else {}
         self._read = list(state_dict.get("losses", ()))
 
-    def _values(self, trainer: Any, module: Any, optimizer: Optimizer) -> dict[str, float]:
+    def _values(self, gradients: dict[Tensor, Tensor], module: Any, optimizer: Optimizer) -> dict[str, float]:
         """Loss and gradient norm of the step, whichever are known; the same on all processes."""
+        trainer = module.trainer
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else scaler.get_scale()
         found: dict[str, Tensor] = {}
@@ -185,7 +187,7 @@ class SpikeGuard(Technique):
             share = trainer.accumulate_grad_batches if module.automatic_optimization else 1
             found["loss"] = torch.stack([loss.float() for loss in self._losses]).mean() * (share / scale)
             self._losses = []
-        norm = gradient_norm(gradients_of(optimizer).values())
+        norm = gradient_norm(gradients.values())
         if norm is not None:
             norm = norm.float() / (scale if unscales(optimizer) else 1.0)
             found["gradient norm"] = norm.to(trainer.strategy.root_device)

@@ -25,6 +25,7 @@ from lit_efficient.mechanisms.blocks.block_map import BlockMap, find_blocks, tra
 from lit_efficient.mechanisms.blocks.residual import Streams, probe_streams, without_cache
 from lit_efficient.surgery import mix_in, moved
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 Stream = TypeVar("Stream", Tensor, tuple[Tensor, ...])  # one residual stream, or several of them
 
@@ -224,10 +225,7 @@ class StochasticDepth(Technique):
     """
 
     phase = Phase.ARCHITECTURE
-    refuses_early = True
-    needs_numbers = False
-    after_sharding = True  # the class of a block changes, no parameter does
-    draws_work = True
+    traits = frozenset({Trait.AFTER_SHARDING, Trait.DRAWS_WORK, Trait.READS_NO_WEIGHTS, Trait.REFUSES_EARLY})
     conflicts: ClassVar[dict[str, str]] = {
         "Compile(modules='network')": "each combination of dropped blocks would be a graph of its own: modules must be "
         "blocks or patterns"

@@ -12,15 +12,17 @@ from typing import ClassVar
 from torch import nn
 from torch.optim import Optimizer
 
+from lit_efficient.application.optimizers import OptimizerHooks
 from lit_efficient.declaration import Phase, Report, held
 from lit_efficient.errors import check_number
 from lit_efficient.optimizers.float32_step import DrawsByStep, round_stochastically, step_in_float32
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 __all__ = ["StochasticRounding", "round_stochastically"]
 
 
-class StochasticRounding(DrawsByStep, Technique):
+class StochasticRounding(OptimizerHooks, DrawsByStep, Technique):
     """Step bfloat16 parameters (``precision: bf16-true``) in float32, with any optimizer, and round them by chance.
 
     Moments that are stored in bfloat16 are rounded so, too. The draws follow from seed and step: a resumed run goes on
@@ -35,16 +37,7 @@ class StochasticRounding(DrawsByStep, Technique):
     """
 
     phase = Phase.ROUND
-    conflicts: ClassVar[dict[str, str]] = {
-        "KahanSummation": "both keep what rounding would lose: use one of the two",
-        "IA3": "what it trains is float32, where no update is lost: leave StochasticRounding out",
-        "LoRA": "what it trains is float32, where no update is lost: leave StochasticRounding out",
-        "PeftAdapter": "what it trains is float32, where no update is lost: leave StochasticRounding out",
-        "PrefixTuning": "what it trains is float32, where no update is lost: leave StochasticRounding out",
-        "PromptTuning": "what it trains is float32, where no update is lost: leave StochasticRounding out",
-        "ScheduleFree": "its average of the weights is kept in steps of bfloat16: use precision: bf16-mixed",
-        "ScheduleFreeAdamW": "its average of the weights is kept in steps of bfloat16: use precision: bf16-mixed",
-    }
+    traits = frozenset({Trait.KEEPS_SMALL_UPDATES})
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "memory": (0, "lets precision: bf16-true, half of all bytes of weights, gradients and states, learn")
     }

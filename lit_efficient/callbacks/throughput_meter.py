@@ -30,6 +30,7 @@ from lit_efficient.mechanisms.flops import FlopMeter, Flops, peak_flops_of
 from lit_efficient.mechanisms.host_waits import unwatch, watch
 from lit_efficient.mechanisms.metering import Amount, held_bytes, measure, peak_memory, short_number
 from lit_efficient.mechanisms.run_figures import RunFigures
+from lit_efficient.traits import Trait
 
 _TRIES, _DRAWS = 3, 16
 
@@ -217,7 +218,7 @@ class ThroughputMeter(RunFigures):
 
 
 def _steps(trainer: Any) -> int:
-    return _DRAWS if any(one.draws_work for one in techniques_of(trainer)) else 1
+    return _DRAWS if any(Trait.DRAWS_WORK in one.traits for one in techniques_of(trainer)) else 1
 
 
 def _trained(module: Any) -> int:

@@ -27,6 +27,7 @@ from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.models.networks.expert_layers import width_of
 from lit_efficient.surgery import mix_in
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 
 def tiled(function: Callable[[Tensor], Tensor], x: Tensor, tokens: int) -> Tensor:
@@ -79,8 +80,7 @@ class TiledMLP(Technique):
     """
 
     phase = Phase.RECOMPUTE
-    refuses_early = True
-    training_only = True
+    traits = frozenset({Trait.REFUSES_EARLY, Trait.TRAINING_ONLY})
     conflicts: ClassVar[dict[str, str]] = {
         "MixtureOfExperts": "its losses are of all tokens of a layer's call, and its experts take the MLPs' places; "
         "leave TiledMLP out, ActivationCheckpointing recomputes experts, too",

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
+from lit_efficient.application.checkpoints import CheckpointHooks
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number
 from lit_efficient.internals.lightning_strategies import traits_of
@@ -25,6 +26,7 @@ from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.surgery import mix_in
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 _BAD, _GOOD = 8, 64  # 16 bytes and 128 bytes of 16-bit numbers
 
@@ -62,7 +64,7 @@ class _PaddedHead(_Padded):
         return super().forward(*args, **kwargs)[..., : self._rows]
 
 
-class Tiling(Technique):
+class Tiling(CheckpointHooks, Technique):
     """Say which sizes of a network are cut badly by matrix kernels, and pad its vocabulary if asked to.
 
     Args:
@@ -75,9 +77,8 @@ class Tiling(Technique):
     """
 
     phase = Phase.ARCHITECTURE
-    training_only = True
+    traits = frozenset({Trait.TRAINING_ONLY})
     alters = ("optimizer",)
-    conflicts: ClassVar[dict[str, str]] = {}
     computes: ClassVar[str] = "same"
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (9, "sizes that tensor cores like")}
 

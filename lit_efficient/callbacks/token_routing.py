@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lit_efficient.application.optimizers import OptimizerHooks
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.distributed.ranks import data_rank
 from lit_efficient.distributed.seeds import mix_seed
@@ -243,7 +244,7 @@ def _before(route: _Route) -> tuple[Tensor, ...]:
     return route.before
 
 
-class TokenRouting(Technique):
+class TokenRouting(OptimizerHooks, Technique):
     """Let random tokens of a diffusion transformer skip the middle blocks in training, so that their time is saved.
 
     The draw is a function of ``seed``, the batch's number and the rank: a resumed run goes on with the same draws, and

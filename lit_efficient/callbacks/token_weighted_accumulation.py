@@ -19,6 +19,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lit_efficient.application.gradients import gradients_of
+from lit_efficient.application.loss import LossHooks
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError, refusal
 from lit_efficient.internals.lightning_loops import accumulates, arrives_unchanged
@@ -26,8 +28,8 @@ from lit_efficient.internals.torch_foreach import foreach_mul_
 from lit_efficient.internals.torch_tensors import hooks_after_accumulation
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.losses.deferred_logits import shifts_labels
-from lit_efficient.mechanisms.metering import gradients_of
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 _COUNTER = "num_tokens"  # a method of the module that `auto` asks first
 
@@ -56,7 +58,7 @@ def combined_factor(ranks: int, micro_batches: int, reference: float, tokens: fl
     return ranks * micro_batches * reference / tokens if tokens else 1.0
 
 
-class TokenWeightedAccumulation(Technique):
+class TokenWeightedAccumulation(LossHooks, Technique):
     """Weigh every micro-batch of an optimizer step, on all ranks, by its number of tokens.
 
     For modules whose ``training_step`` returns the mean over a batch's tokens. What the module logs stays that mean.
@@ -80,9 +82,7 @@ class TokenWeightedAccumulation(Technique):
     """
 
     phase = Phase.LOSS
-    conflicts: ClassVar[dict[str, str]] = {
-        "OptimizerInBackward": "it steps before the tokens of the window are counted; leave one of the two out"
-    }
+    traits = frozenset({Trait.NEEDS_ALL_GRADIENTS})
     helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (4, "accumulated gradients are those of the big batch")}
 
     def __init__(

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lit_efficient.application import schedulers_of
+from lit_efficient.application.optimizers import OptimizerHooks, schedulers_of
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.internals.torch_fake import has_values
@@ -35,6 +35,7 @@ from lit_efficient.models.probes.signs_of_training import sign_of_training
 from lit_efficient.optimizers.rates import split_groups
 from lit_efficient.surgery import inputs_first, own_draws
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 _QUERIES = re.compile(r"(?:.*\.)?(?:q_norm|query|q_proj|q)")  # of our networks and of transformers' Llama and kin
 _FACTOR = "_lit_efficient_rate_factors"  # of a network: name of a parameter -> factors of its rate and of Adam's eps
@@ -63,7 +64,7 @@ def width_factors(shape: tuple[int, ...], base: tuple[int, ...], looked_up: bool
     return (m**-0.5 if shape[0] != base[0] else 1 / m), 1 / m
 
 
-class WidthTransfer(Technique):
+class WidthTransfer(OptimizerHooks, Technique):
     """Scale initial weights and rates so that what was tuned at a base width and depth is right at this one.
 
     For networks that are trained from their beginning, with Adam, AdamW or Lion: our GPT and DiT, models of
@@ -84,17 +85,16 @@ class WidthTransfer(Technique):
     """
 
     phase = Phase.ARCHITECTURE
-    training_only = True
+    traits = frozenset({Trait.TRAINING_ONLY})
     needs = ("base_width",)
-    conflicts: ClassVar[dict[str, str]] = {
+    conflicts: ClassVar[dict[str | Trait, str]] = {
         "Initialise": "both say how weights begin; keep one of them",
         "ReplaceHead": "it is for networks that are trained already, whose weights must stay as they are",
         "PeftAdapter": "it freezes a network that is trained already; WidthTransfer is for the training before that",
         "MuonAdamW": "Muon's steps do not grow with the width as Adam's do: its rates transfer by themselves",
         "MixtureOfExperts": "a network of the base width has no experts and routers to compare with",
         "MixtureOfDepths": "a network of the base width has no routers to compare with",
-        "ScheduleFree": "it keeps one rate for all parameters; use AdamW",
-        "ScheduleFreeAdamW": "it keeps one rate for all parameters; use AdamW",
+        Trait.SCHEDULE_FREE: "it keeps one learning rate for all parameters: use AdamW",
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (0, "the rate is searched on a small network")}
 

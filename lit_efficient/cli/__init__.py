@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from lit_efficient.cli import checkpoint, optimizers, preflight
 from lit_efficient.cli.advice import MemoryAdvice
 from lit_efficient.cli.errors import constructor_error, exit_code, explain
+from lit_efficient.cli.mixed_copies import MixedPrecisionAdvice
 from lit_efficient.cli.next_steps import COMMAND, last_saved, last_word, next_steps, short
 from lit_efficient.cli.parsing import PARSER_MODE, Parser, set_import_policy, split_arguments
 from lit_efficient.cli.rehearsal import rehearse
@@ -55,6 +56,7 @@ from lit_efficient.files.runs import real
 from lit_efficient.internals.jsonargparse_parser import spelt
 from lit_efficient.internals.lightning_cli import OpenCLI
 from lit_efficient.internals.wraps import wrap_method
+from lit_efficient.traits import Trait, has_trait
 
 
 class LitEfficientCLI(OpenCLI):
@@ -178,7 +180,10 @@ class LitEfficientCLI(OpenCLI):
             # A fit does so as well, but after it has prepared the data.
             check_conflicts([*callbacks, self.datamodule, self.tried_optimizer])
         if self.changed:
-            kept = {key: why for callback in callbacks for key, why in getattr(callback, "resumes_with", {}).items()}
+            kept = {}
+            for callback in callbacks:
+                if has_trait(callback, Trait.SEEDS_BATCHES):
+                    kept["seed_everything"] = f"{type(callback).__name__} continues with the order and seed from before"
             rank_zero_info(checkpoint.changes_said(str(self.part(self.config, "ckpt_path")), self.changed, kept))
         if self.checkpoint and not techniques:  # techniques may give the model what the checkpoint has
             checkpoint.check_shapes(self.model, self.checkpoint)
@@ -215,7 +220,7 @@ class LitEfficientCLI(OpenCLI):
         optimizer = (self.config_dump.get("optimizer") or {}).get("class_path", "")
         trainer = self.part(self.config_init, "trainer", default={})
         add_default_parts(trainer, self.subcommand, optimizer, self.folder, self.checked)
-        trainer["callbacks"] += [CheckSharding(), MemoryAdvice()]
+        trainer["callbacks"] += [CheckSharding(), MemoryAdvice(), MixedPrecisionAdvice()]
         if self.subcommand == "fit":
             trainer["callbacks"].append(ConfigWins(self.config_dump, self.changed))
         if self.folder:

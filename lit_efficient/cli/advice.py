@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lit_efficient
+from lit_efficient.application.optimizers import OptimizerHooks
 from lit_efficient.catalog import helping, read_cards
 from lit_efficient.declaration import Declaration, Phase, check_conflicts, overrides, parts_of
 from lit_efficient.errors import LitEfficientError, is_out_of_memory
@@ -56,7 +57,7 @@ def _fits(technique: Declaration, trainer: Any, module: Any) -> bool:
         technique.check(trainer, module)
         if overrides(technique, "transform"):
             technique.transform(copied)
-        elif overrides(technique, "rewrite_optimizer"):
+        elif isinstance(technique, OptimizerHooks) and overrides(technique, "rewrite_optimizer"):
             for optimizer in optimizers:
                 technique.rewrite_optimizer(optimizer, copied)
     except LitEfficientError:

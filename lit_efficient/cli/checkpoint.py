@@ -168,7 +168,7 @@ def check_optimizer(checkpoint: Mapping[str, Any]) -> None:
     Raises:
         ConfigurationError: Naming the technique.
     """
-    from lit_efficient.application import compare_techniques
+    from lit_efficient.application.checkpoints import compare_techniques
 
     kept = (checkpoint.get("lit_efficient") or {}).get("techniques", ())
     if checkpoint.get("optimizer_states"):

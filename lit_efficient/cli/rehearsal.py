@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lit_efficient.application import apply, check_run, configured_by, reports_of
+from lit_efficient.application import apply, check_run
+from lit_efficient.application.ledger import reports_of
+from lit_efficient.application.optimizers import configured_by
 from lit_efficient.cli.optimizers import MANY
 from lit_efficient.declaration import Declaration, Phase, in_order, overrides, techniques_of
 from lit_efficient.errors import LitEfficientError
@@ -22,6 +24,7 @@ from lit_efficient.internals.wraps import temporarily
 from lit_efficient.mechanisms.trials.steps import quiet
 from lit_efficient.surgery import weightless
 from lit_efficient.technique import AppliesTechniques
+from lit_efficient.traits import Trait
 
 
 def rehearse(trainer: Any, module: Any, data: Any) -> None:
@@ -72,11 +75,12 @@ def _rehearse_network(trainer: Any, module: Any) -> None:
     for technique in techniques:
         if not overrides(technique, "transform"):
             continue
-        if technique.refuses_early:
+        refuses_early = Trait.REFUSES_EARLY in technique.traits
+        if refuses_early:
             apply(copied, [technique])
         elif technique.phase is Phase.ARCHITECTURE:  # what comes later meets other layers
             return
-        whole = whole and technique.refuses_early
+        whole = whole and refuses_early
     if whole:
         if not isinstance(precision, Declaration):  # as a technique it is applied already
             copied = precision.convert_module(copied)

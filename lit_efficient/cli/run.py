@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 import lit_efficient
-from lit_efficient.application import check_sharded, warn_of_rounding
+from lit_efficient.application import check_sharded
 from lit_efficient.cli.run_folder import LAST, LastCheckpoint, RunFolder
 from lit_efficient.cli.secrets import masked
 from lit_efficient.declaration import techniques_of
@@ -26,6 +26,7 @@ from lit_efficient.distributed.shards import sum_shards
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.atomic_file import replacing
 from lit_efficient.internals.wraps import inner_method
+from lit_efficient.technique import warn_of_rounding
 
 # Beginnings of messages that advertise something, or tell what is not there.
 _CHATTER = ("💡", "TPU available: False", "HPU available: False", "Loading `train_dataloader` to estimate")

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from lit_efficient.application import reports_of
+from lit_efficient.application.ledger import reports_of
 from lit_efficient.cli.environment import environment
 from lit_efficient.cli.run import write_config
 from lit_efficient.cli.run_folder import END, LAST, RunFolder

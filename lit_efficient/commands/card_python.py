@@ -5,7 +5,11 @@ import ast
 from lit_efficient import PUBLIC
 from lit_efficient.catalog import Card, source
 
-_CONTRACT = {"lit_efficient.declaration", "lit_efficient.technique"}  # what it defines says nothing of one technique
+_CONTRACT = (
+    "lit_efficient.declaration",
+    "lit_efficient.technique",
+    "lit_efficient.application",
+)  # what it defines says nothing of one technique
 _IN_RUNS = {"prepare_parameters", "sample_weights", "extra_loss", "after_step"}  # what only a trainer has done
 
 
@@ -45,7 +49,7 @@ def _defined(name: str, tree: ast.Module) -> dict[str, ast.expr]:
         modules = [n.module for n in tree.body if isinstance(n, ast.ImportFrom) and name in {a.name for a in n.names}]
         module = (modules[0] if modules else None) or ""
         module = f"{module}.{PUBLIC[name]}" if module == "lit_efficient" and name in PUBLIC else module
-        path = source(module) if module.startswith("lit_efficient.") and module not in _CONTRACT else None
+        path = source(module) if module.startswith("lit_efficient.") and not module.startswith(_CONTRACT) else None
         return _defined(name, ast.parse(path.read_text(encoding="utf-8"))) if path else {}
     found: dict[str, ast.expr] = {}
     for base in reversed([ast.unparse(base).split(".")[-1] for base in node.bases]):

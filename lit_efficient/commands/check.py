@@ -232,7 +232,7 @@ def _give_memory(module: Any) -> None:
 
 
 def _lines(cli: Any, device: str, prepared: bool, left: list[str]) -> list[str]:
-    from lit_efficient.application import reports_of
+    from lit_efficient.application.ledger import reports_of
     from lit_efficient.declaration import techniques_of
     from lit_efficient.distributed.weight_slices import weights_wait
 

@@ -22,6 +22,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lit_efficient.application.optimizers import OptimizerHooks
 from lit_efficient.declaration import Phase, parts_of
 from lit_efficient.internals.torch_dispatch import (
     ASKS_DEVICE,
@@ -128,7 +129,7 @@ class KindMeter(TorchDispatchMode):
         others = list(_held(one for one in techniques if one not in averaging))
         adapters: list[Tensor] = []
         for one in techniques:
-            if hasattr(one, "adapters"):
+            if isinstance(one, OptimizerHooks):
                 adapters += one.adapters(module)
         # A storage that is listed several times has the last kind.
         known: dict[str, Iterable[object]] = {

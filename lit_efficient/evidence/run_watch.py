@@ -21,6 +21,7 @@ from torch import Tensor
 from lit_efficient.evidence.memory_kinds import StepMeter
 from lit_efficient.internals.torch_compiler import is_compiled
 from lit_efficient.mechanisms.metering import count_real
+from lit_efficient.traits import Trait
 
 WARM_UP = 4  # steps that are not timed, the last of which is counted; in short runs the first half
 
@@ -109,7 +110,7 @@ class StepWatch(Callback):
         cpu_time: Take the CPU time of the process instead of elapsed time.
     """
 
-    leaves_traces = True
+    traits = frozenset({Trait.LEAVES_TRACES})
 
     def __init__(self, found: Measured, tell: Callable[[int], None], cpu_time: bool = False) -> None:
         self.found = found
@@ -223,7 +224,7 @@ class LastWatch(Callback):
         validates: Function that runs the validation at the end; ``None`` validates no more.
     """
 
-    leaves_traces = True
+    traits = frozenset({Trait.LEAVES_TRACES})
 
     def __init__(self, steps: StepWatch, saves: Path | None, validates: Callable[[], object] | None) -> None:
         self.steps = steps
@@ -255,7 +256,7 @@ class ByteWatch(StepMeter):
         step: Index of the step, from 0.
     """
 
-    leaves_traces = True
+    traits = frozenset({Trait.LEAVES_TRACES})
 
     def __init__(self, found: Measured, step: int) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_efficient.application import arguments_behind, converters
+from lit_efficient.application.recorded import arguments_behind, converters
 from lit_efficient.distributed.shards import read_checkpoint
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice
 from lit_efficient.export.check import (

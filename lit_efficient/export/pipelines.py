@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.application import arguments_behind, converters
+from lit_efficient.application.recorded import arguments_behind, converters
 from lit_efficient.distributed.shards import read_checkpoint
 from lit_efficient.distributed.weight_slices import WAITS, built_empty
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.application import replay
+from lit_efficient.application.recorded import replay
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.export.check import refuse_own_layers
 from lit_efficient.files.sums import check_sums

@@ -17,8 +17,11 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
-from lit_efficient.application import ledger
-from lit_efficient.declaration import LossHooks, Phase, Report
+from lit_efficient.application.checkpoints import CheckpointHooks
+from lit_efficient.application.ledger import ledger
+from lit_efficient.application.loss import LossHooks
+from lit_efficient.application.optimizers import OptimizerHooks
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number, refusal
 from lit_efficient.internals.torch_dispatch import backward_runs
 from lit_efficient.internals.torch_modules import LoadsPartly
@@ -29,6 +32,7 @@ from lit_efficient.mechanisms.blocks.freezing import WideLayer
 from lit_efficient.models.libraries.teachers import Teacher, feature_of, name_of
 from lit_efficient.surgery import count, mix_in, own_draws
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 PROJECTIONS = ("none", "linear", "mlp")
 _ASIDE = "training_only"  # in checkpoints: tensors by the name they have in the module
@@ -157,7 +161,7 @@ class GradientConflict:
         check_number("GradientConflict", "latest", self.latest, least=1, whole=True, null=True)
 
 
-class Alignment(LossHooks, Technique):
+class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
     """Base of techniques that add a term between features of the module and of a frozen teacher.
 
     A subclass has the arguments ``teacher``, ``weight``, ``stop_at`` and ``seed``, and says which layers it listens to
@@ -165,8 +169,8 @@ class Alignment(LossHooks, Technique):
     """
 
     phase = Phase.FREEZE  # after adapters have frozen the base, which is not to freeze the heads
+    traits = frozenset({Trait.TRAINING_ONLY})
     alters = ("optimizer",)
-    training_only = True
     heads_name: ClassVar[str]  # attribute of the module; also the name of the logged value
 
     teacher: str | nn.Module | None
@@ -213,7 +217,8 @@ class Alignment(LossHooks, Technique):
     def check_common(self) -> None:
         """Check the arguments that all have in common."""
         name = type(self).__name__
-        self.refuses_early = self.teacher is None  # or its transform reads one
+        if self.teacher is None:  # otherwise the transform reads the teacher
+            self.traits = self.traits | {Trait.REFUSES_EARLY}
         check_number(name, "weight", self.weight, least=0)
         check_number(name, "stop_at", self.until, least=1, whole=True, null=True)
         if isinstance(self.teacher, str) and not self.teacher:

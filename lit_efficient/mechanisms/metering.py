@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lit_efficient.distributed.row_slices import ROW_AMOUNT
 from lit_efficient.internals.torch_dispatch import is_traceable_wrapper_subclass, storage_id
@@ -115,19 +114,6 @@ def samples_of(batch: Any) -> int:
             if count:
                 return count
     return 0
-
-
-def gradients_of(optimizer: Optimizer) -> dict[Tensor, Tensor]:
-    """Return the gradients of an optimizer's parameters. Those that were moved to the CPU are returned from there."""
-    host_gradients = getattr(getattr(optimizer, "host_states", None), "gradients", None)
-    on_host = {} if host_gradients is None else host_gradients.arrived()
-    gradients = {}
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            gradient = on_host.get(p, p).grad
-            if gradient is not None:
-                gradients[p] = gradient
-    return gradients
 
 
 def peak_memory(device: torch.device) -> int | None:

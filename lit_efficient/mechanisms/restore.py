@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
-from lit_efficient.application import replay, technique_of
+from lit_efficient.application.recorded import replay, technique_of
 from lit_efficient.distributed.shards import read_checkpoint
 from lit_efficient.errors import CheckpointError, check_choice, refusal
 from lit_efficient.files.records import rebuild

@@ -11,19 +11,21 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lit_efficient.application.gradients import gradients_of
 from lit_efficient.distributed.gradient_norm import gradient_norm
 from lit_efficient.distributed.ranks import readers
 from lit_efficient.internals.lightning_loops import accumulates, logged_step, watch_fetching
 from lit_efficient.internals.lightning_metrics import names_logged
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_optimizers import unscales
-from lit_efficient.mechanisms.metering import Amount, gradients_of, measure, peak_memory
+from lit_efficient.mechanisms.metering import Amount, measure, peak_memory
+from lit_efficient.traits import Trait
 
 
 class RunFigures(Callback):
     """Log learning rates, gradient norm, throughput, peak memory and waiting time at the trainer's logging interval."""
 
-    leaves_traces = True
+    traits = frozenset({Trait.LEAVES_TRACES})
 
     def __init__(self) -> None:
         self.bar_figures: dict[str, float] = {}  # for a progress bar, if it has room

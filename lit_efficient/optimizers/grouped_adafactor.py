@@ -15,6 +15,7 @@ import torch
 from lit_efficient.optimizers.groups import parameter_groups
 from lit_efficient.optimizers.stepping import loss_of, unhooked, with_gradient
 from lit_efficient.surgery import is_sharded
+from lit_efficient.traits import Trait
 
 
 class GroupedAdafactor(torch.optim.Adafactor):
@@ -29,6 +30,7 @@ class GroupedAdafactor(torch.optim.Adafactor):
         decay_norm_and_bias: Whether tensors with fewer than two dimensions decay as well.
     """
 
+    traits = frozenset({Trait.NO_LOW_RANK_FORM, Trait.NO_SCHEDULE_FREE_FORM})
     helps: ClassVar[dict[str, tuple[int, str]]] = {"memory": (0, "nearly all of the optimizer's states")}
 
     def __init__(

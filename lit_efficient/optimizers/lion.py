@@ -18,6 +18,7 @@ from lit_efficient.errors import check_number
 from lit_efficient.internals.torch_foreach import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_, foreach_sign_
 from lit_efficient.optimizers.groups import parameter_groups
 from lit_efficient.optimizers.stepping import loss_of, with_gradient
+from lit_efficient.traits import Trait
 
 
 def lion(
@@ -52,6 +53,7 @@ class Lion(Optimizer):
         ConfigurationError: For a value out of range.
     """
 
+    traits = frozenset({Trait.NO_LOW_RANK_FORM, Trait.NO_SCHEDULE_FREE_FORM})
     low_bit_twin: ClassVar[tuple[str, int]] = ("Lion", 1)  # what its low-bit form imitates, and that one's moments
     helps: ClassVar[dict[str, tuple[int, str]]] = {"memory": (0, "half of the optimizer's states")}
 

@@ -30,6 +30,7 @@ from lit_efficient.optimizers.groups import Groups, parameter_groups
 from lit_efficient.optimizers.spectra import upper_outlier_ratio
 from lit_efficient.optimizers.stepping import adamw, loss_of, with_gradient
 from lit_efficient.surgery import expert_stacks, is_sharded, local
+from lit_efficient.traits import Trait
 
 _TRAINED = 1.2  # ratio of singular values; fresh matrices have 0.5 to 1.1
 _FILTER = 15  # the widest usual filter of a one-dimensional convolution
@@ -91,6 +92,7 @@ class MuonAdamW(Optimizer):
         ConfigurationError: For a value out of range, and for a group of Muon's that holds anything but matrices.
     """
 
+    traits = frozenset({Trait.NO_LOW_RANK_FORM, Trait.NO_SCHEDULE_FREE_FORM})
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (0, "up to half of the steps, with less state than AdamW")}
 
     def __init__(

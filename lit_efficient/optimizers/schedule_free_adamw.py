@@ -34,6 +34,7 @@ from lit_efficient.internals.torch_foreach import (
 from lit_efficient.optimizers.groups import parameter_groups
 from lit_efficient.optimizers.stepping import loss_of, pieces, with_gradient
 from lit_efficient.surgery import local
+from lit_efficient.traits import Trait
 
 _PIECE = 2**26  # bytes of parameters that are stepped at a time: two temporary tensors of each
 
@@ -54,13 +55,8 @@ class ScheduleFreeAdamW(Optimizer):
         ConfigurationError: For a value out of range; in :meth:`step`, if the weights are the averaged ones.
     """
 
-    conflicts: ClassVar[dict[str, str]] = {
-        "LowBitOptimizer": "there are no low-bit schedule-free kernels: use one of the two",
-        "OffloadOptimizer": "switching needs the states on the parameters' device: use one of the two",
-        "EMA": "both average the weights and swap them at validation: use one of the two",
-        "CheckpointAverage": "both average the weights and swap them at validation: use one of the two",
-        "WeightAveraging": "both average the weights and swap them at validation: use one of the two",
-        "StochasticWeightAveraging": "both average the weights and swap them at validation: use one of the two",
+    traits = frozenset({Trait.NO_LOW_RANK_FORM, Trait.SCHEDULE_FREE})
+    conflicts: ClassVar[dict[str | Trait, str]] = {
         "LoRA(lr_ratio=...)": "the weights are an average of those that are stepped: leave lr_ratio out",
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "no schedule, so that a run may end at any step")}

@@ -26,6 +26,7 @@ from lit_efficient.mechanisms.adapters.quantized import is_quantized
 from lit_efficient.mechanisms.blocks.block_map import find_blocks
 from lit_efficient.surgery import call_layers, expert_stacks, match_modules, mix_under, name_pattern, unmixed
 from lit_efficient.technique import PrecisionTechnique
+from lit_efficient.traits import Trait
 
 _RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 _PRECISIONS = ("bf16-mixed", "bf16-true", "32-true")
@@ -86,8 +87,7 @@ class Float8Precision(PrecisionTechnique):
     """
 
     phase = Phase.LAYOUT
-    training_only = True
-    after_sharding = True  # no parameter changes
+    traits = frozenset({Trait.AFTER_SHARDING, Trait.TRAINING_ONLY})
     conflicts: ClassVar[dict[str, str]] = {
         "QuantizeBase": "its layers hold codes, not weights that could be rounded to float8: use one of the two",
     }

@@ -26,6 +26,7 @@ from lit_efficient.declaration import techniques_of
 from lit_efficient.distributed.reducing import renew_reducer
 from lit_efficient.errors import ConflictError, check_number, refusal
 from lit_efficient.internals.lightning_strategies import forget_first_backward
+from lit_efficient.traits import Trait
 
 _COMPRESSIONS = ("bf16", "none")
 
@@ -99,7 +100,7 @@ class ReplicatedStrategy(DDPStrategy):
 
     def check_network(self, module: Any, world: int) -> None:
         """Refuse a static graph with a technique that draws in each step what runs."""
-        drawing = [type(one).__name__ for one in techniques_of(module.trainer) if one.draws_work]
+        drawing = [type(one).__name__ for one in techniques_of(module.trainer) if Trait.DRAWS_WORK in one.traits]
         if self.static_graph and drawing:
             raise ConflictError(
                 f"ReplicatedStrategy: {drawing[0]} draws in each step what runs, and static_graph=True promises that "

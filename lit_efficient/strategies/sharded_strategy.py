@@ -50,6 +50,7 @@ from lit_efficient.mechanisms.averages.weights import placed_like
 from lit_efficient.mechanisms.blocks.block_map import find_blocks
 from lit_efficient.mechanisms.metering import measure
 from lit_efficient.surgery import count, is_sharded, reshard
+from lit_efficient.traits import Trait
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _HALF = "bf16-mixed"
@@ -568,7 +569,9 @@ def check_slices(module: Any, trainer: Any) -> None:
         )
     for one in [] if trainer is None else techniques_of(trainer):
         own = "it weighs the losses of whole rows" if overrides(one, "sample_weights") else ""
-        if why := one.of_rows or one.of_batch or own:
+        reasons = one.reasons
+        why = reasons.get(Trait.NEEDS_WHOLE_ROWS) or reasons.get(Trait.NEEDS_WHOLE_BATCH) or own
+        if why:
             raise ConflictError(
                 f"ShardedStrategy: rows are cut among processes, and {type(one).__name__} cannot work on slices: {why}"
             )

@@ -4,6 +4,7 @@ from typing import Any
 
 from lit_efficient.declaration import Phase, techniques_of
 from lit_efficient.internals.lightning_trainer import trainer_of
+from lit_efficient.traits import Trait
 
 
 def weights_may_wait(module: Any) -> bool:
@@ -12,4 +13,4 @@ def weights_may_wait(module: Any) -> bool:
     if trainer is None or not getattr(trainer.strategy, "reads_slices", False):
         return False
     surgery = (Phase.ARCHITECTURE, Phase.QUANTIZE, Phase.ADAPT)
-    return not any(one.phase in surgery and one.needs_numbers for one in techniques_of(trainer))
+    return not any(one.phase in surgery and Trait.READS_NO_WEIGHTS not in one.traits for one in techniques_of(trainer))

@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from lit_efficient.application import on_read
+from lit_efficient.application.recorded import on_read
 from lit_efficient.callbacks.token_weighted_accumulation import TokenWeightedAccumulation
 from lit_efficient.data.text.tokenizer_state import pack_tokenizer, token_ids, unpack_tokenizer
 from lit_efficient.distributed.row_slices import ROW_POSITIONS, mean_over_rows
@@ -44,6 +44,7 @@ from lit_efficient.protocol import builds_no_layers
 from lit_efficient.tasks.deferred_weights import weights_may_wait
 from lit_efficient.tasks.text_generation import BATCH_SIZE, as_chat, continuations
 from lit_efficient.tasks.token_metrics import TokenMetrics
+from lit_efficient.traits import Trait, has_trait
 
 _CHECKPOINT_KEY = "language_modeling"
 _MAY_DIFFER = {"dropout", "max_length"}  # of a configuration: weights mean the same under any value of these
@@ -462,4 +463,4 @@ def _batch_to_device(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _changes_accumulation(callback: object) -> bool:
     named = type(callback).__name__ == "GradientAccumulationScheduler"  # Lightning's, which exists in two packages
-    return named or getattr(callback, "changes_accumulation", False)
+    return named or has_trait(callback, Trait.CHANGES_ACCUMULATION)

@@ -29,9 +29,9 @@ class AdaptiveGradientClipping(lit_efficient.AdaptiveGradientClipping):
         super().__init__(clip_factor, eps, skip)
         self.most, self.clipped = 0.0, 0
 
-    def clip(self, gradients: dict[Tensor, Tensor]) -> None:
+    def change_gradients(self, gradients: dict[Tensor, Tensor], *others: Any) -> None:
         before = {p: g.clone() for p, g in gradients.items()}
-        super().clip(gradients)
+        super().change_gradients(gradients, *others)
         for p, gradient in gradients.items():
             rows = (t.flatten(0, 1) if self._dims.get(p) == (2,) else t for t in (p, before[p], gradient))  # of experts
             for w, old, new in zip(*map(units, rows), strict=True):
@@ -111,7 +111,7 @@ def test_a_unit_is_what_one_output_sees_where_inputs_are_first_and_of_each_exper
     layouts = {conv1d: lambda t: t.mT, upwards: lambda t: t.transpose(0, 1), experts: lambda t: t.flatten(0, 1)}
     layouts |= {turned: lambda t: t.mT.flatten(0, 1), kernels: lambda t: t}
     wanted = [slow(turn(part.weight), turn(part.weight.grad), 0.16, 1e-3) for part, turn in layouts.items()]
-    technique.clip({p: p.grad for p in net.parameters() if p.grad is not None})
+    technique.change_gradients({p: p.grad for p in net.parameters() if p.grad is not None}, *[None] * 2)
     for (part, turn), expected in zip(layouts.items(), wanted, strict=True):
         torch.testing.assert_close(turn(part.weight.grad).double(), expected, rtol=1e-5, atol=0)
     assert {*technique._dims} == {conv1d.weight, upwards.weight, experts.weight, turned.weight}  # a table is one unit

@@ -337,7 +337,7 @@ def test_a_network_without_trained_parameters_is_refused() -> None:
 
 def test_lightnings_own_averages_are_refused() -> None:
     for other in (EMAWeightAveraging(), StochasticWeightAveraging(swa_lrs=1e-3)):
-        with pytest.raises(ConflictError, match=r"EMA cannot be combined with .*: both exchange the weights"):
+        with pytest.raises(ConflictError, match=r"EMA cannot be combined with .*: both swap the weights"):
             fit(EMA(), None, other)
 
 

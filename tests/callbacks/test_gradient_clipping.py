@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import lit_efficient
 from lit_efficient import AdaptiveGradientClipping, ConfigurationError, GradientClipping, LoRA
+from lit_efficient.application.gradients import change_gradients
 from lit_efficient.testing import Run
 from tests.callbacks.test_adaptive_gradient_clipping import Plain
 from tests.contract.row import Row
@@ -26,9 +27,9 @@ class Watched(lit_efficient.GradientClipping):
         super().__init__(max_norm, max_value)
         self.norms: list[tuple[float, float]] = []
 
-    def clip(self, gradients: dict[Tensor, Tensor]) -> None:
+    def change_gradients(self, gradients: dict[Tensor, Tensor], *others: Any) -> None:
         before = together(gradients)
-        super().clip(gradients)
+        super().change_gradients(gradients, *others)
         self.norms.append((before, together(gradients)))
 
 
@@ -103,8 +104,11 @@ def test_sparse_gradients_are_clipped_as_dense_ones_and_values_come_first(techni
         nn.utils.clip_grad_value_(parameters, 1.5)
         nn.utils.clip_grad_norm_(parameters, 2.0)
 
-    ours = stepped(True, technique._clip_all)
-    dense = by_torch if isinstance(technique, GradientClipping) else technique._clip_all
+    def clip(optimizer: torch.optim.Optimizer) -> None:
+        change_gradients([technique], optimizer, None)
+
+    ours = stepped(True, clip)
+    dense = by_torch if isinstance(technique, GradientClipping) else clip
     torch.testing.assert_close(ours, stepped(False, dense), rtol=1e-5, atol=1e-6)
     assert not torch.allclose(ours[0], stepped(False, lambda optimizer: None)[0], atol=1e-2)
 

@@ -28,7 +28,7 @@ from lit_efficient import (
     draw_tokens,
     restore,
 )
-from lit_efficient.application import compare_techniques
+from lit_efficient.application.checkpoints import compare_techniques
 from lit_efficient.data.digit_images import TensorDictDataset
 from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import CheckpointError
@@ -40,6 +40,7 @@ from lit_efficient.models.libraries.latent_codec import LatentCodec
 from lit_efficient.models.libraries.teachers import Teacher, find_teacher
 from lit_efficient.models.networks.autoencoder import Autoencoder
 from lit_efficient.testing import Case, check_resumes
+from lit_efficient.traits import Trait
 from tests.support import QUIET
 
 BACKBONE = DiTConfig(channels=2, size=4, patch_size=2, width=32, depth=3, heads=2)
@@ -137,7 +138,7 @@ def test_the_term_ends_when_gradients_conflict_and_a_resumed_run_knows():
         return HiddenAlignment(1, encoder(), r"body\.5", hidden=8, stop_at=GradientConflict(below, **arguments))
 
     technique = make(1.0, every=2, patience=2)
-    assert technique.retains_graph
+    assert Trait.RETAINS_GRAPH in technique.traits
     module = fit(technique, batches(images=IMAGES), max_steps=6, max_epochs=-1)
     assert not technique.active(module)
     assert technique.state_dict() == {"below": 2, "measured": 4, "last": 4}  # the first has no gradient of the task's

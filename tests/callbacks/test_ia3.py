@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lit_efficient import IA3, ConfigurationError, QuantizeBase, merge_adapters
-from lit_efficient.application import apply, reports_of
+from lit_efficient.application import apply
+from lit_efficient.application.ledger import reports_of
 from lit_efficient.mechanisms.adapters.merge import dequantize_layers
 from lit_efficient.mechanisms.adapters.peft_vectors import ia3_patterns, ia3_placement
 from tests.mechanisms.adapters.decoders import FAMILIES, Language, decoder, logits

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from lit_efficient import ConfigurationError, Initialise
-from lit_efficient.application import apply, reports_of
+from lit_efficient.application import apply
+from lit_efficient.application.ledger import reports_of
 from lit_efficient.callbacks.initialise import SCHEMES, draw_weight
 from lit_efficient.internals.torch_fx import all_residual_ends, has_parts, residual_ends
 from lit_efficient.models.networks.dit import DiT, DiTConfig

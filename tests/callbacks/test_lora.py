@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from lit_efficient import ConfigurationError, LoRA, LowBitOptimizer, QuantizeBase, merge_adapters
-from lit_efficient.application import apply, replay, reports_of
+from lit_efficient.application import apply
+from lit_efficient.application.ledger import reports_of
+from lit_efficient.application.recorded import replay
 from lit_efficient.callbacks.lora import stretch_steps
 from lit_efficient.errors import CheckpointError
 from tests.support import Net, Toy, assert_equal, data, trainer, weights

@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from lit_efficient import ConfigurationError, LanguageModeling, NEFTune
-from lit_efficient.application import apply, reports_of
+from lit_efficient.application import apply
+from lit_efficient.application.ledger import reports_of
 from lit_efficient.callbacks.neftune import noisy_embeddings, text_lengths
 from lit_efficient.testing import Run
 from tests.contract import effects

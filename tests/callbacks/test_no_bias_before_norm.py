@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from lit_efficient import ConfigurationError, NoBiasBeforeNorm
-from lit_efficient.application import apply, reports_of
+from lit_efficient.application import apply
+from lit_efficient.application.ledger import reports_of
 from lit_efficient.testing import Run
 from tests.callbacks.test_initialise import Residual
 from tests.contract.row import Row

@@ -25,8 +25,8 @@ from lit_efficient import (
     RunMetrics,
     TokenWeightedAccumulation,
 )
+from lit_efficient.application.gradients import gradients_of
 from lit_efficient.mechanisms.blocks.side_copies import SideCopies
-from lit_efficient.mechanisms.metering import gradients_of
 from lit_efficient.mechanisms.trials.memory import AllocationMeter
 from lit_efficient.optimizers import host_states
 from lit_efficient.optimizers.host_states import Streamed, stream_states

@@ -419,7 +419,12 @@ class Keeps(Toy):
         (Toy, [L.callbacks.GradientAccumulationScheduler({1: 2})], {}, "GradientAccumulationScheduler: accumulated"),
         (Toy, [MaxBatchSize()], {}, r"MaxBatchSize\(keep_effective_batch=True\): it accumulates"),
         (Toy, [NonFiniteGuard("skip")], {}, r"NonFiniteGuard\(action='skip'\): half of a step"),
-        (Toy, [lit_efficient.TokenWeightedAccumulation()], {}, "it steps before the tokens of the window are counted"),
+        (
+            Toy,
+            [lit_efficient.TokenWeightedAccumulation()],
+            {},
+            "TokenWeightedAccumulation needs all gradients of a step",
+        ),
     ],
 )
 def test_what_needs_gradients_later_is_refused_with_the_way_out(

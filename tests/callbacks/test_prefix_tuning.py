@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from lit_efficient import ConfigurationError, PrefixTuning
-from lit_efficient.application import apply, replay, reports_of
+from lit_efficient.application import apply
+from lit_efficient.application.ledger import reports_of
+from lit_efficient.application.recorded import replay
 from tests.mechanisms.adapters.decoders import FAMILIES, IDS, WINDOWED, Language, decoder, logits
 from tests.support import QUIET, AttentionNet, Toy, assert_equal, weights
 from tests.support_cli import export

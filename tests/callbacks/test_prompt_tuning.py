@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from lit_efficient import ConfigurationError, PromptTuning
-from lit_efficient.application import apply, reports_of
+from lit_efficient.application import apply
+from lit_efficient.application.ledger import reports_of
 from lit_efficient.mechanisms.adapters.prompt import nearest_tokens
 from lit_efficient.models.networks.gpt import GPT, GPTConfig, rotary_table
 from lit_efficient.testing import Run

@@ -24,7 +24,8 @@ from lit_efficient import (
     StochasticDepth,
     merge_adapters,
 )
-from lit_efficient.application import apply, reports_of
+from lit_efficient.application import apply
+from lit_efficient.application.ledger import reports_of
 from lit_efficient.callbacks import quantize_base
 from lit_efficient.errors import CheckpointError
 from lit_efficient.export.adapters import export_checkpoint, merge_state

@@ -176,7 +176,7 @@ def test_what_would_do_nothing_or_cannot_be_done_is_refused() -> None:
         StochasticRounding().rewrite_optimizer(torch.optim.LBFGS([p]), nn.Module())
     with pytest.raises(ConfigurationError, match="seed must be a whole number of at least 0, got -1"):
         StochasticRounding(-1)
-    with pytest.raises(ConflictError, match="both keep what rounding would lose"):
+    with pytest.raises(ConflictError, match="both keep the updates that rounding would lose"):
         trainer([StochasticRounding(), KahanSummation()], precision="bf16-true").fit(Toy(), data(), data())
 
     class Counting(torch.optim.SGD):

@@ -312,7 +312,7 @@ def test_a_seed_that_exact_resume_does_not_heed_is_said_not_to_win(said):
     exact = "--trainer.callbacks+=ExactResume"
     assert fit(SAVE, exact) == 0
     assert fit(SAVE, CKPT, exact, "--seed_everything=5", "--trainer.max_epochs=3") == 0
-    line = "seed_everything: 0 in the checkpoint -> 5 in the config, but ExactResume goes on with"
+    line = "seed_everything: 0 in the checkpoint -> 5 in the config, but ExactResume continues with"
     assert line in said()
     exact = next(c for c in Recorder.last.trainer.callbacks if type(c).__name__ == "ExactResume")
     assert exact.state_dict()["seed"] == 0

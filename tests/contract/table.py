@@ -30,7 +30,6 @@ from lit_efficient import (
     HiddenAlignment,
     LatentAlignment,
     LoRA,
-    LossHooks,
     LowBitOptimizer,
     LRFinder,
     MaxBatchSize,
@@ -43,7 +42,7 @@ from lit_efficient import (
     Technique,
     TokenWeightedAccumulation,
 )
-from lit_efficient.declaration import Declaration, check_conflicts
+from lit_efficient.declaration import Declaration, Hooks, check_conflicts
 from lit_efficient.testing import Case, Run
 from tests.contract import effects
 from tests.contract.row import Row
@@ -216,7 +215,12 @@ def _elsewhere() -> dict[str, Row]:
     rows = {}
     for name in lit_efficient.PUBLIC.keys() - CASES:
         kind = getattr(lit_efficient, name)
-        if inspect.isclass(kind) and issubclass(kind, Declaration) and kind not in (Technique, LossHooks):
+        if (
+            inspect.isclass(kind)
+            and issubclass(kind, Declaration)
+            and kind is not Technique
+            and Hooks not in kind.__bases__
+        ):
             slot, file = lit_efficient.PUBLIC[name].split(".")
             rows[name] = import_module(f"tests.{slot}.test_{file}").ROW
     return rows

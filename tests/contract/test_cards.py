@@ -13,7 +13,7 @@ from torch import nn
 
 import lit_efficient
 from lit_efficient import ConfigurationError
-from lit_efficient.application import ledger
+from lit_efficient.application.ledger import ledger
 from lit_efficient.catalog import Card, read_cards
 from lit_efficient.commands.card import card_text
 from lit_efficient.testing import WIDTH, Case, Net, Toy, data

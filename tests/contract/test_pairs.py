@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from lit_efficient.declaration import Declaration
+from lit_efficient.declaration import Declaration, Hooks
 from lit_efficient.technique import PrecisionTechnique, Technique
 from lit_efficient.testing import check_resumes
 from tests.contract.table import CASES, NAMES, allowed, case
@@ -34,9 +34,11 @@ COMMON = {"arguments", "check", "describe", "on_exception", "on_fit_start", "rec
 def hooks(name: str) -> set[str]:
     """The methods of the contract and the hooks of Lightning that a technique's class defines."""
     kind = type(CASES[name].make())
-    ours = {method for method, value in vars(Declaration).items() if callable(value) or isinstance(value, classmethod)}
+    declared = [vars(part) for part in (Declaration, *Hooks.__subclasses__())]
+    ours = {m for part in declared for m, value in part.items() if callable(value) or isinstance(value, classmethod)}
     theirs = {method for method in vars(Callback) if method.startswith("on_")}
-    between = [base for base in kind.__mro__ if base not in (*Technique.__mro__, *PrecisionTechnique.__mro__)]
+    contract = {*Technique.__mro__, *PrecisionTechnique.__mro__, Hooks, *Hooks.__subclasses__()}
+    between = [base for base in kind.__mro__ if base not in contract]
     return {method for base in between for method in vars(base) if method in ours | theirs} - COMMON
 
 

@@ -10,8 +10,10 @@ import torch
 from lightning.pytorch import Callback
 
 from lit_efficient import GPTConfig, LanguageModeling, LoRA, LRFinder, Report, Technique, merge_adapters, to_low_bit
-from lit_efficient.application import apply, ledger
+from lit_efficient.application import apply
+from lit_efficient.application.ledger import ledger
 from lit_efficient.declaration import Phase
+from lit_efficient.traits import Trait
 from tests.support import Net, Toy, data, trainer
 
 
@@ -28,7 +30,7 @@ class Counter(Callback):
 class Writer(Counter):
     """Would write a file for each."""
 
-    leaves_traces = True
+    traits = frozenset({Trait.LEAVES_TRACES})
 
 
 def test_what_leaves_traces_takes_no_part_in_steps_that_are_undone() -> None:
@@ -44,7 +46,7 @@ def test_what_leaves_traces_takes_no_part_in_steps_that_are_undone() -> None:
 @pytest.mark.parametrize("changes", [False, True])
 def test_tokens_are_counted_where_something_changes_the_accumulation(changes: bool) -> None:
     class Accumulates(Callback):
-        changes_accumulation = changes
+        traits = frozenset({Trait.CHANGES_ACCUMULATION} if changes else ())
 
     module = LanguageModeling(GPTConfig(vocab_size=8, dim=8, depth=1, num_heads=1))
     module.trainer = L.Trainer(callbacks=[Accumulates()], accelerator="cpu", logger=False)

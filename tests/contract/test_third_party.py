@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.optim import Optimizer
 
-from lit_efficient import Phase, Report, ScheduleFree, Technique, testing
+from lit_efficient import CheckpointHooks, Phase, Report, ScheduleFree, Technique, testing
 from lit_efficient.testing import Case, Run, check_technique
 
 # A technique and its test, as somebody else writes them -------------------------------------------------------------
@@ -85,7 +85,7 @@ class IsUndone(Clamp):
         pl_module.net.head.weight.mul_(10)
 
 
-class IsUndoneInCheckpoints(Clamp):
+class IsUndoneInCheckpoints(CheckpointHooks, Clamp):
     def write_checkpoint(self, checkpoint: dict[str, Any], module: Any) -> None:
         checkpoint["state_dict"] = {name: 10 * tensor for name, tensor in checkpoint["state_dict"].items()}
 

@@ -22,6 +22,7 @@ from lit_efficient import (
     Report,
     Technique,
 )
+from lit_efficient.application.optimizers import OptimizerHooks
 from lit_efficient.declaration import overrides
 from lit_efficient.mechanisms.adapters.disabled import disabled
 from lit_efficient.models.probes.silent_layers import Watched
@@ -111,7 +112,7 @@ def test_it_moves_or_is_refused_where_the_optimizer_was_chosen_without_it(name: 
 
 
 def test_a_technique_of_somebody_elses_is_checked_too() -> None:
-    class Extra(Technique):
+    class Extra(OptimizerHooks, Technique):
         def transform(self, module: Any) -> Report:
             module.net.extra = nn.Parameter(torch.zeros(3))
             return Report("three more")
@@ -388,7 +389,7 @@ def test_an_optimizer_of_which_all_is_frozen_is_refused(technique: Technique) ->
     trainer([both], max_steps=2).fit(Adversaries(), torch.utils.data.DataLoader(torch.randn(8, WIDTH), 4))
 
 
-class HalfUsed(Technique):
+class HalfUsed(OptimizerHooks, Technique):
     """Puts two numbers on a layer, of which a batch may use one alone."""
 
     phase = Phase.ADAPT

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from lit_efficient import GradualUnfreezing, Technique
-from lit_efficient.declaration import techniques_of
+from lit_efficient.application.optimizers import OptimizerHooks
+from lit_efficient.declaration import overrides, techniques_of
 from lit_efficient.testing import data, trainer
 from tests.contract.table import NAMES, case
 
 
 def adds_its_own(technique: Technique) -> bool:
     """Whether it trains what was not there without it; GradualUnfreezing trains the base itself."""
-    return type(technique).trains is not Technique.trains and not isinstance(technique, GradualUnfreezing)
+    return overrides(technique, "trains") and not isinstance(technique, GradualUnfreezing)
 
 
 TRAINED = [(name,) for name in NAMES if any(map(adds_its_own, case(name).make()))]
@@ -27,7 +28,9 @@ class Watch(L.Callback):
     """One step at a rate of 1e-5: what moved of what had a gradient."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        own = {id(p) for technique in techniques_of(trainer) for p in technique.trains(pl_module)}
+        own = {
+            id(p) for one in techniques_of(trainer) if isinstance(one, OptimizerHooks) for p in one.trains(pl_module)
+        }
         self.before = [(p, p.detach().clone()) for p in pl_module.parameters() if id(p) in own]
         self.formats = {p.dtype for p in pl_module.parameters() if id(p) not in own and p.is_floating_point()}
 

@@ -9,6 +9,7 @@ import lit_efficient
 from lit_efficient.evidence.fits import LiveFit
 from lit_efficient.evidence.memory_kinds import StepMeter
 from lit_efficient.testing import data, trainer
+from lit_efficient.traits import Trait, has_trait
 from tests.contract.table import NAMES, case
 
 # On the CPU, where nothing moves, the copies of the toy's streams are not those of a step on a GPU.
@@ -17,7 +18,9 @@ STREAMED = {"ActivationOffload": 0.03, "BlockSwap": 0.07}
 
 @pytest.mark.filterwarnings("ignore")  # of techniques, on a toy
 @pytest.mark.turns(8)
-@pytest.mark.parametrize("name", [name for name in NAMES if not getattr(lit_efficient, name).tries_steps])
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if not has_trait(getattr(lit_efficient, name), Trait.TRIES_STEPS)]
+)
 def test_every_technique_is_accounted_for(name: str) -> None:
     it = case(name)
     planned = lit_efficient.plan(LiveFit(trainer(it.make(), **it.trainer), it.toy(), data(it.rows)))

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from lit_efficient import ConfigurationError, LoRA, QuantizeBase, merge_adapters
-from lit_efficient.application import apply, ledger
+from lit_efficient.application import apply
+from lit_efficient.application.ledger import ledger
 from lit_efficient.data.text.token_cache import END_OF_TEXT
 from lit_efficient.data.text.tokenizer_state import pack_tokenizer, save_tokenizer
 from lit_efficient.internals.bitsandbytes_cpu import keep_unpacked

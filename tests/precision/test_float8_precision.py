@@ -31,7 +31,8 @@ from lit_efficient import (
     QuantizeBase,
     restore,
 )
-from lit_efficient.application import apply, ledger, reports_of
+from lit_efficient.application import apply
+from lit_efficient.application.ledger import ledger, reports_of
 from lit_efficient.precision.float8_precision import _Float8Linear, to_float8
 from lit_efficient.testing import Run
 from tests.contract.row import Row

@@ -21,6 +21,7 @@ from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, nested
 from lit_efficient.evidence.planning.plan_search import Predictions, Refusal, changed
 from lit_efficient.files import configs
 from lit_efficient.mechanisms.trials.batch_size import divisors, largest_fitting
+from lit_efficient.traits import Trait, has_trait
 
 if TYPE_CHECKING:
     from lit_efficient.evidence.planning.plan import Plan
@@ -102,7 +103,8 @@ def candidates(config: Mapping[str, Any], trainer: Trainer) -> list[Candidate]:
     for name, reason in helping(list(cards.values()), "memory"):
         kind = getattr(lit_efficient, name)
         overlay = overlay_of(cards[name])
-        if not overlay or name in present or not issubclass(kind, Declaration) or kind.changes_accumulation:
+        is_technique = issubclass(kind, Declaration) and not has_trait(kind, Trait.CHANGES_ACCUMULATION)
+        if not overlay or name in present or not is_technique:
             continue
         sets = {}
         for key, value in overlay_tree(overlay).get("trainer", {}).items():

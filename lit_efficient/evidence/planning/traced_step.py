@@ -21,7 +21,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor, nn
 
-from lit_efficient.application import reports_of
+from lit_efficient.application.ledger import reports_of
 from lit_efficient.declaration import Declaration, Phase, held, in_order, overrides, techniques_of
 from lit_efficient.errors import ConfigurationError, LitEfficientError
 from lit_efficient.evidence.fits import Fit
@@ -53,6 +53,7 @@ from lit_efficient.mechanisms.flops import FlopMeter
 from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.mechanisms.trials.steps import leaves_traces, quiet
 from lit_efficient.surgery import count
+from lit_efficient.traits import Trait, has_trait
 
 _STEPS = 2
 _MANUAL_STEPS = 12  # of manual optimization, where a generator may step only once in five batches
@@ -154,7 +155,7 @@ def _trace(fit: Fit, batch: object, batches: int | None, mode: FakeTensorMode, b
         finally:
             forget_cached_fakes()
     traced = observer.traced()
-    sparing = [type(one).__name__ for one in techniques_of(trainer) if one.spares]
+    sparing = [type(one).__name__ for one in techniques_of(trainer) if Trait.TAKES_LESS_THAN_MEASURED in one.traits]
     if sparing:
         traced.at_most = f"it is assumed that {sparing[0]} leaves nothing out"
     elif stand_ins.chose_all:
@@ -178,7 +179,7 @@ def _silence(trainer: Any, observer: Callback, folder: str) -> None:
 
 
 def _affects_steps(callback: Callback) -> bool:
-    if getattr(callback, "tries_steps", False):
+    if has_trait(callback, Trait.TRIES_STEPS):
         return False
     # A technique may hold tensors in a step although it writes files.
     if isinstance(callback, Declaration) and (callback.phase is not None or overrides(callback, "describe")):
@@ -220,7 +221,7 @@ class _Observer(StepMeter):
             self.techniques.append((name, reports[name].summary if name in reports else ""))
             if technique.phase is Phase.COMPILE:
                 self.notes.append(f"{name}: the step is planned without compilation, which keeps other tensors.")
-            if technique.draws_work:
+            if Trait.DRAWS_WORK in technique.traits:
                 self.notes.append(f"{name}: the step is planned as if nothing were dropped at random.")
         for optimizer in trainer.optimizers:
             history = _history_of(optimizer)

@@ -23,6 +23,7 @@ from lit_efficient.errors import ConfigurationError, ConflictError, did_you_mean
 from lit_efficient.evidence.fits import Change, Fit, batch_setting, nested
 from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.mechanisms.trials.batch_size import halvings, places_of, value_at
+from lit_efficient.traits import Trait, has_trait
 
 BATCH = "batch_size"
 # Settings that are worth a try: what they must be, what they become, and what a step then computes. "batches": the same
@@ -74,7 +75,9 @@ class Space:
         self.fit, self.only = fit, only
         self._all, self._named = allow is True, () if isinstance(allow, bool) else tuple(allow)
         self._parts = parts_of(fit.trainer)
-        if setter := next((type(one).__name__ for one in self._parts if getattr(one, "changes_accumulation", 0)), ""):
+        setters = [type(one).__name__ for one in self._parts if has_trait(one, Trait.CHANGES_ACCUMULATION)]
+        setter = next(iter(setters), "")
+        if setter:
             raise ConflictError(f"tune: {setter} of this fit sets the batch itself: leave it out (--without {setter})")
         self.place = batch_setting(fit, batch)
         self.asked = Candidate(self.place[1] if self.place else 0, int(fit.trainer.accumulate_grad_batches))
@@ -187,7 +190,7 @@ def _techniques() -> Iterator[Option]:
     saving, hastening = ([name for name, _ in helping(cards, purpose)] for purpose in ("memory", "speed"))
     for name in dict.fromkeys([*saving, *hastening]):
         kind = getattr(lit_efficient, name)
-        if issubclass(kind, Declaration) and not kind.changes_accumulation:
+        if issubclass(kind, Declaration) and not has_trait(kind, Trait.CHANGES_ACCUMULATION):
             yield Option(name, kind.computes, kind, only_saves=name not in hastening)
 
 

@@ -30,6 +30,7 @@ from lit_efficient.evidence.tuning.tuning import STEPS, Ledger, Measure, Row, Se
 from lit_efficient.files.atomic_file import replacing
 from lit_efficient.mechanisms.trials.memory import accelerator_limit, available_cpu_memory, format_bytes, parse_bytes
 from lit_efficient.mechanisms.trials.steps import quiet
+from lit_efficient.traits import Trait
 
 _SHOWN = 10
 
@@ -228,7 +229,7 @@ def _plan(sketch: FitSource, change: Change, tell: Callable[[int], None] | None 
 class _Within(Callback):
     """Holds an accelerator's allocator to a limit, for as long as the process lives."""
 
-    leaves_traces = True
+    traits = frozenset({Trait.LEAVES_TRACES})
 
     def __init__(self, limit: int) -> None:
         self.limit, self._held = limit, contextlib.ExitStack()

@@ -28,6 +28,7 @@ from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 
+from lit_efficient.application.gradients import gradients_of
 from lit_efficient.declaration import held
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource
@@ -38,9 +39,9 @@ from lit_efficient.internals.lightning_strategies import run_alone
 from lit_efficient.internals.lightning_trainer import arrived, set_default_root_dir, set_trainer, trainer_of
 from lit_efficient.mechanisms.adapters.merge import whole_state
 from lit_efficient.mechanisms.averages.batch_norm import silent
-from lit_efficient.mechanisms.metering import gradients_of
 from lit_efficient.mechanisms.rewind import set_random_states
 from lit_efficient.mechanisms.trials.steps import leaves_traces, quiet, schedule
+from lit_efficient.traits import Trait, has_trait
 
 T = TypeVar("T")
 silence = partial(quiet, logging.WARNING, warns=False)  # what there is to say is in verdicts
@@ -164,7 +165,7 @@ class Subject:
         trainer = fit.trainer
         if self.alone and trainer.world_size > 1:
             run_alone(trainer)
-        kept = [one for one in trainer.callbacks if not traces(one) and not getattr(one, "tries_steps", False)]
+        kept = [one for one in trainer.callbacks if not traces(one) and not has_trait(one, Trait.TRIES_STEPS)]
         trainer.callbacks = [*kept, _Short(steps)]
         trainer.loggers = [DummyLogger()] if trainer.loggers else []
         trainer.num_sanity_val_steps = 0

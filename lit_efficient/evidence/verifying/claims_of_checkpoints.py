@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
+from lit_efficient.application.optimizers import OptimizerHooks
 from lit_efficient.declaration import Phase, defines, techniques_of
 from lit_efficient.errors import LitEfficientError
 from lit_efficient.evidence.fits import Fit
@@ -37,6 +38,7 @@ from lit_efficient.mechanisms.adapters.peft_layers import networks
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights
 from lit_efficient.mechanisms.trials.probes import loaders_in
 from lit_efficient.mechanisms.trials.steps import Trials, leaves_traces
+from lit_efficient.traits import Trait, has_trait
 
 _KEPT = ("global_step", "state_dict", "optimizer_states", "lr_schedulers", "callbacks")
 
@@ -58,7 +60,7 @@ class Resumed(Claim):
             return self.measured(float("inf"), 0.0, "largest relative difference", why, said)
         off = {f"restored {name}": by for name, by in _each(before.taken[0], after.taken[0]).items()}
         uncovered: tuple[str, ...] = ("a checkpoint inside an accumulation window",)
-        if any(getattr(one, "seeds_batches", False) for one in trace.fit.trainer.callbacks):
+        if any(has_trait(one, Trait.SEEDS_BATCHES) for one in trace.fit.trainer.callbacks):
             batches = len(again.batches)
             for i, (one, other) in enumerate(zip(trace.batches[-batches:], again.batches)):
                 off |= {f"batch {i + 1} after it, {n}": by for n, by in _each(_flat(one), _flat(other)).items()}
@@ -174,7 +176,8 @@ class Merged(Claim):
             return self.idle("there are no adapters")
         batch = first_batch(trainer)
         module.eval()
-        _stir([p for technique in techniques_of(trainer) for p in technique.adapters(module)])
+        hooks = [technique for technique in techniques_of(trainer) if isinstance(technique, OptimizerHooks)]
+        _stir([p for technique in hooks for p in technique.adapters(module)])
         merged = twin(module)
         merge_adapters(merged)
         if has_adapters(merged):
@@ -250,7 +253,7 @@ def _is_gone(callback: Any) -> bool:
     return (
         leaves_traces(callback)
         or getattr(callback, "phase", None) is Phase.ADAPT
-        or getattr(callback, "training_only", False)
+        or has_trait(callback, Trait.TRAINING_ONLY)
         or (getattr(callback, "phase", None) is not None and defines(kind, "convert_export"))
     )
 

@@ -25,6 +25,7 @@ from lit_efficient.evidence.verifying.token_batches import NO_TOKENS, TokenBatch
 from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.losses.next_token import IGNORE
+from lit_efficient.traits import Trait
 
 _EXACT, _COARSE = 1e-3, 0.07  # of a change, what rounding alone may pass on, in float32 and below
 _BLIND = "nothing that the layers give out follows from what was changed"
@@ -95,7 +96,8 @@ class Causal(BenchClaim):
         places = [max(1, length * (row + 1) // (rows + 1)) for row in range(rows)]
         for row, place in enumerate(places):
             ids[row, place] = _other_than(ids, ids[row, place])
-        ahead = {type(by).__name__: by.sees_ahead for by in techniques_of(bench.trainer) if by.sees_ahead}
+        sees = [by for by in techniques_of(bench.trainer) if Trait.SEES_AHEAD in by.reasons]
+        ahead = {type(by).__name__: by.reasons[Trait.SEES_AHEAD] for by in sees}
         one, other = (bench.step(batch, training=not ahead)[0] for batch in (found.batch, found.with_ids(ids)))
         before, behind = (torch.zeros(rows, length, dtype=torch.bool) for _ in range(2))
         for row, place in enumerate(places):

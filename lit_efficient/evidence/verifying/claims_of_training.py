@@ -29,6 +29,7 @@ from lit_efficient.internals.torch_layers import BatchNorm, Dropout
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.losses.next_token import IGNORE
 from lit_efficient.mechanisms.trials.steps import Trials, leaves_traces
+from lit_efficient.traits import Trait
 
 
 class Runs(Claim):
@@ -78,7 +79,8 @@ class Accumulated(Claim):
         left: dict[str, str] = {}
 
         def traces(callback: Any) -> bool:
-            if why := getattr(callback, "of_batch", ""):
+            why = getattr(callback, "reasons", {}).get(Trait.NEEDS_WHOLE_BATCH, "")
+            if why:
                 left[type(callback).__name__] = why
             return bool(why) or leaves_traces(callback)
 

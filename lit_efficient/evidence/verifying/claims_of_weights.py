@@ -10,6 +10,7 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lit_efficient.application.optimizers import OptimizerHooks
 from lit_efficient.declaration import Phase, techniques_of
 from lit_efficient.evidence.verifying.claims import Claim, Subject, Verdict, first_batch, loss_of, order_of
 from lit_efficient.internals.torch_optimizers import INNER_SCHEDULERS
@@ -83,7 +84,8 @@ def same(one: Any, other: torch.Tensor) -> bool:
 
 def _meant(fit: Any) -> set[str]:
     """Names of the parameters that techniques say they train."""
-    meant = {id(p) for technique in techniques_of(fit.trainer) for p in technique.trains(fit.module)}
+    hooks = [technique for technique in techniques_of(fit.trainer) if isinstance(technique, OptimizerHooks)]
+    meant = {id(p) for technique in hooks for p in technique.trains(fit.module)}
     return {name for name, p in fit.module.named_parameters() if id(p) in meant}
 
 

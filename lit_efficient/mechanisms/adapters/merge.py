@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.application import forget_what_is_gone
+from lit_efficient.application.checkpoints import forget_what_is_gone
 from lit_efficient.internals.heap import give_back
 from lit_efficient.internals.torch_modules import tensor_tables
 from lit_efficient.mechanisms.adapters.base import added_names

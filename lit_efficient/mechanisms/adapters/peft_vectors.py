@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.application import arguments_behind
+from lit_efficient.application.recorded import arguments_behind
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.mechanisms.adapters.ia3 import IA3Scaled, whole_factors
 from lit_efficient.mechanisms.adapters.low_rank import kind_of

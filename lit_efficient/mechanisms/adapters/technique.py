@@ -5,16 +5,19 @@ from typing import Any
 
 from torch import nn
 
+from lit_efficient.application.checkpoints import CheckpointHooks
+from lit_efficient.application.optimizers import OptimizerHooks
 from lit_efficient.mechanisms.adapters.base import adapter_parameters, check, left_to_train, trim
 from lit_efficient.mechanisms.adapters.sharded import restore_without_base
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 
-class AdapterTechnique(Technique):
+class AdapterTechnique(OptimizerHooks, CheckpointHooks, Technique):
     """Its ``transform`` ends with :func:`~lit_efficient.mechanisms.adapters.base.freeze_base`."""
 
+    traits = frozenset({Trait.REFUSES_EARLY})
     alters = ("weights",)
-    refuses_early = True
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)

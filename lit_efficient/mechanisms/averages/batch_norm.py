@@ -19,7 +19,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-from lit_efficient.declaration import LossHooks
+from lit_efficient.application.loss import LossHooks
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.internals.wraps import does_nothing, wrapped

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lit_efficient.application.checkpoints import CheckpointHooks
 from lit_efficient.declaration import Phase
 from lit_efficient.mechanisms.averages.weights import placed_like, whole
 from lit_efficient.surgery import is_sharded, local, reshard
@@ -35,7 +36,7 @@ def outside_autograd(method: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class ShadowWeights(Technique):
+class ShadowWeights(CheckpointHooks, Technique):
     """Base of techniques that evaluate with other weights than they train, which :meth:`average` returns."""
 
     phase = Phase.AVERAGE

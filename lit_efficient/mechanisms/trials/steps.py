@@ -37,6 +37,7 @@ from lit_efficient.mechanisms.rewind import Rewind, random_states
 from lit_efficient.mechanisms.trials.memory import collected, release_frames
 from lit_efficient.surgery import reshard
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait, has_trait
 
 # Names instead of classes, because Lightning's classes exist twice: in lightning.pytorch and in pytorch_lightning.
 WRITERS = {"Checkpoint", "ProgressBar", "ModelSummary"}
@@ -48,7 +49,7 @@ class Trials:
     Args:
         trainer: Trainer at the start of its first epoch.
         idle: Names of callback classes that must not act in trials, in addition to loggers, checkpoints, progress bars
-            and techniques that leave traces.
+            and techniques that leave traces (:attr:`lit_efficient.traits.Trait.LEAVES_TRACES`).
     """
 
     def __init__(self, trainer: Any, idle: Iterable[str] = ()) -> None:
@@ -171,7 +172,7 @@ class Trials:
 def leaves_traces(callback: object) -> bool:
     """Return whether a callback has effects that :class:`Rewind` cannot undo, such as writing files."""
     names = {base.__name__ for base in type(callback).__mro__}
-    return bool(getattr(callback, "leaves_traces", False) or names & WRITERS)
+    return has_trait(callback, Trait.LEAVES_TRACES) or bool(names & WRITERS)
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lit_efficient import ConfigurationError, LoRA
-from lit_efficient.application import apply, ledger
+from lit_efficient.application import apply
+from lit_efficient.application.ledger import ledger
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.sums import write_sums
 from lit_efficient.mechanisms.adapters.peft_format import placement, to_peft

@@ -18,7 +18,8 @@ from lit_efficient import (
     Technique,
     mix_in,
 )
-from lit_efficient.application import apply, reports_of
+from lit_efficient.application import apply
+from lit_efficient.application.ledger import reports_of
 from lit_efficient.mechanisms.blocks.block_map import BlockMap, find_blocks
 from tests.support import Block, Net
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from lit_efficient import EMA, ActivationCheckpointing, application
-from lit_efficient.models.probes.mixed_copies import MixedCopies
+from lit_efficient import ActivationCheckpointing
+from lit_efficient.cli import mixed_copies
+from lit_efficient.cli.mixed_copies import MixedCopies, MixedPrecisionAdvice
 from tests.support import Toy, data, trainer
 
 
@@ -43,7 +44,9 @@ def test_a_step_may_use_function_transforms(monkeypatch: pytest.MonkeyPatch) -> 
             torch.func.grad(lambda x: self.net(x).sum())(batch[0])
             return super().training_step(batch, batch_idx)
 
-    trainer([EMA()], precision="bf16-mixed", max_steps=1, limit_val_batches=0).fit(Tangent(), data(), data())
+    trainer([MixedPrecisionAdvice()], precision="bf16-mixed", max_steps=1, limit_val_batches=0).fit(
+        Tangent(), data(), data()
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,8 +55,8 @@ def test_a_step_may_use_function_transforms(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_run_says_that_it_costs_memory(
     rows: int, precision: Any, said: int, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    monkeypatch.setattr(application, "_WORTH_A_WORD", 2**13)
-    run = trainer([EMA()], precision=precision, max_steps=2, limit_val_batches=0)
+    monkeypatch.setattr(mixed_copies, "_LEAST", 2**13)
+    run = trainer([MixedPrecisionAdvice()], precision=precision, max_steps=2, limit_val_batches=0)
     run.fit(Toy(), data(2 * rows, rows), data())
     texts = [str(w.message) for w in recwarn if "copies of weights" in str(w.message)]
     assert len(texts) == said
@@ -61,6 +64,24 @@ def test_a_run_says_that_it_costs_memory(
 
 
 def test_what_decides_by_itself_what_is_kept_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(application, "_WORTH_A_WORD", 0)
-    run = trainer([ActivationCheckpointing()], precision="bf16-mixed", max_steps=1, limit_val_batches=0)
+    monkeypatch.setattr(mixed_copies, "_LEAST", 0)
+    run = trainer(
+        [ActivationCheckpointing(), MixedPrecisionAdvice()], precision="bf16-mixed", max_steps=1, limit_val_batches=0
+    )
     run.fit(Toy(), data(), data())  # a warning would be an error
+
+
+def test_copies_of_mixed_precision_are_counted_in_the_first_step_alone() -> None:
+    class Watching(Toy):
+        hooks: list[int]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.hooks.append(len(self.net.head._forward_hooks))
+            return super().training_step(batch, batch_idx)
+
+    module = Watching()
+    module.hooks = []
+    trainer([MixedPrecisionAdvice()], precision="bf16-mixed").fit(module, data(), data())
+    assert len(module.hooks) > 1
+    assert module.hooks[0] == 1 + module.hooks[1]
+    assert len({*module.hooks[1:]}) == 1

@@ -1,0 +1,289 @@
+"""Application of techniques: the order in which they transform a network, and the wraps on a module during a run.
+
+:func:`apply` transforms a network. :func:`install` wraps the methods of a module's instance for one run, and
+:func:`uninstall` removes the wraps; whatever was on the instance before is called inside of them
+(:mod:`lit_efficient.internals.wraps`). The other files of this folder hold the mix-ins, each with the code that applies
+it: loss, gradients, optimizers, checkpoints.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lit_efficient.application.checkpoints import differences, keep_saving, on_load_checkpoint
+from lit_efficient.application.ledger import (
+    Entry,
+    Session,
+    end_session,
+    session_of,
+    start_ledger,
+    start_session,
+)
+from lit_efficient.declaration import (
+    Declaration,
+    Hooks,
+    Report,
+    Wrap,
+    check_conflicts,
+    hooks_of,
+    in_order,
+    overrides,
+    parts_of,
+    techniques_of,
+)
+from lit_efficient.errors import ConfigurationError, ConflictError, refusal
+from lit_efficient.internals.lightning_strategies import traits_of
+from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
+from lit_efficient.surgery import is_sharded
+from lit_efficient.traits import Trait
+
+# Methods of the mix-ins that a technique might define without the mix-in, which would then never be called.
+_METHODS = {
+    "LossHooks": ("sample_weights", "weigh_inside", "watch_step", "extra_loss"),
+    "GradientHooks": ("change_gradients",),
+    "OptimizerHooks": ("prepare_parameters", "trains", "adapters", "rewrite_optimizer"),
+    "CheckpointHooks": (
+        "on_read",
+        "write_checkpoint",
+        "read_checkpoint",
+        "trim_checkpoint",
+        "is_in",
+        "check_checkpoint",
+        "convert_export",
+    ),
+}
+
+
+# The network ---------------------------------------------------------------------------------------------------------
+
+
+def apply(module: nn.Module, techniques: Declaration | Iterable[Declaration]) -> dict[str, Report]:
+    """Transform ``module`` by ``techniques`` in the order of their phases, each once in the module's life.
+
+    A trainer does this by itself; call it to use techniques outside of Lightning.
+
+    Returns:
+        The reports of all transforms that the module has undergone, by the technique's name.
+
+    Raises:
+        ConfigurationError: If a technique matches nothing, was applied before with other arguments, or comes too late.
+    """
+    given = [techniques] if isinstance(techniques, Declaration) else [*techniques]
+    wrong = [one for one in (module, *given) if not isinstance(one, nn.Module | Declaration)]
+    if wrong:
+        raise refusal("apply", "module and techniques", "instances, as MyModule() and LoRA()", wrong)
+    done = start_ledger(module)
+    for technique in in_order(technique for technique in given if overrides(technique, "transform")):
+        record = technique.record()
+        earlier = next((entry.record for entry in done if entry.record["name"] == record["name"]), None)
+        if earlier is None:
+            _check_order(record, done)
+            _check_sharding(technique, module)
+            done.append(Entry(record, technique.transform(module), type(technique)))
+        elif earlier["arguments"] != record["arguments"]:
+            changes = differences(earlier["arguments"], record["arguments"])
+            raise ConfigurationError(
+                f"{record['name']} was applied to this module by an earlier run with other arguments ({changes}); "
+                "use the same ones, or build the module again"
+            )
+    if done:
+        keep_saving(module)
+    return {entry.record["name"]: entry.report for entry in done}
+
+
+def _check_order(record: Mapping[str, Any], done: Sequence[Entry]) -> None:
+    late = next((entry.record["name"] for entry in done if entry.record["phase"] > record["phase"]), None)
+    if late is not None:
+        raise ConfigurationError(
+            f"{record['name']} must act before {late}, which an earlier run applied to this module; "
+            "give both to the first Trainer, or build the module again"
+        )
+
+
+def _check_sharding(technique: Declaration, module: nn.Module) -> None:
+    if Trait.AFTER_SHARDING in technique.traits:
+        return
+    sharded = next((name for name, p in module.named_parameters() if is_sharded(p)), None)
+    if sharded is not None:
+        raise ConflictError(
+            f"{type(technique).__name__} must change the network before it is sharded, but {sharded!r} is sharded "
+            "already when configure_model returns: shard after all techniques have acted"
+        )
+
+
+# The run -------------------------------------------------------------------------------------------------------------
+
+
+def install(trainer: Any, module: Any) -> None:
+    """Check the trainer's techniques and wrap the module's methods; a second call in the same run does nothing."""
+    session = session_of(module)
+    if session is not None and session.trainer == id(trainer):
+        return
+    uninstall(module)  # a run that died before its teardown, or a copy that was made in the middle of one
+    check_run(trainer, module)
+    techniques = techniques_of(trainer)
+    wraps: list[Wrap] = [("configure_model", _configure_model), ("on_load_checkpoint", on_load_checkpoint)]
+    found = _by_hooks(techniques)
+    inside: list[Wrap] = []
+    for hooks, own in found.items():
+        inside += hooks.wraps(trainer, module, own)
+    constrains = any(overrides(technique, "after_step") for technique in techniques)
+    # Lightning asks whether the hook is overridden: one that is not is left alone, unless a technique needs it.
+    has_own = getattr(module.configure_optimizers, "__qualname__", "") != "LightningModule.configure_optimizers"
+    if has_own or constrains or any(name == "configure_optimizers" for name, _ in inside):
+        wraps.append(("configure_optimizers", _check_optimizers))
+    wraps += inside
+    if constrains:  # after what rewrites have registered
+        wraps.append(("configure_optimizers", _watch_steps))
+    start_session(module, Session(id(trainer), wraps))
+    for name, function in wraps:
+        wrap_method(module, name, function)
+
+
+def uninstall(module: Any) -> None:
+    """Remove the wraps and restore what was there before."""
+    session = end_session(module)
+    if session is None:
+        return
+    for name, function in session.wraps:
+        unwrap_method(module, name, function)
+    for end in session.at_end:
+        end(module)
+
+
+def check_run(trainer: Any, module: Any) -> None:
+    """Run every technique's checks against the trainer, the module and the other techniques.
+
+    Raises:
+        ConflictError, ConfigurationError: From the first check that fails.
+    """
+    techniques = techniques_of(trainer)
+    data = getattr(trainer, "datamodule", None)
+    check_conflicts([*parts_of(trainer), data])
+    _check_batches(module, data)
+    traits = traits_of(trainer.strategy)
+    for technique in techniques:
+        name = type(technique).__name__
+        _check_mixed_in(type(technique))
+        if traits.spawns and overrides(technique, "transform"):
+            raise ConflictError(
+                f"{name} changes the network, and a strategy that spawns or forks its processes would lose that "
+                "change without a word: use strategy='ddp' instead of 'ddp_spawn' or 'ddp_fork'"
+            )
+        if traits.flattens and overrides(technique, "after_step"):
+            raise ConflictError(
+                f"{name} changes the weights after each step, but {traits.name} steps other tensors than the module's "
+                "parameters: use strategy='ddp' or ModelParallelStrategy"
+            )
+    for hooks, own in _by_hooks(techniques).items():
+        hooks.check_all(trainer, module, own)
+    for technique in techniques:
+        technique.check(trainer, module)
+
+
+def _by_hooks(techniques: Sequence[Declaration]) -> dict[type[Hooks], list[Declaration]]:
+    """Return the techniques that have each mix-in."""
+    found: dict[type[Hooks], list[Declaration]] = {}
+    for technique in in_order(techniques):
+        for hooks in hooks_of(type(technique)):
+            found.setdefault(hooks, []).append(technique)
+    return found
+
+
+def _check_mixed_in(kind: type[Declaration]) -> None:
+    """Refuse a technique with a method of a mix-in that it does not have."""
+    mixed_in = {hooks.__name__ for hooks in hooks_of(kind)}
+    for hooks, methods in _METHODS.items():
+        stray = next((name for name in methods if callable(getattr(kind, name, None))), None)
+        if stray and hooks not in mixed_in:
+            name = kind.__name__
+            raise ConfigurationError(f"{name}.{stray} would never be called: write class {name}({hooks}, Technique)")
+
+
+def _check_batches(module: Any, data: Any) -> None:
+    """Refuse data whose ``batches`` are of another kind than the module ``trains_on``, if both declare the kind."""
+    given = getattr(data, "batches", None)
+    wanted = getattr(module, "trains_on", None)
+    if isinstance(given, str) and isinstance(wanted, tuple) and given not in wanted:
+        raise ConfigurationError(
+            f"{type(module).__name__} trains on batches of {' or '.join(wanted)}, and {type(data).__name__} gives "
+            f"{given}: choose data of that kind"
+        )
+
+
+def _configure_model(self: Any) -> None:
+    inner_method(self, "configure_model", _configure_model)()
+    apply(self, techniques_of(self.trainer))
+    if not traits_of(self.trainer.strategy).shards_itself:
+        check_sharded(self.trainer, self)
+
+
+def check_sharded(trainer: Any, module: nn.Module) -> None:
+    """Refuse a fit whose processes would each train a copy of their own: the strategy leaves sharding to the module.
+
+    Raises:
+        ConflictError: If the module has been configured, and no parameter is sharded.
+    """
+    traits = traits_of(trainer.strategy)
+    if not traits.dtensors or trainer.world_size == 1 or getattr(trainer.state.fn, "value", "") != "fit":
+        return
+    if not any(map(is_sharded, module.parameters())):
+        raise ConflictError(
+            f"{traits.name} shards nothing by itself, and neither does {type(module).__name__}: each of the "
+            f"{trainer.world_size} processes would train a copy of its own, apart from the others. Shard in "
+            "configure_model (torch.distributed.fsdp.fully_shard over self.device_mesh), or use strategy: ddp"
+        )
+
+
+def _check_optimizers(self: Any) -> Any:
+    """Check the optimizers of the module for conflicts, before techniques rewrite them."""
+    configured = inner_method(self, "configure_optimizers", _check_optimizers)()
+    check_conflicts([*parts_of(self.trainer), *find_optimizers(configured)])
+    return configured
+
+
+def _watch_steps(self: Any) -> Any:
+    """Let techniques change the weights after each step of the finished optimizers."""
+    configured = inner_method(self, "configure_optimizers", _watch_steps)()
+    session = session_of(self)
+    assert session is not None
+    for optimizer in find_optimizers(configured):
+        optimizer.register_step_post_hook(partial(_after_step, self, session))
+    return configured
+
+
+def _after_step(module: Any, session: Session, optimizer: Any, *_: Any) -> None:
+    """Hook of an optimizer that has stepped; outside of the run that registered it, it does nothing."""
+    skipped = getattr(optimizer, "found_inf", None)  # set while a gradient scaler runs a fused step
+    if session_of(module) is not session or (skipped is not None and skipped.item()):
+        return
+    moved = optimizer.moved_weights() if hasattr(optimizer, "moved_weights") else nullcontext()
+    with torch.no_grad(), moved:
+        for technique in in_order(techniques_of(module.trainer)):
+            if overrides(technique, "after_step"):
+                technique.after_step(optimizer, module)
+
+
+def find_optimizers(configured: object) -> list[Optimizer]:
+    """Return every optimizer, once, of what ``configure_optimizers`` returned in any form that Lightning accepts."""
+    return [item for item in configured_at(configured, "optimizer") if isinstance(item, Optimizer)]
+
+
+def configured_at(configured: object, *keys: str) -> list[Any]:
+    """Return every object, once, in lists and under ``keys`` of mappings."""
+    found: dict[int, Any] = {}
+    stack = [configured]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, Mapping):
+            stack.extend(item.get(key) for key in keys)
+        elif isinstance(item, list | tuple):
+            stack.extend(reversed(item))
+        elif item is not None:
+            found.setdefault(id(item), item)
+    return list(found.values())

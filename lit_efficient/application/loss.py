@@ -1,0 +1,149 @@
+"""Loss hooks: weights for the losses of samples, and terms that are added to the loss, in each training step."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+from torch import Tensor, nn
+
+from lit_efficient.application.ledger import Session, function_around, session_of
+from lit_efficient.declaration import Hooks, Wrap, in_order, overrides, techniques_of
+from lit_efficient.errors import ConflictError
+from lit_efficient.internals.wraps import inner_method
+from lit_efficient.protocol import add_loss, check_loss, product, weigh
+
+
+class LossHooks(Hooks):
+    """Mix-in for techniques that change the loss of each step: ``class Weighting(LossHooks, Technique)``."""
+
+    batch_weight: float | None = None  # weight of the current batch in its step, for example its number of tokens
+
+    def sample_weights(self, output: Mapping[str, Any], module: nn.Module) -> Tensor:
+        """Return weights [B] for the losses of the samples, from what ``training_step`` returned."""
+        raise NotImplementedError
+
+    def weigh_inside(
+        self, module: nn.Module, weights_of: Callable[[Mapping[str, Any]], Tensor]
+    ) -> AbstractContextManager[None] | None:
+        """Return a context for ``training_step`` in which losses are weighed, for modules that return no sample losses.
+
+        Args:
+            module: The module.
+            weights_of: Function that returns the product [B] of all techniques' weights for a dict as
+                ``training_step`` would return it.
+        """
+        return None
+
+    def watch_step(self, module: nn.Module, batch: Any) -> AbstractContextManager[None] | None:
+        """Return a context for ``training_step`` in which the technique can observe what the network computes."""
+        return None
+
+    def extra_loss(self, output: Any, module: nn.Module, batch: Any) -> Tensor | None:
+        """Return a scalar to add to the loss that ``training_step`` returned in ``output``, or ``None``."""
+        raise NotImplementedError
+
+    @classmethod
+    def check_all(cls, trainer: Any, module: Any, techniques: Sequence[Any]) -> None:
+        """Refuse modules with manual optimization, which has stepped before the loss is returned."""
+        if module.automatic_optimization:
+            return
+        stepped = f"{type(module).__name__} uses manual optimization and has already stepped by then"
+        for technique in techniques:
+            name = type(technique).__name__
+            if overrides(technique, "sample_weights"):
+                raise ConflictError(
+                    f"{name} weighs the loss that training_step returns, but {stepped}: call the technique's pure "
+                    "function on your losses inside training_step instead"
+                )
+            if overrides(technique, "extra_loss"):
+                raise ConflictError(
+                    f"{name} adds a term to the loss that training_step returns, but {stepped}: add the technique's "
+                    "pure function to your loss inside training_step"
+                )
+
+    @classmethod
+    def wraps(cls, trainer: Any, module: Any, techniques: Sequence[Any]) -> list[Wrap]:
+        """Wrap ``training_step`` if a technique changes the loss."""
+        changes = any(overrides(t, method) for t in techniques for method in ("sample_weights", "extra_loss"))
+        return [("training_step", training_step_like(module.training_step))] if changes else []
+
+
+def training_step_like(inner: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the wrap with the arguments of ``inner``: Lightning reads the signature to decide what to pass."""
+    parameters = inspect.signature(inner).parameters
+    if "dataloader_iter" in parameters:
+        return _training_step_on_iterator
+    several = len(parameters) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+    return _training_step if several else _training_step_on_batch
+
+
+def _training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+    return _changed_loss(self, batch, batch_idx)
+
+
+def _training_step_on_batch(self: Any, batch: Any) -> Any:
+    return _changed_loss(self, batch)
+
+
+def _training_step_on_iterator(self: Any, dataloader_iter: Any) -> Any:
+    return _changed_loss(self, dataloader_iter)
+
+
+def own_training_step(module: Any) -> Callable[..., Any]:
+    """Return the module's ``training_step`` without the wrap that changes its loss."""
+    session = session_of(module)
+    for name, function in session.wraps if session is not None else ():
+        if name == "training_step":
+            return inner_method(module, name, function)
+    return module.training_step
+
+
+def _on_loss(module: Any, method: str) -> list[LossHooks]:
+    techniques = in_order(techniques_of(module.trainer))
+    return [t for t in techniques if isinstance(t, LossHooks) and overrides(t, method)]
+
+
+def _changed_loss(module: Any, *args: Any) -> Any:
+    session = session_of(module)
+    assert session is not None
+    with ExitStack() as contexts:
+        for around in session.around_step:
+            contexts.enter_context(around())
+        return _weighed_loss(module, session, *args)
+
+
+def _weighed_loss(module: Any, session: Session, *args: Any) -> Any:
+    techniques = _on_loss(module, "sample_weights")
+    weighers = [(type(t).__name__, lambda out, t=t: t.sample_weights(out, module)) for t in techniques]
+    for technique in techniques:
+        inside = technique.weigh_inside(module, lambda out: product(out, weighers))
+        if inside is not None:
+            with inside:
+                return _with_extra_losses(module, *args)
+    output = _with_extra_losses(module, *args)
+    if not weighers:
+        return output
+    weighed = weigh(output, weighers, type(module).__name__)
+    if output is not None and not session.loss_is_checked:  # once: the comparison waits for the device
+        check_loss(output, module)
+        session.loss_is_checked = True
+    return weighed
+
+
+def _with_extra_losses(module: Any, *args: Any) -> Any:
+    """Run the module's own ``training_step`` and add the terms of techniques to its loss."""
+    techniques = _on_loss(module, "extra_loss")
+    with ExitStack() as watching:
+        for technique in techniques:
+            context = technique.watch_step(module, args[0])
+            if context is not None:
+                watching.enter_context(context)
+        output = inner_method(module, "training_step", function_around(module, "training_step"))(*args)
+        if output is None:  # the step is skipped
+            return None
+        for technique in techniques:
+            term = technique.extra_loss(output, module, args[0])
+            if term is not None:
+                output = add_loss(output, term, type(technique).__name__, type(module).__name__)
+    return output
