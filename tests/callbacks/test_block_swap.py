@@ -259,7 +259,7 @@ def test_what_has_no_gradients_to_find_is_refused() -> None:
     with pytest.raises(ConflictError, match=r"gradient scaler .*bf16-mixed"):
         lit_efficient.BlockSwap(trained=True).check(run, Toy())
     net = adapted(list, lit_efficient.BlockSwap(trained=True))
-    with pytest.raises(ConfigurationError, match="leave out trained=True"):
+    with pytest.raises(ConfigurationError, match="Leave out trained=True"):
         net(X).sum().backward(create_graph=True)
     swap = lit_efficient.BlockSwap(trained=True)
     for other in (lit_efficient.OptimizerInBackward(), lit_efficient.OffloadOptimizer()):
@@ -460,7 +460,7 @@ class Peeking(nn.Module):
         return {"view": (y, self.layer.weight[:2]), "object": Run(None, y)}[self.how]
 
 
-@pytest.mark.parametrize(("how", "message"), [("view", "a view of its own weights"), ("object", "returns no tensors")])
+@pytest.mark.parametrize(("how", "message"), [("view", "a view of its own weights"), ("object", "contains no tensors")])
 def test_what_could_not_be_right_is_refused(how: str, message: str) -> None:
     net = nn.ModuleList([Peeking(how) for _ in range(3)])
     apply(net, [lit_efficient.BlockSwap(blocks=[r"\d"])])

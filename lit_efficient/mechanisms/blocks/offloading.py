@@ -1,6 +1,7 @@
-"""What blocks save for the backward pass, in CPU memory: copied out behind the forward, back in ahead of the backward.
+"""Offloading of activations: tensors that blocks save for the backward pass are kept in CPU memory.
 
-A storage is copied once, however many tensors that are views of it are saved. Parameters and their views stay.
+They are copied to the CPU while the next block runs, and back while the backward pass is in the block after them. A
+storage is copied once, even if several views of it are saved. Parameters and their views stay on the device.
 """
 
 import weakref
@@ -18,14 +19,15 @@ from lit_efficient.mechanisms.blocks.side_copies import Place, SideCopies, place
 
 
 class Offload:
-    """The calls of some blocks, in the order in which they ran, and where what they saved is.
+    """Offloaded tensors of the calls of some blocks, in execution order.
 
-    Two calls' tensors are on the device at most: in the forward pass those of the block that runs and of the one before
-    it, which are still on their way out; in the backward pass those of the block that is differentiated and of the one
-    before it, which are on their way in. What the last call saved never leaves before it is used.
+    At most two calls' tensors are on the device. In the forward pass these are the tensors of the running block and of
+    the block before it, which are being copied to the CPU. In the backward pass these are the tensors of the block that
+    is differentiated and of the block before it, which are being copied to the device. Tensors of the last call are
+    used before they would leave.
 
     Args:
-        min_bytes: Smaller storages stay on the device.
+        min_bytes: Smallest storage that is offloaded, in bytes.
 
     Example:
         >>> offload = Offload(min_bytes=1)
@@ -42,69 +44,83 @@ class Offload:
         self.reset()
         self._copies: dict[torch.device, SideCopies] = {}
         self._saved: dict[int, tuple[weakref.ref[Any], int, weakref.ref[_Saved]]] = {}
-        self._last: weakref.ref[_Call] | None = None  # in the forward pass
-        self._active: weakref.ref[_Call] | None = None  # in the backward pass
+        self._last: weakref.ref[_Call] | None = None  # last call of the forward pass
+        self._active: weakref.ref[_Call] | None = None  # call that the backward pass differentiates
 
     def __reduce__(self) -> Any:
-        return Offload, (self.min_bytes,)  # a copied network has calls of its own
+        return Offload, (self.min_bytes,)  # the calls of a copied network are recorded anew
 
     def reset(self) -> None:
-        """Begin to count anew: what is copied out, and the largest storage that is looked at."""
-        self.bytes = self.tensors = self.largest = 0
+        """Reset the counters of offloaded bytes and tensors, and the size of the largest storage that was seen."""
+        self.bytes = 0
+        self.tensors = 0
+        self.largest = 0
 
     def call(self, parameters: Callable[[], Iterable[Tensor]] = tuple) -> "_Hooks":
-        """A context for the forward of one block: what is saved in it is offloaded, but for the memory of
-        ``parameters()``, which is asked within, once something is saved.
+        """Return a context for the forward of one block in which saved tensors are offloaded.
+
+        Args:
+            parameters: Function that returns tensors whose storages stay. It is called when the first tensor is saved.
         """
         return _Hooks(self, parameters)
 
     def copies(self, device: torch.device) -> SideCopies:
-        """The stream of a device."""
+        """Return the stream for copies of a device."""
         if device not in self._copies:
             self._copies[device] = SideCopies(device)
         return self._copies[device]
 
     def saved(self, tensor: Tensor, call: "_Call") -> "_Saved":
-        """The copy of a tensor's storage as it is now: one that is under way already, or a new one."""
+        """Return the copy of a tensor's storage in its present version. The copy is created if it does not exist."""
         storage = tensor.untyped_storage()
         key = storage_id(storage)
-        known, version, saved = self._saved.get(key, (lambda: None, 0, lambda: None))
-        found = saved()
-        if found is not None and known() is storage and version == version_of(tensor):
-            return found
+        if key in self._saved:
+            storage_ref, version, saved_ref = self._saved[key]
+            found = saved_ref()
+            if found is not None and storage_ref() is storage and version == version_of(tensor):
+                return found
         fresh = _Saved(self.copies(tensor.device), tensor, call)
         self._saved = {key: entry for key, entry in self._saved.items() if entry[2]() is not None}
         self._saved[key] = (weakref.ref(storage), version_of(tensor), weakref.ref(fresh))
-        self.bytes, self.tensors = self.bytes + storage.nbytes(), self.tensors + 1
+        self.bytes += storage.nbytes()
+        self.tensors += 1
         return fresh
 
     def ran(self, call: "_Call") -> None:
-        """After a block's forward: what the one before it saved has had that long to be copied."""
-        before = call.before = self._last
-        if before is not None and (earlier := before()) is not None:
+        """Note that a block's forward has run, and free the device memory of the call before it.
+
+        The copies of the earlier call had the time of this forward to complete.
+        """
+        call.before = self._last
+        earlier = call.earlier()
+        if earlier is not None:
             earlier.leave()
         self._last = weakref.ref(call)
 
     def differentiates(self, call: "_Call") -> None:
-        """The backward pass needs what a call saved: bring all of that, and what the one before it saved."""
+        """Bring the tensors of a call and of the call before it to the device, because the backward pass needs them."""
         active = self._active() if self._active is not None else None
         if active is call:
             return
         if active is not None:
-            active.leave()  # the graph may be kept, and what it needs again is in CPU memory
+            active.leave()  # a graph that is kept for another backward pass finds its tensors in CPU memory
         self._active = weakref.ref(call)
         call.fetch()
-        earlier = call.before() if call.before is not None else None
+        earlier = call.earlier()
         if earlier is not None:
             earlier.fetch()
 
 
 class _Call:
-    """One forward of a block; kept alive by what it saved."""
+    """One forward of a block. Its saved tensors keep this object alive."""
 
     def __init__(self) -> None:
         self.saved: list[weakref.ref[_Saved]] = []
         self.before: weakref.ref[_Call] | None = None
+
+    def earlier(self) -> "_Call | None":
+        """Return the call before this one, unless all its saved tensors are gone."""
+        return self.before() if self.before is not None else None
 
     def fetch(self) -> None:
         for saved in self._alive():
@@ -115,15 +131,17 @@ class _Call:
             saved.leave()
 
     def _alive(self) -> list["_Saved"]:
-        return [saved for ref in self.saved if (saved := ref()) is not None]
+        references = [ref() for ref in self.saved]
+        return [saved for saved in references if saved is not None]
 
 
 class _Saved:
-    """A storage in CPU memory, and on the device for as long as it is being copied or used."""
+    """Offloaded storage: in CPU memory, and on the device while it is being copied or used."""
 
     def __init__(self, copies: SideCopies, tensor: Tensor, call: _Call) -> None:
-        self.copies, self.call = copies, call
-        self.original: Tensor | None = tensor.detach()  # whose version tells whether it has changed since
+        self.copies = copies
+        self.call = call
+        self.original: Tensor | None = tensor.detach()  # its version counter shows in-place changes
         self.version = version_of(tensor)
         self.device: Tensor | None = whole(self.original)
         self.host = copies.host(self.device.nbytes)
@@ -147,15 +165,17 @@ class _Saved:
         if self.device is None:
             return
         self.check()
-        self.copies.wait(self.done)  # its memory is taken for something else then
-        self.device = self.original = None
+        self.copies.wait(self.done)  # the memory may be reused after the next line
+        self.device = None
+        self.original = None
 
     def check(self) -> None:
         self.changed |= self.original is not None and version_of(self.original) != self.version
 
     def used(self) -> Tensor:
         self.check()
-        if self.changed:  # perhaps before it was copied: without offloading torch refuses that, too
+        # The change may have come before the copy was complete. Without offloading torch raises the same error.
+        if self.changed:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: it "
                 "was saved by a block whose activations are offloaded"
@@ -167,40 +187,48 @@ class _Saved:
 
 
 class _Hooks(saved_tensors_hooks):
-    """Hooks that are around these ones get what is not offloaded."""
+    """Hooks of one forward that offload saved tensors. Tensors that stay are passed to the hooks around these."""
 
     def __init__(self, offload: Offload, parameters: Callable[[], Iterable[Tensor]]) -> None:
         super().__init__(self._pack, self._unpack)
-        self._offload, self._parameters = offload, parameters
-        self._stay: set[int] | None = None
+        self._offload = offload
+        self._parameters = parameters
+        self._staying: set[int] | None = None  # ids of storages that stay on the device
         self._call = _Call()
         self._inner: tuple[Any, Any] | None = None
 
-    @torch.compiler.disable  # it is called beside what is compiled, and sizes would become symbols
+    @torch.compiler.disable  # compiled code calls the hooks, whose sizes would otherwise become symbols
     def _pack(self, tensor: Tensor) -> Any:
-        if not self._takes(tensor):
-            return None, tensor.detach() if self._inner is None else self._inner[0](tensor)
-        return self._offload.saved(tensor, self._call), place_of(tensor)
+        if self._offloads(tensor):
+            return self._offload.saved(tensor, self._call), place_of(tensor)
+        if self._inner is None:
+            return None, tensor.detach()
+        pack, _ = self._inner
+        return None, pack(tensor)
 
     @torch.compiler.disable
     def _unpack(self, packed: Any) -> Any:
         saved, rest = packed
         if saved is None:
-            return rest if self._inner is None else self._inner[1](rest)
+            if self._inner is None:
+                return rest
+            _, unpack = self._inner
+            return unpack(rest)
         self._offload.differentiates(saved.call)
         place: Place = rest
         return place.view(saved.used())
 
-    def _takes(self, tensor: Tensor) -> bool:
+    def _offloads(self, tensor: Tensor) -> bool:
+        """Return whether a saved tensor is offloaded."""
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or isinstance(viewed(tensor), nn.Parameter):
             return False
         if tensor.device.type == "meta" or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
             return False
         storage = tensor.untyped_storage()
-        if self._stay is None:  # sharded ones are whole from within the forward on
+        if self._staying is None:  # built inside the forward, where sharded parameters are gathered
             plain = (p for p in self._parameters() if not is_traceable_wrapper_subclass(p))
-            self._stay = {storage_id(p.untyped_storage()) for p in plain}
-        if storage_id(storage) in self._stay:
+            self._staying = {storage_id(p.untyped_storage()) for p in plain}
+        if storage_id(storage) in self._staying:
             return False
         self._offload.largest = max(self._offload.largest, storage.nbytes())
         return self._offload.min_bytes <= storage.nbytes()

@@ -1,6 +1,6 @@
-"""Recomputation from outside: a call whose activations are computed again, for which blocks, and which may keep theirs.
+"""Activation checkpointing of a single call, and the choice of the blocks that keep their activations.
 
-Nothing here changes a module; :mod:`lit_efficient.callbacks.activation_checkpointing` does.
+The functions change no module. :mod:`lit_efficient.callbacks.activation_checkpointing` does.
 """
 
 import functools
@@ -32,32 +32,38 @@ def recompute(
     counter: SavedTensors | None = None,
     **kwargs: Any,
 ) -> Any:
-    """``forward(*args, **kwargs)`` of ``block``, whose activations are computed again when a gradient needs them.
+    """Return ``forward(*args, **kwargs)`` and recompute its activations in the backward pass.
 
     Args:
-        block: The module whose forward it is; what its normalisation layers keep is in the second one as in the first.
-        forward: The forward itself: ``block.forward``, or what stands behind a changed one.
-        *args: Its arguments.
+        block: Module of the forward. The recomputation sees the buffers of its normalisation layers as the first
+            forward did.
+        forward: The forward: ``block.forward``, or the original of a changed one.
+        *args: Positional arguments of the forward.
         save: Kinds of operators whose results are kept: ``matmul``, ``attention``, ``convolution``.
-        counter: Counts what a forward without recomputation would have saved.
-        **kwargs: Its keyword arguments.
+        counter: Counter of the bytes that a forward without recomputation would have saved.
+        **kwargs: Keyword arguments of the forward.
     """
     operators = [operator for kind in save for operator in OPERATORS[kind]]
     selective = functools.partial(create_selective_checkpoint_contexts, operators) if operators else None
-    if torch.compiler.is_compiling():  # the compiler keeps random states and side effects apart by itself
+    if torch.compiler.is_compiling():  # the compiler preserves random states and side effects by itself
         options: dict[str, Any] = {} if selective is None else {"context_fn": selective}
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
     def contexts() -> tuple[Any, Any]:
-        first, second = selective() if selective is not None else (nullcontext(), nullcontext())
-        again = functools.partial(_as_before, [(buffer, buffer.clone()) for buffer in _moving_buffers(block)])
-        return _Within(lambda: counter or nullcontext(), lambda: first), _Within(again, lambda: second)
+        """Return the contexts of the first forward and of the recomputation."""
+        first: Any = nullcontext()
+        second: Any = nullcontext()
+        if selective is not None:
+            first, second = selective()
+        buffers = [(buffer, buffer.clone()) for buffer in _moving_buffers(block)]
+        restored = functools.partial(_with_buffers_of_first_forward, buffers)
+        return _Nested(lambda: counter or nullcontext(), lambda: first), _Nested(restored, lambda: second)
 
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-class _Within:
-    """Contexts one in the other, entered as often as gradients are asked for."""
+class _Nested:
+    """Nested contexts that can be entered several times, once for each backward pass."""
 
     def __init__(self, *contexts: Callable[[], Any]) -> None:
         self._contexts = contexts
@@ -72,18 +78,21 @@ class _Within:
 
 
 def _moving_buffers(block: nn.Module) -> list[torch.Tensor]:
-    """What a training forward changes: running statistics, and the vectors of spectral normalisation."""
-    keepers = [
-        part
-        for part in block.modules()
-        if isinstance(part, NormWithStatistics | SpectralNorm) or hasattr(part, "weight_u")
-    ]
-    return [buffer for part in keepers for buffer in part.buffers(recurse=False)]
+    """Return the buffers that a training forward changes: running statistics, and vectors of spectral normalisation."""
+    buffers: list[torch.Tensor] = []
+    for part in block.modules():
+        if isinstance(part, NormWithStatistics | SpectralNorm) or hasattr(part, "weight_u"):
+            buffers += part.buffers(recurse=False)
+    return buffers
 
 
 @contextmanager
-def _as_before(start: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
-    """Compute from where the first forward began, and leave behind what it left."""
+def _with_buffers_of_first_forward(start: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+    """Context in which buffers have the values from before the first forward. Their present values return afterwards.
+
+    Args:
+        start: Pairs of a buffer and a copy from before the first forward.
+    """
     left = [buffer.clone() for buffer, _ in start]
     for buffer, before in start:
         buffer.copy_(before)
@@ -95,14 +104,14 @@ def _as_before(start: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]
 
 
 def choose_kept(sizes: Sequence[int], budget: float) -> list[bool]:
-    """Which blocks keep their activations, so that they hold at most ``budget`` of all bytes.
+    """Return which blocks keep their activations, such that they hold at most ``budget`` of all bytes.
 
-    The largest first, since fewer blocks are run again then; of equal ones the last, since what the backward pass
-    computes again first would be there at once with all that was kept.
+    The largest blocks are chosen first, because then fewer blocks are recomputed. Of equal blocks the last ones are
+    chosen: the backward pass recomputes the last blocks first, while all kept activations are still in memory.
 
     Args:
-        sizes: Bytes of activations a block, in the order in which the blocks run.
-        budget: Share of their sum, from 0 to 1.
+        sizes: Bytes of activations of each block, in execution order.
+        budget: Fraction of their sum, in [0, 1].
 
     Example:
         >>> choose_kept([4, 4, 4, 4], 0.5)
@@ -118,15 +127,24 @@ def choose_kept(sizes: Sequence[int], budget: float) -> list[bool]:
 
 
 def refuse_twice(module: nn.Module, names: Sequence[str], who: str) -> None:
-    """Raise if blocks, what holds them or what they hold is recomputed already, in the ways of other packages."""
-    flags = ("gradient_checkpointing", "grad_checkpointing")  # transformers and diffusers; timm
+    """Raise an error if blocks, or modules around or inside them, use the activation checkpointing of another package.
+
+    Args:
+        module: The whole module.
+        names: Names of the blocks.
+        who: Name of the technique, for the error.
+
+    Raises:
+        ConfigurationError: With the name of the module that checkpoints, and the call that switches it off.
+    """
+    flags = ("gradient_checkpointing", "grad_checkpointing")  # of transformers and diffusers; of timm
     for name, part in module.named_modules():
         if not any(getattr(part, flag, False) is True for flag in flags):
             continue
         near = [b for b in names if not name or b == name or b.startswith(f"{name}.") or name.startswith(f"{b}.")]
         if near:
             raise ConfigurationError(
-                f"{who}: {name or type(module).__name__!r} recomputes activations by itself, so that "
-                f"{near[0]!r} would run three times: switch that off (transformers: activation_checkpointing_disable(),"
-                " diffusers: disable_gradient_checkpointing(), timm: set_grad_checkpointing(False))"
+                f"{who}: {name or type(module).__name__!r} already recomputes its activations, so {near[0]!r} would "
+                "run three times. Switch that off (transformers: activation_checkpointing_disable(), diffusers: "
+                "disable_gradient_checkpointing(), timm: set_grad_checkpointing(False))"
             )

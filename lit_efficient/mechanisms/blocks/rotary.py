@@ -1,8 +1,8 @@
-"""Rotary positions by Liger's kernel, in the place of the function that a layer's own forward calls for them.
+"""Rotary position embeddings by Liger's kernel, in place of the function that a layer's forward calls for them.
 
-Which function that is, is asked of the functions, by their numbers: of queries, keys, cosines and sines (Llama and what
-follows it), or of one of the two and a table (our GPT). The kernel turns in place; here it is given copies, so that
-nobody else's tensors change, forward or backward.
+That function is identified by its results on test inputs. It takes queries, keys, cosines and sines (Llama and similar
+networks), or either queries or keys and a table (our GPT). The kernel rotates in place. It gets copies here, so that no
+other tensors change, forward or backward.
 """
 
 from collections.abc import Callable
@@ -14,18 +14,21 @@ from torch import Tensor, nn
 
 from lit_efficient.surgery import unmixed
 
-_HEADS, _LENGTH, _WIDTH = 2, 3, 8  # of the tensors that functions are tried on
+# Sizes of the test inputs.
+_HEADS = 2
+_LENGTH = 3
+_WIDTH = 8
 
 
 class Turns(nn.Module):
-    """Mix-in of a layer, right in front of its own class: its forward as it is written, with Liger's kernel in it."""
+    """Mix-in that runs a layer's own forward with Liger's kernel in place of the rotation functions."""
 
     _fused_turns: dict[str, str]  # names of functions -> "both" or "one"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         kind: Any = unmixed(self)
         own = kind.forward
-        if torch.compiler.is_compiling():  # which fuses them itself
+        if torch.compiler.is_compiling():  # the compiler fuses the rotation by itself
             return own(self, *args, **kwargs)
         names = {name: _KINDS[kind](own.__globals__[name]) for name, kind in self._fused_turns.items()}
         fused = FunctionType(own.__code__, own.__globals__ | names, own.__name__, own.__defaults__, own.__closure__)
@@ -34,38 +37,61 @@ class Turns(nn.Module):
 
 
 def turns_of(layer: nn.Module, device: torch.device) -> dict[str, str]:
-    """Names of the functions that turn queries and keys in a layer's own forward, for :class:`Turns`; Liger's kernel is
-    tried on the device.
+    """Return the rotation functions that a layer's forward calls, for :class:`Turns`: their kinds by their names.
+
+    Args:
+        layer: The layer.
+        device: Device on which Liger's kernel is tried.
     """
-    kind: Any = unmixed(layer)
-    forward = kind.forward
+    layer_class: Any = unmixed(layer)
+    forward = layer_class.forward
     if not isinstance(forward, FunctionType):
         return {}
-    found = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
-    tried = {name: next((kind for kind in _KINDS if _turns(f, kind, device)), "") for name, f in found.items() if f}
-    return {name: kind for name, kind in tried.items() if kind}
+    kinds: dict[str, str] = {}
+    for name in forward.__code__.co_names:
+        function = forward.__globals__.get(name)
+        for kind in _KINDS:
+            if _turns(function, kind, device):
+                kinds[name] = kind
+                break
+    return kinds
 
 
 def _turns(function: Any, kind: str, device: torch.device) -> bool:
-    """Whether a function gives the rotation's numbers, and Liger's kernel its numbers and gradients."""
+    """Return whether a function computes the rotation, and Liger's kernel the same values and gradients."""
     if not callable(function) or isinstance(function, type):
         return False
     made = torch.Generator().manual_seed(0)
     angle = torch.randn(1, _LENGTH, _WIDTH // 2, generator=made, device="cpu").to(device)
     x, weight = torch.randn(2, 1, _HEADS, _LENGTH, _WIDTH, generator=made, device="cpu").to(device).unbind()
     x.requires_grad_()
-    cos, sin = (f(torch.cat((angle, angle), dim=-1)) for f in (torch.cos, torch.sin))
+    angles = torch.cat((angle, angle), dim=-1)
+    cos = angles.cos()
+    sin = angles.sin()
     a, b = x.chunk(2, dim=-1)
-    right = x * cos + torch.cat((-b, a), dim=-1) * sin
-    given: tuple[Any, ...] = (x, x, cos, sin) if kind == "both" else (x, torch.stack((angle.cos(), angle.sin()), dim=1))
+    expected = x * cos + torch.cat((-b, a), dim=-1) * sin
+    arguments: tuple[Any, ...] = (x, x, cos, sin)
+    tensors_returned = 2
+    if kind == "one":
+        arguments = (x, torch.stack((angle.cos(), angle.sin()), dim=1))
+        tensors_returned = 1
     try:
-        outs = [f(*given) for f in (function, _KINDS[kind](function))]
-        outs = [(out,) if isinstance(out, Tensor) else tuple(out) for out in outs]
-        slopes = [torch.autograd.grad((each * weight).sum(), x, retain_graph=True)[0] for out in outs for each in out]
-        same = [torch.allclose(each, right, atol=1e-5) for out in outs for each in out]
-        alike = [torch.allclose(slope, slopes[0], atol=1e-5) for slope in slopes]
-        return len(same) == (4 if kind == "both" else 2) and all(same) and all(alike)
-    except Exception:  # it takes something else
+        first_gradient: Tensor | None = None
+        for candidate in (function, _KINDS[kind](function)):
+            output = candidate(*arguments)
+            tensors = (output,) if isinstance(output, Tensor) else tuple(output)
+            if len(tensors) != tensors_returned:
+                return False
+            for tensor in tensors:
+                gradient = torch.autograd.grad((tensor * weight).sum(), x, retain_graph=True)[0]
+                if first_gradient is None:
+                    first_gradient = gradient
+                if not torch.allclose(tensor, expected, atol=1e-5):
+                    return False
+                if not torch.allclose(gradient, first_gradient, atol=1e-5):
+                    return False
+        return True
+    except Exception:  # a function with other arguments may raise anything
         return False
 
 
@@ -86,12 +112,12 @@ class _Turn(torch.autograd.Function):
 
 
 def _copied(x: Tensor) -> Tensor:
-    """As the kernel wants it: heads beside their tokens in memory."""
+    """Return a copy in the kernel's memory layout, in which the heads of a token are contiguous."""
     return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 def _both(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Liger's in the place of a function of queries, keys, cosines and sines, where they are what it knows."""
+    """Return a function of queries, keys, cosines and sines that uses Liger's kernel for the shapes it supports."""
 
     def turn(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         usual = not args and not kwargs and query.ndim == key.ndim == 4 and cos.ndim == sin.ndim == 3
@@ -103,7 +129,7 @@ def _both(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _one(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Liger's in the place of a function of queries or keys, and a table ``[B, 2, (1,) T, width / 2]``."""
+    """Return a function of queries or keys and a table ``[B, 2, (1,) T, width / 2]`` that uses Liger's kernel."""
 
     def turn(x: Tensor, table: Tensor) -> Any:
         cos, sin = (half.flatten(0, -3) for half in torch.cat((table, table), dim=-1).to(x.dtype).unbind(1))

@@ -1,4 +1,4 @@
-"""Copies between CPU memory and a device, on a stream beside the computation."""
+"""Copies between CPU memory and a device, on a stream of their own."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class SideCopies:
-    """A stream for copies. Memory that is taken within :meth:`beside` belongs to it.
+    """Stream for copies. Memory that is allocated within :meth:`beside` belongs to the stream.
 
-    Such memory may be let go of at any time: it is taken again by this stream alone, and every copy waits for what the
-    device was asked to compute before (:meth:`begin`). Where there are no streams, copies are done at once.
+    Such memory may be freed at any time: only this stream allocates it again, and each copy waits for the operations
+    that were queued on the device before (:meth:`begin`). On devices without streams copies are synchronous.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -19,20 +19,24 @@ class SideCopies:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def beside(self) -> AbstractContextManager[Any]:
-        """Run inside on the stream of the copies."""
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+        """Return a context whose operations run on the stream of the copies."""
+        if self.stream is None:
+            return nullcontext()
+        return torch.cuda.stream(self.stream)
 
     def begin(self) -> None:
-        """Copies that follow start after all that was asked of the device until now."""
+        """Let the following copies wait for all operations that are queued on the device now."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def done(self) -> Any:
-        """What :meth:`wait` takes: that all copies asked for until now are done."""
-        return None if self.stream is None else self.stream.record_event()
+        """Return an event for :meth:`wait` that is complete when all copies queued until now are done."""
+        if self.stream is None:
+            return None
+        return self.stream.record_event()
 
     def wait(self, done: Any) -> None:
-        """Let the computation wait for copies; the CPU goes on."""
+        """Let the device's computation wait for an event of :meth:`done`. The CPU does not wait."""
         if self.stream is not None and done is not None:
             torch.cuda.current_stream(self.device).wait_event(done)
 
@@ -42,12 +46,12 @@ class SideCopies:
             self.stream.synchronize()
 
     def host(self, size: int) -> Tensor:
-        """So many bytes of CPU memory, which the device reads and writes by itself."""
+        """Allocate ``size`` bytes of CPU memory, pinned where the device has streams."""
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self.stream is not None)
 
 
 class Place(NamedTuple):
-    """Where a tensor lies in a memory: all but the memory."""
+    """Location and layout of a tensor in a piece of memory, without the memory itself."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -55,17 +59,18 @@ class Place(NamedTuple):
     offset: int  # in bytes
 
     def view(self, memory: Tensor) -> Tensor:
-        """The tensor that lies there in ``memory``."""
+        """Return the tensor at this place in ``memory``."""
         empty = torch.empty(0, dtype=self.dtype, device=memory.device)
         return empty.set_(memory.untyped_storage(), self.offset // self.dtype.itemsize, self.shape, self.stride)
 
 
 def place_of(tensor: Tensor, offset: int | None = None) -> Place:
-    """Where a tensor lies in its own memory, or ``offset`` bytes from the start of another one."""
-    start = int(tensor.storage_offset()) * tensor.element_size() if offset is None else offset
-    return Place(tensor.dtype, tensor.shape, tensor.stride(), start)
+    """Return the place of a tensor in its own memory, or at ``offset`` bytes from the start of another memory."""
+    if offset is None:
+        offset = int(tensor.storage_offset()) * tensor.element_size()
+    return Place(tensor.dtype, tensor.shape, tensor.stride(), offset)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The memory that a tensor lies in, as bytes."""
+    """Return the whole storage of a tensor as a tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -1,7 +1,7 @@
-"""Blocks whose weights live in CPU memory and are streamed to the device ahead of their use, two at a time.
+"""Block swapping: weights are kept in CPU memory and copied to the device ahead of their use, two blocks at a time.
 
-Of weights that train the gradients leave the device one by one, as they are complete. When the backward pass is over,
-weights and gradients are in CPU memory, where an optimizer made of them steps.
+Gradients of swapped weights are moved to the CPU one by one, as soon as they are complete. After the backward pass both
+weights and gradients are in CPU memory, where the optimizer steps.
 """
 
 import functools
@@ -19,19 +19,27 @@ from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.mechanisms.blocks.side_copies import Place, SideCopies, place_of
 from lit_efficient.surgery import memory_of
 
-_ALIGNED = 256  # bytes
+_ALIGNED = 256  # alignment of tensors in a block's memory, in bytes
 
 
 def swapped_names(block: nn.Module, elsewhere: set[int], trained: bool = False) -> list[str]:
-    """Names of the block's parameters that can leave the device: frozen (or ``trained``), dense, and used by nobody
-    elsewhere.
+    """Return the names of the block's parameters that can be swapped.
+
+    Args:
+        block: The block.
+        elsewhere: Ids of parameters that modules outside the block use as well.
+        trained: Include parameters that require a gradient. Otherwise only frozen ones are swapped.
     """
     return [name for name, p in block.named_parameters() if id(p) not in elsewhere and _can_leave(p, trained)]
 
 
 def swapped_tensors(block: nn.Module, names: Iterable[str], trained: bool = False) -> list[Tensor]:
-    """Those of the named parameters that are frozen (or ``trained``), and the constants that hang on codes or stand
-    beside them.
+    """Return the tensors to swap: the named parameters, and the quantisation constants of quantised ones.
+
+    Args:
+        block: The block.
+        names: Names of parameters.
+        trained: Include parameters that require a gradient.
     """
     found: dict[int, Tensor] = {}
     held = dict(block.named_parameters())
@@ -63,77 +71,104 @@ def _extent(tensor: Tensor) -> int:
 
 
 def _tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
-    """In containers and plain objects, such as bitsandbytes' constants of a quantisation."""
+    """Yield the tensors in containers and plain objects, such as bitsandbytes' quantisation constants."""
     if isinstance(value, Tensor):
         yield value
     elif depth and not isinstance(value, nn.Module | type) and not callable(value):
-        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-        for item in (*inside, *getattr(value, "__dict__", {}).values()):
+        items = [*getattr(value, "__dict__", {}).values()]
+        if isinstance(value, dict):
+            items = [*value.values(), *items]
+        elif isinstance(value, list | tuple):
+            items = [*value, *items]
+        for item in items:
             yield from _tensors_in(item, depth - 1)
 
 
 class Swap:
-    """The blocks of one network, by their numbers in the order in which they run; two of them are on a device.
+    """Swapped blocks of one network, by their number in execution order. Two of them are on the device at a time.
 
-    While a block computes, forward or backward, the one that is next comes. It takes the memory of the one before.
+    While a block computes, forward or backward, the next one is copied to the device into the memory of the previous
+    one.
 
     Args:
-        trained: Whether what trains is swapped, too.
+        trained: Swap parameters that require a gradient as well.
     """
 
     def __init__(self, trained: bool = False) -> None:
         self.trained = trained
         self._blocks: dict[int, _Block] = {}
         self._copies: dict[torch.device, SideCopies] = {}
-        self._last: tuple[int, Any] = (-1, None)  # block of the backward pass, and when the gradients before it are out
+        # Number of the last block in the backward pass, and the event after which earlier gradients have left.
+        self._last: tuple[int, Any] = (-1, None)
 
     def __reduce__(self) -> Any:
-        return Swap, (self.trained,)  # a copied network swaps on its own
+        return Swap, (self.trained,)  # a copied network gets a Swap without blocks, which it adds itself
 
     def add(self, number: int, module: nn.Module, names: tuple[str, ...]) -> "_Block":
-        """The block of a number; known ones stay."""
+        """Return the block of a number. It is created if it is not known or belongs to another module."""
         known = self._blocks.get(number)
         if known is None or known.module() is not module:
             known = self._blocks[number] = _Block(module, names, self.trained)
         return known
 
     def enter(self, number: int, device: torch.device, backward: bool = False) -> None:
-        """Have a block on the device, the next one on its way, and no other one there."""
+        """Bring a block to the device, start to copy the next one, and move all others to the CPU.
+
+        Args:
+            number: Number of the block.
+            device: The device.
+            backward: Set in the backward pass, in which the next block is the one before.
+        """
         block = self._blocks[number]
-        around = [self._blocks.get(number + 1), self._blocks.get(number - 1)]
-        ahead = next((other for other in (reversed(around) if backward else around) if other is not None), None)
+        neighbours = [self._blocks.get(number + 1), self._blocks.get(number - 1)]
+        if backward:
+            neighbours.reverse()
+        ahead = next((other for other in neighbours if other is not None), None)
         for other in self._blocks.values():
             if other is not block and other is not ahead:
                 other.leave()
-        copies = self._copies[device] = self._copies.get(device) or SideCopies(device)
-        for wanted in (block, ahead):
-            if wanted is not None:
-                wanted.bring(copies)
+        if device not in self._copies:
+            self._copies[device] = SideCopies(device)
+        copies = self._copies[device]
+        block.bring(copies)
+        if ahead is not None:
+            ahead.bring(copies)
         copies.wait(block.done)
 
     def watch(self, number: int, device: torch.device, given: Any, output: Any) -> None:
-        """Have the block back as soon as the backward pass knows the gradient of what it returned."""
+        """Register hooks that bring the block back when the backward pass reaches its output.
+
+        Args:
+            number: Number of the block.
+            device: The device.
+            given: Arguments of the block.
+            output: Result of the block.
+
+        Raises:
+            ConfigurationError: If the output contains no tensors, or a view of the block's weights.
+        """
         memory = self._blocks[number].memory_id()
         inputs = {id(leaf) for leaf in tree_leaves(given)}
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if not tensors and torch.is_grad_enabled():
             raise ConfigurationError(
-                f"BlockSwap: block {number} returns no tensors that torch's trees show, so that its backward pass "
-                "could not be seen: return tensors, tuples or mappings, or name other blocks"
+                f"BlockSwap: the output of block {number} contains no tensors that torch's pytrees find, so its "
+                "backward pass cannot be observed. Return tensors, tuples or mappings, or name other blocks"
             )
         for tensor in tensors:
             if not is_traceable_wrapper_subclass(tensor) and storage_id(tensor.untyped_storage()) == memory:
                 raise ConfigurationError(
-                    f"BlockSwap: block {number} returns a view of its own weights, which leave the device: return a "
-                    "copy, or name other blocks"
+                    f"BlockSwap: block {number} returns a view of its own weights, which are moved to the CPU. Return "
+                    "a copy, or name other blocks"
                 )
             if tensor.requires_grad and id(tensor) not in inputs:
                 tensor.register_hook(functools.partial(self._back, number, device))
 
     def ran(self, number: int) -> None:
-        """Take what trains to CPU memory after the last block, when no backward pass will: others may write to it.
+        """Move all blocks to the CPU after the last one has run without gradients.
 
-        An average that takes the weights' place does, through ``data``, which nobody sees.
+        Other code may then write to the weights through ``data``, as the exchange with an average does. Such a write to
+        a copy on the device would be lost.
         """
         if self.trained and number == max(self._blocks):
             self.come_to_rest()
@@ -143,56 +178,69 @@ class Swap:
         if not self.trained:
             return
         self._blocks[number].set_aside()
-        if number != self._last[0]:
-            before, self._last = self._last[1], (number, self._copies[device].done())
-            if before is not None:  # or gradients would wait on the device for the bus
-                before.synchronize()
-        after_backward(self._ends)
+        last_number, last_done = self._last
+        if number != last_number:
+            self._last = (number, self._copies[device].done())
+            # Without this wait gradients would accumulate on the device while the bus is busy.
+            if last_done is not None:
+                last_done.synchronize()
+        after_backward(self._finish)
 
-    def _ends(self) -> None:
+    def _finish(self) -> None:
         self.come_to_rest()
         for copies in self._copies.values():
             copies.finish()
 
     def come_to_rest(self, stale: bool = False) -> None:
-        """Take all blocks to CPU memory, so that their weights may be read and written; ``stale``: or replaced."""
+        """Move all blocks to the CPU, so that other code may read and write their weights.
+
+        Args:
+            stale: Set if the weights may also be replaced, so that they are collected anew before the next use.
+        """
         for block in self._blocks.values():
             block.leave()
             block.stale |= stale
 
 
 class _Block:
-    """One memory on either side for all that a block has swapped.
+    """Swapped tensors of one block, with one piece of memory on the CPU and one on the device.
 
-    The device's is emptied and filled again, not made anew: whatever autograd, bitsandbytes or a recomputation has kept
-    of the weights is valid again whenever the block is there.
+    The device memory is resized to 0 and back instead of being freed, so that references to the weights in autograd,
+    bitsandbytes or a recomputation become valid again whenever the block is on the device.
+
+    Args:
+        module: The block's module.
+        names: Names of the parameters to swap.
+        trained: Swap parameters that require a gradient as well.
     """
 
     def __init__(self, module: nn.Module, names: tuple[str, ...], trained: bool) -> None:
-        self.module, self.names, self.trained = weakref.ref(module), names, trained
-        self.stale, self.there = True, False
+        self.module = weakref.ref(module)
+        self.names = names
+        self.trained = trained
+        self.stale = True  # the lists below must be built before the next use
+        self.there = False  # the tensors are on the device
         self.tensors: list[Tensor] = []
-        self.places: list[Place] = []
-        self.homes: list[Tensor] = []
-        self.pointers: list[int] = []  # to the tensors' memory on the device
-        self.versions: list[int] = []
-        self.trains: list[bool] = []
-        self.gradients: dict[Tensor, Tensor] = {}  # in CPU memory, of what is on the device
+        self.places: list[Place] = []  # of each tensor in the memory
+        self.homes: list[Tensor] = []  # each tensor in CPU memory
+        self.pointers: list[int] = []  # address of each tensor on the device
+        self.versions: list[int] = []  # version counter of each tensor when it came to the device
+        self.trains: list[bool] = []  # whether each tensor required a gradient
+        self.gradients: dict[Tensor, Tensor] = {}  # gradients in CPU memory of tensors on the device
         self.hooks: list[Any] = []
         self.host: Tensor | None = None
-        self.memory: torch.UntypedStorage | None = (
-            None  # on the device; no tensor, which could be read while it is empty
-        )
+        # A storage on the device and not a tensor, because a tensor could be read while the storage is empty.
+        self.memory: torch.UntypedStorage | None = None
         self.device: torch.device | None = None
         self.copies: SideCopies | None = None
         self.done: Any = None
 
     def memory_id(self) -> int | None:
-        """Of the storage on the device."""
+        """Return the id of the storage on the device, or None if there is none."""
         return None if self.memory is None else storage_id(self.memory)
 
     def bring(self, copies: SideCopies) -> None:
-        """Start to copy the weights to the device, unless they are there or on the way."""
+        """Start to copy the weights to the device, unless they are there or being copied."""
         if self.there and (self.device != copies.device or self._changed(self.pointers)):
             self.leave()
         if self.there:
@@ -207,24 +255,26 @@ class _Block:
                 self.memory = torch.empty_like(self.host, device=copies.device).untyped_storage()
                 self.device = copies.device
             self.memory.resize_(self.host.nbytes)
-            there = torch.empty(0, dtype=torch.uint8, device=copies.device).set_(self.memory)
-            there.copy_(self.host, non_blocking=True)
-            self.done, self.there = copies.done(), True
+            on_device = torch.empty(0, dtype=torch.uint8, device=copies.device).set_(self.memory)
+            on_device.copy_(self.host, non_blocking=True)
+            self.done = copies.done()
+            self.there = True
             for tensor, place in zip(self.tensors, self.places, strict=True):
-                tensor.data = place.view(there)
+                tensor.data = place.view(on_device)
         self.pointers = [tensor.data_ptr() for tensor in self.tensors]
         self.versions = [version_of(tensor) for tensor in self.tensors]
 
     def leave(self) -> None:
-        """Let the weights be those in CPU memory; what was written to them on the device goes there first."""
+        """Make the weights refer to CPU memory. Weights that were written on the device are copied there first."""
         if not self.there:
             return
         assert self.memory is not None
         self.there = False
         every = zip(self.tensors, self.pointers, self.homes, self.versions, strict=True)
         for tensor, pointer, home, version in every:
-            if tensor.data_ptr() != pointer:  # somebody has given it other data
-                tensor.data, self.stale = tensor.data.to("cpu"), True
+            if tensor.data_ptr() != pointer:  # other code has set ``data``
+                tensor.data = tensor.data.to("cpu")
+                self.stale = True
                 continue
             if version_of(tensor) != version:
                 with torch.inference_mode(False), torch.no_grad():
@@ -236,26 +286,28 @@ class _Block:
             tensor.grad = gradient
 
     def set_aside(self) -> None:
-        """Before the block's backward pass: autograd adds to no gradient in another memory."""
+        """Detach the gradients before the block's backward pass, because autograd cannot add to them on the CPU."""
         for tensor in self.tensors:
             if tensor.grad is not None:
-                self.gradients[tensor], tensor.grad = tensor.grad, None
+                self.gradients[tensor] = tensor.grad
+                tensor.grad = None
 
     @torch.no_grad()
     def _send(self, tensor: Tensor) -> None:
-        """Copy a gradient that is complete to CPU memory, onto what is there."""
-        gradient, before = tensor.grad, self.gradients.get(tensor)
+        """Move a complete gradient to CPU memory and add the gradient that is there."""
+        gradient = tensor.grad
+        before = self.gradients.get(tensor)
         if gradient is None or not self.there:
             return
         if gradient.requires_grad:
             raise ConfigurationError(
-                "BlockSwap: a gradient of a gradient is wanted (create_graph=True), whose weights leave the device: "
-                "leave out trained=True"
+                "BlockSwap: trained=True cannot compute gradients of gradients (create_graph=True), because the "
+                "weights leave the device. Leave out trained=True"
             )
         assert self.copies is not None
         self.copies.begin()
         with self.copies.beside():
-            if before is not None:  # added on the device, as autograd adds
+            if before is not None:  # added on the device, where autograd would add it, for the same rounding
                 gradient = before.to(gradient.device, non_blocking=True) + gradient
             self.gradients[tensor] = gradient.to("cpu", non_blocking=True)
             if self.copies.stream is not None:
@@ -263,33 +315,43 @@ class _Block:
         tensor.grad = None
 
     def _changed(self, pointers: list[int]) -> bool:
-        """Whether tensors have been given other data since, or have begun or ceased to train."""
-        every = zip(self.tensors, self.trains, pointers, strict=True)
-        return any(tensor.requires_grad != trains or tensor.data_ptr() != at for tensor, trains, at in every)
+        """Return whether a tensor's address differs from ``pointers``, or its ``requires_grad`` has changed."""
+        for tensor, trains, pointer in zip(self.tensors, self.trains, pointers, strict=True):
+            if tensor.requires_grad != trains or tensor.data_ptr() != pointer:
+                return True
+        return False
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _take(self, copies: SideCopies) -> None:
-        """Move all that is swapped into one pinned memory, each tensor with a storage of its own, as files want it."""
+        """Move all tensors to swap into one piece of pinned memory.
+
+        Each tensor gets a storage of its own, because a file would otherwise hold the whole memory for each of them.
+        """
         module = self.module()
         assert module is not None
         self.tensors = swapped_tensors(module, self.names, self.trained)
         swapped = {id(tensor) for tensor in self.tensors}
-        for parameter in module.parameters():  # one was perhaps swapped before it trained
+        # A parameter that was swapped while it was frozen may train now and belongs on the device.
+        for parameter in module.parameters():
             if parameter.requires_grad and parameter.device != copies.device and id(parameter) not in swapped:
                 parameter.data = parameter.data.to(copies.device)
         for hook in self.hooks:
             hook.remove()
         self.trains = [tensor.requires_grad for tensor in self.tensors]
         self.hooks = [t.register_post_accumulate_grad_hook(self._send) for t in self.tensors if t.requires_grad]
-        starts: dict[Any, int] = {}
-        size, self.places = 0, []
+        starts: dict[Any, int] = {}  # offset of each tensor; tensors that are views of each other share one
+        size = 0
+        self.places = []
         for tensor in self.tensors:
             key = (memory_of(tensor), tensor.dtype, tensor.stride())
             if key not in starts:
-                starts[key], size = size, size + -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+                starts[key] = size
+                size += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
             self.places.append(place_of(tensor, starts[key]))
-        self.host, self.memory, self.homes = copies.host(size), None, []
+        self.host = copies.host(size)
+        self.memory = None
+        self.homes = []
         storages: dict[int, Tensor] = {}
         for tensor, place in zip(self.tensors, self.places, strict=True):
             part = self.host.numpy()[place.offset : place.offset + tensor.nbytes]
