@@ -1,17 +1,19 @@
-"""Steps of bfloat16 parameters in float32, of any optimizer, stored so that what bfloat16 cannot hold is not lost.
+"""Float32 steps for bfloat16 parameters, with any optimizer, so that small updates are not lost in rounding.
 
-    q = p + c in float32;  step q;  p = bfloat16(q);  c = q - p, rounded by chance      compensated (Kahan)
-    q = p in float32;      step q;  p = q, rounded by chance                            otherwise
+    q = p + c in float32;  step q;  p = bfloat16(q);  c = q - p, rounded stochastically      compensated (Kahan)
+    q = p in float32;      step q;  p = q, rounded stochastically                            otherwise
 
-bfloat16 has 8 bits: of steps below 1/512 of a weight, rounding to nearest leaves nothing. Moments have the same fate (a
-second moment at 0.999 never decays), so those that are stored in bfloat16 are rounded by chance in both forms. The
-draws follow from the seed, the number of the step and the place of the parameter, wherever it lives.
+bfloat16 has 8 bits of precision: rounding to nearest discards updates below 1/512 of a weight. Moments have the same
+problem (a second moment with decay 0.999 never decays), so moments that are stored in bfloat16 are always rounded
+stochastically. The random draws depend on the seed, the step and the position of the parameter in the optimizer, and
+not on the device.
 
 Source: Gupta et al. (2015), https://arxiv.org/abs/1502.02551; Zamirai et al. (2020), https://arxiv.org/abs/2010.06192
 """
 
 import functools
-from collections.abc import Set
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,23 +21,32 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_dispatch import is_traceable_wrapper_subclass
-from lit_efficient.optimizers.host_states import Streamed, check_unchanged, streamed
-from lit_efficient.optimizers.stepping import change_class, loss_of, pieces, unhooked, with_gradient, with_step
+from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
+from lit_efficient.optimizers.host_states import Streamed, streamed
+from lit_efficient.optimizers.stepping import (
+    change_class,
+    check_unchanged,
+    loss_of,
+    pieces,
+    step_some,
+    unhooked,
+    with_gradient,
+    with_step,
+)
 from lit_efficient.surgery import local
 
-COMPENSATION = "compensation"  # the key of c in a parameter's state
-_PIECE = 2**24  # bytes of parameters that are stepped at a time, in float32 beside their gradients and states
+COMPENSATION = "compensation"  # key of c in the state of a parameter
+_PIECE = 2**24  # bytes of parameters that are stepped at a time, in float32, with their gradients and states
 
 
 def round_stochastically(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """``x`` in bfloat16, each value as one of its two neighbours there, by chance: the mean over draws is ``x``.
+    """Round ``x`` to bfloat16, randomly up or down, so that the mean over draws is ``x``.
 
     Args:
-        x: float32 of any shape. What is not finite stays as it is.
-        generator: Of the draws, on the device of ``x``; ``None``: the device's global one.
+        x: float32 of any shape. Values that are not finite stay unchanged.
+        generator: Random generator on the device of ``x``. ``None`` takes the device's global generator.
     """
     bits = x.contiguous().view(torch.int32)
     drawn = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
@@ -45,34 +56,35 @@ def round_stochastically(x: Tensor, generator: torch.Generator | None = None) ->
 
 @dataclass
 class Rounding:
-    """How an optimizer stores what it has computed in float32."""
+    """Settings and counters of the rounding of one optimizer."""
 
-    compensated: bool  # keep what rounding took off each parameter, and give it back in the next step
-    seed: int = 0  # of the draws
-    step: int = 0  # number of the next step: who resumes a run sets it, the optimizer counts on
-    who: str = "step_in_float32"  # name for errors
-    places: dict[Tensor, int] = field(default_factory=dict)  # of the parameters in the optimizer
+    compensated: bool  # store the rounding error of each parameter, and add it back in the next step
+    seed: int = 0  # of the random draws
+    step: int = 0  # number of the next step; it must be set again when a run resumes
+    who: str = "step_in_float32"  # name at the beginning of error messages
+    places: dict[Tensor, int] = field(default_factory=dict)  # positions of the parameters in the optimizer
 
-    def place(self, p: Tensor) -> int:
-        """The number of a parameter, which its draws follow."""
-        return self.places.setdefault(p, len(self.places))
+    def generator(self, p: Tensor) -> torch.Generator:
+        """Return the random generator of a parameter in this step."""
+        place = self.places.setdefault(p, len(self.places))
+        return torch.Generator(local(p).device).manual_seed(mix_seed(self.seed, self.step, place))
 
 
 class Float32Step(Optimizer):
-    """What marks an optimizer that steps bfloat16 parameters in float32."""
+    """Base that marks an optimizer which steps bfloat16 parameters in float32."""
 
-    keeps_small_updates = True  # which a warning asks of whatever steps 16-bit weights
+    keeps_small_updates = True  # read by the warning about optimizers that lose updates of 16-bit weights
     rounding: Rounding
 
 
 class DrawsByStep:
-    """Put in front of a technique that steps in float32: draws follow from the run's step, after a resume, too."""
+    """Mix-in of techniques that step in float32: the random draws depend on the global step, so they resume exactly."""
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if isinstance(optimizer, Float32Step):
             optimizer.rounding.step = trainer.global_step
 
-    on_before_zero_grad = on_before_optimizer_step  # before the backward pass, where some step already
+    on_before_zero_grad = on_before_optimizer_step  # before the backward pass, in which some optimizers step already
 
 
 def step_in_float32(
@@ -83,21 +95,27 @@ def step_in_float32(
     later: Set[Tensor] = frozenset(),
     who: str = "step_in_float32",
 ) -> int:
-    """Change ``optimizer``'s class, in place, to one that steps bfloat16 parameters in float32; others step as before.
+    """Change the class of ``optimizer``, in place, to one that steps bfloat16 parameters in float32.
 
-    Its step must treat each parameter on its own; groups, schedulers and hooks stay. ``compensated`` keeps a bfloat16
-    compensation of each parameter in the state, instead of rounding it by chance; what trains ``later`` counts, too.
+    Other parameters step as before. Groups, schedulers and hooks stay.
+
+    Args:
+        optimizer: Optimizer whose step treats each parameter independently.
+        compensated: Keep a bfloat16 compensation of each parameter in the state, instead of rounding stochastically.
+        seed: Seed of the random draws.
+        later: Frozen parameters that will train later. They count as trained.
+        who: Name at the beginning of error messages.
 
     Returns:
-        How many elements of the parameters that train are bfloat16.
+        Number of elements of the bfloat16 parameters that train.
 
     Raises:
         ConfigurationError: For LBFGS, for paged states, and if no parameter that trains is bfloat16.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigurationError(f"{who}: LBFGS keeps one state for all parameters, which has no pieces")
+        raise ConfigurationError(f"{who}: LBFGS keeps one state for all parameters; use another optimizer")
     if getattr(optimizer, "is_paged", False):
-        raise ConfigurationError(f"{who}: paged states belong to the parameters themselves: use paged=False")
+        raise ConfigurationError(f"{who}: paged states cannot be replaced by float32 copies: use paged=False")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     trained = [p for p in parameters if p.requires_grad or p in later]
     count = sum(p.numel() for p in trained if p.dtype is torch.bfloat16)
@@ -108,97 +126,109 @@ def step_in_float32(
             f"no update is lost: leave {who} out, or use precision: bf16-true"
         )
     kind: Any = type(optimizer)
-    outer = issubclass(kind, Streamed)  # its states come and go a piece at a time: the piece is stepped in float32
-    kind = _float32(kind.__mro__[1]) if outer else _float32(kind)
-    change_class(optimizer, streamed(kind) if outer else kind)
-    rounding = Rounding(compensated, seed, who=who)
-    for p in parameters:
-        rounding.place(p)
-    optimizer.rounding = rounding  # type: ignore[attr-defined]  # of `Float32Step`
+    if issubclass(kind, Streamed):
+        # The float32 step goes inside, so that only the piece on the device exists in float32.
+        inner: Any = kind.__mro__[1]
+        changed: Any = _float32(inner)
+        change_class(optimizer, streamed(changed))
+    else:
+        change_class(optimizer, _float32(kind))
+    places = {p: place for place, p in enumerate(parameters)}
+    optimizer.rounding = Rounding(compensated, seed, who=who, places=places)  # type: ignore[attr-defined]
     optimizer.register_step_post_hook(_count)
     return count
 
 
-def _count(optimizer: Any, *_: Any) -> None:
+def _count(optimizer: Any, *_: object) -> None:
     optimizer.rounding.step += 1
 
 
 @functools.cache
 def _float32(base: type[Optimizer]) -> type[Optimizer]:
-    """``base`` with a step in float32; the class keeps its name."""
-    inner = unhooked(base)  # hooks run once, not for each piece
+    """Return a subclass of ``base`` with a step in float32. It has the name of ``base``."""
+    inner = unhooked(base)  # hooks must run once a step, not once a piece
 
     @torch.no_grad()
     def step(self: Any, closure: Any = None) -> Any:
         loss = loss_of(closure)
-        groups = self.param_groups
-        # What it says of some parameters, in sets and by parameter, it says of what stands for them.
-        named = {k: v for k, v in vars(self).items() if isinstance(v, Set | dict) and k not in ("state", "defaults")}
-        stands: dict[Tensor, Tensor] = {}
-        try:
-            for group in groups:
-                parameters = with_gradient(group)
-                others = [p for p in parameters if p.dtype is not torch.bfloat16]
-                if others:
-                    self.param_groups = [group | {"params": others}]
-                    inner(self)
-                    check_unchanged(self, group, self.rounding.who)
-                for piece in pieces([p for p in parameters if p.dtype is torch.bfloat16], _PIECE):
-                    stands = {p: _widened(self, p) for p in piece}
-                    for name, value in named.items():
-                        said = [(p, stand) for p, stand in stands.items() if p in value]
-                        one: Any = {s: value[p] for p, s in said} if isinstance(value, dict) else {s for _, s in said}
-                        setattr(self, name, value | one)
-                    self.param_groups = [group | {"params": list(stands.values())}]
-                    inner(self)
-                    check_unchanged(self, group, self.rounding.who)
-                    for p, stand in stands.items():
-                        _narrow(self, p, stand)
-        finally:
-            self.param_groups = groups
-            for stand in stands.values():  # after an error
-                self.state.pop(stand, None)
-            for name, value in named.items():
-                setattr(self, name, value)
+        who = self.rounding.who
+        for group in self.param_groups:
+            parameters = with_gradient(group)
+            others = [p for p in parameters if p.dtype is not torch.bfloat16]
+            if others:
+                check_unchanged(self, step_some(self, inner, group, others), who)
+            for piece in pieces([p for p in parameters if p.dtype is torch.bfloat16], _PIECE):
+                wide = {p: _widened(self, p) for p in piece}
+                try:
+                    with _same_settings(self, wide):
+                        check_unchanged(self, step_some(self, inner, group, [*wide.values()]), who)
+                    for p, copy in wide.items():
+                        _store(self, p, copy)
+                finally:
+                    for copy in wide.values():  # left over after an error
+                        self.state.pop(copy, None)
         return loss
 
     return with_step(base, Float32Step, step)
 
 
+@contextmanager
+def _same_settings(optimizer: Any, wide: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Apply settings of single parameters to their float32 copies.
+
+    Optimizers keep such settings in attributes that are sets of parameters or dicts with parameters as keys.
+    """
+    before = {}
+    for name, value in vars(optimizer).items():
+        if isinstance(value, Set | dict) and name not in ("state", "defaults"):
+            before[name] = value
+    for name, value in before.items():
+        named = [(p, copy) for p, copy in wide.items() if p in value]
+        if isinstance(value, dict):
+            setattr(optimizer, name, value | {copy: value[p] for p, copy in named})
+        else:
+            setattr(optimizer, name, value | {copy for _, copy in named})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(optimizer, name, value)
+
+
 def _widened(optimizer: Any, p: Tensor) -> Tensor:
-    """What stands for a parameter in a step: it, its gradient and its states, in float32."""
-    stand = p.detach().float()
+    """Return a float32 copy of a parameter that has its gradient, and float32 copies of its states."""
+    copy = p.detach().float()
     assert p.grad is not None  # `with_gradient` has looked
-    stand.grad = p.grad.float()
-    state = optimizer.state.get(p)
+    copy.grad = p.grad.float()
+    state = dict(optimizer.state.get(p) or {})
+    if COMPENSATION in state:
+        local(copy).add_(local(state.pop(COMPENSATION)))
     if state:
-        if COMPENSATION in state:
-            local(stand).add_(local(state[COMPENSATION]))
-        stored = {key: value for key, value in state.items() if key != COMPENSATION}
-        if stored:
-            own = _of_own_type(optimizer)
-            optimizer.state[stand] = {k: v.float() if _is_low(k, v, own) else v for k, v in stored.items()}
-    return stand
+        optimizer.state[copy] = {
+            key: value.float() if _casts(optimizer, key, value, torch.bfloat16) else value
+            for key, value in state.items()
+        }
+    return copy
 
 
-def _narrow(optimizer: Any, p: Tensor, stand: Tensor) -> None:
-    """Store what a step has made of ``stand`` as the parameter's, in place where there is a place."""
-    rounding = optimizer.rounding
-    generator = torch.Generator(local(p).device)
-    generator.manual_seed(mix_seed(rounding.seed, rounding.step, rounding.place(p)))
-    state, own = optimizer.state[p], _of_own_type(optimizer)
-    stepped = optimizer.state.pop(stand, {})
+def _store(optimizer: Any, p: Tensor, copy: Tensor) -> None:
+    """Round the stepped copy and its states into the parameter and its states, in place if they exist."""
+    rounding: Rounding = optimizer.rounding
+    generator = rounding.generator(p)
+    state = optimizer.state[p]
+    stepped = optimizer.state.pop(copy, {})
     for key in sorted(stepped):
         value = stepped[key]
-        if not _is_float32(key, value, own):
+        if not _casts(optimizer, key, value, torch.float32):
             state[key] = value
         elif is_traceable_wrapper_subclass(local(value)):
-            state[key] = value.to(p.dtype)  # its own codes, which only look like another type
+            state[key] = value.to(p.dtype)  # quantised: only the dtype that it claims changes, not its codes
         else:
             if key not in state or state[key].shape != value.shape or state[key].dtype != p.dtype:
                 state[key] = torch.empty_like(value, dtype=p.dtype)
             local(state[key]).copy_(round_stochastically(local(value), generator))
-    weight, exact = local(p), local(stand)
+    weight = local(p)
+    exact = local(copy)
     if not rounding.compensated:
         weight.copy_(round_stochastically(exact, generator))
         return
@@ -208,14 +238,8 @@ def _narrow(optimizer: Any, p: Tensor, stand: Tensor) -> None:
     local(state[COMPENSATION]).copy_(round_stochastically(exact.sub_(weight), generator))
 
 
-def _of_own_type(optimizer: Any) -> Set[str]:
-    """Keys of states that loading leaves in the type that they have; all others get the parameter's."""
-    return {"step", *getattr(optimizer, "non_castable_tensor_keys", ())}
-
-
-def _is_low(key: str, value: Any, own: Set[str]) -> bool:
-    return key not in own and isinstance(value, Tensor) and value.dtype is torch.bfloat16
-
-
-def _is_float32(key: str, value: Any, own: Set[str]) -> bool:
-    return key not in own and isinstance(value, Tensor) and value.dtype is torch.float32
+def _casts(optimizer: Any, key: str, value: object, dtype: torch.dtype) -> bool:
+    """Return whether a state is a tensor of a dtype that ``load_state_dict`` casts to the dtype of the parameter."""
+    if key == "step" or key in getattr(optimizer, "non_castable_tensor_keys", ()):
+        return False
+    return isinstance(value, Tensor) and value.dtype is dtype

@@ -1,9 +1,10 @@
-"""AdamW in one fused kernel, with gradient clipping in every precision, and no decay for norms and biases on request.
+"""AdamW in one fused kernel. It supports gradient clipping in every precision, and can exclude norms and biases from
+weight decay.
 
     p <- p - lr * (m_hat / (sqrt(v_hat) + eps) + weight_decay * p)
 
-Saves: kernel launches, and the temporary copies that the default implementation makes of all parameters at once
-Costs: nothing; with 16-bit loss scaling one pass over the gradients that the kernel would do on the side
+Saves: kernel launches, and temporary copies of all parameters that the default implementation makes
+Costs: nothing; with a 16-bit loss scale one pass over the gradients, which the kernel would otherwise include
 Source: Loshchilov and Hutter (2019), https://arxiv.org/abs/1711.05101; kernels: torch.optim.AdamW
 """
 
@@ -16,23 +17,23 @@ from lit_efficient.optimizers.groups import parameter_groups
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """AdamW that uses torch's fused kernel wherever the parameters allow it.
+    """AdamW that uses torch's fused kernel if the device and dtype of all parameters support it.
 
-    Lightning refuses to clip gradients for any fused optimizer, because such a one may unscale them itself. This one
-    leaves that to the gradient scaler, so both go together. What a checkpoint of torch's AdamW has begun goes on with
-    that one's kernel, bit by bit.
+    Lightning does not clip gradients for fused optimizers, because they may unscale gradients inside the kernel. This
+    class leaves unscaling to the gradient scaler, so clipping works. A run that resumes from a checkpoint of torch's
+    AdamW continues with the kernel of that checkpoint, bit-exactly.
 
     Args:
         params: Parameters or groups.
         lr: Learning rate.
         betas: Decay rates of the two moments, each in [0, 1).
-        eps: Term in the denominator.
+        eps: Term that is added to the denominator.
         weight_decay: Decoupled weight decay.
-        decay_norm_and_bias: Whether tensors with fewer than two dimensions decay as well.
+        decay_norm_and_bias: Apply weight decay to tensors with fewer than two dimensions too.
     """
 
-    goes_on_from: ClassVar[tuple[str, ...]] = ("AdamW",)  # classes whose checkpoints it continues, with their kernel
-    low_bit_twin: ClassVar[tuple[str, int]] = ("AdamW", 2)  # what its low-bit form imitates, and that one's moments
+    goes_on_from: ClassVar[tuple[str, ...]] = ("AdamW",)  # classes whose checkpoints can be resumed, with their kernel
+    low_bit_twin: ClassVar[tuple[str, int]] = ("AdamW", 2)  # low-bit class, and its number of moments
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (0, "one kernel for the step of all parameters")}
 
     def __init__(

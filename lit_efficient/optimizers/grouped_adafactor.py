@@ -1,9 +1,9 @@
-"""Adafactor: the second moment of a matrix as a row and a column, and no first moment.
+"""Adafactor: the second moment of a matrix is stored as one row and one column, and there is no first moment.
 
     v_ij ~ r_i c_j / sum(r);    state of an m x n matrix: m + n values
 
 Saves: nearly all of AdamW's 8 bytes a parameter
-Costs: some quality at equal steps; a learning rate of its own, 1e-2, which each tensor's RMS multiplies
+Costs: some quality at equal steps; needs another learning rate, about 1e-2, which is multiplied by each tensor's RMS
 Source: Shazeer and Stern (2018), https://arxiv.org/abs/1804.04235; implementation: torch.optim.Adafactor
 """
 
@@ -19,15 +19,15 @@ from lit_efficient.traits import Trait
 
 
 class GroupedAdafactor(torch.optim.Adafactor):
-    """torch's Adafactor, whose decay can leave norms and biases out.
+    """Adafactor of torch that can exclude norms and biases from weight decay, and supports sharded parameters.
 
     Args:
         params: Parameters or groups.
-        lr: Learning rate, multiplied by max(eps2, RMS of the tensor).
-        beta2_decay: Exponent of the second moment's decay, at most 0.
-        d: Clipping threshold of an update's RMS, at least 1.
+        lr: Learning rate. It is multiplied by max(eps2, RMS of the tensor).
+        beta2_decay: Exponent of the decay of the second moment, at most 0.
+        d: Clipping threshold of the RMS of an update, at least 1.
         weight_decay: Decoupled weight decay.
-        decay_norm_and_bias: Whether tensors with fewer than two dimensions decay as well.
+        decay_norm_and_bias: Apply weight decay to tensors with fewer than two dimensions too.
     """
 
     traits = frozenset({Trait.NO_LOW_RANK_FORM, Trait.NO_SCHEDULE_FREE_FORM})
@@ -58,13 +58,19 @@ class GroupedAdafactor(torch.optim.Adafactor):
 
 
 def step_shard(p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
-    """Torch's step out of place, as DTensors want it; a column, which sums over all shards, is on all processes.
+    """Step one sharded parameter like torch's Adafactor, with operations that DTensors support.
 
-    The parameter and its state, empty before the first step, are changed in place.
+    The column statistic, which sums over all shards, is replicated on all processes.
+
+    Args:
+        p: The parameter, a DTensor. It is changed in place.
+        state: State of the parameter, which is changed in place. It is empty before the first step.
+        group: Parameter group of the parameter.
     """
     gradient = -p.grad if group["maximize"] else p.grad
     eps1, eps2 = group["eps"]
-    eps1 = torch.finfo(p.dtype).eps if eps1 is None else eps1
+    if eps1 is None:
+        eps1 = torch.finfo(p.dtype).eps
     squares = gradient.square()
     means = {"variance": squares}
     if p.ndim > 1:
@@ -89,8 +95,11 @@ def step_shard(p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
 
 
 def _mean(values: Any, dim: int) -> Any:
-    """Along ``dim``, by way of the sum, as shards may differ in length; on all processes that have a part in it."""
-    from torch.distributed.tensor import Replicate  # it takes long to import
+    """Return the mean along ``dim``, as a DTensor that is replicated where ``values`` is sharded along ``dim``.
+
+    It is computed from the sum, because shards may differ in length.
+    """
+    from torch.distributed.tensor import Replicate  # slow to import
 
     total = values.sum(dim, keepdim=True) / values.shape[dim]
     if not is_sharded(total):
@@ -101,4 +110,6 @@ def _mean(values: Any, dim: int) -> Any:
 
 def _rms(values: Any) -> float:
     total = values.square().sum()
-    return float((total.full_tensor() if is_sharded(total) else total) / values.numel()) ** 0.5
+    if is_sharded(total):
+        total = total.full_tensor()
+    return float(total / values.numel()) ** 0.5

@@ -1,4 +1,7 @@
-"""States of an optimizer in CPU memory: fetched, stepped and put back a piece at a time, copied beside the steps."""
+"""States of an optimizer in CPU memory. A step fetches, steps and returns one piece of the parameters at a time.
+
+Copies run on their own stream: while a piece is stepped, the next one arrives and the last one leaves.
+"""
 
 import functools
 from collections.abc import Collection, Iterator, MutableMapping
@@ -8,62 +11,81 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_efficient.errors import ConfigurationError
 from lit_efficient.mechanisms.blocks.side_copies import SideCopies
 from lit_efficient.optimizers.host_gradients import HostGradients
-from lit_efficient.optimizers.stepping import change_class, loss_of, pieces, unhooked, with_gradient, with_step
-
-_ALIGNED = 64  # bytes
+from lit_efficient.optimizers.host_memory import HostMemory
+from lit_efficient.optimizers.stepping import (
+    change_class,
+    check_unchanged,
+    loss_of,
+    pieces,
+    step_some,
+    unhooked,
+    with_gradient,
+    with_step,
+)
 
 
 class HostStates:
-    """The states of an optimizer in CPU memory that is taken once, and their way to the device and back.
+    """States of one optimizer in CPU memory, with copies to its device and back.
 
-    Its step must treat each parameter on its own; ``piece_bytes`` of parameters are stepped at a time. Copies run on a
-    stream of their own: while a piece is stepped, the next one comes and the last one goes. What is fetched is freed on
-    that stream, too, so that three pieces at most are on the device however far the CPU is ahead.
+    The fetched states are freed on the stream of the copies, so at most three pieces are on the device even if the CPU
+    runs far ahead.
+
+    Args:
+        memory: CPU memory of the optimizer.
+        gradients: Gradients in the same memory, or ``None`` if gradients stay on the device.
     """
 
-    def __init__(self, optimizer: Optimizer, piece_bytes: int) -> None:
-        self.optimizer, self.piece_bytes = optimizer, piece_bytes
-        self.gradients: HostGradients | None = None
+    def __init__(self, memory: HostMemory, gradients: HostGradients | None = None) -> None:
+        self.memory = memory
+        self.optimizer = memory.optimizer
+        self.gradients = gradients
         self._hosts: dict[tuple[Tensor, str], Tensor] = {}
         self._fetched: dict[tuple[Tensor, str], Tensor] = {}
-        self._chunks: list[list[Any]] = []  # bytes, and how many of each are taken
 
-    @functools.cached_property
+    @property
     def copies(self) -> SideCopies:
-        """The stream of the copies."""
-        return SideCopies(next(p.device for group in self.optimizer.param_groups for p in group["params"]))
+        """Stream of the copies."""
+        return self.memory.copies
 
     @property
     def held(self) -> int:
-        """Bytes of CPU memory that are taken."""
-        return sum(memory.nbytes for memory, _ in self._chunks)
+        """Bytes of CPU memory that are allocated."""
+        return self.memory.held
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states in it."""
+        """Bytes of the states in CPU memory."""
         return sum(host.nbytes for host in self._hosts.values())
 
     def all_pieces(self) -> Iterator[list[Tensor]]:
-        """All parameters, a piece at a time."""
+        """Yield all parameters, one piece at a time."""
         for group in self.optimizer.param_groups:
-            yield from pieces(group["params"], self.piece_bytes)
+            yield from pieces(group["params"], self.memory.piece_bytes)
+
+    def stepped_pieces(self) -> list[tuple[dict[str, Any], list[Tensor]]]:
+        """Return the pieces of all parameters with a gradient, each with its group."""
+        has_gradient = with_gradient if self.gradients is None else self.gradients.of_group
+        found = []
+        for group in self.optimizer.param_groups:
+            found += [(group, piece) for piece in pieces(has_gradient(group), self.memory.piece_bytes)]
+        return found
 
     def fetch(self, piece: list[Tensor]) -> Any:
-        """Bring the states of a piece to its device; what the copies' `wait` takes."""
+        """Start to copy the states of a piece to its device. Return an event for ``copies.wait``."""
         with self.copies.beside():
             for p, key, value in self._states(piece):
                 if value is self._hosts.get((p, key)) or value.device != p.device:
                     moved = value.to(p.device, non_blocking=True, copy=True)
-                    self.optimizer.state[p][key] = self._fetched[p, key] = moved
+                    self.optimizer.state[p][key] = moved
+                    self._fetched[p, key] = moved
             if self.gradients is not None:
                 self.gradients.fetch(piece)
             return self.copies.done()
 
     def put_back(self, piece: list[Tensor]) -> None:
-        """Copy the states of a piece to CPU memory once its step is done."""
+        """Start to copy the states of a piece to CPU memory, after its step."""
         self.copies.begin()
         fresh = False
         states = self._states(piece)
@@ -74,52 +96,36 @@ class HostStates:
                 if value is host:
                     continue
                 if host is None or (host.shape, host.dtype) != (value.shape, value.dtype):
-                    host = self._hosts[p, key] = self.take(value, new)
+                    host = self.memory.take(value, new)
+                    self._hosts[p, key] = host
                 fresh |= self._fetched.pop((p, key), None) is not value
                 self.optimizer.state[p][key] = host.copy_(value, non_blocking=True)
         if self.gradients is not None:
             self.gradients.release(piece)
-        if fresh:  # made by the step, as in the first one: its memory is not this stream's to free
+        if fresh:
+            # The step has created a state, as the first one does. Its memory belongs to the stream of the computation,
+            # which could reuse it before the copy is done.
             self.copies.finish()
 
     def allow_reads(self) -> None:
-        """Let everybody look for gradients on the device again."""
+        """Allow reads of gradients on the device again."""
         if self.gradients is not None:
             self.gradients.reads.stop()
 
     def _states(self, piece: list[Tensor]) -> list[tuple[Tensor, str, Tensor]]:
-        """Without step counters, which stay where they are."""
-        held = ((p, self.optimizer.state.get(p)) for p in piece)
-        return [
-            (p, key, value)
-            for p, state in held
-            if isinstance(state, MutableMapping)
-            for key, value in state.items()
-            if isinstance(value, Tensor) and key != "step"
-        ]
-
-    def take(self, value: Tensor, new: int) -> Tensor:
-        """CPU memory for one, of the first chunk with room, else of one as large as the ``new`` bytes of its piece.
-
-        Chunks are powers of two, to which torch would round the pinned memory of each state. Each state has a storage
-        of its own within: a checkpoint writes whole storages, and none that is read as two types.
-        """
-        size = -(-value.nbytes // _ALIGNED) * _ALIGNED
-        chunk = next((chunk for chunk in self._chunks if chunk[1] + size <= chunk[0].nbytes), None)
-        if chunk is None:
-            room = 1 << max((size - 1).bit_length(), new.bit_length() - 1)
-            chunk = [self.copies.host(room), 0]
-            self._chunks.append(chunk)
-        memory, offset = chunk
-        chunk[1] += size
-        part = torch.from_numpy(memory.numpy()[offset : offset + value.nbytes])
-        shape = torch.empty_like(value, device="meta")
-        empty = torch.empty(0, dtype=value.dtype, device="cpu")
-        return empty.set_(part.untyped_storage(), 0, shape.shape, shape.stride())
+        """Return all tensors in the states of a piece, except step counters, which are never moved."""
+        found = []
+        for p in piece:
+            state = self.optimizer.state.get(p)
+            if isinstance(state, MutableMapping):
+                found += [
+                    (p, key, value) for key, value in state.items() if isinstance(value, Tensor) and key != "step"
+                ]
+        return found
 
 
 class Streamed(Optimizer):
-    """What marks an optimizer that keeps its states in CPU memory."""
+    """Base that marks an optimizer which keeps its states in CPU memory."""
 
     host_states: HostStates
 
@@ -130,56 +136,45 @@ class Streamed(Optimizer):
 
 
 def stream_states(optimizer: Optimizer, piece_bytes: int, gradients: bool = False, who: str = "stream_states") -> None:
-    """Change ``optimizer``'s class, in place, to one that keeps its states in CPU memory between steps.
+    """Change the class of ``optimizer``, in place, to one that keeps its states in CPU memory between steps.
 
-    Its step must treat each parameter on its own; ``piece_bytes`` of parameters are stepped at a time. ``gradients``: a
-    step takes those from CPU memory, too, of backward passes inside ``optimizer.host_states.gradients.leaving()``.
+    Args:
+        optimizer: Optimizer whose step treats each parameter independently.
+        piece_bytes: Bytes of parameters that are stepped at a time.
+        gradients: Keep gradients in CPU memory too. The backward passes must run inside the context
+            ``optimizer.host_states.gradients.leaving()``.
+        who: Name at the beginning of error messages.
     """
     kind: Any = type(optimizer)
     change_class(optimizer, streamed(kind))
-    optimizer.host_states = HostStates(optimizer, piece_bytes)  # type: ignore[attr-defined]  # of `Streamed`
-    if gradients:
-        store: HostStates = optimizer.host_states  # type: ignore[attr-defined]
-        store.gradients = HostGradients(store, who)
-
-
-def check_unchanged(optimizer: Optimizer, group: dict[str, Any], who: str = "offloading the states") -> None:
-    """Refuse an optimizer whose step has written to the group of a piece: that of all parameters would not have it."""
-    (stepped,) = optimizer.param_groups
-    written = [key for key, value in stepped.items() if key != "params" and value is not group.get(key, optimizer)]
-    if written:
-        raise ConfigurationError(
-            f"{who}: the step of {type(optimizer).__name__} writes {', '.join(map(repr, written))} to its groups, for "
-            f"all their parameters at once, which has no pieces; train without {who}"
-        )
+    memory = HostMemory(optimizer, piece_bytes)
+    held = HostGradients(memory, who) if gradients else None
+    optimizer.host_states = HostStates(memory, held)  # type: ignore[attr-defined]  # of `Streamed`
 
 
 @functools.cache
 def streamed(base: type[Optimizer]) -> type[Optimizer]:
-    """``base`` with a step in pieces; the class keeps its name."""
-    inner = unhooked(base)  # hooks run once, not for each piece
+    """Return a subclass of ``base`` that steps one piece at a time. It has the name of ``base``."""
+    inner = unhooked(base)  # hooks must run once a step, not once a piece
 
     @torch.no_grad()
     def step(self: Any, closure: Any = None) -> Any:
-        groups, store = self.param_groups, self.host_states
+        store: HostStates = self.host_states
         try:
             loss = loss_of(closure)
         finally:
             store.allow_reads()
-        has = with_gradient if store.gradients is None else store.gradients.of_group
-        stepped = [(group, piece) for group in groups for piece in pieces(has(group), store.piece_bytes)]
+        stepped = store.stepped_pieces()
         store.copies.begin()
         fetched = store.fetch(stepped[0][1]) if stepped else None
         try:
             for number, (group, piece) in enumerate(stepped, 1):
                 store.copies.wait(fetched)
-                fetched = store.fetch(stepped[number][1]) if number < len(stepped) else None
-                self.param_groups = [group | {"params": piece}]
-                inner(self)
-                check_unchanged(self, group)
+                if number < len(stepped):
+                    fetched = store.fetch(stepped[number][1])
+                check_unchanged(self, step_some(self, inner, group, piece), "offloading the states")
                 store.put_back(piece)
         finally:
-            self.param_groups = groups
             store.copies.finish()
         return loss
 

@@ -1,4 +1,6 @@
-"""A rate that falls with the square root of the step, after a linear warm-up: it needs no end of the run.
+"""Linear warm-up, followed by a learning rate that falls with the inverse square root of the step.
+
+The length of the run need not be known.
 
     factor(t) = min((t + 1) / warmup, sqrt(warmup / max(t, warmup)))       in step t, from 0
 
@@ -14,11 +16,11 @@ from lit_efficient.optimizers.schedules import FactorLRScheduler, warmup_factor
 
 
 class InverseSquareRoot(FactorLRScheduler):
-    """Raise each group's rate from near 0 to its own, and let it fall to half when the warm-up has passed four times.
+    """Raise the rate of each group linearly to its full value, then lower it: to half after 4 times the warm-up.
 
     Args:
-        optimizer: Whose rates it sets.
-        warmup: Steps of warm-up, 1 or more; how fast it falls depends on it, too.
+        optimizer: Optimizer whose rates are set.
+        warmup: Steps of the warm-up, at least 1. It also sets how fast the rate falls.
         last_epoch: As in torch.
 
     Raises:

@@ -1,9 +1,9 @@
-"""Lion: step by the sign of an interpolated moment.
+"""Lion: an optimizer that steps by the sign of an interpolated moment.
 
     u = sign(b1 * m + (1 - b1) * g);    p <- p - lr * (u + weight_decay * p);    m <- b2 * m + (1 - b2) * g
 
 Saves: half of AdamW's state: 4 bytes a float32 parameter, 1.02 with LowBitOptimizer
-Costs: a rate of its own, 3 to 10 times below AdamW's, and a weight decay as many times above
+Costs: needs a learning rate 3 to 10 times below AdamW's, and a weight decay larger by the same factor
 Source: Chen et al. (2023), https://arxiv.org/abs/2302.06675
 """
 
@@ -29,7 +29,16 @@ def lion(
     betas: tuple[float, float],
     weight_decay: float,
 ) -> None:
-    """One step of Lion in place on ``parameters`` and ``moments``, lists of tensors of equal shapes."""
+    """Do one step of Lion, in place.
+
+    Args:
+        parameters: Tensors that are stepped.
+        gradients: Their gradients.
+        moments: Their moments, which are updated.
+        lr: Learning rate.
+        betas: Interpolation for the step, and decay of the moment.
+        weight_decay: Decoupled weight decay.
+    """
     if not parameters:
         return
     updates = foreach_lerp(moments, gradients, weight=1 - betas[0])
@@ -40,21 +49,21 @@ def lion(
 
 
 class Lion(Optimizer):
-    """Lion.
+    """Optimizer with one moment, which steps by the sign of an update.
 
     Args:
         params: Parameters or groups.
         lr: Learning rate.
         betas: Interpolation for the step and decay of the moment, each in [0, 1).
         weight_decay: Decoupled weight decay.
-        decay_norm_and_bias: Whether tensors with fewer than two dimensions decay as well.
+        decay_norm_and_bias: Apply weight decay to tensors with fewer than two dimensions too.
 
     Raises:
         ConfigurationError: For a value out of range.
     """
 
     traits = frozenset({Trait.NO_LOW_RANK_FORM, Trait.NO_SCHEDULE_FREE_FORM})
-    low_bit_twin: ClassVar[tuple[str, int]] = ("Lion", 1)  # what its low-bit form imitates, and that one's moments
+    low_bit_twin: ClassVar[tuple[str, int]] = ("Lion", 1)  # low-bit class, and its number of moments
     helps: ClassVar[dict[str, tuple[int, str]]] = {"memory": (0, "half of the optimizer's states")}
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Turn an optimizer into its low-bit twin: which class has which twin, which tensors take part, and what that saves.
+"""Convert an optimizer into its low-bit twin: select the class and the parameters, and compute the memory saved.
 
     state bytes per parameter of AdamW: 8 (two float32 moments)  ->  2 (b / 8 + 4 / B)
         = 2.03 with b = 8, B = 256;  1.06 with b = 4, B = 128;  fp8 as 8 bits
@@ -19,7 +19,7 @@ from lit_efficient.internals.import_noise import silence_imports
 from lit_efficient.optimizers.groups import decays
 from lit_efficient.surgery import become, is_sharded, local
 
-# The name of the twin and its moments, of torch's optimizers. Ours say it themselves, as ``low_bit_twin``.
+# Low-bit class, and number of moments, for optimizers of torch. Optimizers of this package have `low_bit_twin` instead.
 _TWINS: dict[type[Optimizer], tuple[str, int]] = {
     torch.optim.AdamW: ("AdamW", 2),
     torch.optim.Adam: ("Adam", 2),
@@ -28,8 +28,7 @@ _TWINS: dict[type[Optimizer], tuple[str, int]] = {
     torch.optim.Adagrad: ("Adagrad", 1),
 }
 _TORCHAO = ("AdamW", "Adam")
-_BLOCKS: dict[int | str, int] = {4: 128}  # elements that share a scale in torchao; 256 for the others
-# Settings that no twin has, and the value at which they change nothing. RMSprop has a momentum, too.
+# Settings that no twin supports, with the value at which they have no effect. RMSprop also has a momentum.
 _NEUTRAL: dict[str, Any] = {
     "amsgrad": False,
     "maximize": False,
@@ -42,13 +41,13 @@ _NEUTRAL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class LowBitStates:
-    """What :func:`to_low_bit` did."""
+    """Result of :func:`to_low_bit`, for the tensors in this process."""
 
     backend: str  # ``bitsandbytes`` or ``torchao``
-    low: int  # elements whose states are low-bit, in this process
-    total: int  # elements of the parameters that train, in this process: frozen ones in the optimizer get no state
-    state_bytes: int  # bytes that all states will take, scales and code tables included, step counters not
-    full_bytes: int  # bytes that the states of the optimizer as it was would take
+    low: int  # elements of the parameters with low-bit states
+    total: int  # elements of the parameters that train; frozen parameters get no state
+    state_bytes: int  # bytes of all states, with scales and code tables, without step counters
+    full_bytes: int  # bytes of the states without conversion
 
 
 def to_low_bit(
@@ -62,22 +61,23 @@ def to_low_bit(
     decay_norm_and_bias: bool = True,
     who: str = "to_low_bit",
 ) -> LowBitStates:
-    """Turn ``optimizer``, which has not stepped yet, into its low-bit twin in place; groups and schedulers stay valid.
+    """Convert ``optimizer`` into its low-bit twin in place, before its first step. Groups and schedulers stay valid.
 
     Args:
-        optimizer: AdamW, Adam, SGD with momentum, RMSprop or Adagrad of torch, or Lion of this package.
-        bits: 8, 4 or ``"fp8"``; the latter two are torchao's, for AdamW and Adam.
-        backend: ``"bitsandbytes"``, ``"torchao"``, or ``"auto"``: bitsandbytes for 8 bits on whole parameters.
-        paged: Keep the states in memory that the GPU pages to the host (bitsandbytes on CUDA).
+        optimizer: AdamW, Adam, SGD with momentum, RMSprop or Adagrad of torch, or FusedAdamW or Lion of this package.
+        bits: 8, 4 or ``"fp8"``. The latter two need torchao and AdamW or Adam.
+        backend: ``"bitsandbytes"``, ``"torchao"`` or ``"auto"``: bitsandbytes for 8 bits on parameters that are not
+            sharded, otherwise torchao.
+        paged: Keep the states in memory that the GPU driver can page out to the host (bitsandbytes on CUDA).
         min_size: Tensors with fewer elements keep unquantised states.
-        keep_32bit: Parameters that keep unquantised states: float32 with bitsandbytes, of the parameter's type with
-            torchao, as torch has them.
-        decay_norm_and_bias: Whether tensors with fewer than two dimensions decay; their groups stay as they are.
-        who: Name for errors.
+        keep_32bit: Parameters that keep unquantised states: float32 with bitsandbytes, and the dtype of the parameter
+            with torchao.
+        decay_norm_and_bias: Apply weight decay to tensors with fewer than two dimensions. Their groups do not change.
+        who: Name at the beginning of error messages.
 
     Raises:
         ConfigurationError: If the class or one of its settings has no twin, or no tensor would have low-bit states.
-        ConflictError: If the backend cannot handle sharded parameters (DTensors).
+        ConflictError: If the backend does not support sharded parameters (DTensors).
     """
     kind = type(optimizer)
     twin_name, moments = _twin_of(optimizer, bits, who)
@@ -89,46 +89,60 @@ def to_low_bit(
         _check_torchao(optimizer, twin_name, bits, who)
     if paged and any(p.device.type != "cuda" for p in parameters):
         raise ConfigurationError(f"{who}: paged=True needs parameters on a CUDA device: its pages are the GPU driver's")
-    settings: dict[str, Any] = {"keep_32bit": keep_32bit, "min_size": min_size}
-    settings["no_decay"] = set() if decay_norm_and_bias else {p for p in parameters if not decays(p)}
-    sizes = {p: local(p).numel() for p in trained}
+    settings: dict[str, Any] = {"keep_32bit": keep_32bit, "min_size": min_size, "no_decay": set()}
+    if not decay_norm_and_bias:
+        settings["no_decay"] = {p for p in parameters if not decays(p)}
+    check_installed(who, backend)
     if backend == "torchao":
-        check_installed(who, "torchao")
         silence_imports()
         from lit_efficient.optimizers import low_bit_torchao as ao
 
         cls: Any = ao.AdamLowBit if twin_name == "Adam" else ao.AdamWLowBit
         settings["bits"] = bits
+        block = ao.BLOCKS[bits]
         low = {p for p in trained if ao.is_low(p, bits, min_size, p in keep_32bit)}
         state_bytes = sum(ao.state_bytes(p, bits, p in low) for p in trained)
     else:
-        check_installed(who, "bitsandbytes")
         from lit_efficient.optimizers import low_bit_bitsandbytes as bnb
 
         cls = getattr(bnb, f"{twin_name}8bit")
         settings["paged"] = paged
+        block = 1
         low = {p for p in trained if p not in keep_32bit and p.numel() >= min_size}
         state_bytes = sum(bnb.state_bytes(p, moments, p in low) for p in trained) + bnb.table_bytes(moments)
     if not low:
-        kept = sum(p in keep_32bit for p in trained)
-        largest = max((size for p, size in sizes.items() if p not in keep_32bit), default=0)
-        block = _BLOCKS.get(bits, 256) if backend == "torchao" else 0
-        way = f"write min_size: {largest}, or leave {who} out: states of so few elements are small"
-        if largest < max(block, 2):
-            way = f"leave {who} out: states of so few elements are small"
-        elif largest >= min_size:
-            way = f"torchao takes whole blocks of {block} elements: leave {who} out, or use backend: bitsandbytes"
-        raise ConfigurationError(
-            f"{who}: none of the {len(trained)} tensors that train would have {_label(bits)} states: of those that "
-            f"are not kept ({kept} are) the largest has {largest} elements, and min_size is {min_size}; {way}"
-        )
+        raise _nothing_low(trained, keep_32bit, bits, min_size, block, who)
     if kind is torch.optim.Adagrad:
-        optimizer.state.clear()  # torch makes its zeros before the first step
+        optimizer.state.clear()  # torch creates the states in the constructor
     for group in optimizer.param_groups:
         group["lr"] = float(group["lr"])
     become(optimizer, cls, **settings)
-    full_bytes = sum(moments * sizes[p] * p.element_size() for p in trained)
-    return LowBitStates(backend, sum(sizes[p] for p in low), sum(sizes.values()), state_bytes, full_bytes)
+    return LowBitStates(
+        backend,
+        low=sum(local(p).numel() for p in low),
+        total=sum(local(p).numel() for p in trained),
+        state_bytes=state_bytes,
+        full_bytes=sum(moments * local(p).numel() * p.element_size() for p in trained),
+    )
+
+
+def _nothing_low(
+    trained: list[Tensor], keep_32bit: Set[Tensor], bits: int | str, min_size: int, block: int, who: str
+) -> ConfigurationError:
+    """Return the error for parameters none of which gets low-bit states."""
+    sizes = [local(p).numel() for p in trained if p not in keep_32bit]
+    largest = max(sizes, default=0)
+    if largest < max(block, 2):
+        way_out = f"leave {who} out: states of so few elements are small"
+    elif largest >= min_size:
+        way_out = f"torchao needs multiples of {block} elements: leave {who} out, or use backend: bitsandbytes"
+    else:
+        way_out = f"write min_size: {largest}, or leave {who} out: states of so few elements are small"
+    kept = len(trained) - len(sizes)
+    return ConfigurationError(
+        f"{who}: none of the {len(trained)} tensors that train would have {_label(bits)} states: {kept} keep 32 bits, "
+        f"the largest of the others has {largest} elements, and min_size is {min_size}; {way_out}"
+    )
 
 
 def _label(bits: int | str) -> str:
@@ -136,21 +150,24 @@ def _label(bits: int | str) -> str:
 
 
 def _twin_of(optimizer: Optimizer, bits: int | str, who: str) -> tuple[str, int]:
-    """The class that the twin imitates, and its moments. Subclasses may step otherwise: each class says its own."""
+    """Return the low-bit class and the number of moments of an optimizer.
+
+    Subclasses do not inherit a twin, because their step may differ.
+    """
     kind = type(optimizer)
     twin: tuple[str, int] | None = vars(kind).get("low_bit_twin", _TWINS.get(kind))
     if twin is None:
         names = ", ".join(sorted(name for name, _ in _TWINS.values()))
         raise ConfigurationError(
-            f"{who}: {kind.__name__} has no {_label(bits)} twin; allowed: {names}, and of this package "
-            "FusedAdamW and Lion"
+            f"{who}: {kind.__name__} has no {_label(bits)} twin; allowed: {names}, and FusedAdamW and Lion of this "
+            "package"
         )
     decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
     if kind is torch.optim.Adam and decoupled == {True}:
         return _TWINS[torch.optim.AdamW]
     if kind is torch.optim.Adam and decoupled != {False}:
         raise ConfigurationError(
-            f"{who}: Adam with decoupled_weight_decay in some groups only has no {_label(bits)} twin"
+            f"{who}: Adam has no {_label(bits)} twin if only some groups set decoupled_weight_decay"
         )
     return twin
 
@@ -172,7 +189,9 @@ def _backend_for(parameters: list[Tensor], bits: int | str, backend: str, who: s
 
 def _check_settings(optimizer: Optimizer, kind: type[Optimizer], who: str) -> None:
     name = kind.__name__
-    neutral = _NEUTRAL | ({"momentum": 0} if kind is torch.optim.RMSprop else {})
+    neutral = dict(_NEUTRAL)
+    if kind is torch.optim.RMSprop:
+        neutral["momentum"] = 0
     for group in optimizer.param_groups:
         for key, value in neutral.items():
             if group.get(key, value) != value:
@@ -180,11 +199,9 @@ def _check_settings(optimizer: Optimizer, kind: type[Optimizer], who: str) -> No
                     f"{who}: {name}({key}={group[key]}) has no low-bit twin; allowed: {key}={value}"
                 )
         if kind is torch.optim.SGD and not group["momentum"]:
-            raise ConfigurationError(
-                f"{who}: SGD(momentum=0) has no state to save; give it a momentum, or leave this out"
-            )
+            raise ConfigurationError(f"{who}: SGD(momentum=0) has no state; set a momentum, or leave {who} out")
     if kind is torch.optim.Adagrad and any(float(state["step"]) for state in optimizer.state.values()):
-        raise ConfigurationError(f"{who}: {name} has stepped already; its state would be lost")
+        raise ConfigurationError(f"{who}: {name} has stepped already, and its state would be lost")
 
 
 def _check_torchao(optimizer: Optimizer, twin_name: str, bits: int | str, who: str) -> None:
@@ -195,6 +212,6 @@ def _check_torchao(optimizer: Optimizer, twin_name: str, bits: int | str, who: s
         )
     if any("base_momentum" in group for group in optimizer.param_groups):
         raise ConfigurationError(
-            f"{who}: OneCycleLR and CyclicLR change the betas in every step, and torchao compiles its step again for "
-            "each value: pass cycle_momentum=False to the scheduler, or use backend='bitsandbytes'"
+            f"{who}: OneCycleLR and CyclicLR change the betas in every step, and torchao recompiles its step for each "
+            "value: pass cycle_momentum=False to the scheduler, or use backend='bitsandbytes'"
         )

@@ -1,10 +1,10 @@
-"""Twins of torch's optimizers on bitsandbytes' kernels: the groups stay torch's own, the states are 8-bit.
+"""Low-bit twins of torch's optimizers with the 8-bit kernels of bitsandbytes.
 
 Each twin keeps the keys of torch's class in its groups (``momentum``, ``alpha``, ``lr_decay``) and translates them in
-every step, so that schedulers which change them go on working. What bitsandbytes decides for the whole process (its
-``GlobalOptimManager``) is decided here for each parameter.
+every step, so that schedulers can change them. Settings that bitsandbytes keeps for the whole process (in its
+``GlobalOptimManager``) are kept for each parameter here.
 
-Import this module inside functions only: bitsandbytes takes seconds.
+Import this module inside functions only, because importing bitsandbytes takes seconds.
 """
 
 import functools
@@ -18,16 +18,16 @@ from torch import Tensor
 
 from lit_efficient.optimizers.stepping import loss_of
 
-_PAGED_FROM = 100_000  # elements; bitsandbytes pages no smaller tensor
+_PAGED_FROM = 100_000  # elements; bitsandbytes does not page smaller tensors
 _MOMENTS = ("state1", "state2")
 
 
 class _Twin(Optimizer8bit):
-    """What all twins share; ``kernel`` names the update, ``options`` are the settings that it shares with torch's."""
+    """Base of all twins."""
 
-    kernel: ClassVar[str]
-    options: ClassVar[tuple[str, ...]]
-    coupled: ClassVar[bool] = False  # whether decay must be added to the gradient here, because the kernel decouples it
+    kernel: ClassVar[str]  # name of the update in bitsandbytes
+    options: ClassVar[tuple[str, ...]]  # settings that the class shares with torch's class
+    coupled: ClassVar[bool] = False  # add weight decay to the gradient; the kernel's decay is decoupled
 
     def __init__(
         self,
@@ -44,12 +44,12 @@ class _Twin(Optimizer8bit):
         self.keep_32bit = keep_32bit
         self.no_decay = no_decay
         self.min_size = min_size
-        self._pages: dict[tuple[Tensor, str], Tensor] = {}  # of each parameter and moment, for good
-        self.initialized = True  # the first step must not read the process-wide overrides
+        self._pages: dict[tuple[Tensor, str], Tensor] = {}  # paged memory of each parameter and moment, kept forever
+        self.initialized = True  # otherwise the first step would read the settings of the whole process
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """All kernels one behind the other on the device's stream; bitsandbytes' own loop waits after each tensor."""
+        # All kernels are queued on the device's stream. The loop of bitsandbytes would wait after each tensor.
         loss = loss_of(closure)
         for number, group in enumerate(self.param_groups):
             for index, p in enumerate(group["params"]):
@@ -58,20 +58,22 @@ class _Twin(Optimizer8bit):
                         self.init_state(group, p, number, index)
                     self.prefetch_state(p)
                     self.update_step(group, p, number, index)
-        if self.is_paged:  # the driver moves pages beside the stream
+        if self.is_paged:  # the driver moves pages outside the stream
             torch.accelerator.synchronize()
         return loss
 
     def betas(self, group: dict[str, Any]) -> tuple[float, float]:
-        """The kernel's two coefficients; of one moment the smoothing constant or momentum, if it has one."""
-        return group["betas"] if "betas" in self.options else (group.get("alpha", group.get("momentum", 0.0)), 0.0)
+        """Return the two coefficients of the kernel. The first may be called ``alpha`` or ``momentum`` in torch."""
+        if "betas" in self.options:
+            return group["betas"]
+        return group.get("alpha", group.get("momentum", 0.0)), 0.0
 
     def rate(self, group: dict[str, Any], steps: int) -> float:
-        """The learning rate after ``steps`` steps; of Adagrad decayed as torch decays it."""
+        """Return the learning rate after ``steps`` steps, with the decay of torch's Adagrad."""
         return float(group["lr"]) / (1 + steps * group.get("lr_decay", 0.0))
 
     def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
-        """What the kernels need to know about one parameter, now."""
+        """Return the current settings of one parameter for the kernel."""
         p = group["params"][pindex]
         decay = 0.0 if self.coupled or p in self.no_decay else group["weight_decay"]
         low = p not in self.keep_32bit and p.numel() >= self.min_size
@@ -87,7 +89,7 @@ class _Twin(Optimizer8bit):
         }
 
     def update_step(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
-        """Step one parameter; the gradient is left as it was."""
+        """Step one parameter. Its gradient does not change."""
         if not self.coupled or p in self.no_decay or not group["weight_decay"]:
             super().update_step(group, p, gindex, pindex)
             return
@@ -103,7 +105,7 @@ class _Twin(Optimizer8bit):
             self._pages |= {(p, name): self.state[p][name] for name in _MOMENTS if name in self.state[p]}
 
     def prefetch_state(self, p: Tensor) -> None:
-        """Put what lies elsewhere, as loaded and copied states do, into the parameter's own pages, then fetch them."""
+        """Fetch the states of a parameter, after moving states in other memory (loaded ones) to its pages."""
         if self.is_paged and p.numel() >= _PAGED_FROM:
             state = self.state[p]
             for name in _MOMENTS:
@@ -115,91 +117,100 @@ class _Twin(Optimizer8bit):
         super().prefetch_state(p)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state without bitsandbytes' mark of pages, which copies would keep in ordinary memory."""
+        """Return the state without bitsandbytes' mark on paged tensors, which copies in other memory would inherit."""
         return _unmarked(super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Load what :meth:`state_dict` gave, or gave with marks in an earlier version."""
         super().load_state_dict(_unmarked(state_dict), *args, **kwargs)
 
 
 class AdamW8bit(_Twin, Optimizer2State):
-    """Two moments, decoupled decay."""
+    """Twin of AdamW: two moments and decoupled weight decay."""
 
     kernel = "adam"
     options = ("lr", "betas", "eps", "weight_decay")
 
 
 class Adam8bit(AdamW8bit):
-    """Two moments, decay added to the gradient."""
+    """Twin of Adam: two moments, and weight decay is added to the gradient."""
 
     coupled = True
 
 
 class Lion8bit(_Twin, Optimizer1State):
-    """The sign of an interpolated moment, decoupled decay."""
+    """Twin of Lion: one moment and decoupled weight decay."""
 
     kernel = "lion"
     options = ("lr", "betas", "weight_decay")
 
 
 class SGD8bit(_Twin, Optimizer1State):
-    """Momentum; the kernel adds the decay to the gradient, as torch does."""
+    """Twin of SGD with momentum. The kernel adds weight decay to the gradient, as torch does."""
 
     kernel = "momentum"
     options = ("lr", "momentum", "weight_decay")
 
 
 class RMSprop8bit(_Twin, Optimizer1State):
-    """A moving mean of squares."""
+    """Twin of RMSprop: a moving average of squares."""
 
     kernel = "rmsprop"
     options = ("lr", "alpha", "eps", "weight_decay")
 
 
 class Adagrad8bit(_Twin, Optimizer1State):
-    """A sum of squares."""
+    """Twin of Adagrad: a sum of squares."""
 
     kernel = "adagrad"
     options = ("lr", "lr_decay", "weight_decay", "eps")
 
 
 def adam_8bit(gradient: Tensor, state: dict[str, Any], betas: tuple[float, float], eps: float, step: int) -> Tensor:
-    """Adam's step at a rate of one, without decay, from 8-bit moments that ``state`` keeps from step one on.
+    """Return Adam's step at a learning rate of 1, without weight decay, with 8-bit moments.
 
-    The gradient is contiguous, of any shape.
+    Args:
+        gradient: Contiguous, of any shape.
+        state: Holds the moments, which are created in the first step.
+        betas: Decay rates of the moments.
+        eps: Term that is added to the denominator.
+        step: Number of the step, from 1.
     """
     if "state1" not in state:
         for moment in "12":
             state[f"state{moment}"] = torch.zeros_like(gradient, dtype=torch.uint8)
             state[f"absmax{moment}"] = gradient.new_zeros(-(-gradient.numel() // 256), dtype=torch.float32)
-    moved, tables = torch.zeros_like(gradient), _tables(gradient.device)
-    settings = (*betas, 0.0, 0.0, eps, step, 1.0)  # two zeros for AdEMAMix's third moment; a rate of one
-    states = (state["state1"], state["state2"]), (state["absmax1"], state["absmax2"])
-    arguments: list[Any] = [gradient, moved, *states[0], *settings, *tables, *states[1]]
+    moved = torch.zeros_like(gradient)  # stands in for the parameter, which the kernel changes by minus the step
+    codes = (state["state1"], state["state2"])
+    settings = (*betas, 0.0, 0.0, eps, step, 1.0)  # zeros for AdEMAMix's third moment, and a learning rate of 1
+    scales = (state["absmax1"], state["absmax2"])
+    arguments: list[Any] = [gradient, moved, *codes, *settings, *_tables(gradient.device), *scales]
     optimizer_update_8bit_blockwise("adam", *arguments)
     return moved.neg_()
 
 
 @functools.cache
 def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The code tables of the first moment and of the second."""
+    """Return the code tables of the first and the second moment."""
     return create_dynamic_map(signed=True).to(device), create_dynamic_map(signed=False).to(device)
 
 
 def _unmarked(value: Any) -> Any:
-    """The same, with tensors that are marked as paged by others of the same memory."""
+    """Replace tensors that are marked as paged by unmarked tensors with the same memory, also in nested dicts."""
     if isinstance(value, dict):
         return {key: _unmarked(item) for key, item in value.items()}
-    return value.detach() if isinstance(value, Tensor) and hasattr(value, "is_paged") else value
+    if isinstance(value, Tensor) and hasattr(value, "is_paged"):
+        return value.detach()
+    return value
 
 
 def state_bytes(p: Tensor, moments: int, low: bool) -> int:
-    """Bytes of one parameter's states: codes and a float32 scale for each 256, or float32 values."""
+    """Return the bytes of a parameter's moments: codes and one float32 scale for 256 codes, or float32 values."""
     elements = p.numel()
-    return moments * (elements + 4 * -(-elements // 256) if low else 4 * elements)
+    if low:
+        return moments * (elements + 4 * -(-elements // 256))
+    return moments * 4 * elements
 
 
 def table_bytes(moments: int) -> int:
-    """Bytes of the code tables, which all parameters of an optimizer share."""
+    """Return the bytes of the code tables, which all parameters of an optimizer share."""
     return moments * 256 * torch.float32.itemsize

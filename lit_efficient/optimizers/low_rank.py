@@ -1,4 +1,4 @@
-"""Turn AdamW into GaLore or APOLLO in place: which of its parameters are projected, and what that saves.
+"""Convert AdamW into GaLore or APOLLO in place: select the projected parameters, and compute the memory saved.
 
     bytes of state of a matrix [m, n], m <= n:  AdamW 2 m n b;  GaLore (2 r n + m r) b;  APOLLO 2 r n b    (b = 4)
         rank r = m / 4, m = n:  8 -> 3 bytes a parameter with GaLore, 2 with APOLLO;  8 bits: 1.5 with GaLore
@@ -8,9 +8,9 @@ Source: Zhao et al. (2024), https://arxiv.org/abs/2403.03507; Zhu et al. (2024),
 
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,18 +21,17 @@ from lit_efficient.mechanisms.adapters.targets import ALL_LINEAR, WITH_EXPERTS, 
 from lit_efficient.optimizers.low_rank_adamw import LowRankAdamW, Subspace, as_matrices
 from lit_efficient.surgery import become, is_sharded
 
-_SMALLEST_LOW = 4096  # moments of fewer elements keep their 32 bits, as in bitsandbytes
+_SMALLEST_LOW = 4096  # moments with fewer elements keep 32 bits, as in bitsandbytes
 
 
 @dataclass(frozen=True)
 class LowRankStates:
-    """What :func:`to_low_rank` did, in this process."""
+    """Result of :func:`to_low_rank`, for the tensors in this process."""
 
-    # parameters whose moments live in a subspace, those that are frozen for now among them
-    projected: tuple[Tensor, ...]
+    projected: tuple[Tensor, ...]  # parameters with moments in a subspace, including those that are still frozen
     total: int  # elements of all parameters that train
-    state_bytes: int  # bytes that all states will take, step counters and single numbers not counted
-    full_bytes: int  # bytes that the states of the optimizer as it was would take
+    state_bytes: int  # bytes of all states, without step counters and single numbers
+    full_bytes: int  # bytes of the states without conversion
 
 
 def to_low_rank(
@@ -45,16 +44,17 @@ def to_low_rank(
     trains_later: Set[Tensor] = frozenset(),
     who: str = "to_low_rank",
 ) -> LowRankStates:
-    """Turn AdamW, which has not stepped yet, into its low-rank form in place; groups and schedulers stay valid.
+    """Convert AdamW into its low-rank form in place, before its first step. Groups and schedulers stay valid.
 
     Args:
-        optimizer: AdamW, FusedAdamW, or Adam without coupled decay.
-        matrices: What is projected, of those that the optimizer holds: matrices, stacks [E, m, n], filters.
+        optimizer: AdamW, FusedAdamW, or Adam without coupled weight decay.
+        matrices: Parameters to project: matrices, stacks [E, m, n] or filters. Parameters that the optimizer does not
+            hold are ignored.
         subspace: ``StrongestDirections`` (GaLore) or ``RandomDirections`` (APOLLO) of ``optimizers.low_rank_adamw``.
-        bits: 32, or 8 for moments of at least 4,096 elements (bitsandbytes).
+        bits: 32, or 8 for moments with at least 4,096 elements (bitsandbytes).
         keep_32bit: Parameters whose moments keep 32 bits.
-        trains_later: Parameters that are frozen for now.
-        who: Name for errors.
+        trains_later: Frozen parameters that will train later. They count as trained.
+        who: Name at the beginning of error messages.
 
     Raises:
         ConfigurationError: For another optimizer, a setting that has no low-rank form, or a rank above all sides.
@@ -64,7 +64,7 @@ def to_low_rank(
     _check(optimizer, who)
     every = _held_by(optimizer)
     stepped = [p for p in every if p.requires_grad or p in trains_later]
-    wanted = [p for p in matrices if p in every]  # those that are thawed by hand later, too
+    wanted = [p for p in matrices if p in every]  # also frozen ones, which may be unfrozen by hand later
     longest = max((_sides(p)[0] for p in wanted), default=rank)
     if rank > longest:
         raise refusal(who, "rank", f"at most {longest}, the full rank of its largest target", rank)
@@ -75,14 +75,17 @@ def to_low_rank(
     if bits == 8:
         check_installed(who, "bitsandbytes")
         if not low_bit:
-            raise refusal(who, "bits", f"32 where no moments have {_SMALLEST_LOW:,} elements: so few are small", bits)
+            raise refusal(who, "bits", f"32, because no moments have {_SMALLEST_LOW:,} elements", bits)
     if projected or low_bit:
         fused = all(group.get("fused") for group in optimizer.param_groups)
         become(optimizer, LowRankAdamW, matrices=projected, subspace=subspace, low_bit=low_bit, fused=fused)
     state_bytes = 0
     for p in stepped:
         count = moments[p]
-        state_bytes += 2 * (count + 4 * -(-count // 256)) if p in low_bit else 2 * count * p.element_size()
+        if p in low_bit:
+            state_bytes += 2 * (count + 4 * -(-count // 256))
+        else:
+            state_bytes += 2 * count * p.element_size()
         if p in chosen:
             short, long = _sides(p)
             state_bytes += p.numel() // (short * long) * subspace.basis_elements(short) * p.element_size()
@@ -91,8 +94,8 @@ def to_low_rank(
     return LowRankStates(tuple(projected), total, state_bytes, full_bytes)
 
 
-def check_whole(trainer: Any, who: str) -> None:
-    """Refuse a strategy whose optimizer steps other tensors than the module's parameters."""
+def check_whole(trainer: Trainer, who: str) -> None:
+    """Raise ConflictError for a strategy that shards the parameters of the optimizer."""
     traits = traits_of(trainer.strategy)
     if traits.shards:
         raise ConflictError(
@@ -104,10 +107,21 @@ def check_whole(trainer: Any, who: str) -> None:
 def rewrite(
     optimizer: Optimizer, module: nn.Module, targets: str | list[str], subspace: Subspace, bits: int, who: str
 ) -> Report:
-    """Turn the optimizer of a module by :func:`to_low_rank`; one that holds no target stays as it is.
+    """Convert an optimizer of a module with :func:`to_low_rank`. An optimizer that holds no target does not change.
+
+    Args:
+        optimizer: The optimizer.
+        module: The module.
+        targets: Layers whose weights are projected: a pattern, several patterns or ``all-linear``.
+        subspace: The subspace.
+        bits: 32 or 8.
+        who: Name of the technique.
+
+    Returns:
+        Report of the conversion.
 
     Raises:
-        ConfigurationError: If there are no such layers, or none of them trains.
+        ConfigurationError: If no layer matches, or none of the matching layers trains.
     """
     experts = find_experts(module, WITH_EXPERTS if targets == ALL_LINEAR else targets, who=who)
     names = [f"{name}.weight" for name, _ in find_targets(module, targets, who=who)]
@@ -117,23 +131,27 @@ def rewrite(
     trained: dict[Tensor, str] = {p: name for p, name in found.items() if p.requires_grad or p in later}
     if not trained:
         raise ConfigurationError(
-            f"{who}: none of the {len(found)} matrices that targets={targets!r} names trains: let them train, name "
-            f"others, or leave {who} out: it saves nothing where weights are frozen"
+            f"{who}: none of the {len(found)} matrices that targets={targets!r} names trains: unfreeze them, name "
+            f"others, or leave {who} out, because it saves nothing for frozen weights"
         )
     kind = type(optimizer).__name__
     if not any(p in trained for p in _held_by(optimizer)):
-        return Report(f"{kind}: holds none of the targets and stays as it is")
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    tables = {p for part in module.modules() if isinstance(part, kinds) for p in part.parameters(recurse=False)}
+        return Report(f"{kind}: holds none of the targets and does not change")
+    tables: set[Tensor] = set()
+    for part in module.modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag):
+            tables.update(part.parameters(recurse=False))
     done = to_low_rank(optimizer, found, subspace, bits, keep_32bit=tables, trains_later=later, who=who)
-    each, full = done.state_bytes / done.total, done.full_bytes / done.total
+    each = done.state_bytes / done.total
     projected = [p for p in done.projected if p in trained]
     count = sum(p in trained for p in _held_by(optimizer))
-    aside = f", {count - len(projected)} of full rank stepped as before" if count > len(projected) else ""
     saved = done.full_bytes - done.state_bytes
+    summary = f"{kind}: {len(projected)} of {count} matrices in {subspace.rank} dimensions"
+    if count > len(projected):
+        summary += f", {count - len(projected)} of full rank stepped as before"
     return Report(
-        f"{kind}: {len(projected)} of {count} matrices in {subspace.rank} dimensions{aside}; {each:.2f} instead of "
-        f"{full:.2f} bytes of state a parameter, {saved / 2**20:.1f} MiB saved",
+        f"{summary}; {each:.2f} instead of {done.full_bytes / done.total:.2f} bytes of state a parameter, "
+        f"{saved / 2**20:.1f} MiB saved",
         modules=tuple(trained[p].rpartition(".")[0] for p in projected),
         parameters=sum(p.numel() for p in projected),
         bytes_saved=saved,
@@ -142,32 +160,31 @@ def rewrite(
 
 
 def _held_by(optimizer: Optimizer) -> dict[Tensor, None]:
-    """The parameters of an optimizer, in their order."""
+    """Return the parameters of an optimizer in their order, as the keys of a dict."""
     return dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
 
 
 def _sides(p: Tensor) -> tuple[int, int]:
-    """Shorter and longer side of a matrix, or of each in a stack."""
+    """Return the shorter and the longer side of a matrix, or of the matrices in a stack."""
     m, n = as_matrices(p).shape[-2:]
     return min(m, n), max(m, n)
 
 
 def _check(optimizer: Optimizer, who: str) -> None:
     kind = type(optimizer)
-    coupled = kind is torch.optim.Adam and any(
-        group["weight_decay"] and not group["decoupled_weight_decay"] for group in optimizer.param_groups
-    )
-    if coupled:
-        raise ConfigurationError(f"{who}: Adam(weight_decay=...) adds decay to the gradient: use AdamW, as the paper")
     is_adamw = vars(kind).get("low_bit_twin", ("", 0))[0] == "AdamW" or kind in (torch.optim.AdamW, torch.optim.Adam)
     if not is_adamw:
         raise ConfigurationError(f"{who}: {kind.__name__} has no low-rank form; allowed: AdamW, FusedAdamW, Adam")
     for group in optimizer.param_groups:
+        if kind is torch.optim.Adam and group["weight_decay"] and not group["decoupled_weight_decay"]:
+            raise ConfigurationError(
+                f"{who}: Adam(weight_decay=...) adds decay to the gradient: use AdamW, as the paper"
+            )
         for flag in ("amsgrad", "maximize"):
             if group.get(flag):
-                raise ConfigurationError(f"{who}: {kind.__name__}({flag}=True) has no low-rank form; leave it out")
+                raise ConfigurationError(f"{who}: {kind.__name__}({flag}=True) has no low-rank form; leave {flag} out")
         if any(map(is_sharded, group["params"])):
             raise ConflictError(
-                f"{who} sees whole gradients in a subspace, and these parameters are sharded (DTensors): use "
+                f"{who} projects whole gradients, but these parameters are sharded (DTensors): use "
                 "strategy='ddp', or LowBitOptimizer instead"
             )

@@ -1,9 +1,9 @@
-"""AdamW whose moments are those of gradients seen in a small subspace: what GaLore and APOLLO share, and each of them.
+"""AdamW with moments in a small subspace of the gradients: GaLore and APOLLO.
 
-    low = gradient in the subspace;    step = Adam(low);    p <- p - lr * weight_decay * p - lr * scale * update
-    GaLore: update = step, taken back out of the subspace;    APOLLO: update = gradient * |step| / |low|, by channel
+    low = projected gradient;    step = Adam(low);    p <- p - lr * weight_decay * p - lr * scale * update
+    GaLore: update = step, projected back;    APOLLO: update = gradient * |step| / |low|, by channel
 
-Each parameter is stepped on its own: a step over some of them is the same as within a step over all.
+Each parameter is stepped independently of the others.
 
 Source: Zhao et al. (2024), https://arxiv.org/abs/2403.03507; Zhu et al. (2024), https://arxiv.org/abs/2412.05270
 """
@@ -29,12 +29,12 @@ from lit_efficient.optimizers.subspaces import (
     strongest_directions,
 )
 
-_GROWTH = 1.01  # of an update's norm from step to step, at most: the limiter of Fira and APOLLO
+_GROWTH = 1.01  # largest growth of the norm of an update from step to step, the limiter of Fira and APOLLO
 
 
 @dataclass(frozen=True)
 class Subspace:
-    """In which subspace gradients are seen, and what becomes of Adam's step there. One of the two classes below."""
+    """Base of the two methods: the choice of the subspace, and the update that follows from Adam's step in it."""
 
     rank: int
     update_every: int
@@ -43,27 +43,31 @@ class Subspace:
     def update_of(
         self, gradient: Tensor, number: int, taken: int, state: dict[str, Any], adam: Callable[[Tensor], Tensor]
     ) -> Tensor | None:
-        """The update of a matrix [..., m, n] before rate and scale; ``None`` for none.
+        """Return the update of a matrix before learning rate and scale, or ``None`` for no update.
 
-        ``number`` is the matrix's, for its draws, ``taken`` the steps before this one; ``adam`` gives Adam's step for
-        what it is given, and keeps its moments.
+        Args:
+            gradient: [..., m, n].
+            number: Number of the matrix, which its random draws depend on.
+            taken: Steps before this one.
+            state: State of the matrix.
+            adam: Function of a gradient to Adam's step, which also updates the moments.
         """
         raise NotImplementedError
 
     def basis_elements(self, short: int) -> int:
-        """How many numbers are kept for the basis of a matrix with such a shorter side."""
+        """Return the number of elements in the stored basis of a matrix with this shorter side."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class StrongestDirections(Subspace):
-    """GaLore: the step is taken in the subspace of the gradient's strongest directions, and back out of it.
+    """GaLore: Adam steps in the subspace of the strongest directions of the gradient, and the step is projected back.
 
     Args:
-        rank: Its dimensions; a matrix whose shorter side has no more is stepped by AdamW as it was.
-        update_every: Steps after which it is chosen anew.
-        scale: Of the update.
-        exact: Decompose gradients exactly; else randomised.
+        rank: Dimensions of the subspace. AdamW steps matrices whose shorter side is not larger.
+        update_every: Number of steps after which the subspace is chosen again.
+        scale: Factor on the update.
+        exact: Decompose gradients exactly instead of with a randomised method.
     """
 
     exact: bool = False
@@ -72,7 +76,7 @@ class StrongestDirections(Subspace):
         self, gradient: Tensor, number: int, taken: int, state: dict[str, Any], adam: Callable[[Tensor], Tensor]
     ) -> Tensor | None:
         if "projector" not in state or taken % self.update_every == 0:
-            # A gradient of zeros, as there is before a layer that starts at zero, has no directions: wait for another.
+            # A gradient of zeros, as below a layer that is initialised to zero, has no directions: wait for another.
             largest = float(torch.linalg.vector_norm(gradient, math.inf))
             if not math.isfinite(largest):
                 raise DivergedError(
@@ -93,13 +97,13 @@ class StrongestDirections(Subspace):
 
 @dataclass(frozen=True)
 class RandomDirections(Subspace):
-    """APOLLO: Adam's step in a random subspace says by how much each channel of the gradient is scaled.
+    """APOLLO: each channel of the gradient is scaled by the ratio that Adam has in a random subspace.
 
     Args:
-        rank: Its dimensions; a matrix whose shorter side has no more is stepped by AdamW as it was.
-        update_every: Steps after which it is chosen anew.
-        scale: Of the update.
-        tensorwise: One scale for all of a matrix instead of one a channel.
+        rank: Dimensions of the subspace. AdamW steps matrices whose shorter side is not larger.
+        update_every: Number of steps after which the subspace is drawn again.
+        scale: Factor on the update.
+        tensorwise: Use one ratio for a whole matrix instead of one for each channel.
     """
 
     tensorwise: bool = False
@@ -117,25 +121,30 @@ class RandomDirections(Subspace):
         return update.mul_(torch.where(norm > 0, state["norm"] / norm, 1.0))
 
     def basis_elements(self, short: int) -> int:
-        return 0  # drawn again in each step
+        return 0  # the basis is drawn again in each step from the same seed
 
 
 class LowRankAdamW(Optimizer):
-    """AdamW that sees the gradients of some matrices in a subspace.
+    """AdamW that projects the gradients of some matrices into a subspace.
 
     Args:
         params: Parameters or groups.
         lr: Learning rate.
         betas: Decay rates of the two moments.
-        eps: Term in the denominator.
+        eps: Term that is added to the denominator.
         weight_decay: Decoupled weight decay.
-        matrices: The parameters that are projected: matrices, experts' stacks, or filters of convolutions.
-        subspace: In which their gradients are seen.
-        low_bit: The parameters whose moments have 8 bits.
-        fused: Step all others by torch's fused kernel.
+        matrices: Parameters that are projected: matrices, stacks of experts, or filters of convolutions.
+        subspace: The subspace.
+        low_bit: Parameters whose moments have 8 bits.
+        fused: Step all other parameters with torch's fused kernel.
     """
 
-    non_castable_tensor_keys: ClassVar[Set[str]] = {"step", "norm", "absmax1", "absmax2"}  # float32 beside any weights
+    non_castable_tensor_keys: ClassVar[Set[str]] = {
+        "step",
+        "norm",
+        "absmax1",
+        "absmax2",
+    }  # always float32
 
     def __init__(
         self,
@@ -151,7 +160,9 @@ class LowRankAdamW(Optimizer):
         fused: bool = False,
     ) -> None:
         self.numbers = {p: number for number, p in enumerate(matrices)}
-        self.subspace, self.low_bit, self.fused = subspace, low_bit, fused
+        self.subspace = subspace
+        self.low_bit = low_bit
+        self.fused = fused
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -185,40 +196,44 @@ class LowRankAdamW(Optimizer):
             p.add_(update.view(p.shape), alpha=-lr * scale)
 
     def _adam_step(self, group: dict[str, Any], state: dict[str, Any], gradient: Tensor, low_bit: bool) -> Tensor:
-        """Adam's step for a gradient, at a rate of one."""
-        (beta1, beta2), eps, steps = group["betas"], group["eps"], int(state["step"])
+        """Return Adam's step for a gradient, at a learning rate of 1."""
+        beta1, beta2 = group["betas"]
+        steps = int(state["step"])
         if low_bit:
             from lit_efficient.optimizers.low_bit_bitsandbytes import adam_8bit
 
-            return adam_8bit(gradient, state, (beta1, beta2), eps, steps)
-        if "exp_avg" not in state:
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
+            return adam_8bit(gradient, state, (beta1, beta2), group["eps"], steps)
+        for key in ("exp_avg", "exp_avg_sq"):
+            if key not in state:
+                state[key] = torch.zeros_like(gradient)
         state["exp_avg"].lerp_(gradient, 1 - beta1)
         state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        root = state["exp_avg_sq"].sqrt().div_(math.sqrt(1 - beta2**steps)).add_(eps)
+        root = state["exp_avg_sq"].sqrt().div_(math.sqrt(1 - beta2**steps)).add_(group["eps"])
         return state["exp_avg"].div(root).div_(1 - beta1**steps)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` gave; torch would give all of it the parameters' type."""
+        """Load a state and keep the dtypes in it. torch would cast all states to the dtypes of the parameters."""
         super().load_state_dict(state_dict)
         ids = (i for group in state_dict["param_groups"] for i in group["params"])
         parameters = (p for group in self.param_groups for p in group["params"])
         for i, p in zip(ids, parameters, strict=True):
             for key, value in state_dict["state"].get(i, {}).items():
-                here = p.device if key != "step" or (self.fused and p not in self.numbers) else value.device
+                here = p.device
+                if key == "step" and (not self.fused or p in self.numbers):
+                    here = value.device  # only the fused kernel needs its step counter on the device
                 if value.dtype != self.state[p][key].dtype or here != self.state[p][key].device:
                     self.state[p][key] = value.to(here, copy=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        """With what torch leaves out of copies: all that is neither a group, a state nor a hook."""
+        # torch only includes groups and states in copies.
         return super().__getstate__() | {name: vars(self)[name] for name in ("numbers", "subspace", "low_bit", "fused")}
 
 
 def _generator(like: Tensor, *parts: int) -> torch.Generator:
-    """Draws that no others of the run depend on, the same in all processes, now and after a resume."""
+    """Return a generator that is independent of other random draws, and equal in all processes and after a resume."""
     return torch.Generator(like.device).manual_seed(mix_seed(*parts))
 
 
 def as_matrices(p: Tensor) -> Tensor:
-    """A matrix itself, experts' stack [E, m, n] itself, and filters of a convolution as a row for each output."""
+    """Flatten the filters of a 2D or 3D convolution to one row an output. Return matrices and stacks unchanged."""
     return p if p.ndim < 4 else p.flatten(1)

@@ -3,16 +3,18 @@
     matrix:  b <- momentum * b + (1 - momentum) * g;    p <- p - lr * 0.2 sqrt(max(m, n)) * orthogonal(nesterov(g, b))
     rest:    AdamW
 
-The factor 0.2 sqrt(max(m, n)) gives an update the size of AdamW's, so that AdamW's rate and decay fit both.
-NorMuon divides each row of the orthogonal matrix by the root of its running mean square, and gives the whole its size
-again: no neuron moves much more than others. Cautious decay leaves out what would work against the update.
+The factor 0.2 sqrt(max(m, n)) gives updates the size of AdamW's, so that AdamW's learning rate and weight decay suit
+both. NorMuon divides each row of the orthogonal matrix by the root of its running mean square and restores the norm of
+the matrix, so that no neuron moves much more than others. Cautious decay is only applied where it does not oppose the
+update.
 
     cautious:  p <- p - lr * weight_decay * p  only where  update * p >= 0
 
-Saves: 4 of AdamW's 8 bytes a parameter of the hidden matrices; in published runs up to half of the steps
-Costs: five matrix products of a matrix with itself in each step, about 1 % of a large model's step
-Source: Jordan et al. (2024), https://kellerjordan.github.io/posts/muon/; Liu et al. (2025), https://arxiv.org/abs/2502.16982;
-    NorMuon: Li et al. (2025), https://arxiv.org/abs/2510.05491; decay: Chen et al. (2025), https://arxiv.org/abs/2510.12402
+Saves: 4 of AdamW's 8 bytes for each parameter of the hidden matrices; in published runs up to half of the steps
+Costs: five Newton-Schulz iterations for each matrix and step, about 1 % of the step of a large model
+Source: Jordan et al. (2024), https://kellerjordan.github.io/posts/muon/; Liu et al. (2025),
+    https://arxiv.org/abs/2502.16982; NorMuon: Li et al. (2025), https://arxiv.org/abs/2510.05491; decay: Chen et al.
+    (2025), https://arxiv.org/abs/2510.12402
 """
 
 from collections.abc import Callable
@@ -32,19 +34,19 @@ from lit_efficient.optimizers.stepping import adamw, loss_of, with_gradient
 from lit_efficient.surgery import expert_stacks, is_sharded, local
 from lit_efficient.traits import Trait
 
-_TRAINED = 1.2  # ratio of singular values; fresh matrices have 0.5 to 1.1
-_FILTER = 15  # the widest usual filter of a one-dimensional convolution
+_TRAINED = 1.2  # a ratio of singular values above this is a sign of training; new matrices have 0.5 to 1.1
+_FILTER = 15  # widest usual filter of a one-dimensional convolution
 _NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)
 _ADJUST = {True: "match_rms_adamw", False: "original"}
 
 
 def muon_groups(module: nn.Module, adamw: tuple[str, ...] = ()) -> Groups:
-    """Groups for :class:`MuonAdamW`: matrices, experts' too, to Muon; embeddings, ties and the rest to AdamW.
+    """Return groups for :class:`MuonAdamW`: matrices and experts for Muon, embeddings and all others for AdamW.
 
     Args:
-        module: Its parameters that train are taken, tied ones once.
-        adamw: Further parameters for AdamW, by the ends of their dotted names, as in ``("head.weight",)``. An output
-            layer belongs here.
+        module: Module whose parameters that train are grouped, tied ones once.
+        adamw: Further parameters for AdamW, by the ends of their dotted names, as in ``("head.weight",)``. Name the
+            output layer here.
 
     Raises:
         ConfigurationError: If a name matches nothing.
@@ -53,43 +55,49 @@ def muon_groups(module: nn.Module, adamw: tuple[str, ...] = ()) -> Groups:
     for suffix in adamw:
         if not any(name.endswith(suffix) for name in named):
             raise ConfigurationError(f"muon_groups: no parameter ends in {suffix!r}; there are {', '.join(named)}")
-    embedded = {p for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) for p in m.parameters()}
+    embedded: set[Tensor] = set()
+    for part in module.modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag):
+            embedded.update(part.parameters())
     experts = {part.get_parameter(key) for _, part, keys in expert_stacks(module) for key in keys}
     groups: dict[bool, list[Tensor]] = {True: [], False: []}
     for name, p in named.items():
         if p.requires_grad:
-            groups[(p.ndim == 2 or p in experts) and p not in embedded and not name.endswith(adamw)].append(p)
+            hidden = (p.ndim == 2 or p in experts) and p not in embedded
+            groups[hidden and not name.endswith(adamw)].append(p)
     return [{"params": tensors, "muon": use} for use, tensors in groups.items() if tensors]
 
 
 class MuonAdamW(Optimizer):
-    """Muon and AdamW in one optimizer, as automatic optimization wants it.
+    """Muon and AdamW in one optimizer, so that automatic optimization works.
 
-    Groups may say ``"muon": True`` or ``False`` (see :func:`muon_groups`). In the others Muon takes matrices that are
-    not much longer than wide: vocabularies' tables and output layers, which AdamW should step, are. Of experts' stacked
-    weights [E, m, n] each matrix is orthogonalised by itself; without a group's word they need 16 rows and columns.
+    Groups may contain ``"muon": True`` or ``False`` (see :func:`muon_groups`). Other groups are split: Muon steps
+    matrices whose sides do not differ much, and AdamW steps the rest, such as embeddings and output layers of large
+    vocabularies. In stacked weights of experts [E, m, n] each matrix is orthogonalised separately. In groups without
+    ``"muon"``, such a stack needs at least 16 rows and columns.
 
     Args:
         params: Parameters or groups.
         lr: Learning rate of both, as for AdamW.
         weight_decay: Decoupled weight decay of both.
-        momentum: Muon's momentum, in [0, 1).
-        betas: Decay rates of AdamW's two moments, each in [0, 1).
-        eps: Term in AdamW's denominator.
+        momentum: Momentum of Muon, in [0, 1).
+        betas: Decay rates of the two moments of AdamW, each in [0, 1).
+        eps: Term that is added to the denominator of AdamW.
         ns_steps: Newton-Schulz iterations that orthogonalise an update, at least 1.
-        match_rms_adamw: Scale Muon's updates to the size of AdamW's; else use Jordan's sqrt(max(1, m / n)), whose rate
-            is about 20 times AdamW's.
-        max_aspect_ratio: Longest side over shortest above which a matrix is left to AdamW, at least 1.
-        decay_norm_and_bias: Whether tensors with fewer than two dimensions decay as well.
-        normuon: Decay rate of the rows' mean squares (NorMuon; 0.95 in the paper), in [0, 1); ``None``: plain Muon.
-        cautious_decay: Decay a weight only where its sign is that of the update, which lowers it anyway.
+        match_rms_adamw: Scale the updates of Muon to the size of AdamW's. Otherwise use Jordan's factor
+            sqrt(max(1, m / n)), which needs a learning rate of about 20 times AdamW's.
+        max_aspect_ratio: Matrices with a larger ratio of the longer to the shorter side are left to AdamW. At least 1.
+        decay_norm_and_bias: Apply weight decay to tensors with fewer than two dimensions too.
+        normuon: Decay rate of the mean squares of rows (NorMuon), in [0, 1). The paper uses 0.95. ``None`` is plain
+            Muon.
+        cautious_decay: Apply weight decay only where the update has the sign of the weight.
 
-    The first step warns where the weights of Muon's matrices have been trained by another optimizer, as their singular
-    values say: fine-tuning by Muon what Adam pretrained was found to bring nothing (https://arxiv.org/abs/2511.06086)
-    or harm (https://arxiv.org/abs/2605.10468).
+    The first step warns if the singular values show that another optimizer has trained the matrices of Muon.
+    Fine-tuning weights with Muon that Adam pretrained brings no gain (https://arxiv.org/abs/2511.06086) or is worse
+    (https://arxiv.org/abs/2605.10468).
 
     Raises:
-        ConfigurationError: For a value out of range, and for a group of Muon's that holds anything but matrices.
+        ConfigurationError: For a value out of range, and if a group for Muon contains anything but matrices.
     """
 
     traits = frozenset({Trait.NO_LOW_RANK_FORM, Trait.NO_SCHEDULE_FREE_FORM})
@@ -117,38 +125,45 @@ class MuonAdamW(Optimizer):
             check_number("MuonAdamW", "betas", beta, least=0, below=1)
         check_number("MuonAdamW", "ns_steps", ns_steps, least=1, whole=True)
         check_number("MuonAdamW", "normuon", normuon, least=0, below=1, null=True)
-        if not max_aspect_ratio >= 1:  # infinity, too: all matrices are Muon's
+        if not max_aspect_ratio >= 1:  # infinity is allowed: Muon steps all matrices
             raise refusal("MuonAdamW", "max_aspect_ratio", "at least 1", max_aspect_ratio)
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "betas": tuple(betas), "eps": eps}
         defaults |= {"ns_steps": ns_steps, "match_rms_adamw": match_rms_adamw, "muon": False}
-        later = {"normuon": normuon, "cautious_decay": cautious_decay}  # which groups of older checkpoints do not have
-        defaults |= {key: value for key, value in later.items() if value is not None and value is not False}
+        # Both are missing in groups unless they are set, so that a checkpoint without them can be resumed with them.
+        if normuon is not None:
+            defaults["normuon"] = normuon
+        if cautious_decay:
+            defaults["cautious_decay"] = True
         groups = parameter_groups(params, weight_decay, decay_norm_and_bias)
         super().__init__([part for group in groups for part in _split(group, max_aspect_ratio)], defaults)
-        self._unseen = [p for group in self.param_groups if group["muon"] for p in group["params"]]
+        self._unchecked = [p for group in self.param_groups if group["muon"] for p in group["params"]]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = loss_of(closure)
-        self._look_at_the_start()
+        self._check_start()
         for group in self.param_groups:
             parameters = with_gradient(group)
-            if parameters:
-                (self._muon if group["muon"] else self._adamw)(group, parameters)
+            if group["muon"]:
+                self._muon(group, parameters)
+            else:
+                self._adamw(group, parameters)
         return loss
 
-    def _look_at_the_start(self) -> None:
-        """Warn, once, where Muon begins on weights that another optimizer trained, as their singular values say."""
-        unseen, self._unseen = vars(self).get("_unseen", []), []  # not even there in a copy
-        if not unseen or any("momentum_buffer" in state for state in self.state.values()):  # a resumed run
+    def _check_start(self) -> None:
+        """Warn in the first step if another optimizer has trained the matrices of Muon before."""
+        unchecked = vars(self).get("_unchecked", [])  # missing in a copy of the optimizer
+        self._unchecked = []
+        resumed = any("momentum_buffer" in state for state in self.state.values())
+        if not unchecked or resumed:
             return
-        ratio = upper_outlier_ratio([_matrices(p)[0] for p in unseen if p.requires_grad and not is_sharded(p)])
+        ratio = upper_outlier_ratio([_matrices(p)[0] for p in unchecked if p.requires_grad and not is_sharded(p)])
         if ratio > _TRAINED:
             rank_zero_warn(
-                "MuonAdamW starts from weights that were trained before, and not by Muon: a quarter of their largest "
-                f"singular values are over {ratio:.1f} times those of random matrices. On what Adam pretrained, "
-                "Muon was found no better than AdamW (arXiv 2511.06086), or worse the larger its updates, less so for "
-                "adapters (arXiv 2605.10468): compare with AdamW, use a smaller rate, or train a LoRA"
+                "MuonAdamW starts from weights that were trained before, and not by Muon: in a quarter of the matrices "
+                f"the largest singular value is over {ratio:.1f} times that of a random matrix. On weights that Adam "
+                "pretrained, Muon is no better than AdamW (arXiv 2511.06086), or worse with large updates, except for "
+                "adapters (arXiv 2605.10468): compare with AdamW, use a smaller learning rate, or train a LoRA"
             )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -166,56 +181,68 @@ class MuonAdamW(Optimizer):
             self._step_matrices(group, p)
 
     def _step_matrices(self, group: dict[str, Any], p: Any) -> None:
-        """Torch's step, with what it has no argument for, also for shards."""
-        lr, momentum, state = float(group["lr"]), group["momentum"], self.state[p]
-        squares = _matrices(state.get("mean_square", p))
-        for matrix, gradient, buffer, square in zip(
-            _matrices(p), _matrices(p.grad), _matrices(state["momentum_buffer"]), squares, strict=True
-        ):
-            buffer.lerp_(gradient, 1 - momentum)
-            update = _orthogonal(gradient.lerp(buffer, momentum), group["ns_steps"])
+        """Step a matrix or a stack of matrices. Unlike torch's Muon it supports shards, NorMuon and cautious decay."""
+        lr = float(group["lr"])
+        state = self.state[p]
+        squares = state.get("mean_square", p)  # the parameter stands in without NorMuon
+        stacks = [_matrices(stack) for stack in (p, p.grad, state["momentum_buffer"], squares)]
+        for matrix, gradient, buffer, square in zip(*stacks, strict=True):
+            buffer.lerp_(gradient, 1 - group["momentum"])
+            update = _orthogonal(gradient.lerp(buffer, group["momentum"]), group["ns_steps"])
             rate = adjusted_rate(lr, _ADJUST[group["match_rms_adamw"]], matrix.shape)
             if group.get("normuon") is not None:
-                size = min(matrix.shape) ** 0.5 if group["match_rms_adamw"] else None
-                update = normalise_neurons(update.float(), square, group["normuon"], size)
+                norm = min(matrix.shape) ** 0.5 if group["match_rms_adamw"] else None
+                update = normalise_neurons(update.float(), square, group["normuon"], norm)
             decay(matrix, update, lr * group["weight_decay"], bool(group.get("cautious_decay")))
             matrix.add_(update, alpha=-rate)
 
     def _adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         if not group.get("cautious_decay"):
-            return adamw(self, group, parameters)
-        for p in parameters:  # the new first moment has the update's sign
+            adamw(self, group, parameters)
+            return
+        for p in parameters:  # the update has the sign of the new first moment
             moment = self.state[p].get("exp_avg", torch.zeros_like(p)).lerp(p.grad, 1 - group["betas"][0])
             decay(p, moment, float(group["lr"]) * group["weight_decay"], True)
         adamw(self, group, parameters, decays=False)
 
 
 def _orthogonal(update: Any, steps: int) -> Tensor:
-    """The orthogonal matrix next to ``update``; of shards, each process computes it of the whole, gathered once.
+    """Return the orthogonal matrix that is nearest to ``update``.
 
-    Products of shards would travel for each of the iterations, and be added up in bfloat16.
+    Shards are gathered once, and each process orthogonalises the whole matrix. Products of shards would need
+    communication in each iteration, and would be summed in bfloat16.
     """
-    whole = update.full_tensor() if is_sharded(update) else update
-    found: Tensor = orthogonalised(whole, _NEWTON_SCHULZ, steps, 1e-7)
-    return placed_like(found, update, found.dtype) if whole is not update else found
+    if not is_sharded(update):
+        return orthogonalised(update, _NEWTON_SCHULZ, steps, 1e-7)
+    whole = orthogonalised(update.full_tensor(), _NEWTON_SCHULZ, steps, 1e-7)
+    return placed_like(whole, update, whole.dtype)
 
 
-def normalise_neurons(update: Tensor, mean_square: Tensor, beta: float, size: float | None = None) -> Tensor:
+def normalise_neurons(update: Tensor, mean_square: Tensor, beta: float, norm: float | Tensor | None = None) -> Tensor:
     """Divide each row of an orthogonal update by the root of its running mean square, in float32 (NorMuon).
 
     Args:
         update: [m, n].
-        mean_square: Of the rows [m, 1]; changed in place.
-        beta: Its decay rate.
-        size: The Frobenius norm of what is returned; ``None``: that of ``update``.
+        mean_square: Running mean squares of the rows, [m, 1]. They are updated in place.
+        beta: Decay rate of the mean squares.
+        norm: Frobenius norm of the result. ``None`` keeps that of ``update``.
     """
     mean_square.lerp_(update.square().mean(-1, keepdim=True).to(mean_square.dtype), 1 - beta)
     scaled = update / (mean_square.sqrt() + 1e-10)
-    return scaled * ((update.norm() if size is None else size) / scaled.norm().clamp_min(1e-10))
+    if norm is None:
+        norm = update.norm()
+    return scaled * (norm / scaled.norm().clamp_min(1e-10))
 
 
 def decay(p: Tensor, update: Tensor, amount: float, cautious: bool) -> None:
-    """Lower ``p`` in place by ``amount`` times itself; if cautious, only where the update has its sign, or is zero."""
+    """Apply weight decay of ``amount`` to ``p``, in place.
+
+    Args:
+        p: The parameter.
+        update: Update of the parameter, before its sign is reversed.
+        amount: Learning rate times weight decay.
+        cautious: Only apply it where the update is zero or has the sign of the parameter.
+    """
     if cautious:
         p.sub_(torch.where(update * p >= 0, p, 0.0), alpha=amount)
     else:
@@ -223,28 +250,27 @@ def decay(p: Tensor, update: Tensor, amount: float, cautious: bool) -> None:
 
 
 def _matrices(p: Tensor) -> tuple[Tensor, ...]:
-    """A matrix itself, or the views of each expert's in a stack [E, m, n]: of shards, of those in this process."""
+    """Return the matrix, or views of all matrices in a stack [E, m, n]. A sharded stack gives those in this process."""
     return (p,) if p.ndim == 2 else local(p).unbind()
 
 
 def _is_hidden(p: Tensor, max_aspect_ratio: float) -> bool:
-    """Whether a tensor of unknown origin is a hidden matrix, or a stack of them and no filter [out, in, width]."""
+    """Return whether a tensor looks like a hidden matrix or a stack of them, and not like a filter [out, in, width]."""
     if p.ndim not in (2, 3) or max(p.shape[-2:]) > max_aspect_ratio * min(p.shape[-2:]):
         return False
     return p.ndim == 2 or (len(p) > 1 and min(p.shape[-2:]) > _FILTER)
 
 
 def _split(group: dict[str, Any], max_aspect_ratio: float) -> Groups:
-    parameters = group["params"]
+    """Split a group into one for Muon and one for AdamW, unless it contains ``"muon"``."""
     if "muon" in group:
-        wrong = next((p for p in parameters if group["muon"] and p.ndim not in (2, 3)), None)
-        if wrong is not None:
-            raise ConfigurationError(
-                f"MuonAdamW: Muon steps matrices and stacks of them, got a tensor of the shape {list(wrong.shape)}"
-            )
+        for p in group["params"]:
+            if group["muon"] and p.ndim not in (2, 3):
+                raise ConfigurationError(
+                    f"MuonAdamW: Muon steps matrices and stacks of them, got a tensor of the shape {list(p.shape)}"
+                )
         return [group]
-    hidden = [p for p in parameters if _is_hidden(p, max_aspect_ratio)]
-    chosen = set(hidden)
-    rest = [p for p in parameters if p not in chosen]
-    parts = [{**group, "params": hidden, "muon": True}, {**group, "params": rest, "muon": False}]
+    parts: Groups = [{**group, "params": [], "muon": True}, {**group, "params": [], "muon": False}]
+    for p in group["params"]:
+        parts[0 if _is_hidden(p, max_aspect_ratio) else 1]["params"].append(p)
     return [part for part in parts if part["params"]]

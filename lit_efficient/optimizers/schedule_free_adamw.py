@@ -1,14 +1,15 @@
-"""Schedule-free AdamW: an average of the iterates takes the place of a learning-rate schedule.
+"""Schedule-free AdamW: an average of the iterates replaces the learning-rate schedule.
 
-    y = (1 - b1) z + b1 x          gradients are taken here: the weights while training
+    y = (1 - b1) z + b1 x          weights in training, at which gradients are computed
     z <- z - lr (g / (sqrt(v_hat) + eps) + weight_decay y)
-    x <- (1 - c) x + c z           the weights that are validated and saved;  c = lr_max^2 / sum(lr_max^2)
+    x <- (1 - c) x + c z           weights that are validated and saved;  c = lr_max^2 / sum(lr_max^2)
 
-``x`` is not stored: x = z + (y - z) / b1. While it is in the parameters (after :meth:`ScheduleFreeAdamW.eval`), ``y``
-is kept aside and comes back bit by bit, so that a validation or a checkpoint never changes training.
+``x`` is not stored, because x = z + (y - z) / b1. While x is in the parameters (after :meth:`ScheduleFreeAdamW.eval`),
+y is stored, and restored bit-exactly. Validation and checkpoints do not change training.
 
-Saves: the schedule, and knowing the number of steps beforehand; the state is AdamW's 8 bytes a parameter
-Costs: 4 bytes a parameter while validating, and in checkpoints
+Saves: the schedule, so that the number of steps need not be known in advance; the state is 8 bytes a parameter, as
+    AdamW's
+Costs: 4 bytes a parameter during validation and in checkpoints
 Source: Defazio et al. (2024), https://arxiv.org/abs/2405.15682
 """
 
@@ -36,23 +37,23 @@ from lit_efficient.optimizers.stepping import loss_of, pieces, with_gradient
 from lit_efficient.surgery import local
 from lit_efficient.traits import Trait
 
-_PIECE = 2**26  # bytes of parameters that are stepped at a time: two temporary tensors of each
+_PIECE = 2**26  # bytes of parameters that are stepped at a time, which bounds the two temporary copies
 
 
 class ScheduleFreeAdamW(Optimizer):
-    """Schedule-free AdamW. Under Lightning add the callback ``ScheduleFree``, which switches the weights.
+    """Schedule-free AdamW. With Lightning, add the callback ``ScheduleFree``, which switches the weights.
 
     Args:
         params: Parameters or groups.
         lr: Learning rate, constant after the warm-up; 1 to 10 times that of AdamW with a schedule.
         betas: Interpolation between average and iterate, in (0, 1), and decay of the second moment, in [0, 1).
-        eps: Term in the denominator.
+        eps: Term that is added to the denominator.
         weight_decay: Decoupled weight decay.
-        warmup_steps: Steps over which the rate grows linearly to ``lr``, at least 0.
-        decay_norm_and_bias: Whether tensors with fewer than two dimensions decay as well.
+        warmup_steps: Steps of the linear warm-up of the learning rate, at least 0.
+        decay_norm_and_bias: Apply weight decay to tensors with fewer than two dimensions too.
 
     Raises:
-        ConfigurationError: For a value out of range; in :meth:`step`, if the weights are the averaged ones.
+        ConfigurationError: For a value out of range, and in :meth:`step` if the parameters contain the average.
     """
 
     traits = frozenset({Trait.NO_LOW_RANK_FORM, Trait.SCHEDULE_FREE})
@@ -82,7 +83,7 @@ class ScheduleFreeAdamW(Optimizer):
         super().__init__(parameter_groups(params, weight_decay, decay_norm_and_bias), defaults)
 
     def train(self) -> None:
-        """Put the training weights y into the parameters, as they were before :meth:`eval`."""
+        """Restore the training weights y from before :meth:`eval` in the parameters."""
         if not self.training:
             for _, p in self._started():
                 p.data.copy_(self.state[p].pop("y"))
@@ -98,7 +99,10 @@ class ScheduleFreeAdamW(Optimizer):
 
     @contextmanager
     def moved_weights(self) -> Iterator[None]:
-        """Hold z in the parameters, to change it right after a step as if the step had ended there; y and x follow."""
+        """Context in which the parameters contain z. Changes to them are applied to z, and y and x follow.
+
+        A technique that changes weights after a step uses it, so that the change counts as part of the step.
+        """
         before = {p: p.detach().clone() for _, p in self._started()}
         for p in before:
             p.data.copy_(self.state[p]["z"])
@@ -109,18 +113,21 @@ class ScheduleFreeAdamW(Optimizer):
                 z = self.state[p]["z"]
                 change = p.detach() - z
                 z.copy_(p.detach())
-                p.data.copy_(before[p].add_(change, alpha=1 - group["betas"][0] * (1 - _share(group))))  # z's part of y
+                weight_in_y = 1 - group["betas"][0] * (1 - _share(group))
+                p.data.copy_(before[p].add_(change, alpha=weight_in_y))
 
     def averages(self) -> dict[Tensor, Tensor]:
-        """The averaged weights of the parameters that have stepped, as new tensors."""
-        return {p: self._average(group, p) if self.training else p.detach().clone() for group, p in self._started()}
+        """Return the averaged weights of all parameters that have stepped, as new tensors."""
+        if self.training:
+            return {p: self._average(group, p) for group, p in self._started()}
+        return {p: p.detach().clone() for _, p in self._started()}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if not self.training:
             raise ConfigurationError(
                 "ScheduleFreeAdamW: the parameters hold the averaged weights. Call optimizer.train() before training "
-                "and optimizer.eval() before validation and saving; under Lightning the callback ScheduleFree does it: "
+                "and optimizer.eval() before validation and saving. With Lightning, the callback ScheduleFree does so: "
                 "Trainer(callbacks=[ScheduleFree()])"
             )
         loss = loss_of(closure)
@@ -129,7 +136,7 @@ class ScheduleFreeAdamW(Optimizer):
         return loss
 
     def _step_group(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        if not parameters:  # a group that is frozen for now begins its warm-up and its average when it thaws
+        if not parameters:  # a frozen group starts its warm-up and its average when it is unfrozen
             return
         group["steps"] += 1
         lr = float(group["lr"]) * min(1.0, group["steps"] / max(group["warmup_steps"], 1))
@@ -143,7 +150,8 @@ class ScheduleFreeAdamW(Optimizer):
                 self.state[p] |= {"z": p.detach().clone(), "exp_avg_sq": torch.zeros_like(p)}
         for piece in pieces(parameters, _PIECE):
             y = [local(p) for p in piece]
-            z, squares = ([local(self.state[p][name]) for p in piece] for name in ("z", "exp_avg_sq"))
+            z = [local(self.state[p]["z"]) for p in piece]
+            squares = [local(self.state[p]["exp_avg_sq"]) for p in piece]
             gradients = [local(p.grad) for p in piece if p.grad is not None]
             foreach_mul_(squares, beta2)
             foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
@@ -152,34 +160,40 @@ class ScheduleFreeAdamW(Optimizer):
             foreach_add_(roots, group["eps"])
             updates = foreach_div(gradients, roots)
             foreach_add_(updates, y, alpha=group["weight_decay"])
-            # y = (1 - b1) z + b1 x with the new x and z, without making x
+            # y = (1 - b1) z + b1 x with the new x and z, without computing x
             foreach_lerp_(y, z, share)
             foreach_add_(y, updates, alpha=lr * (beta1 * (1 - share) - 1))
             foreach_add_(z, updates, alpha=-lr)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, with the training weights in it: the checkpoint's own weights are the averaged ones."""
+        """Return the state with the training weights y, because a checkpoint stores the average as its weights."""
         packed = super().state_dict()
         if self.training:
             ids = [i for group in packed["param_groups"] for i in group["params"]]
-            owners = dict(zip(ids, (p for group in self.param_groups for p in group["params"]), strict=True))
+            parameters = [p for group in self.param_groups for p in group["params"]]
+            owners = dict(zip(ids, parameters, strict=True))
             state = {i: {**one, "y": owners[i].detach().clone()} for i, one in packed["state"].items()}
             packed = {**packed, "state": state}
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave; call :meth:`train` before the next step."""
+        """Load a state of :meth:`state_dict`. Call :meth:`train` before the next step."""
         super().load_state_dict(state_dict)
         self.training = False
 
     def _started(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        """Yield the parameters that have stepped, each with its group."""
         for group in self.param_groups:
-            yield from ((group, p) for p in group["params"] if self.state.get(p))  # none is made by looking
+            for p in group["params"]:
+                if self.state.get(p):  # `self.state[p]` would create an empty state
+                    yield group, p
 
     def _average(self, group: dict[str, Any], p: Tensor) -> Tensor:
         return torch.lerp(self.state[p]["z"], p.detach(), 1 / group["betas"][0])
 
 
 def _share(group: dict[str, Any]) -> float:
-    """c: how much of the last z is in x."""
-    return float(group["lr_max"] ** 2 / group["weight_sum"]) if group["weight_sum"] else 0.0
+    """Return c, the share of the last z in x."""
+    if not group["weight_sum"]:
+        return 0.0
+    return float(group["lr_max"] ** 2 / group["weight_sum"])

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: factors on each group's rate as plain functions of the step, and the base of our classes."""
+"""Learning-rate schedules: factors as functions of the step, and base classes of the schedulers."""
 
 import inspect
 import math
@@ -15,12 +15,12 @@ SHAPES = ("linear", "cosine", "sqrt")
 
 
 def warmup_cosine(step: int, warmup: int, total: float) -> float:
-    """Factor on the learning rate: linear up to 1 over ``warmup`` steps, then half a cosine to 0 at ``total``.
+    """Return the factor of a linear warm-up that is followed by half a cosine to 0.
 
     Args:
-        step: Optimizer step, from 0; the first one already has a factor above 0.
-        warmup: Steps of warm-up.
-        total: Steps of the run; infinity keeps the factor at 1 after the warm-up.
+        step: Optimizer step, from 0.
+        warmup: Number of warm-up steps.
+        total: Number of steps of the run. With infinity the factor stays 1 after the warm-up.
     """
     rise = warmup_factor(step, warmup)
     if math.isinf(total):
@@ -29,17 +29,17 @@ def warmup_cosine(step: int, warmup: int, total: float) -> float:
 
 
 def warmup_factor(step: int, warmup: int) -> float:
-    """Linear up to 1 over ``warmup`` steps: that of step 0 is 1 / ``warmup``, and above 0."""
+    """Return a factor that rises linearly from 1 / ``warmup`` in step 0 to 1, and is 1 afterwards."""
     return min(1.0, (step + 1) / max(1, warmup))
 
 
 def decay_factor(progress: float, shape: Shape = "linear", final: float = 0.0) -> float:
-    """From 1 at a progress of 0 (and before) to ``final`` at 1 (and after).
+    """Return a factor that falls from 1 at a progress of 0 (and before) to ``final`` at 1 (and after).
 
     Args:
-        progress: Share of the decay that is over.
+        progress: Share of the decay that has passed.
         shape: ``linear``; ``cosine``, half a period; ``sqrt``, one minus the square root of the progress.
-        final: Where it ends.
+        final: Factor at the end.
 
     Example:
         >>> [decay_factor(p / 4) for p in range(5)]
@@ -51,29 +51,27 @@ def decay_factor(progress: float, shape: Shape = "linear", final: float = 0.0) -
 
 
 def steps_of(owner: str, name: str, value: float, total: int) -> int:
-    """A number of steps: itself, where it is a whole number, else that share of ``total``.
+    """Return an argument as a number of steps: an ``int`` unchanged, and a ``float`` as a share of ``total``.
 
     Raises:
-        ConfigurationError: Naming argument, range and value.
+        ConfigurationError: Naming owner, argument, range and value.
     """
-    whole, share = type(value) is int and value >= 0, isinstance(value, float) and 0 <= value <= 1
-    if not (whole or share):
-        raise refusal(owner, name, "a whole number of steps of at least 0, or a share from 0.0 to 1.0 of all", value)
-    return int(value) if whole else round(value * total)
+    if type(value) is int and value >= 0:
+        return value
+    if isinstance(value, float) and 0 <= value <= 1:
+        return round(value * total)
+    raise refusal(owner, name, "a whole number of steps of at least 0, or a share from 0.0 to 1.0 of all", value)
 
 
 class FactorLRScheduler(LRScheduler):
-    """Base of schedules that multiply each group's rate by one function of the step.
+    """Base of schedulers that multiply the rate of each group by one function of the step.
 
-    Its arguments win over those of a state that is loaded, so that a run may go on with another length. They are
-    attributes of the same name.
+    Subclasses keep their constructor arguments as attributes of the same name. When a state is loaded, the constructor
+    arguments win over those in the state, so that a run can continue with another length.
     """
 
-    def __init__(self, optimizer: Optimizer, last_epoch: int = -1) -> None:
-        super().__init__(optimizer, last_epoch)
-
     def factor(self, step: int) -> float:
-        """What the rates are multiplied by in a step, from 0."""
+        """Return the factor on the rates in a step, from 0."""
         raise NotImplementedError
 
     def get_lr(self) -> list[Any]:
@@ -81,7 +79,7 @@ class FactorLRScheduler(LRScheduler):
         return [base * factor for base in self.base_lrs]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on at the step of a state; where that was of other arguments, with the rates that these give there."""
+        """Continue at the step of a state. If its arguments differ, set the rates that the own arguments give there."""
         names = inspect.signature(type(self)).parameters.keys() - {"optimizer", "last_epoch"}
         own = {name: getattr(self, name) for name in names}
         super().load_state_dict({name: value for name, value in state_dict.items() if name not in own})
@@ -92,17 +90,25 @@ class FactorLRScheduler(LRScheduler):
 
 
 class DecayLRScheduler(FactorLRScheduler):
-    """Base of those that rise along a line and fall along one shape to the end of the run."""
+    """Base of schedulers with a linear warm-up that is followed by a decay to the end of the run."""
 
-    falls: Shape
+    falls: Shape  # shape of the decay
 
     def __init__(
-        self, optimizer: Optimizer, total_steps: int, warmup: int | float, final: float, last_epoch: int = -1
+        self,
+        optimizer: Optimizer,
+        total_steps: int,
+        warmup: int | float = 0.01,
+        final: float = 0.0,
+        last_epoch: int = -1,
     ) -> None:
-        check_number(type(self).__name__, "total_steps", total_steps, least=1, whole=True)
-        check_number(type(self).__name__, "final", final, least=0, most=1)
-        steps_of(type(self).__name__, "warmup", warmup, total_steps)
-        self.total_steps, self.warmup, self.final = total_steps, warmup, final
+        owner = type(self).__name__
+        check_number(owner, "total_steps", total_steps, least=1, whole=True)
+        check_number(owner, "final", final, least=0, most=1)
+        steps_of(owner, "warmup", warmup, total_steps)
+        self.total_steps = total_steps
+        self.warmup = warmup
+        self.final = final
         super().__init__(optimizer, last_epoch)
 
     def factor(self, step: int) -> float:

@@ -1,7 +1,7 @@
-"""What every ``step`` of an optimizer begins with, and how one is put around that of a class."""
+"""Helpers for the ``step`` of optimizers, and for classes that replace the step of another class."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adam import adam
 
+from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_optimizers import mark_counted, mark_stepped
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:
-    """Run the closure, which computes gradients, inside a ``step`` that runs without; ``None`` without a closure."""
+    """Run the closure of a ``step`` with gradients enabled, and return its loss. Return ``None`` without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -21,57 +22,101 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
 
 
 def with_gradient(group: dict[str, Any]) -> list[Tensor]:
-    """The tensors of a group that a step moves."""
+    """Return the parameters of a group that have a gradient."""
     return [p for p in group["params"] if p.grad is not None]
 
 
 def adamw(
     optimizer: Optimizer, group: dict[str, Any], parameters: list[Tensor], decays: bool = True, fused: bool = False
 ) -> None:
-    """Step some parameters of a group by torch's AdamW."""
+    """Step some parameters of a group with torch's AdamW.
+
+    Args:
+        optimizer: Optimizer that holds the states.
+        group: Parameter group, for its settings.
+        parameters: Parameters of the group, each with a gradient.
+        decays: Apply weight decay.
+        fused: Use the fused kernel.
+    """
+    if not parameters:
+        return
     for p in parameters:
         if not optimizer.state[p]:
             steps = torch.zeros((), device=p.device if fused else "cpu", dtype=torch.float32)
             moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
             optimizer.state[p] |= {"step": steps, **moments}
     states = [optimizer.state[p] for p in parameters]
-    if parameters:
-        adam(
-            parameters,
-            [p.grad for p in parameters],  # type: ignore[misc]
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=fused or None,
-            has_complex=any(map(torch.is_complex, parameters)),
-            decoupled_weight_decay=True,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=float(group["lr"]),
-            weight_decay=group["weight_decay"] if decays else 0.0,
-            eps=group["eps"],
-            maximize=False,
-        )
+    adam(
+        parameters,
+        [p.grad for p in parameters],  # type: ignore[misc]
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        [],
+        [state["step"] for state in states],
+        fused=fused or None,
+        has_complex=any(map(torch.is_complex, parameters)),
+        decoupled_weight_decay=True,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=float(group["lr"]),
+        weight_decay=group["weight_decay"] if decays else 0.0,
+        eps=group["eps"],
+        maximize=False,
+    )
 
 
 def pieces(parameters: list[Tensor], piece_bytes: int) -> Iterator[list[Tensor]]:
-    """The parameters in lists of at most so many bytes, at least one in each."""
+    """Split parameters into lists of at most ``piece_bytes`` bytes. A larger parameter is a list of its own."""
     piece: list[Tensor] = []
     size = 0
     for p in parameters:
         if piece and size + p.nbytes > piece_bytes:
             yield piece
-            piece, size = [], 0
+            piece = []
+            size = 0
         piece.append(p)
         size += p.nbytes
     if piece:
         yield piece
 
 
+def step_some(
+    optimizer: Optimizer, step: Callable[[Any], object], group: dict[str, Any], parameters: list[Tensor]
+) -> dict[str, Any]:
+    """Step some parameters of a group, with the settings of the group.
+
+    Args:
+        optimizer: The optimizer.
+        step: Step of the optimizer, without hooks. It must treat each parameter independently.
+        group: A parameter group. It does not change.
+        parameters: Parameters to step.
+
+    Returns:
+        Values that the step has written to the group, such as a counter.
+    """
+    part = group | {"params": parameters}
+    groups = optimizer.param_groups
+    optimizer.param_groups = [part]
+    try:
+        step(optimizer)
+    finally:
+        optimizer.param_groups = groups
+    # The optimizer itself stands for a missing key: no group contains it.
+    return {key: value for key, value in part.items() if key != "params" and value is not group.get(key, optimizer)}
+
+
+def check_unchanged(optimizer: Optimizer, written: Collection[str], who: str) -> None:
+    """Raise ConfigurationError if a step over some parameters has written to their group, which holds others too."""
+    if written:
+        raise ConfigurationError(
+            f"{who}: the step of {type(optimizer).__name__} writes {', '.join(map(repr, written))} to its parameter "
+            f"groups, so it cannot step some parameters at a time; train without {who}"
+        )
+
+
 def unhooked(kind: type[Optimizer]) -> Callable[..., Any]:
-    """The step of a class without the hooks, which are in the function that torch puts around each class's step."""
+    """Return the step of a class without its hooks, which are in the function that torch wraps around each step."""
     step: Any = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
@@ -79,21 +124,30 @@ def unhooked(kind: type[Optimizer]) -> Callable[..., Any]:
 def with_step(
     kind: type[Optimizer], mark: type[Optimizer], step: Callable[..., Any], **methods: Any
 ) -> type[Optimizer]:
-    """A class that derives from ``kind`` and ``mark``, with the name of ``kind`` and this step, hooks around it."""
+    """Return a class with a new step.
+
+    Args:
+        kind: Base class. The new class has its name.
+        mark: Second base class, by which such optimizers are recognised.
+        step: The new step. Hooks run around it.
+        **methods: Further attributes of the class.
+    """
     hooked: Any = Optimizer.profile_hook_step(step)
     hooked.hooked = True
     return type(kind.__name__, (kind, mark), {"step": hooked, "__module__": kind.__module__, **methods})
 
 
 def change_class(optimizer: Optimizer, kind: type[Optimizer]) -> None:
-    """Make ``optimizer`` one of ``kind``, which derives from its class and has a step of its own.
+    """Change the class of ``optimizer``, in place, to a subclass that has another step.
 
-    A scheduler may have set a counted step on the instance, which calls the old class's: the new one goes inside.
+    A scheduler may have replaced ``step`` on the instance by a counting one that calls the step of the old class. It is
+    replaced by one that calls the step of the new class.
     """
     optimizer.__class__ = kind
     if "step" in optimizer.__dict__:
-        optimizer.__dict__["step"] = functools.partial(_counted_step, optimizer)
-        mark_counted(optimizer.__dict__["step"])
+        step = functools.partial(_counted_step, optimizer)
+        mark_counted(step)
+        optimizer.__dict__["step"] = step
 
 
 def _counted_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,6 @@
-"""Constant rate after a linear warm-up.
+"""Linear warm-up, followed by a constant learning rate. The length of the run need not be known.
 
-    factor(t) = min(1, (t + 1) / warmup)       in step t, from 0
-
-It needs no end of the run.
+factor(t) = min(1, (t + 1) / warmup)       in step t, from 0
 """
 
 from typing import ClassVar
@@ -14,11 +12,11 @@ from lit_efficient.optimizers.schedules import FactorLRScheduler, warmup_factor
 
 
 class WarmupConstant(FactorLRScheduler):
-    """Raise each group's rate from near 0 to its own, and leave it there.
+    """Raise the rate of each group linearly to its full value, and keep it there.
 
     Args:
-        optimizer: Whose rates it sets.
-        warmup: Steps of warm-up, 0 or more.
+        optimizer: Optimizer whose rates are set.
+        warmup: Steps of the warm-up, at least 0.
         last_epoch: As in torch.
 
     Raises:

@@ -1,26 +1,24 @@
-"""A straight line from the rate to its end, after a linear warm-up.
+"""Linear warm-up, followed by a straight line from the full learning rate to the final one.
 
     factor(t) = (t + 1) / warmup, then final + (1 - final) * (1 - p),       in step t, from 0
     p = (t - warmup) / (total_steps - warmup)
 
-It is the schedule that most fine-tuning uses.
+Most fine-tuning recipes use this schedule.
 """
 
 from typing import ClassVar
-
-from torch.optim import Optimizer
 
 from lit_efficient.optimizers.schedules import DecayLRScheduler
 
 
 class WarmupLinear(DecayLRScheduler):
-    """Raise each group's rate from near 0 to its own, then let it fall along a straight line.
+    """Raise the rate of each group linearly to its full value, then lower it along a straight line.
 
     Args:
-        optimizer: Whose rates it sets.
-        total_steps: Of the run, 1 or more; the command line fills it in.
-        warmup: Steps of warm-up, or a share of all.
-        final: What is left of the rates at the end, and after it, from 0 to 1.
+        optimizer: Optimizer whose rates are set.
+        total_steps: Steps of the run, at least 1. The command line fills it in.
+        warmup: Steps of the warm-up, or a share of all steps.
+        final: Share of the rates that is left at the end and afterwards, from 0 to 1.
         last_epoch: As in torch.
 
     Raises:
@@ -29,13 +27,3 @@ class WarmupLinear(DecayLRScheduler):
 
     falls = "linear"
     helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "a straight line to the run's end")}
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        total_steps: int,
-        warmup: int | float = 0.01,
-        final: float = 0.0,
-        last_epoch: int = -1,
-    ) -> None:
-        super().__init__(optimizer, total_steps, warmup, final, last_epoch)

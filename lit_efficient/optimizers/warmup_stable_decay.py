@@ -1,9 +1,9 @@
-"""Warm-up, a constant rate, and a short cool-down, which may begin at any checkpoint of the constant part (WSD).
+"""Warm-up, constant learning rate and a short cool-down, which may begin at any checkpoint of the constant part (WSD).
 
     factor(t) = (t + 1) / warmup, then 1, then final + (1 - final) * f(p),    p = (t - total_steps + decay) / decay
     f(p) = 1 - p (linear), (1 + cos(pi p)) / 2 (cosine) or 1 - sqrt(p) (sqrt)
 
-One long run at a constant rate gives networks of any length of training: each costs its own cool-down alone.
+One long run at a constant rate can be turned into finished models of several lengths. Each costs only its cool-down:
 
     fit -c CONFIG --ckpt_path runs/x/step=8000.ckpt --trainer.max_steps 10000     (with decay: 2000)
 """
@@ -13,30 +13,23 @@ from typing import ClassVar
 from torch.optim import Optimizer
 
 from lit_efficient.errors import check_choice, check_number, refusal
-from lit_efficient.optimizers.schedules import (
-    SHAPES,
-    FactorLRScheduler,
-    Shape,
-    decay_factor,
-    steps_of,
-    warmup_factor,
-)
+from lit_efficient.optimizers.schedules import SHAPES, FactorLRScheduler, Shape, decay_factor, steps_of, warmup_factor
 
 
 class WarmupStableDecay(FactorLRScheduler):
-    """Raise each group's rate from near 0 to its own, keep it, and let it fall in the last steps of the run.
+    """Raise the rate of each group linearly to its full value, keep it, and lower it in the last steps of the run.
 
     Source: Hu et al. (2024), https://arxiv.org/abs/2404.06395; shapes: Hägele et al. (2024),
     https://arxiv.org/abs/2405.18392
 
     Args:
-        optimizer: Whose rates it sets.
-        total_steps: Of the run, 1 or more; the command line fills it in. A run that goes on from a checkpoint takes
-            this one, not the checkpoint's.
-        warmup: Steps of warm-up, or a share of all.
-        decay: Steps of the cool-down, or a share of all; together with ``warmup`` at most all.
-        shape: Of the cool-down: ``linear``, ``cosine`` or ``sqrt``.
-        final: What is left of the rates at the end, and after it, from 0 to 1.
+        optimizer: Optimizer whose rates are set.
+        total_steps: Steps of the run, at least 1. The command line fills it in. A run that resumes from a checkpoint
+            uses this value, not the one in the checkpoint.
+        warmup: Steps of the warm-up, or a share of all steps.
+        decay: Steps of the cool-down, or a share of all steps. ``warmup`` and ``decay`` are at most all steps together.
+        shape: Shape of the cool-down: ``linear``, ``cosine`` or ``sqrt``.
+        final: Share of the rates that is left at the end and afterwards, from 0 to 1.
         last_epoch: As in torch.
 
     Raises:
@@ -63,9 +56,12 @@ class WarmupStableDecay(FactorLRScheduler):
         check_number(who, "final", final, least=0, most=1)
         used = steps_of(who, "warmup", warmup, total_steps) + steps_of(who, "decay", decay, total_steps)
         if used > total_steps:
-            raise refusal(who, "decay", f"with warmup at most the {total_steps} steps of the run", decay)
-        self.total_steps, self.warmup, self.decay = total_steps, warmup, decay
-        self.shape, self.final = shape, final
+            raise refusal(who, "decay", f"at most the {total_steps} steps of the run, minus those of warmup", decay)
+        self.total_steps = total_steps
+        self.warmup = warmup
+        self.decay = decay
+        self.shape = shape
+        self.final = final
         super().__init__(optimizer, last_epoch)
 
     def factor(self, step: int) -> float:

@@ -85,7 +85,7 @@ def test_what_is_frozen_has_nothing_to_project_and_what_another_optimizer_holds_
     first = torch.optim.AdamW(module.stem.parameters())
     other = torch.optim.SGD(module.blocks.parameters(), lr=0.1)
     assert GaLore(rank=4, targets=["stem"]).rewrite_optimizer(other, module).summary == (
-        "SGD: holds none of the targets and stays as it is"
+        "SGD: holds none of the targets and does not change"
     )
     GaLore(rank=4, targets=["stem"]).rewrite_optimizer(first, module)
     assert (type(first), type(other)) == (LowRankAdamW, torch.optim.SGD)

@@ -152,7 +152,7 @@ def test_a_step_that_writes_to_its_group_is_refused() -> None:
     optimizer = Counted(module.parameters(), lr=0.1)
     stream_states(optimizer, piece_bytes=1)
     module(torch.ones(2, 64)).sum().backward()
-    with pytest.raises(ConfigurationError, match="the step of Counted writes 'count' to its groups"):
+    with pytest.raises(ConfigurationError, match="the step of Counted writes 'count' to its parameter groups"):
         optimizer.step()
 
 

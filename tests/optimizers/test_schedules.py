@@ -246,7 +246,7 @@ def test_a_cool_down_begins_at_any_checkpoint(tmp_path: Path) -> None:
         (lambda o: WarmupStableDecay(o, 9, 0, 0.5, "step"), "shape must be one of linear, cosine, sqrt, got 'step'"),  # type: ignore[arg-type]
         (
             lambda o: WarmupStableDecay(o, 10, 0.5, 6),
-            "decay must be with warmup at most the 10 steps of the run, got 6",
+            "decay must be at most the 10 steps of the run, minus those of warmup, got 6",
         ),
     ],
 )
