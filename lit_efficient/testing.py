@@ -437,6 +437,21 @@ def check_neutral(case: Case) -> None:
         assert_equal(usual.plain(), usual.fit(case.neutral(), saves=False).state(), "neutral is not plain Lightning")
 
 
+def check_effect_is_real(case: Case) -> None:
+    """The effect does not hold for a run without the techniques: an effect that always holds tests nothing.
+
+    The techniques are added to the trainer after the run, so that an effect that asks them for figures is refuted by
+    their figures.
+    """
+    run = case.fit([])
+    run.trainer.callbacks += [technique for technique in case.make() if isinstance(technique, L.Callback)]
+    try:
+        case.effect(run)
+    except Exception:
+        return
+    raise AssertionError("the effect also holds for a run without the technique: assert what only the technique does")
+
+
 def check_resumes(case: Case) -> None:
     """One epoch, a checkpoint, a fresh module and trainer, one more: equal to two in one go. Then the effect."""
     with tempfile.TemporaryDirectory() as folder:
@@ -542,6 +557,7 @@ def check_standalone(case: Case) -> None:
 CHECKS: tuple[Callable[[Case], None], ...] = (
     check_arguments,
     check_acts,
+    check_effect_is_real,
     check_neutral,
     check_resumes,
     check_loads_safely,

@@ -60,7 +60,7 @@ class BlockSwap(lit_efficient.BlockSwap):
 def leaves_the_device(run: Run) -> None:
     """Between two calls of the network, two blocks at most have weights in another memory than their own."""
     blocks = [part for part in run.module.modules() if hasattr(part, "_swap")]
-    assert len(blocks) == 4
+    assert len(blocks) in (4, 8)  # in the toy's network, and in one that has attention as well
     there = []
     hooks = [
         block.register_forward_hook(lambda block, *_: there.append([b.there for b in block._swap._blocks.values()]))

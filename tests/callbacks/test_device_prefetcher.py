@@ -28,9 +28,7 @@ from tests.support import Toy, assert_equal, trainer, weights
 
 
 def says_where_it_has_nothing_to_do(run: Run) -> None:
-    (technique,) = (one for one in run.trainer.callbacks if isinstance(one, DevicePrefetcher))
-    report = technique.describe(run.module)
-    assert report.summary == "nothing to do on a cpu: batches stay where they are"
+    assert run.reports["DevicePrefetcher"].summary == "nothing to do on a cpu: batches stay where they are"
 
 
 ROW = Row(DevicePrefetcher, says_where_it_has_nothing_to_do, neutral=DevicePrefetcher, changes=False)

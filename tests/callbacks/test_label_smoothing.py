@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as L
@@ -11,15 +13,48 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lit_efficient import ChunkedCrossEntropy, Compile, ConfigurationError, LabelSmoothing, LanguageModeling
+import lit_efficient
+from lit_efficient import ChunkedCrossEntropy, Compile, ConfigurationError, LanguageModeling
 from lit_efficient.callbacks.label_smoothing import smooth_labels
+from lit_efficient.losses.deferred_logits import ChunkedLoss
 from lit_efficient.testing import Run
 from tests.contract.row import Row
 from tests.support import TokenNet, trainer
 
 
+class LabelSmoothing(lit_efficient.LabelSmoothing):
+    """Records how much each loss of the training steps is smoothed."""
+
+    def __init__(self, epsilon: float) -> None:
+        super().__init__(epsilon)
+        self.recorded: list[float] = []
+
+    @contextmanager
+    def watch_step(self, module: nn.Module, batch: Any) -> Iterator[None]:
+        plain = F.cross_entropy
+        with super().watch_step(module, batch):
+            smoothed = F.cross_entropy
+
+            def record(logits: Tensor, labels: Tensor, **arguments: Any) -> Tensor:
+                loss = smoothed(logits, labels, **arguments)
+                expected = plain(logits, labels, **arguments, label_smoothing=self.epsilon)
+                self.recorded.append(self.epsilon if torch.equal(loss, expected) else 0.0)
+                return loss
+
+            heads = [part.chunked_loss for part in module.modules() if hasattr(part, "chunked_loss")]
+            self.recorded += [head.label_smoothing for head in heads if isinstance(head, ChunkedLoss)]
+            F.cross_entropy = record
+            try:
+                yield
+            finally:
+                F.cross_entropy = smoothed
+
+
 def targets_are_smoothed(run: Run) -> None:
-    """No loss is below what the best guess for a smoothed target has."""
+    """Each loss has smoothed targets, and none is below what the best guess for a smoothed target has."""
+    recorded = run.technique("LabelSmoothing").recorded
+    assert recorded
+    assert set(recorded) == {0.3}
     classes = 24 if "head" in dict(run.module.net.named_children()) else 8
     floor = -(0.7 + 0.3 / classes) * torch.tensor(0.7 + 0.3 / classes).log()
     floor -= (classes - 1) * 0.3 / classes * torch.tensor(0.3 / classes).log()
@@ -75,7 +110,7 @@ def test_a_language_model_is_smoothed_in_training_alone(beside: str) -> None:
     ids = torch.arange(16).reshape(2, 8)
     batch = {"input_ids": ids, "shift_labels": (ids + 3).masked_fill(ids == 5, -100)}
     module.learning_rate = 1e-12
-    run = trainer([LabelSmoothing(0.25), *others[beside]], max_steps=1)
+    run = trainer([lit_efficient.LabelSmoothing(0.25), *others[beside]], max_steps=1)
     run.fit(module, DataLoader([batch], None), DataLoader([batch], None))
     network: Any = module.network
     with torch.no_grad():
@@ -87,7 +122,7 @@ def test_a_language_model_is_smoothed_in_training_alone(beside: str) -> None:
 
 def test_what_smooths_nothing_or_twice_is_refused() -> None:
     batch = {"input_ids": torch.arange(4)[None], "labels": torch.arange(4)[None]}
-    both = [LabelSmoothing(), ChunkedCrossEntropy(label_smoothing=0.1)]
+    both = [lit_efficient.LabelSmoothing(), ChunkedCrossEntropy(label_smoothing=0.1)]
     with pytest.raises(ConfigurationError, match="ChunkedCrossEntropy has a label_smoothing of its own"):
         trainer(both, max_steps=1).fit(Watched(), DataLoader([batch], None), DataLoader([batch], None))
 
@@ -103,6 +138,6 @@ def test_what_smooths_nothing_or_twice_is_refused() -> None:
             return torch.optim.SGD(self.parameters(), 0.1)
 
     with pytest.raises(ConfigurationError, match=r"Squares.training_step did not call F.cross_entropy"):
-        trainer([LabelSmoothing()], max_steps=1).fit(Squares(), DataLoader([torch.ones(2)]))
+        trainer([lit_efficient.LabelSmoothing()], max_steps=1).fit(Squares(), DataLoader([torch.ones(2)]))
     with pytest.raises(ConfigurationError, match="epsilon must be at least 0 and below 1, got 1"):
-        LabelSmoothing(1)
+        lit_efficient.LabelSmoothing(1)
