@@ -1,8 +1,8 @@
-"""What bitsandbytes does on some processors only. Checked with 0.50.
+"""Workarounds for bitsandbytes on some processors. Checked with 0.50.
 
-On those with AVX512-BF16 its 4-bit layers repack their weights in evaluation (``support_avx512bf16_for_cpu``). On those
-with AVX512 its kernel takes the wrong scales wherever a row is no multiple of a block: weights are off by up to half of
-the largest one, in silence.
+- With AVX512-BF16, its 4-bit layers repack their weights in evaluation mode (``support_avx512bf16_for_cpu``).
+- With AVX512, its kernel uses wrong scales if the length of a row is not a multiple of the block size. Weights are
+  wrong by up to half of the largest weight, without an error.
 """
 
 import functools
@@ -18,9 +18,9 @@ from lit_efficient.internals.torch_dispatch import no_dispatch_modes
 
 
 def keep_unpacked(network: nn.Module) -> None:
-    """Keep 4-bit layers from repacking their weights in evaluation, and let them read rows of any length.
+    """Prevent 4-bit layers from repacking their weights in evaluation mode, and fix rows of any length.
 
-    Packed, they lose the gradient of their input, and refuse sizes that are no multiples of 32.
+    Packed layers lose the gradient of their input, and raise an error for sizes that are not multiples of 32.
     """
     layers: Iterable[Any] = network.modules()
     for layer in layers:
@@ -31,29 +31,28 @@ def keep_unpacked(network: nn.Module) -> None:
 
 @functools.cache
 def read_any_rows() -> None:
-    """Where bitsandbytes misreads rows that are no multiple of a block, give it all rows as one, which it reads right.
+    """Replace the CPU kernel that dequantises 4-bit weights, in this process, if it reads short rows wrongly.
 
-    The operator's kernel for CPUs is put in another one's place, for this process: both the forward and the backward
-    pass of its layers call it.
+    The replacement passes all rows to the original kernel as one row, which it reads correctly. The forward and the
+    backward pass of 4-bit layers call it.
     """
     import bitsandbytes  # noqa: F401  # registers the operator
 
     operator = torch.ops.bitsandbytes.dequantize_4bit.default
-    with no_dispatch_modes(), torch.device("cpu"):  # with values, also where a step is traced without
+    with no_dispatch_modes(), torch.device("cpu"):  # real tensors, even while a step is traced with fake ones
         codes = torch.zeros(64, dtype=torch.uint8)
         scales = torch.tensor([1.0, 2.0], dtype=torch.float32)  # two blocks of 64, in rows of 16
-        by_row, at_once = (
-            operator(codes, scales, 64, "nf4", shape, torch.float32).flatten() for shape in ([8, 16], [1, 128])
-        )
-        if torch.equal(by_row, at_once):
+        by_row = operator(codes, scales, 64, "nf4", [8, 16], torch.float32)
+        as_one = operator(codes, scales, 64, "nf4", [1, 128], torch.float32)
+        if torch.equal(by_row.flatten(), as_one.flatten()):
             return
     theirs = torch.library.get_kernel("bitsandbytes::dequantize_4bit", "CPU")
 
     def as_one_row(
         keys: Any, codes: Tensor, scales: Tensor, block: int, kind: str, shape: Sequence[int], dtype: torch.dtype
     ) -> Tensor:
-        at_once = [1, prod(shape)] if shape[-1] % 2 == 0 else shape  # odd rows take another way there, which is right
-        read: Tensor = theirs.call_boxed(keys, codes, scales, block, kind, at_once, dtype)
+        one_row = [1, prod(shape)] if shape[-1] % 2 == 0 else shape  # the original handles rows of odd length correctly
+        read: Tensor = theirs.call_boxed(keys, codes, scales, block, kind, one_row, dtype)
         return read.reshape(shape)
 
     with warnings.catch_warnings():
@@ -63,5 +62,5 @@ def read_any_rows() -> None:
 
 @functools.cache
 def _kernels() -> torch.library.Library:
-    """Kept for good: what it has registered goes with it."""
+    """Return a library that is never freed, because freeing it would unregister its kernels."""
     return torch.library.Library("bitsandbytes", "IMPL")

@@ -1,4 +1,4 @@
-"""The heap of the C library, which keeps pages that have been freed between others: ``malloc_trim`` of glibc."""
+"""Return of freed memory to the system: ``malloc_trim`` of glibc, whose heap keeps freed pages otherwise."""
 
 import ctypes
 import functools
@@ -6,8 +6,9 @@ from typing import Any
 
 
 def give_back() -> None:
-    """Give freed memory back to the system; where the C library is another one, nothing happens."""
-    if (trim := _trim()) is not None:
+    """Return freed memory to the system. Other C libraries than glibc do nothing."""
+    trim = _trim()
+    if trim is not None:
         trim(0)
 
 

@@ -1,10 +1,9 @@
-"""Attributes of transformers', diffusers' and datasets' objects that have no public name.
+"""Private attributes and functions of transformers, diffusers and datasets.
 
 Checked with transformers 5.23, diffusers 0.42 and datasets 5.2.
 """
 
 import copy
-import functools
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,57 +18,60 @@ from lit_efficient.internals.wraps import temporarily
 
 
 def load_saved(path: Path) -> Any:
-    """What ``Dataset.save_to_disk`` wrote, if the files that it lists are its own: ``_data_files`` in ``state.json``.
+    """Load a data set that ``Dataset.save_to_disk`` wrote, without reading files outside its folder.
+
+    The files are listed in ``state.json``, under ``_data_files``.
 
     Raises:
-        ConfigurationError: If one is not.
+        ConfigurationError: If a listed file is outside the folder.
     """
     import datasets
 
     for state in sorted(path.rglob("state.json")):
         for file in json.loads(state.read_text("utf-8")).get("_data_files", ()):
             if Path(file["filename"]).name != file["filename"]:
-                raise ConfigurationError(f"{state} lists {file['filename']!r}, which is not in its folder.")
+                raise ConfigurationError(f"{state} lists {file['filename']!r}, which is not in its folder")
     return datasets.load_from_disk(str(path))
 
 
 def keeps_float32(module: nn.Module) -> bool:
-    """Whether diffusers leaves modules of a network in float32 when it loads it: ``_keep_in_fp32_modules``."""
+    """Return whether diffusers keeps some modules of a network in float32: ``_keep_in_fp32_modules``."""
     return bool(getattr(module, "_keep_in_fp32_modules", None))
 
 
 def source_of(module: nn.Module) -> str:
-    """The name or folder that a model of transformers' or diffusers' was read from: ``config._name_or_path``."""
+    """Return the name or folder from which transformers or diffusers loaded a model: ``config._name_or_path``."""
     source = getattr(getattr(module, "config", None), "_name_or_path", "")
     return source if isinstance(source, str) else ""
 
 
 def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
-    """Class names of a diffusers model's repeated blocks: ``_repeated_blocks``."""
+    """Return the class names of the repeated blocks of a diffusers model: ``_repeated_blocks``."""
     return tuple(getattr(module, "_repeated_blocks", None) or ())
 
 
 def attention_of(config: Any) -> str:
-    """The attention that a transformers model uses: ``config._attn_implementation``."""
+    """Return the attention implementation of a transformers config: ``config._attn_implementation``."""
     return str(config._attn_implementation)
 
 
 def set_attention(config: Any, name: str) -> None:
-    """Have models that are built from now on use it: ``config._attn_implementation``."""
+    """Set the attention implementation of models that are built from a config: ``config._attn_implementation``."""
     config._attn_implementation = name
 
 
 def from_config(kind: Any, config: Any, **options: Any) -> Any:
-    """A transformers model with random weights: ``from_config`` of the auto classes, ``_from_config`` of all others."""
+    """Build a transformers model with random weights: ``from_config`` of auto classes, else ``_from_config``."""
     make = getattr(kind, "from_config", None) or kind._from_config
     return make(config, **options)
 
 
 @contextmanager
 def masks_unread(device: torch.device) -> Iterator[None]:
-    """A context in which transformers makes its masks on a GPU without reading there whether it could do without one.
+    """Context in which transformers builds attention masks on a GPU without synchronisation.
 
-    ``masking_utils.find_packed_sequence_indices`` and ``fast_all``. On a CPU, where a look is cheap, nothing changes.
+    transformers reads values on the device to find out whether a mask is needed at all, in
+    ``masking_utils.find_packed_sequence_indices`` and ``fast_all``. Nothing changes on a CPU, where reading is cheap.
     """
     if device.type == "cpu":
         yield
@@ -81,24 +83,24 @@ def masks_unread(device: torch.device) -> Iterator[None]:
 
 
 def _documents(position_ids: Tensor) -> Tensor:
-    """The number of the document of each token, [B, T], by where positions start over."""
+    """Return the index of the document of each token, [B, T]. A document starts where positions restart."""
     return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
 
 
 def causal_model_of(config: Any) -> Any:
-    """The class of causal models that a configuration is for, or None: ``AutoModelForCausalLM._model_mapping``."""
+    """Return the causal model class of a config, or ``None``: ``AutoModelForCausalLM._model_mapping``."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM._model_mapping.get(type(config), None)
 
 
 def fingerprint(dataset: Any) -> str:
-    """The hash of what made a data set: ``datasets.Dataset._fingerprint``."""
+    """Return the fingerprint of a data set: ``datasets.Dataset._fingerprint``."""
     return str(dataset._fingerprint)
 
 
 def chat_environment(template: str) -> Any:
-    """What transformers compiles a chat template in, with its filters and its ``generation`` tag.
+    """Return the Jinja environment in which transformers compiles a chat template, with its filters and tags.
 
     ``chat_template_utils._compile_jinja_template``.
     """
@@ -108,10 +110,15 @@ def chat_environment(template: str) -> Any:
 
 
 def template_messages(messages: Sequence[Any]) -> list[Any]:
-    """New messages as a chat template sees them: ``_plain_template_data``, ``_alias_reasoning_fields``, or copies."""
+    """Return copies of messages in the form that transformers passes to chat templates.
+
+    ``_plain_template_data`` and ``_alias_reasoning_fields``, which earlier versions do not have.
+    """
     from transformers.utils import chat_template_utils
 
-    each = functools.partial(map, copy.deepcopy)  # of one message that stands there twice there are two copies
-    plain = getattr(chat_template_utils, "_plain_template_data", each)
+    if hasattr(chat_template_utils, "_plain_template_data"):
+        copies = chat_template_utils._plain_template_data(list(messages))
+    else:
+        copies = [copy.deepcopy(message) for message in messages]  # separate copies even of equal objects
     alias = getattr(chat_template_utils, "_alias_reasoning_fields", list)
-    return list(alias(plain(list(messages))))
+    return list(alias(copies))

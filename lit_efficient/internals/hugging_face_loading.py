@@ -1,7 +1,8 @@
-"""Transformers' reading of weights with a hand in it: a layer is replaced as soon as its own weight is read.
+"""Replacement of layers while transformers loads weights: a layer is replaced as soon as its weight has been read.
 
-What transformers' quantisers are made of: with an ``HfQuantizer`` it reads weights one at a time, under all its
-renamings, and a ``ConversionOps`` gets each before the network does. Checked with transformers 5.15 and 5.23.
+It uses the interface of quantisers in transformers: an ``HfQuantizer`` makes transformers read weights one at a time,
+with all renamings, and a ``ConversionOps`` receives each weight before the network does. Checked with transformers 5.15
+and 5.23.
 """
 
 import functools
@@ -17,19 +18,19 @@ _METHOD = "lit_efficient"
 
 
 class Replacing(Protocol):
-    """What is to be done with layers while a network is read."""
+    """Choice of layers, and their replacements."""
 
-    bytes_per_weight: float  # afterwards, about
+    bytes_per_weight: float  # approximate size of a weight after the replacement
 
     def chosen(self, network: nn.Module) -> set[str]:
-        """Names of the linear layers to be replaced, of a network on the meta device."""
+        """Return the names of the linear layers to replace. The network is on the meta device."""
 
     def replaced(self, layer: nn.Module) -> nn.Module:
-        """What a layer that has its weight becomes."""
+        """Return the replacement of a layer whose weight has been loaded."""
 
 
 def empty_from_config(kind: Any, config: Any, **options: Any) -> Any:
-    """A model whose weights are tied and not drawn, nor in memory: ``transformers.initialization.no_init_weights``."""
+    """Build a model with tied weights, without initialising them: ``transformers.initialization.no_init_weights``."""
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
@@ -39,7 +40,7 @@ def empty_from_config(kind: Any, config: Any, **options: Any) -> Any:
 
 
 def replacing_config(replacing: Replacing) -> Any:
-    """The ``quantization_config`` for ``from_pretrained`` under which ``replacing`` acts; the network keeps no mark."""
+    """Return a ``quantization_config`` for ``from_pretrained`` that replaces layers. The network does not keep it."""
     return _kind()(replacing)
 
 
@@ -68,7 +69,8 @@ def _kind() -> Any:
 
         @torch.no_grad()
         def convert(self, input_dict: dict[str, Any], *_: Any, **given: Any) -> Any:
-            model, left = given["model"], dict[str, Any]()
+            model = given["model"]
+            left: dict[str, Any] = {}
             for name in list(input_dict):
                 value: Any = input_dict.pop(name)
                 if not self.quantizer.param_needs_quantization(model, name):
@@ -80,9 +82,9 @@ def _kind() -> Any:
                 del value
                 twin = self.quantizer.replacing.replaced(layer)
                 for parameter in twin.parameters():
-                    parameter._is_hf_initialized = True
+                    parameter._is_hf_initialized = True  # or transformers would initialise it randomly
                 setattr(model.get_submodule(owner), last, twin)
-                del layer
+                del layer  # so that the memory of the original weight can be returned
                 give_back()
                 given["missing_keys"].discard(name)
             return left
@@ -90,7 +92,7 @@ def _kind() -> Any:
     @register_quantizer(_METHOD)
     class Quantizer(HfQuantizer):
         is_trainable = True
-        quantized_element_size = 4.0  # of an instance what `replacing` says
+        quantized_element_size = 4.0  # overwritten in `__init__`
 
         def __init__(self, config: Config, **kwargs: Any) -> None:
             super().__init__(config, **kwargs)
@@ -108,9 +110,9 @@ def _kind() -> Any:
             return Replace(self)
 
         def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
-            self.layers = self.replacing.chosen(model) - {
-                name.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for name in pair
-            }
+            self.layers = self.replacing.chosen(model)
+            for pair in model.all_tied_weights_keys.items():
+                self.layers -= {name.rpartition(".")[0] for name in pair}
 
         def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
             self.remove_quantization_config(model)

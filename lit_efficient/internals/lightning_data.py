@@ -1,4 +1,4 @@
-"""The loaders of a fit: where they come from, where they are kept, what is put around their samplers.
+"""Data loaders of a fit: their source, the attributes that hold them, and the samplers that Lightning adds.
 
 Checked with lightning 2.6.6, in both of its namespaces.
 """
@@ -7,39 +7,47 @@ from typing import Any
 
 
 def data_source(loop: Any) -> Any:
-    """What makes a loop's loaders, of which ``instance``, ``is_module()`` and ``dataloader()``: ``_data_source``."""
+    """Return the source of the data loaders of a loop: ``_data_source``."""
     return loop._data_source
 
 
 def combined_loader(trainer: Any) -> Any:
-    """The training loaders in one, ``None`` before they are made: ``fit_loop._combined_loader``."""
+    """Return the ``CombinedLoader`` of training, or ``None`` before it is created: ``fit_loop._combined_loader``."""
     return trainer.fit_loop._combined_loader
 
 
 def drop_loaders(loop: Any) -> None:
-    """Stop a loop's workers, and have its loaders made again: ``_data_fetcher`` and ``_combined_loader``."""
+    """Stop the workers of a loop, and make Lightning create its loaders again.
+
+    ``_data_fetcher``, ``_combined_loader``.
+    """
     if loop._data_fetcher is not None:
         loop._data_fetcher.teardown()
-    loop._combined_loader = loop._data_fetcher = None
+    loop._combined_loader = None
+    loop._data_fetcher = None
 
 
 def restore_loader_states(trainer: Any) -> None:
-    """Give loaders that were made early what the checkpoint has of them: ``fit_loop._load_combined_loader_states``."""
+    """Load the loaders' states of a checkpoint into loaders that were created before the checkpoint was read.
+
+    ``fit_loop._load_combined_loader_states``.
+    """
     trainer.fit_loop._load_combined_loader_states()
 
 
 def validate_on(trainer: Any, loaders: Any, batches: list[int]) -> None:
-    """Let the next validation of a fit run on a ``CombinedLoader`` that is passed, so many batches of each loader.
+    """Make the next validation of a fit use a ``CombinedLoader`` and a number of batches for each of its loaders.
 
     ``val_loop._combined_loader``, ``_max_batches`` and ``_last_val_dl_reload_epoch``.
     """
     loop = trainer.fit_loop.epoch_loop.val_loop
-    loop._combined_loader, loop._max_batches = loaders, batches
+    loop._combined_loader = loaders
+    loop._max_batches = batches
     loop._last_val_dl_reload_epoch = trainer.current_epoch
 
 
 def validation_loaders(trainer: Any) -> Any:
-    """A fit's validation loaders, made now if they are needed later; ``None`` without any: ``val_loop.setup_data``."""
+    """Return the validation loaders of a fit, created now if necessary, or ``None``: ``val_loop.setup_data``."""
     loop = trainer.fit_loop.epoch_loop.val_loop
     if not trainer.enable_validation or not data_source(loop).is_defined():
         return None
@@ -48,17 +56,18 @@ def validation_loaders(trainer: Any) -> Any:
 
 
 def wants_distributed_sampler(trainer: Any, loader: Any) -> bool:
-    """Whether Lightning gives each process a part of a loader: ``_data_connector._requires_distributed_sampler``."""
+    """Return whether Lightning splits a loader over processes: ``_data_connector._requires_distributed_sampler``."""
     return bool(trainer._data_connector._requires_distributed_sampler(loader))
 
 
 def sampler_inside(sampler: Any) -> Any:
-    """What a ``DistributedSamplerWrapper`` takes its order from, ``None`` for another sampler: ``_sampler``."""
+    """Return the sampler inside a ``DistributedSamplerWrapper``, or ``None`` for other samplers: ``_sampler``."""
     return getattr(getattr(sampler, "dataset", None), "_sampler", None)
 
 
 def prepared(trainer: Any, loader: Any) -> Any:
-    """A training loader as a fit reads it, with a part of the rows for each process:
+    """Return a training loader as a fit uses it, with the rows split over processes.
+
     ``_data_connector._prepare_dataloader``.
     """
     from lightning.pytorch.trainer.states import RunningStage

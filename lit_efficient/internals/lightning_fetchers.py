@@ -1,4 +1,4 @@
-"""What hands batches to Lightning's loops: each one may pass through a function, and the next one may be read ahead.
+"""Data fetchers of Lightning's loops: functions that see every batch, and reading one batch ahead.
 
 ``fit_loop._data_fetcher``, ``val_loop._data_fetcher``, and of a ``_DataFetcher`` ``__next__``, ``reset``, ``done`` and
 ``fetched``. Checked with lightning 2.6.6.
@@ -8,24 +8,24 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-_KEPT = ("done", "fetched")
+_COUNTERS = ("done", "fetched")  # attributes of a fetcher that reading a batch changes
 
 
 class _Passing:
-    """In front of a fetcher's own class."""
+    """Mix-in of a fetcher's class that calls functions for each batch."""
 
     asked: Callable[[], None]  # called before a batch is read
-    passed: Callable[[Any], Any]  # what is done to it then
-    handed: Callable[[Any], Any]  # and when the loop gets it
-    _waiting: tuple[Any, tuple[Any, ...]] | None = None  # what was read ahead, and how the fetcher stands after it
+    passed: Callable[[Any], Any]  # called with a batch after it was read, and returns it
+    handed: Callable[[Any], Any]  # called with a batch when the loop gets it, and returns it
+    _waiting: tuple[Any, dict[str, Any]] | None = None  # batch that was read ahead, and the counters after it
 
     def __next__(self: Any) -> Any:
         if self._waiting is None:
             item = self._read()
         else:
-            (item, after), self._waiting = self._waiting, None
-            for name, value in zip(_KEPT, after):
-                setattr(self, name, value)
+            item, counters = self._waiting
+            self._waiting = None
+            vars(self).update(counters)
         if isinstance(item, Exception):
             raise item
         batch, *place = item
@@ -36,7 +36,7 @@ class _Passing:
         try:
             batch, *place = super().__next__()  # type: ignore[misc]
             return (self.passed(batch), *place)
-        except Exception as error:  # the end, or what a batch that was read ahead must not do to the step before
+        except Exception as error:  # StopIteration, or an error that must be raised in the step of this batch
             return error
 
     def reset(self) -> None:
@@ -47,10 +47,16 @@ class _Passing:
 def pass_through(
     loop: Any, asked: Callable[[], None], passed: Callable[[Any], Any], handed: Callable[[Any], Any]
 ) -> bool:
-    """Call functions before a batch of a loop is read, with it, and when it is handed out; the latter two return it.
+    """Call functions for each batch of a loop.
+
+    Args:
+        loop: The loop, such as ``trainer.fit_loop``.
+        asked: Called before a batch is read.
+        passed: Called with a batch after it was read. Returns the batch.
+        handed: Called with a batch when the loop gets it. Returns the batch.
 
     Returns:
-        Whether they do: not those of a module that takes the iterator itself.
+        False if that is impossible, because the module takes the iterator itself.
     """
     fetcher = loop._data_fetcher
     if fetcher is None or "DataLoaderIter" in type(fetcher).__name__:
@@ -59,27 +65,29 @@ def pass_through(
         kind: Any = type(type(fetcher).__name__, (_Passing, type(fetcher)), {})
         other = kind.__new__(kind)
         vars(other).update(vars(fetcher))
-        loop._data_fetcher = fetcher = other  # Python lets no object of such a class change it
-    fetcher.asked, fetcher.passed, fetcher.handed = asked, passed, handed
+        loop._data_fetcher = other  # a new object: Python refuses to assign `__class__` of a fetcher
+        fetcher = other
+    fetcher.asked = asked
+    fetcher.passed = passed
+    fetcher.handed = handed
     return True
 
 
 def read_ahead(trainer: Any) -> Any:
-    """Read the next batch of a fit now, if there is one, and return the loaders' states without it."""
+    """Read the next batch of a fit now, and return the states of the loaders before it (``None`` without a batch)."""
     fetcher = trainer.fit_loop._data_fetcher
     if not isinstance(fetcher, _Passing) or fetcher._waiting is not None or fetcher.done:  # type: ignore[attr-defined]
         return None
     states = copy.deepcopy(trainer.fit_loop._combined_loader._state_dicts())
-    kept = [getattr(fetcher, name) for name in _KEPT]
+    before = {name: getattr(fetcher, name) for name in _COUNTERS}
     item = fetcher._read()
-    fetcher._waiting = item, tuple(getattr(fetcher, name) for name in _KEPT)
-    for name, value in zip(_KEPT, kept):
-        setattr(fetcher, name, value)
+    fetcher._waiting = item, {name: getattr(fetcher, name) for name in _COUNTERS}
+    vars(fetcher).update(before)
     return states
 
 
 def put_states(checkpoint: dict[str, Any], states: Any) -> None:
-    """Put states of the training loaders into a checkpoint that has some: ``fit_loop.on_save_checkpoint``."""
+    """Replace the states of the training loaders in a checkpoint, if it has any: ``fit_loop.on_save_checkpoint``."""
     state = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
     if "combined_loader" in state:
         state["combined_loader"] = states

@@ -1,4 +1,4 @@
-"""Metrics that a module has logged, which Lightning leaves out of checkpoints.
+"""Metrics that a module has logged, which Lightning does not save in checkpoints.
 
 ``_logger_connector._callback_metrics`` and ``_first_loop_iter``, ``epoch_loop._results``, and of torchmetrics
 ``_defaults``, ``_update_count``, ``_computed`` and ``_forward_cache``. Checked with lightning 2.6.6.
@@ -17,33 +17,35 @@ _LOGGED = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_gr
 
 
 def monitored(trainer: Any) -> dict[str, Tensor]:
-    """What schedulers and callbacks can monitor now, by name."""
+    """Return the current metrics that schedulers and callbacks can monitor, by name."""
     return {name: value.detach().clone() for name, value in trainer.callback_metrics.items() if torch.is_tensor(value)}
 
 
 def logs_in_bar(value: Tensor) -> bool:
-    """Whether to log a figure of training with ``prog_bar``: Lightning reads those in each batch, and waits for a GPU.
+    """Return whether to log a training metric with ``prog_bar``: only on a CPU.
 
-    There `ThroughputBar` shows the loss by itself, when it is refreshed.
+    Lightning reads such metrics in each batch, which would synchronise a GPU. `ThroughputBar` shows the loss there.
     """
     return value.device.type == "cpu"
 
 
 def names_logged(trainer: Any) -> set[str]:
-    """What ``self.log`` was called with since the epoch began: ``trainer._results``."""
+    """Return the names that ``self.log`` was called with in this epoch: ``trainer._results``."""
     return {item.meta.name for item in (trainer._results or {}).values()}
 
 
 def unfinished(trainer: Any) -> list[dict[str, Any]]:
-    """What metrics of the training epoch have gathered so far: how each was logged, and its states.
+    """Return the metrics of the unfinished training epoch: the arguments of ``self.log``, and the states.
 
-    Those of a step are among them: Lightning writes what a step did not log again with the value before.
+    Metrics that are logged for each step are included, because Lightning repeats the previous value if a step does not
+    log them.
     """
     found = []
     for item in trainer.fit_loop.epoch_loop._results.values():
         if item.has_reset:
             continue
-        meta, reduce = item.meta, item.meta.reduce_fx
+        meta = item.meta
+        reduce = meta.reduce_fx
         logged = {name: getattr(meta, name) for name in (*_LOGGED, "metric_attribute")}
         logged |= {"sync_dist": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only}
         logged |= {"reduce_fx": reduce.__name__, "python": reduce is getattr(builtins, reduce.__name__, None)}
@@ -52,8 +54,10 @@ def unfinished(trainer: Any) -> list[dict[str, Any]]:
 
 
 def restore(trainer: Any, metrics: dict[str, Tensor], results: list[dict[str, Any]]) -> None:
-    """Put back what the two functions above returned, in a fit that has not begun."""
-    connector, loop, device = logger_connector(trainer), trainer.fit_loop.epoch_loop, trainer.strategy.root_device
+    """Restore the results of `monitored` and `unfinished` before a fit begins."""
+    connector = logger_connector(trainer)
+    loop = trainer.fit_loop.epoch_loop
+    device = trainer.strategy.root_device
     connector._callback_metrics.update({name: value.to(device) for name, value in metrics.items()})
     for result in results:
         logged = dict(result["logged"])
@@ -68,7 +72,7 @@ def restore(trainer: Any, metrics: dict[str, Tensor], results: list[dict[str, An
                 setattr(part, key, kept)
             part._computed = None
         item._forward_cache = _parts(item)[0]._forward_cache
-        connector._first_loop_iter = False  # or the next batch would be taken for the epoch's first
+        connector._first_loop_iter = False  # otherwise the next batch would count as the first of the epoch
 
 
 def _parts(item: Any) -> list[Any]:

@@ -1,7 +1,7 @@
-"""Lightning's ModelParallelStrategy with sizes by the world's and steps that are forward passes; DeepSpeedStrategy.
+"""Base classes for strategies that shard: Lightning's ModelParallelStrategy and DeepSpeedStrategy, extended.
 
-By private attributes: its sizes, ``_save_distributed_checkpoint`` and ``_forward_redirection``; ``_init_optimizers``,
-``_setup_model_and_optimizer``, and what DeepSpeed 0.19.8 calls ``_restore_from_bit16_weights``.
+They use private attributes: the sizes of the mesh, ``_save_distributed_checkpoint``, ``_forward_redirection``,
+``_init_optimizers``, ``_setup_model_and_optimizer``, and ``_restore_from_bit16_weights`` of DeepSpeed 0.19.8.
 Checked with lightning 2.6.6.
 """
 
@@ -16,38 +16,39 @@ from lit_efficient.internals.wraps import does_nothing, inner_method
 
 
 class ShardingBase(ModelParallelStrategy):
-    """All processes share each parameter, but for those that tensor parallelism takes."""
+    """ModelParallelStrategy whose data-parallel size is derived from the number of processes."""
 
     @property
     def in_shards(self) -> bool:
-        """Whether each process writes what it holds, into one folder."""
+        """True if each process writes its own shards into the checkpoint, which is a folder."""
         return bool(self._save_distributed_checkpoint)
 
     def fix_sizes(self, tensor_parallel: int) -> None:
-        """Say, before processes know each other, how many of them hold one copy's shards: the rest of the world."""
+        """Set the sizes of the mesh before the processes have connected: all other processes are data-parallel."""
         self._tensor_parallel_size = tensor_parallel
         self._data_parallel_size = self.num_nodes * self.num_processes // tensor_parallel
 
     def run_as_forward(self, module: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of ``module`` within the hooks of its forward pass."""
+        """Call a method of ``module`` inside the hooks of its forward pass, which gather parameters."""
         had_own = "forward" in module.__dict__
         try:
             return self._forward_redirection(module, module, name, *args, **kwargs)
         finally:
             if not had_own:
-                module.__dict__.pop("forward", None)  # what it puts there cannot be pickled
+                module.__dict__.pop("forward", None)  # the redirection leaves a function that cannot be pickled
 
 
 class ZeroBase(DeepSpeedStrategy):
-    """Lets a subclass look at the optimizer before DeepSpeed takes it; its checkpoints go by what the engine steps.
+    """DeepSpeedStrategy that can check the optimizer, and whose checkpoints cover the parameters that it steps.
 
-    DeepSpeed asks ``requires_grad`` for that, which a fit that has ended may have thawed, and others freeze.
+    DeepSpeed uses ``requires_grad`` to select the parameters of a checkpoint. Techniques may change it after the
+    optimizer was created.
     """
 
-    _stepped: Container[int] = ()  # parameters, by identity
+    _stepped: Container[int] = ()  # ids of the parameters that the engine steps
 
     def check_optimizer(self, optimizer: Any) -> None:
-        """Refuse it, or nothing."""
+        """Raise an error if DeepSpeed cannot use the optimizer. The default accepts all."""
 
     def _init_optimizers(self) -> Any:
         found = super()._init_optimizers()
@@ -63,19 +64,20 @@ class ZeroBase(DeepSpeedStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        """Outside of a fit all weights are read whole, and there is no optimizer that has copies of them."""
+        """Load a checkpoint. Outside of a fit, all weights are loaded, and the optimizer has no copies of them."""
         module: Any = self.lightning_module
         if module.trainer.state.fn == "fit":
             return super().load_checkpoint(checkpoint_path, weights_only)
-        if (engine := self.deepspeed_engine).optimizer is not None:
-            engine.optimizer._restore_from_bit16_weights = does_nothing
+        optimizer = self.deepspeed_engine.optimizer
+        if optimizer is not None:
+            optimizer._restore_from_bit16_weights = does_nothing
         with _requiring(module, torch.is_floating_point):
             return super().load_checkpoint(checkpoint_path, weights_only)
 
 
 @contextmanager
 def _requiring(module: Any, wanted: Callable[[Any], bool]) -> Iterator[None]:
-    """Have those parameters require a gradient that are ``wanted``, and no others."""
+    """Context in which exactly the parameters for which ``wanted`` is true require a gradient."""
     before = [(p, p.requires_grad) for p in module.parameters()]
     for p, _ in before:
         p.requires_grad_(wanted(p))
@@ -87,5 +89,5 @@ def _requiring(module: Any, wanted: Callable[[Any], bool]) -> Iterator[None]:
 
 
 def configure_model(self: Any) -> None:
-    """Have Lightning see one of the module's own, which it asks for because users shard there."""
+    """Wrap of ``configure_model`` that makes Lightning believe it is overridden, as it requires for this strategy."""
     inner_method(self, "configure_model", configure_model)()

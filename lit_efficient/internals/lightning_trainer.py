@@ -1,4 +1,7 @@
-"""A trainer's parts, and the module's tie to it. Checked with lightning 2.6.6, in both of its namespaces."""
+"""Private parts of a trainer, and the link from a module to it.
+
+Checked with lightning 2.6.6, in both of its namespaces.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,13 +10,15 @@ from lit_efficient.internals.wraps import unwrap_method, wrap_method
 
 
 class AskedEarly:
-    """A callback that is asked before data is prepared: its trainer hands it the module's ``log`` then, in each run
-    (``_attach_model_logging_functions``); its ``setup`` comes after that of the data.
+    """Mix-in of callbacks whose ``refuse`` runs before data is prepared. ``setup`` runs after it.
+
+    Trainers assign the module's ``log`` to each callback at that time, in every run
+    (``_attach_model_logging_functions``).
     """
 
     @property
     def log(self) -> Any:
-        """The module's, in a run."""
+        """The ``log`` method of the module, during a run."""
         return self.__dict__["log"]
 
     @log.setter
@@ -24,34 +29,39 @@ class AskedEarly:
             self.refuse(trainer_of(module), module)
 
     def refuse(self, trainer: Any, module: Any) -> None:
-        """Raise what is wrong with this trainer and module."""
+        """Raise an error if the callback does not support this trainer and module."""
         raise NotImplementedError
 
 
 def trainer_of(module: Any) -> Any:
-    """The module's trainer, ``None`` where it has none, for which ``module.trainer`` raises: ``_trainer``."""
+    """Return the trainer of a module, or ``None``. ``module.trainer`` would raise an error: ``_trainer``."""
     return getattr(module, "_trainer", None)
 
 
 def set_trainer(module: Any, trainer: Any) -> None:
-    """Tie a module to a trainer, of another namespace even: ``_trainer``."""
+    """Set the trainer of a module, which may be of the other namespace: ``_trainer``."""
     module.__dict__["_trainer"] = trainer
 
 
 def signal_connector(trainer: Any) -> Any:
-    """What Lightning's own signal handlers belong to: ``_signal_connector``."""
+    """Return the object that installs Lightning's signal handlers: ``_signal_connector``."""
     return trainer._signal_connector
 
 
 def original_handlers(trainer: Any) -> dict[int, Any]:
-    """What Lightning puts back at a run's end, by signal: ``_signal_connector._original_handlers``."""
+    """Return the handlers that Lightning restores after a run: ``_signal_connector._original_handlers``."""
     handlers: dict[int, Any] = trainer._signal_connector._original_handlers
     return handlers
 
 
 def answer_sigterm(trainer: Any, function: Callable[..., Any]) -> None:
-    """Call ``function(connector, number, frame)`` where Lightning would broadcast in its handler, until it is left; not
-    under SLURM's automatic requeueing: ``_signal_connector._sigterm_notifier_fn``.
+    """Replace Lightning's handler of SIGTERM, except under automatic requeueing of SLURM.
+
+    ``_signal_connector._sigterm_notifier_fn``.
+
+    Args:
+        trainer: The trainer.
+        function: Called as ``function(connector, number, frame)``.
     """
     environment = trainer.strategy.cluster_environment
     if not getattr(environment, "auto_requeue", False):
@@ -59,42 +69,44 @@ def answer_sigterm(trainer: Any, function: Callable[..., Any]) -> None:
 
 
 def leave_sigterm(trainer: Any, function: Callable[..., Any]) -> None:
-    """Let Lightning answer again, from its next run on."""
+    """Restore Lightning's handler of SIGTERM for its next run."""
     unwrap_method(trainer._signal_connector, "_sigterm_notifier_fn", function)
 
 
 def logger_connector(trainer: Any) -> Any:
-    """What holds the metrics that were logged: ``_logger_connector``."""
+    """Return the object that holds the logged metrics: ``_logger_connector``."""
     return trainer._logger_connector
 
 
 def log_step(trainer: Any) -> None:
-    """Hand the loggers the step's row, which Lightning does after the last hook."""
+    """Send the metrics of the step to the loggers now. Lightning does so after the last hook."""
     connector = logger_connector(trainer)
     connector.on_batch_end()
     connector.update_train_step_metrics()
 
 
 def purge_from(logger: Any, step: int) -> None:
-    """Let TensorBoard pass over what an earlier process has logged from a step on: ``_kwargs``, of its writer."""
+    """Make TensorBoard ignore what an earlier process logged from a step on: ``_kwargs`` of its writer."""
     logger._kwargs["purge_step"] = step
 
 
 def set_default_root_dir(trainer: Any, folder: str) -> None:
-    """``trainer.default_root_dir = folder``, which has no setter: ``_default_root_dir``."""
+    """Set ``trainer.default_root_dir``, which has no setter: ``_default_root_dir``."""
     trainer._default_root_dir = folder
 
 
 def begin_fit(trainer: Any, module: Any, datamodule: Any) -> None:
-    """Tie a trainer to what it fits, as ``fit`` does before it prepares data: ``strategy._lightning_module``,
-    ``_data_connector``, ``_callback_connector``, ``_verify_loop_configurations``.
+    """Attach a module and its data to a trainer, as ``fit`` does before it prepares data.
+
+    ``strategy._lightning_module``, ``_data_connector``, ``_callback_connector``, ``_verify_loop_configurations``.
     """
     from lightning.pytorch.loops.utilities import _parse_loop_limits
     from lightning.pytorch.trainer.configuration_validator import _verify_loop_configurations
     from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
     trainer.strategy._lightning_module = module
-    trainer.state.fn, trainer.state.status = TrainerFn.FITTING, TrainerStatus.RUNNING
+    trainer.state.fn = TrainerFn.FITTING
+    trainer.state.status = TrainerStatus.RUNNING
     trainer.training = True
     trainer._data_connector.attach_data(module, datamodule=datamodule)
     loop = trainer.fit_loop
@@ -107,7 +119,7 @@ def begin_fit(trainer: Any, module: Any, datamodule: Any) -> None:
 
 
 def checkpoint_of(trainer: Any) -> dict[str, Any]:
-    """What a full checkpoint would hold now, hooks included: ``_checkpoint_connector.dump_checkpoint``."""
+    """Return the contents of a full checkpoint, with all hooks: ``_checkpoint_connector.dump_checkpoint``."""
     return dict(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
 
 
@@ -126,7 +138,10 @@ def call_module(trainer: Any, hook: str) -> None:
 
 
 def arrived(trainer: Any, batch: Any) -> Any:
-    """What a step gets of what a loader gave: ``_on_before_batch_transfer``, ``call._call_strategy_hook``."""
+    """Convert a batch of a loader as Lightning does for a step.
+
+    ``_on_before_batch_transfer``, ``_call_strategy_hook``.
+    """
     from lightning.pytorch.trainer import call
 
     batch = trainer.lightning_module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch))

@@ -1,10 +1,11 @@
-"""CPU tensors without values that stand for CUDA's: what kernels keep there, and what autocast widens.
+"""Fake CPU tensors that stand in for CUDA tensors: they save the same tensors for the backward pass.
 
-    rms_norm    one kernel keeps input, weight and 1/rms [.., 1] in float32; a CPU takes it apart in float32
-    autocast    widens norms, softmax, sums and powers to float32, which a CPU leaves as they are
+    rms_norm    on CUDA, one kernel saves input, weight and 1/rms [.., 1] in float32; a CPU uses several operations
+    autocast    on CUDA, norms, softmax, sums and powers are computed in float32; a CPU does not change them
 
-torch's own dispatcher decides where the one kernel is taken (not for a weight of another dtype), and which operators
-autocast has for CUDA alone: it gets kernels for the CPU beside them. Checked with torch 2.13.
+Kernels for the CPU are registered in torch's dispatcher. The dispatcher still decides where the fused kernel is used
+(not for a weight of another dtype), and for which operators autocast only has kernels for CUDA. Checked with torch
+2.13.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 __all__ = ["as_cuda", "kind_of"]
 
-_STANDS: list[str] = []  # what fakes on the CPU are; a list is what the compiler can read
+_STANDS: list[str] = []  # device types that fake CPU tensors stand for; a list, because torch.compile can read it
 _AUTOCAST = torch._C.DispatchKey.AutocastCPU
-# Of autocast's list for CUDA, https://docs.pytorch.org/docs/stable/amp.html: float32 inputs, or a float32 result.
+# From autocast's list for CUDA, https://docs.pytorch.org/docs/stable/amp.html: operators with float32 inputs or result.
 _WIDENED = (
     *("rms_norm", "layer_norm", "native_layer_norm", "group_norm", "exp", "log", "log1p", "reciprocal", "rsqrt"),
     *("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "logsumexp"),
@@ -28,13 +29,13 @@ _SUMMED = ("softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "cumsum",
 
 
 def kind_of(device: torch.device) -> str:
-    """A device's type, or the one that it stands for."""
+    """Return the type of a device, or the type that it stands for."""
     return "cuda" if _STANDS and device.type == "cpu" else device.type
 
 
 @contextmanager
 def as_cuda() -> Iterator[None]:
-    """Let fakes on the CPU keep what CUDA's kernels keep: ``_fused_rms_norm``, autocast's list."""
+    """Context in which fake CPU tensors behave like CUDA tensors: ``_fused_rms_norm``, and the list of autocast."""
     library = torch.library.Library("aten", "IMPL")
     _STANDS.append("cuda")
     try:
@@ -94,7 +95,8 @@ class _RMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, shape: list[int], eps: float | None
     ) -> tuple[Tensor, Tensor]:
-        ctx.shape, ctx.eps = shape, eps
+        ctx.shape = shape
+        ctx.eps = eps
         kept = (*x.shape[: x.ndim - len(shape)], *(1 for _ in shape))
         scale = x.new_empty(kept, dtype=torch.promote_types(x.dtype, torch.float32))
         ctx.save_for_backward(x, weight, scale)
@@ -105,7 +107,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         x, weight, _ = ctx.saved_tensors
-        if torch.is_grad_enabled():  # it has a second derivative in pieces alone, on CUDA too
+        if torch.is_grad_enabled():  # on CUDA too, only the separate operations have a second derivative
             inputs = [one for one, needed in zip((x, weight), ctx.needs_input_grad) if needed]
             out, _ = _in_pieces(x, ctx.shape, weight, ctx.eps)
             found = iter(torch.autograd.grad(out, inputs, gradient, create_graph=True))

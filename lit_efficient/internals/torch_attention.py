@@ -1,9 +1,10 @@
-"""A CPU's attention with the logarithms of its sums, from which parts of a row of keys are put together.
+"""Attention on a CPU that also returns the log-sum-exp of each query, so that results for parts of the keys can be
+combined.
 
-    out = sum_p out_p exp(lse_p - lse),    lse = log sum_p exp(lse_p)        of parts p of the keys
+    out = sum_p out_p exp(lse_p - lse),    lse = log sum_p exp(lse_p)        over parts p of the keys
 
-By ``aten._scaled_dot_product_flash_attention_for_cpu`` and its backward pass, which wants of each part the whole's
-``out`` and ``lse`` alone. Checked with torch 2.13.
+It calls ``aten._scaled_dot_product_flash_attention_for_cpu`` and its backward pass, which only needs ``out`` and
+``lse`` over all keys. Checked with torch 2.13.
 """
 
 import torch
@@ -13,12 +14,12 @@ _aten = torch.ops.aten
 
 
 def attention_part(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None) -> list[Tensor]:
-    """``[B, heads, T, head_dim]`` and the logarithms of sums ``[B, heads, T]``, float32 or wider."""
+    """Return the attention ``[B, heads, T, head_dim]`` and its log-sum-exp ``[B, heads, T]``, float32 or wider."""
     return list(_aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale))
 
 
 def joined(parts: list[list[Tensor]]) -> list[Tensor]:
-    """What attention to all parts of the keys gives, of what it gives for each."""
+    """Combine the results of `attention_part` for all parts of the keys."""
     if len(parts) == 1:
         return parts[0]
     lse = torch.stack([part[1] for part in parts]).logsumexp(0)
@@ -29,7 +30,17 @@ def joined(parts: list[list[Tensor]]) -> list[Tensor]:
 def gradients_of_part(
     wanted: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: list[Tensor], causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the queries, and of the keys and values of one part; ``whole``: `joined` of all."""
+    """Return the gradients of queries, keys and values for one part of the keys.
+
+    Args:
+        wanted: Gradient of the attention over all keys.
+        query: Queries.
+        key: Keys of this part.
+        value: Values of this part.
+        whole: Result of `joined` for all parts.
+        causal: Whether the mask is causal.
+        scale: Factor on the logits, or ``None`` for the default.
+    """
     found: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         wanted, query, key, value, *whole, 0.0, causal, scale=scale
     )

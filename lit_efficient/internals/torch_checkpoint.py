@@ -1,4 +1,4 @@
-"""Checkpoints that keep what they would compute again: ``torch.utils.checkpoint``. Checked with torch 2.13."""
+"""Activation checkpointing that can be switched off: ``torch.utils.checkpoint``. Checked with torch 2.13."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,17 +9,17 @@ from lit_efficient.internals.wraps import temporarily
 
 @contextmanager
 def without_recomputation() -> Iterator[list[str]]:
-    """Run what is under a checkpoint as if it were not; gives the names of what was run so, as it is.
+    """Context in which activation checkpointing has no effect. It yields the names of the checkpointed functions.
 
-    Whoever has imported ``checkpoint`` by name has it, too: ``checkpoint.CheckpointFunction`` and
-    ``checkpoint._checkpoint_without_reentrant_generator`` are what it does.
+    It replaces ``checkpoint.CheckpointFunction`` and ``checkpoint._checkpoint_without_reentrant_generator``, which
+    ``checkpoint`` calls, so that modules which imported ``checkpoint`` by name are covered too.
     """
     from torch.utils import checkpoint
 
     seen: list[str] = []
 
     class Kept:
-        """In the place of the reentrant one."""
+        """Replacement of the reentrant implementation."""
 
         @staticmethod
         def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Seeing every operator, every storage and what is saved for a backward pass. Checked with torch 2.13."""
+"""Access to operators, storages and the state of the backward pass. Checked with torch 2.13."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,40 +26,41 @@ __all__ = [
     "truncated_draws",
 ]
 
-# What a tensor without values is asked for its device by, through every mode: more than half of all calls of a plan.
+# Operator that reads the device of a fake tensor. It passes through every mode, and is over half of all calls of a
+# plan.
 ASKS_DEVICE = torch.ops.prim.device.default
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """One number for all Python objects of one storage, while it lives: ``UntypedStorage._cdata``."""
+    """Return an id that all Python objects of one storage share, while it exists: ``UntypedStorage._cdata``."""
     return storage._cdata
 
 
 def fakes_are_made() -> bool:
-    """Whether all tensors are made without values now: ``torch._C._get_dispatch_mode``."""
+    """Return whether a fake tensor mode is active: ``torch._C._get_dispatch_mode``."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def saving_hooks() -> tuple[Any, Any] | None:
-    """The innermost ``saved_tensors_hooks``: ``torch._C._autograd._top_saved_tensors_default_hooks``."""
+    """Return the innermost ``saved_tensors_hooks``: ``torch._C._autograd._top_saved_tensors_default_hooks``."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def backward_runs() -> bool:
-    """Whether autograd is computing a gradient in this thread: ``torch._C._current_graph_task_id``."""
+    """Return whether a backward pass is running in this thread: ``torch._C._current_graph_task_id``."""
     return torch._C._current_graph_task_id() >= 0
 
 
 def after_backward(function: Callable[[], None]) -> None:
-    """Call a function when the backward pass that runs is over: ``Variable._execution_engine.queue_callback``."""
+    """Call a function at the end of the running backward pass: ``Variable._execution_engine.queue_callback``."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def recomputes(outer: Any) -> bool:
-    """Whether a checkpoint computes a part of the forward pass anew: ``torch._C._current_autograd_node``.
+    """Return whether activation checkpointing is recomputing a part of the forward pass.
 
-    It does so under hooks other than ``outer``, which :func:`saving_hooks` returned outside, or, with
-    ``use_reentrant``, as the node that is being computed.
+    It is if other hooks are active than ``outer``, the :func:`saving_hooks` outside the checkpoint, or, with
+    ``use_reentrant``, if the node of a checkpoint is being computed: ``torch._C._current_autograd_node``.
     """
     if not backward_runs():
         return False
@@ -69,13 +70,16 @@ def recomputes(outer: Any) -> bool:
 
 
 def changes_arguments(func: Any) -> bool:
-    """Whether an operator writes into a tensor that it is given: ``_schema.is_mutable``; a function may."""
+    """Return whether an operator may write to its arguments: ``_schema.is_mutable``. Functions without schema may."""
     return not hasattr(func, "_schema") or bool(func._schema.is_mutable)
 
 
 @contextmanager
 def truncated_draws(change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Have ``trunc_normal_``, which rejects draws by their numbers, done otherwise: ``_no_grad_trunc_normal_``."""
+    """Context in which ``trunc_normal_`` is replaced by ``change`` of it: ``_no_grad_trunc_normal_``.
+
+    Its rejection of draws depends on values, which fake tensors do not have.
+    """
     inner = torch.nn.init._no_grad_trunc_normal_
     torch.nn.init._no_grad_trunc_normal_ = change(inner)
     try:
@@ -85,7 +89,7 @@ def truncated_draws(change: Callable[[Callable[..., Any]], Callable[..., Any]]) 
 
 
 def operator_of(func: Any) -> tuple[Any, str]:
-    """What formulas of an operator go by, and its name with its namespace: ``_overloadpacket`` and ``_schema``."""
+    """Return the overload packet of an operator, and its name with namespace: ``_overloadpacket``, ``_schema``."""
     if isinstance(func, HigherOrderOperator):
         return func, func.name()
     return func._overloadpacket, func._schema.name

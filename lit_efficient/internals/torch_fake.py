@@ -1,4 +1,4 @@
-"""Tensors without values, on whatever device, and what cannot be known of them. Checked with torch 2.13."""
+"""Fake tensors, which have no values, on any device. Checked with torch 2.13."""
 
 import functools
 import gc
@@ -36,26 +36,30 @@ __all__ = [
 
 @contextmanager
 def like_real_ones() -> Iterator[None]:
-    """Let fakes be moved with ``module.to``, copied, read as zeros, and be parameters of any class.
+    """Context in which fake tensors can be used like real tensors.
 
-    torch refuses the first where weak references exist, and keeps some to each parameter itself:
-    ``torch._C._swap_tensor_impl``; of the last it knows nothing: ``torch.Tensor._make_subclass``. transformers makes
-    other masks of fakes: ``import_utils.is_fake_tensor``.
+    - ``module.to`` moves them. torch refuses to swap tensors with weak references, but keeps some itself
+      (``torch._C._swap_tensor_impl``).
+    - They can be copied, and read as zeros.
+    - They can be parameters of any class (``torch.Tensor._make_subclass``).
+    - transformers builds the same masks as for real tensors (``import_utils.is_fake_tensor``).
     """
-    swap, make = torch.utils.swap_tensors, Tensor._make_subclass
+    swap = torch.utils.swap_tensors
+    make = Tensor._make_subclass
 
     def swap_fakes(one: Tensor, other: Tensor) -> None:
         if not (isinstance(one, FakeTensor) and isinstance(other, FakeTensor)):
-            return swap(one, other)
-        one.__dict__.update(other.__dict__)  # with what a kind of parameters keeps on them
+            swap(one, other)
+            return
+        one.__dict__.update(other.__dict__)  # attributes of a class of parameters
         torch._C._swap_tensor_impl(one, other)
-        return None
 
     def copy(self: Tensor, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
             alike = self.detach().clone()
-            parameter = isinstance(self, nn.Parameter)
-            memo[id(self)] = nn.Parameter(alike, self.requires_grad) if parameter else alike
+            if isinstance(self, nn.Parameter):
+                alike = nn.Parameter(alike, self.requires_grad)
+            memo[id(self)] = alike
         return memo[id(self)]
 
     def zeros(self: Tensor, **_: Any) -> Any:
@@ -73,23 +77,25 @@ def like_real_ones() -> Iterator[None]:
     hugging_face: Any = SimpleNamespace(is_fake_tensor=None)
     with suppress(ImportError):
         from transformers.utils import import_utils as hugging_face
-    asked, hugging_face.is_fake_tensor = hugging_face.is_fake_tensor, lambda tensor: False
-    torch.utils.swap_tensors, Tensor._make_subclass = swap_fakes, staticmethod(subclass)  # type: ignore
+    is_fake = hugging_face.is_fake_tensor
+    hugging_face.is_fake_tensor = lambda tensor: False
+    torch.utils.swap_tensors = swap_fakes
+    Tensor._make_subclass = staticmethod(subclass)  # type: ignore
     for name, method in own.items():
         setattr(FakeTensor, name, method)
     try:
         yield
     finally:
-        hugging_face.is_fake_tensor = asked
+        hugging_face.is_fake_tensor = is_fake
         torch.utils.swap_tensors = swap
-        del Tensor._make_subclass  # of torch's own base, again
+        del Tensor._make_subclass  # the method of the base class shows through again
         for name in own:
             delattr(FakeTensor, name)
 
 
 @functools.cache
 def _fake_kind(kind: Any) -> Any:
-    """A class of fakes that is a class of parameters, too, such as those with 4 bits."""
+    """Return a class that derives from a class of parameters, such as one for 4 bits, and from FakeTensor."""
 
     def detach(self: Tensor) -> Any:
         alias = Tensor.detach(self)
@@ -100,15 +106,17 @@ def _fake_kind(kind: Any) -> Any:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor is neither a fake nor on the meta device."""
+    """Return whether a tensor has values: it is neither a fake tensor nor on the meta device."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def forget_cached_fakes() -> None:
-    """Empty what modules keep of fakes for next time: tables in dicts, results under ``functools.cache``."""
+    """Remove fake tensors from caches of all modules: dicts, and results of ``functools.cache``."""
     for module in list(sys.modules.values()):
-        for kept in list(vars(module).values()) if isinstance(module, ModuleType) else ():
-            if type(kept) is dict:  # other kinds may import what they name when they are read
+        if not isinstance(module, ModuleType):
+            continue
+        for kept in list(vars(module).values()):
+            if type(kept) is dict:  # subclasses may import modules when they are read
                 for key in [key for key, value in list(kept.items()) if isinstance(value, FakeTensor)]:
                     del kept[key]
             elif type(kept) is functools._lru_cache_wrapper and _has_fakes(gc.get_referents(kept)):

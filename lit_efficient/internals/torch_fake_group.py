@@ -1,4 +1,4 @@
-"""A process group of one process that believes to be one of many. Checked with torch 2.13."""
+"""Fake process group: a single process that acts as one of several. Checked with torch 2.13."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,8 +8,9 @@ from torch import distributed
 
 @contextmanager
 def pretended(rank: int, world_size: int) -> Iterator[None]:
-    """Be one of several processes, whose collectives give back what they are given: the backend ``fake``,
-    ``torch.testing._internal.distributed.fake_pg.FakeStore``.
+    """Context in which this process is one of several, and collectives return their input.
+
+    The backend ``fake``, and ``torch.testing._internal.distributed.fake_pg.FakeStore``.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -1,4 +1,4 @@
-"""One kernel for a list of tensors. torch documents ``torch._foreach_*`` for none but its optimizers.
+"""Operations on lists of tensors with one kernel: ``torch._foreach_*``, which torch does not document.
 
 Checked with torch 2.13.
 """

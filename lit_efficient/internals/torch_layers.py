@@ -1,4 +1,4 @@
-"""What torch's layers of one kind have in common; it exports the concrete ones only. Checked with torch 2.13."""
+"""Base classes of torch's layers, of which torch only exports the concrete classes. Checked with torch 2.13."""
 
 from typing import Any
 
@@ -14,5 +14,5 @@ __all__ = ["BatchNorm", "Convolution", "Dropout", "NormWithStatistics", "Spectra
 
 
 def padded(convolution: Any, x: Tensor) -> Tensor:
-    """The input as a convolution pads it in a mode other than zeros: ``Conv2d._reversed_padding_repeated_twice``."""
+    """Pad an input as a convolution does in modes other than zeros: ``_reversed_padding_repeated_twice``."""
     return F.pad(x, convolution._reversed_padding_repeated_twice, mode=convolution.padding_mode)

@@ -1,4 +1,4 @@
-"""How a ``DataLoader`` keeps its workers, plans its batches and reads one. Checked with torch 2.13."""
+"""Private parts of ``DataLoader``: workers, index sampler and fetcher. Checked with torch 2.13."""
 
 import copy
 import traceback
@@ -10,14 +10,14 @@ _Loader = TypeVar("_Loader", bound=DataLoader[Any])
 
 
 def copied(loader: _Loader) -> _Loader:
-    """A copy with the same parts; running workers stay the original's: ``DataLoader._iterator``."""
+    """Copy a loader without its running workers: ``DataLoader._iterator``."""
     other = copy.copy(loader)
     vars(other)["_iterator"] = None
     return other
 
 
 def set_loading(loader: _Loader, workers: int, prefetch: int | None, pin: bool) -> _Loader:
-    """Let a loader that has not begun read in another way, and return it; ``DataLoader`` itself refuses some."""
+    """Change how a loader reads before its first use, and return it. ``DataLoader`` forbids some of these changes."""
     vars(loader).update(num_workers=workers, prefetch_factor=prefetch, pin_memory=pin)
     if not workers:
         vars(loader).update(timeout=0, persistent_workers=False)
@@ -25,17 +25,17 @@ def set_loading(loader: _Loader, workers: int, prefetch: int | None, pin: bool) 
 
 
 def fetcher(loader: DataLoader[Any]) -> Any:
-    """What a loader without workers reads with: ``fetch(indices)`` is a batch; ``_MapDatasetFetcher``."""
+    """Return an object whose ``fetch(indices)`` reads a batch without workers: ``_MapDatasetFetcher``."""
     from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
     return _MapDatasetFetcher(loader.dataset, loader.batch_sampler is not None, loader.collate_fn, False)
 
 
 def broke_off(error: BaseException) -> bool:
-    """Whether a worker ended while it handed over a batch: ``_MultiProcessingDataLoaderIter._try_get_data``.
+    """Return whether an error means that a worker was killed while it sent a batch.
 
-    A worker that is killed closes its connections a moment before it counts as ended, and only what has ended does
-    torch tell by a sentence of its own.
+    A killed worker closes its connections shortly before it counts as dead, and torch only explains errors of dead
+    workers: ``_MultiProcessingDataLoaderIter._try_get_data``.
     """
     if not isinstance(error, (OSError, EOFError)) or getattr(error, "filename", None) is not None:
         return False
@@ -43,10 +43,10 @@ def broke_off(error: BaseException) -> bool:
 
 
 class PlannedLoader(DataLoader[Any]):
-    """A ``DataLoader`` that says itself what to fetch, with workers and without: ``DataLoader._index_sampler``."""
+    """``DataLoader`` that can change the indices that are fetched: ``DataLoader._index_sampler``."""
 
     def plan(self, indices: Any) -> Any:
-        """What to fetch, batch by batch; ``indices`` is what the samplers give."""
+        """Return the indices to fetch, batch by batch. ``indices`` are those of the samplers."""
         return indices
 
     @property

@@ -1,7 +1,7 @@
-"""What a module does when it is loaded, moved or cast: ``nn.Module._load_from_state_dict`` and ``nn.Module._apply``.
+"""Private methods and attributes of ``nn.Module``, and mix-ins that act when a module is loaded, saved, moved or cast.
 
-torch's public hooks would be attributes of each instance, which copies and pickles of a changed class lose.
-Checked with torch 2.13.
+The mix-ins override ``_load_from_state_dict``, ``_save_to_state_dict`` and ``_apply``. torch's public hooks are
+attributes of an instance, which are lost in copies and pickles. Checked with torch 2.13.
 """
 
 from collections.abc import Callable, Container, Iterable
@@ -12,78 +12,86 @@ from torch import Tensor, nn
 
 
 def forward_hooks(module: nn.Module) -> int:
-    """How many hooks the forwards of ``module`` and its parts call: ``_forward_hooks``, ``_forward_pre_hooks``."""
+    """Return the number of forward hooks of a module and its parts: ``_forward_hooks``, ``_forward_pre_hooks``."""
     return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in module.modules())
 
 
 def hook_owners(module: nn.Module) -> list[Any]:
-    """Whose methods the forwards' hooks are: of ``_forward_hooks`` and ``_forward_pre_hooks`` that are bound."""
+    """Return the objects whose bound methods are forward hooks: ``_forward_hooks``, ``_forward_pre_hooks``."""
     tables = [table for part in module.modules() for table in (part._forward_pre_hooks, part._forward_hooks)]
     owners = [getattr(hook, "__self__", None) for table in tables for hook in table.values()]
     return [owner for owner in owners if hasattr(owner, "__dict__")]
 
 
 def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    """The tables in which a module keeps its own parameters and buffers: ``_parameters``, ``_buffers``."""
+    """Return the dicts of a module's own parameters and buffers: ``_parameters``, ``_buffers``."""
     return module._parameters, module._buffers
 
 
 def saved_names(module: nn.Module) -> list[str]:
-    """The names of a module's own tensors that it saves: those of ``_non_persistent_buffers_set`` are left out."""
+    """Return the names of a module's own tensors in its ``state_dict``: without ``_non_persistent_buffers_set``."""
     parameters, buffers = tensor_tables(module)
-    passing = module._non_persistent_buffers_set
-    kept = {**parameters, **{name: buffer for name, buffer in buffers.items() if name not in passing}}
-    return [name for name, tensor in kept.items() if tensor is not None]
+    tensors = parameters | {name: buffers[name] for name in buffers if name not in module._non_persistent_buffers_set}
+    return [name for name, tensor in tensors.items() if tensor is not None]
 
 
 def give_memory(module: nn.Module, device: Any) -> None:
-    """Put what is on meta in ``module`` onto a device, with any values, and leave the rest where it is: ``_apply``."""
-    exchange(module, lambda p: torch.empty_like(p, device=device) if type(p) is nn.Parameter and p.is_meta else p)
-    module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    """Allocate the tensors of ``module`` that are on the meta device, without initialising them: ``_apply``."""
+
+    def allocated(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+    exchange(module, lambda p: allocated(p) if type(p) is nn.Parameter else p)
+    module._apply(allocated)
 
 
 def exchange(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Put what ``change`` makes of them in the place of parameters; unlike in ``_apply``, what is tied stays so."""
+    """Replace parameters by ``change`` of them. Unlike with ``_apply``, tied parameters stay tied."""
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():
         table = tensor_tables(part)[0]
         for name, p in table.items():
-            if p is not None and (other := change(p)) is not p:
+            other = p if p is None else change(p)
+            if other is not p:
                 table[name] = made.setdefault(id(p), nn.Parameter(other, p.requires_grad))
 
 
 def whole_twin(module: nn.Module, empty: Container[str]) -> Any:
-    """A module with the attributes of this one, and tensors of its own, unshared and unset: ``_parameters``.
+    """Return a copy of a module that shares its attributes, but has uninitialised tensors of its own: ``_parameters``.
 
-    Of those that ``empty`` names there is but one number each, for whoever gives it others to ask for shape and format.
+    Args:
+        module: The module.
+        empty: Names of tensors that the caller replaces. They are one expanded number, which takes no memory.
     """
     twin: Any = object.__new__(type(module))
     twin.__dict__.update(vars(module))
     for kind, table in zip(("_parameters", "_buffers"), tensor_tables(module)):
-        own = {}
-        for name, t in table.items():
-            shape = t.shape if t is not None and name not in empty else ()
-            own[name] = None if t is None else torch.empty(shape, dtype=t.dtype, device=t.device).expand(t.shape)
+        own: dict[str, Tensor | None] = {}
+        for name, tensor in table.items():
+            own[name] = None
+            if tensor is not None:
+                shape = () if name in empty else tensor.shape
+                own[name] = torch.empty(shape, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
         twin.__dict__[kind] = own
     return twin
 
 
 def take_attributes(module: nn.Module, twin: nn.Module) -> None:
-    """Give ``module`` what has been set on its :func:`whole_twin`, but for the tensors."""
+    """Copy the attributes of a :func:`whole_twin` back to ``module``, except the tensors."""
     own = vars(twin).items()
     module.__dict__.update({name: value for name, value in own if name not in ("_parameters", "_buffers")})
 
 
 def held_beside(module: object) -> list[Any]:
-    """The attributes of ``module`` but the tables of its parameters and parts: ``_parameters``, ``_modules``."""
+    """Return the values of a module's attributes, without its parameters and parts: ``_parameters``, ``_modules``."""
     return [value for name, value in vars(module).items() if name not in ("_parameters", "_modules")]
 
 
 class Loads:
-    """Put in front of an ``nn.Module``: ``before_load`` may change what the module is about to read."""
+    """Mix-in of an ``nn.Module`` whose ``before_load`` can change the state that the module is about to load."""
 
     def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Change ``state_dict`` in place; the module's own entries begin with ``prefix``."""
+        """Change ``state_dict`` in place. The module's own keys begin with ``prefix``."""
         raise NotImplementedError
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
@@ -92,7 +100,7 @@ class Loads:
 
 
 class LoadsPartly(Loads):
-    """Weights that are loaded need not hold its own: then these stay as they are."""
+    """Mix-in of an ``nn.Module`` whose entries may be missing in a state. It keeps its own tensors then."""
 
     def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:
         module: Any = self
@@ -101,23 +109,23 @@ class LoadsPartly(Loads):
 
 
 class FollowsWeight:
-    """Put in front of a layer: some of its tensors are made of its weight, and are made again of another one."""
+    """Mix-in of a layer with tensors that are computed from its weight, and again when the weight is replaced."""
 
     @property
     def made_of_weight(self) -> tuple[str, ...]:
-        """Their names."""
+        """Names of these tensors."""
         raise NotImplementedError
 
     def follow_weight(self) -> None:
-        """Make them of the weight that the layer has now."""
+        """Compute these tensors from the current weight."""
         raise NotImplementedError
 
 
 class Saves:
-    """Put in front of an ``nn.Module``: ``after_save`` may change what it has written: ``_save_to_state_dict``."""
+    """Mix-in of an ``nn.Module`` whose ``after_save`` can change its saved state: ``_save_to_state_dict``."""
 
     def after_save(self, destination: dict[str, Any], prefix: str) -> None:
-        """Change ``destination`` in place; the module's own entries begin with ``prefix``."""
+        """Change ``destination`` in place. The module's own keys begin with ``prefix``."""
         raise NotImplementedError
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, *arguments: Any, **options: Any) -> None:
@@ -126,10 +134,10 @@ class Saves:
 
 
 class Moves:
-    """Put in front of an ``nn.Module``: ``after_move`` takes along what lies beside its parameters."""
+    """Mix-in of an ``nn.Module`` whose ``after_move`` is called after its parameters have been moved or cast."""
 
     def after_move(self) -> None:
-        """Follow the parameters to where they are now, in whatever type they are now."""
+        """Move tensors that are not parameters to the current device and dtype of the parameters."""
         raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -139,10 +147,10 @@ class Moves:
 
 
 class Stays:
-    """Put in front of an ``nn.Module``: some tensors in it are cast with the others, but never moved."""
+    """Mix-in of an ``nn.Module`` some of whose tensors are cast with the others, but never moved."""
 
     def staying(self) -> Iterable[Tensor]:
-        """Those tensors; asked before anything is cast or moved."""
+        """Return these tensors. It is called before tensors are cast or moved."""
         raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -158,12 +166,12 @@ class Stays:
 
 
 class StaysFloat32:
-    """Put in front of an ``nn.Module``: some of its tensors move with it, but are never cast to less (``bf16-true``).
+    """Mix-in of an ``nn.Module`` some of whose tensors stay in float32 (under ``bf16-true``).
 
-    At usual rates a bfloat16 weight hardly moves: of steps of 1e-5, 3 in 100 are more than half its last digit.
+    A bfloat16 weight hardly changes at usual learning rates: only 3 of 100 updates of 1e-5 exceed half its last digit.
     """
 
-    float32: ClassVar[tuple[str, ...]] = ()  # how the names begin; those of all classes that a module is made of count
+    float32: ClassVar[tuple[str, ...]] = ()  # prefixes of the names; those of all base classes apply
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         begin = tuple(start for cls in type(self).__mro__ for start in vars(cls).get("float32", ()))
@@ -172,7 +180,7 @@ class StaysFloat32:
         for name, tensor in self._named():
             if name in kept and tensor.element_size() < torch.float32.itemsize:
                 own = kept[name].to(tensor.device)
-                if hasattr(tensor, "to_local"):  # a DTensor, whose shard an assignment to `data` leaves as it is
+                if hasattr(tensor, "to_local"):  # a DTensor, whose shard does not change if `data` is assigned
                     torch.utils.swap_tensors(tensor, nn.Parameter(own, tensor.requires_grad))
                 else:
                     tensor.data = own

@@ -1,4 +1,4 @@
-"""Operators that ``torch.ops.aten`` has under private names, by what they compute. Checked with torch 2.13."""
+"""Operators with private names in ``torch.ops.aten``, grouped by purpose. Checked with torch 2.13."""
 
 from typing import Any
 
@@ -28,26 +28,31 @@ _ATTENTION = {
 }
 MATMUL = [getattr(torch.ops.aten, name).default for name in _MATMUL]
 ATTENTION = [getattr(torch.ops.aten, name).default for name in _ATTENTION]
-# What torch's attention runs, by the operator that only this kernel has.
+# Kernels of torch's attention, each with an operator that only this kernel calls.
 ATTENTION_KERNELS = {getattr(torch.ops.aten, name).default: kind for name, kind in _ATTENTION.items()}
 ATTENTION_KERNELS[torch.ops.aten._safe_softmax.default] = "math"
 GROUPED_MM = torch.ops.aten._grouped_mm.default
-LSTM = torch.ops.aten.mkldnn_rnn_layer.default  # one layer in one direction, of oneDNN
-_SHORT = 64, 128  # steps of sequences through a real layer, whose pieces are whole pages
+LSTM = torch.ops.aten.mkldnn_rnn_layer.default  # one layer of oneDNN in one direction
+_SHORT = (64, 128)  # lengths of the sequences that are measured; their workspaces are multiples of whole pages
 
 
 def base_name(func: Any) -> str:
-    """An operator's name without namespace and overload: ``_overloadpacket``."""
+    """Return the name of an operator without namespace and overload: ``_overloadpacket``."""
     return str(func._overloadpacket.__name__)
 
 
 def lstm_workspace(sequence: torch.Tensor, *given: Any) -> int:
-    """Bytes of what a layer of oneDNN's keeps for its backward pass: fakes have none, and real ones that of each step.
+    """Return the bytes that an LSTM layer of oneDNN saves for its backward pass.
 
-    Of the sequence ``[T, B, inputs]``, and of tensors among what else ``LSTM`` takes, the shapes are read.
+    Fake tensors do not show it, so short sequences are run through a real layer, and the size is extrapolated.
+
+    Args:
+        sequence: ``[T, B, inputs]``. Only shape and dtype are used.
+        *given: Other arguments of ``LSTM``. Only the shapes and dtypes of tensors are used.
     """
     tensors = [torch.zeros(one.shape, dtype=one.dtype).requires_grad_() for one in given[:6]]
-    sizes, length = [], len(sequence)
+    sizes = []
+    length = len(sequence)
     for steps in _SHORT if length > _SHORT[1] else (length,):
         short = torch.zeros(steps, *sequence.shape[1:], dtype=sequence.dtype)
         with torch.enable_grad():
@@ -57,10 +62,10 @@ def lstm_workspace(sequence: torch.Tensor, *given: Any) -> int:
 
 
 def writes(func: Any) -> bool:
-    """Whether an operator changes what it is given: ``_schema``."""
+    """Return whether an operator changes its arguments: ``_schema``."""
     return bool(getattr(getattr(func, "_schema", None), "is_mutable", False))
 
 
 def returns_bool(func: Any) -> bool:
-    """Whether an operator gives a truth value, and no tensor: ``_schema``."""
+    """Return whether an operator returns a ``bool`` instead of a tensor: ``_schema``."""
     return str(func._schema.returns[0].type) == "bool"

@@ -1,4 +1,4 @@
-"""What torch keeps on optimizers and schedulers beside their public state. Checked with torch 2.13."""
+"""Private attributes of torch's optimizers and schedulers, and functions of Muon. Checked with torch 2.13."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -6,52 +6,72 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.optim._muon import _adjust_lr as muon_rate
+from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalised
 
-# The attributes that hold an optimizer's registered hooks.
+__all__ = [
+    "HOOKS",
+    "INNER_SCHEDULERS",
+    "LAST_RATES",
+    "fused_devices",
+    "is_counted",
+    "leave_unscaling",
+    "mark_counted",
+    "mark_stepped",
+    "muon_rate",
+    "orthogonalised",
+    "unscales",
+    "without_step_hooks",
+]
+
+# Attributes that hold the registered hooks of an optimizer.
 HOOKS = tuple(
     f"_optimizer_{event}_{when}_hooks"
     for event in ("step", "state_dict", "load_state_dict")
     for when in ("pre", "post")
 )
-LAST_RATES = "_last_lr"  # a scheduler's attribute and a key of its state: the rates that it set last
-INNER_SCHEDULERS = "_schedulers"  # those that SequentialLR and ChainedScheduler hold
+LAST_RATES = "_last_lr"  # attribute of a scheduler, and key of its state, with the rates that it has set last
+INNER_SCHEDULERS = "_schedulers"  # attribute of SequentialLR and ChainedScheduler
 
 
 def fused_devices() -> list[str]:
-    """Types of devices with fused kernels: ``torch.utils._foreach_utils._get_fused_kernels_supported_devices``."""
+    """Return the types of devices with fused kernels: ``_get_fused_kernels_supported_devices``."""
     from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
     return _get_fused_kernels_supported_devices()
 
 
 def leave_unscaling(optimizer: Any) -> None:
-    """Leave unscaling to the scaler, so that Lightning clips a fused optimizer, too: ``_step_supports_amp_scaling``."""
+    """Leave unscaling of gradients to the gradient scaler: ``_step_supports_amp_scaling``.
+
+    Lightning does not clip gradients for optimizers that unscale them, as fused ones do by default.
+    """
     optimizer._step_supports_amp_scaling = False
 
 
 def unscales(optimizer: Any) -> bool:
-    """Whether gradients are still scaled when the optimizer is about to step: ``_step_supports_amp_scaling``."""
+    """Return whether an optimizer unscales gradients in its step: ``_step_supports_amp_scaling``."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def is_counted(step: Any) -> bool:
-    """Whether a scheduler counts the calls of this ``Optimizer.step``: ``_wrapped_by_lr_sched``."""
+    """Return whether a scheduler counts the calls of this ``Optimizer.step``: ``_wrapped_by_lr_sched``."""
     return hasattr(step, "_wrapped_by_lr_sched")
 
 
 def mark_counted(step: Any) -> None:
-    """Tell schedulers that this ``step`` calls :func:`mark_stepped`: ``_wrapped_by_lr_sched``."""
+    """Mark a ``step`` that calls :func:`mark_stepped`, so that schedulers do not wrap it: ``_wrapped_by_lr_sched``."""
     step._wrapped_by_lr_sched = True
 
 
 def mark_stepped(optimizer: Optimizer) -> None:
-    """Tell schedulers that the optimizer has stepped before them: ``_opt_called``."""
+    """Record for schedulers that the optimizer has stepped: ``_opt_called``."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 @contextmanager
 def without_step_hooks(optimizer: Optimizer) -> Iterator[None]:
-    """Let steps run without the hooks that were registered on the optimizer: ``_optimizer_step_post_hooks``."""
+    """Context in which steps run without the optimizer's step hooks: ``_optimizer_step_post_hooks``."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     before = {name: getattr(optimizer, name) for name in names}
     for name in names:

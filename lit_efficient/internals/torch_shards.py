@@ -1,4 +1,4 @@
-"""What the folders of torch.distributed.checkpoint pickle about themselves. Checked with torch 2.13."""
+"""Metadata of torch.distributed.checkpoint, and slices of DTensors. Checked with torch 2.13."""
 
 import enum
 import pickle
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-# All that torch pickles into ``.metadata``: dataclasses of numbers and names, and no function but two look-ups.
+# All names that torch pickles into ``.metadata``: dataclasses of numbers and strings, and two look-up functions.
 _KNOWN = {(_METADATA, name) for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex")}
 _KNOWN |= {(_METADATA, name) for name in ("StorageMeta", "TensorProperties", "TensorStorageMetadata")}
 _KNOWN |= {(_METADATA, "_MEM_FORMAT_ENCODING"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
@@ -21,29 +21,29 @@ class _Metadata(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _KNOWN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
-        if (module, name) == ("builtins", "getattr"):  # by which Python before 3.11.4 pickles members of enumerations
+        if (module, name) == ("builtins", "getattr"):  # Python before 3.11.4 pickles members of enumerations with it
             return _member
-        raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in .metadata")
 
 
 def _member(kind: Any, name: str) -> Any:
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return kind[name]
-    raise pickle.UnpicklingError(f"getattr of {kind!r} does not belong there")
+    raise pickle.UnpicklingError(f"getattr of {kind!r} is not allowed in .metadata")
 
 
 def shards_metadata(folder: Path) -> Any:
-    """The ``Metadata`` of a folder, without running what its pickle names: ``FileSystemReader`` runs it.
+    """Return the ``Metadata`` of a folder without running arbitrary code, as ``FileSystemReader`` would.
 
     Raises:
-        Exception: Of any kind, if the file is damaged or names anything else.
+        Exception: Of any class, if the file is damaged or names other objects.
     """
     with open(folder / ".metadata", "rb") as file:
         return _Metadata(file).load()
 
 
 def own_slices(tensor: Any) -> tuple[slice, ...] | None:
-    """Which part of a DTensor lies in this process: ``compute_local_shape_and_global_offset``; None: it is no slice."""
+    """Return the slices of a DTensor in this process, or ``None``: ``compute_local_shape_and_global_offset``."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if any(kind.is_partial() or type(kind).__name__ == "_StridedShard" for kind in tensor.placements):
@@ -53,8 +53,8 @@ def own_slices(tensor: Any) -> tuple[slice, ...] | None:
 
 
 def largest_of_all(values: torch.Tensor, mesh: Any) -> torch.Tensor:
-    """The largest of each number over all processes of a mesh of DTensors."""
-    from torch.distributed.tensor import DTensor, Partial  # it takes long to import
+    """Return the elementwise maximum over all processes of a device mesh."""
+    from torch.distributed.tensor import DTensor, Partial  # slow to import
 
     found = DTensor.from_local(values, mesh, [Partial("max")] * mesh.ndim, run_check=False)
     return found.full_tensor()

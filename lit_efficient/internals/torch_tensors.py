@@ -1,4 +1,4 @@
-"""What hangs on a tensor, and what its device lacks. Checked with torch 2.13."""
+"""Private attributes of tensors, and the widest float of a device. Checked with torch 2.13."""
 
 from typing import Any
 
@@ -7,27 +7,27 @@ from torch import Tensor
 
 
 def hooks_after_accumulation(tensor: Tensor) -> Any:
-    """What ``register_post_accumulate_grad_hook`` has registered, if anything: ``_post_accumulate_grad_hooks``."""
+    """Return the hooks of ``register_post_accumulate_grad_hook``, if any: ``_post_accumulate_grad_hooks``."""
     return tensor._post_accumulate_grad_hooks
 
 
 def gradient_hooks(tensor: Tensor) -> Any:
-    """What ``register_hook`` has registered, if anything: ``_backward_hooks``."""
+    """Return the hooks of ``register_hook``, if any: ``_backward_hooks``."""
     return tensor._backward_hooks
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor's memory has been written to, through it or its views: ``_version``."""
+    """Return the number of in-place changes of a tensor and its views: ``_version``."""
     return tensor._version
 
 
 def viewed(tensor: Tensor) -> Tensor | None:
-    """What a tensor is a view of: ``_base``."""
+    """Return the tensor of which a tensor is a view, or ``None``: ``_base``."""
     return tensor._base
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """float64, or float32 where a device has none, as Metal."""
+    """Return float64, or float32 on devices without it, such as Metal."""
     try:
         return torch.zeros(1, dtype=torch.float64, device=device).dtype
     except TypeError:

@@ -1,4 +1,4 @@
-"""Nested structures of tensors. torch has no public name for ``torch.utils._pytree``. Checked with torch 2.13."""
+"""Functions on nested structures of tensors: ``torch.utils._pytree``, which is private. Checked with torch 2.13."""
 
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 

@@ -1,6 +1,6 @@
-"""torchao's Adam for quantised states of one's own making. Checked with torchao 0.18.
+"""Base class of Adam with quantised states: ``torchao.optim.adam``. Checked with torchao 0.18.
 
-Import this module inside functions only: torchao takes seconds.
+Import this module inside functions only, because importing torchao takes seconds.
 """
 
 from typing import Any
@@ -10,12 +10,17 @@ from torchao.optim.adam import _AdamBase, single_param_adam
 
 
 class QuantisedAdam(_AdamBase):
-    """``torchao.optim.adam._AdamBase`` without its loop over parameters."""
+    """``torchao.optim.adam._AdamBase`` with a method that steps one parameter."""
 
     def step_one(self, group: dict[str, Any], rate: Any, decay: float, *tensors: Any) -> None:
-        """Step a parameter by its gradient, the number of the step and two moments: tensors, none of them a DTensor.
+        """Step one parameter.
 
-        torch compiles a step for each kind of arguments, and of two DTensors does not see that one holds codes.
+        Args:
+            group: Parameter group with ``betas`` and ``eps``.
+            rate: Learning rate, a tensor.
+            decay: Weight decay.
+            *tensors: Parameter, gradient, number of the step and both moments. None may be a DTensor: the compiled
+                step would not distinguish DTensors with quantised content.
         """
         compiled = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
         with torch._dynamo.utils.disable_cache_limit():

@@ -1,6 +1,6 @@
-"""torchao's products in float8: ``torchao.float8.float8_linear``, which it does not call public.
+"""Matrix products in float8: ``torchao.float8.float8_linear``, which is private.
 
-Import this module inside functions only: torchao takes seconds. Checked with torchao 0.18.
+Import this module inside functions only, because importing torchao takes seconds. Checked with torchao 0.18.
 """
 
 import dataclasses
@@ -14,11 +14,19 @@ from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_
 from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import GemmInputRole
 
-_MULTIPLE = 16  # of which float8 units want the length of what they sum over
+_MULTIPLE = 16  # float8 hardware needs sums over a multiple of this length
 
 
 def settings_of(recipe: str, emulate: bool) -> tuple[Any, Any, Any]:
-    """What :func:`float8_product` needs: torchao's configuration, and that of its products, plain and padded."""
+    """Return the settings of :func:`float8_product`: torchao's config, and two configs of products.
+
+    Args:
+        recipe: Name of torchao's recipe.
+        emulate: Compute with float32 units, on hardware without float8.
+
+    Returns:
+        The config, and the configs of products without and with padding.
+    """
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     padded = dataclasses.replace(config, pad_inner_dim=True)
     plain, wide = (Float8Linear(1, 1, config=one, device="meta").linear_mm_config for one in (config, padded))
@@ -26,10 +34,18 @@ def settings_of(recipe: str, emulate: bool) -> tuple[Any, Any, Any]:
 
 
 def float8_product(x: Tensor, weight: Tensor, settings: tuple[Any, Any, Any]) -> Tensor:
-    """``x W^T`` [..., out] of [..., in] and [out, in], both rounded to float8, and so its gradients.
+    """Return ``x W^T`` with both operands rounded to float8. Its gradients are computed in float8 too.
 
-    The gradient of the weight sums over all rows of ``x``, whose number is padded where it has to be. A frozen weight
-    has none: it is not computed, and ``x`` is not kept.
+    The gradient of the weight sums over all rows of ``x``, whose number is padded if necessary. For a frozen weight no
+    gradient is computed, and ``x`` is not saved.
+
+    Args:
+        x: [..., in].
+        weight: [out, in].
+        settings: Result of :func:`settings_of`.
+
+    Returns:
+        [..., out].
     """
     config, plain, padded = settings
     products = padded if (x.numel() // x.shape[-1]) % _MULTIPLE else plain
@@ -45,7 +61,8 @@ class _FrozenProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_t: Tensor, products: Any, config: Any) -> Tensor:
         ctx.save_for_backward(weight_t)
-        ctx.products, ctx.config = products, config
+        ctx.products = products
+        ctx.config = config
         rows = _narrowed(
             x.reshape(-1, x.shape[-1]), config.cast_config_input, -1, products, GemmInputRole.INPUT, config
         )
@@ -54,8 +71,10 @@ class _FrozenProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,), (weight_t,) = gradients, ctx.saved_tensors
-        config, products = ctx.config, ctx.products
+        (gradient,) = gradients
+        (weight_t,) = ctx.saved_tensors
+        config = ctx.config
+        products = ctx.products
         flat = gradient.reshape(-1, gradient.shape[-1])
         rows = _narrowed(flat, config.cast_config_grad_output, -1, products, GemmInputRole.GRAD_OUTPUT, config)
         how = config.cast_config_weight_for_grad_input

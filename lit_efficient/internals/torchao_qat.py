@@ -1,6 +1,6 @@
-"""torchao's int8 activations and int4 weights, imitated and real: ``torchao.quantization.qat.utils`` and its kin.
+"""Simulated and real int8 activations and int4 weights: ``torchao.quantization.qat.utils`` and related modules.
 
-Import this module inside functions only: torchao takes seconds. Checked with torchao 0.18.
+Import this module inside functions only, because importing torchao takes seconds. Checked with torchao 0.18.
 """
 
 from typing import Any
@@ -13,11 +13,15 @@ from torchao.quantization.qat.utils import _fake_quantize_per_channel_group, _fa
 from torchao.quantization.quant_primitives import MappingType, choose_qparams_affine
 from torchao.quantization.utils import get_group_qparams_symmetric
 
-_INT4, _INT8 = (-8, 7), (-128, 127)
+_INT4 = (-8, 7)
+_INT8 = (-128, 127)
 
 
 def rounded_activations(x: Tensor) -> Tensor:
-    """``x`` [..., in] rounded to 256 levels between each token's least and largest value; gradients pass."""
+    """Round ``x`` [..., in] to 256 levels between the smallest and largest value of each token.
+
+    Gradients pass through unchanged.
+    """
     scale, zero = choose_qparams_affine(
         x,
         mapping_type=MappingType.ASYMMETRIC,
@@ -34,23 +38,26 @@ def rounded_activations(x: Tensor) -> Tensor:
 
 
 def rounded_weight(weight: Tensor, group_size: int) -> Tensor:
-    """``weight`` [out, in] rounded to 16 levels in each group of inputs of a row; gradients pass."""
+    """Round ``weight`` [out, in] to 16 levels in each group of inputs of a row. Gradients pass through unchanged."""
     scale, zero = get_group_qparams_symmetric(weight, 4, group_size, torch.float32)
     rounded: Tensor = _fake_quantize_per_channel_group(weight, scale, zero.to(torch.float32), *_INT4, group_size)
     return rounded
 
 
 def int4_entries(weight: Tensor, group_size: int) -> dict[str, Tensor]:
-    """What torchao's layer holds of a weight: codes [out, in] of -8 to 7 in int8, scales and zeros [out, in / g]."""
+    """Return the tensors of torchao's int4 layer: codes [out, in] (-8 to 7, int8), scales and zeros [out, in / g]."""
     scale, zero = get_group_qparams_symmetric(weight, 4, group_size, torch.float32)
     codes = _quantize(weight, scale, zero.to(torch.float32), *_INT4, torch.int8, group_size)
     return {"weight": codes, "scales": scale, "zeros": zero}
 
 
 def int4_layer(entries: dict[str, Tensor], bias: Tensor | None, dtype: torch.dtype) -> Any:
-    """A layer of torchao with these entries, which rounds activations of ``dtype`` as they come."""
-    (out, size), groups = entries["weight"].shape, entries["scales"].shape[1]
+    """Return a layer of torchao with the tensors of :func:`int4_entries`. It rounds activations of ``dtype``."""
+    out, size = entries["weight"].shape
+    groups = entries["scales"].shape[1]
     layer = Int8DynActInt4WeightLinear(size, out, bias is not None, groupsize=size // groups, precision=dtype)
-    for name, tensor in (entries if bias is None else {**entries, "bias": bias.detach()}).items():
+    for name, tensor in entries.items():
         setattr(layer, name, tensor)
+    if bias is not None:
+        layer.bias = bias.detach()
     return layer

@@ -1,8 +1,9 @@
-"""Methods of one object that call the method before them, and can be taken off in any order.
+"""Wraps of methods of one object, which can be removed in any order.
 
-A wrap is a bound method in the object's ``__dict__``, and what it wraps is noted there, too: nothing is captured, so a
-deep copy has wraps of its own. It must be a plain function, without ``__wrapped__``: Lightning reads ``__code__`` and
-follows ``__wrapped__`` to decide whether a hook is overridden, and reads the signature to decide what to pass.
+A wrap is a bound method in the object's ``__dict__``, and the method that it wraps is stored there too. Nothing is
+captured in a closure, so the wraps of a deep copy are independent. A wrap must be a plain function without
+``__wrapped__``, because Lightning reads ``__code__`` and follows ``__wrapped__`` to decide whether a hook is
+overridden, and reads the signature to decide which arguments to pass.
 """
 
 import types
@@ -11,17 +12,17 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-_WRAPS = "_lit_efficient_wraps"  # of an object: name of a method -> the functions around it -> what each one wraps
-_ABSENT = "absent"  # nothing but the class's method: a string, so that it survives a deep copy
+_WRAPS = "_lit_efficient_wraps"  # attribute: name of a method -> wraps from inside to outside -> what each one wraps
+_ABSENT = "absent"  # stands for the method of the class; a string, so that it survives a deep copy
 
 
 def does_nothing(*_: Any, **__: Any) -> None:
-    """What takes the place of a method that is not to act."""
+    """Do nothing, with any arguments. It replaces methods that must not act."""
 
 
 @contextmanager
 def temporarily(owner: Any, /, **values: Any) -> Iterator[None]:
-    """Let attributes have other values while the context is open."""
+    """Context in which attributes of ``owner`` have other values."""
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)
@@ -33,9 +34,9 @@ def temporarily(owner: Any, /, **values: Any) -> Iterator[None]:
 
 
 def wrap_method(target: Any, name: str, function: Callable[..., Any]) -> None:
-    """Let ``target.name(...)`` be ``function(target, ...)``, which may call :func:`inner_method`; once for a function.
+    """Make ``target.name(...)`` call ``function(target, ...)``, which may call :func:`inner_method`.
 
-    The function is one of a module, not a closure.
+    Wrapping with the same function again has no effect. The function must be defined in a module, not be a closure.
     """
     wraps = target.__dict__.setdefault(_WRAPS, {}).setdefault(name, {})
     if function not in wraps:
@@ -44,16 +45,16 @@ def wrap_method(target: Any, name: str, function: Callable[..., Any]) -> None:
 
 
 def inner_method(target: Any, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """What ``function`` wraps on ``target``: an earlier wrap, what was set on the instance, or the class's method.
+    """Return the method that ``function`` wraps: an earlier wrap, an attribute of the instance, or the class's method.
 
-    Somebody may have kept a wrap that was taken off since: then it is the class's method.
+    For a wrap that has been removed, but is still called by someone who kept it, it is the class's method.
     """
     inner = target.__dict__.get(_WRAPS, {}).get(name, {}).get(function, _ABSENT)
     return partial(getattr(type(target), name), target) if inner == _ABSENT else inner
 
 
 def unwrap_method(target: Any, name: str, function: Callable[..., Any]) -> None:
-    """Take one wrap off and leave those around it and inside it; without it nothing happens."""
+    """Remove one wrap, and keep those outside and inside it. Without this wrap it has no effect."""
     wraps = target.__dict__.get(_WRAPS, {}).get(name, {})
     if function not in wraps:
         return
@@ -69,7 +70,7 @@ def unwrap_method(target: Any, name: str, function: Callable[..., Any]) -> None:
 
 @contextmanager
 def wrapped(target: Any, function: Callable[..., Any], *names: str) -> Iterator[None]:
-    """Let methods be ``function`` inside, as :func:`wrap_method` does."""
+    """Context in which methods are wrapped with ``function``. See :func:`wrap_method`."""
     for name in names:
         wrap_method(target, name, function)
     try:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError, check_number, refusal
-from lit_efficient.internals.torch_muon import adjusted_rate, orthogonalised
+from lit_efficient.internals.torch_optimizers import muon_rate, orthogonalised
 from lit_efficient.mechanisms.averages.weights import placed_like
 from lit_efficient.optimizers.groups import Groups, parameter_groups
 from lit_efficient.optimizers.spectra import upper_outlier_ratio
@@ -189,7 +189,7 @@ class MuonAdamW(Optimizer):
         for matrix, gradient, buffer, square in zip(*stacks, strict=True):
             buffer.lerp_(gradient, 1 - group["momentum"])
             update = _orthogonal(gradient.lerp(buffer, group["momentum"]), group["ns_steps"])
-            rate = adjusted_rate(lr, _ADJUST[group["match_rms_adamw"]], matrix.shape)
+            rate = muon_rate(lr, _ADJUST[group["match_rms_adamw"]], matrix.shape)
             if group.get("normuon") is not None:
                 norm = min(matrix.shape) ** 0.5 if group["match_rms_adamw"] else None
                 update = normalise_neurons(update.float(), square, group["normuon"], norm)

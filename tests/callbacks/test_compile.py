@@ -330,7 +330,7 @@ def test_the_places_where_graphs_break_are_named_with_their_reasons(caplog: pyte
     assert places[0].startswith(f"  {__file__}:{begin + 2}: ")
     assert "write" in places[0]
     assert places[1].startswith(f"  {__file__}:{forward}: Data-dependent branching.")
-    assert places[1].endswith("all of the function runs uncompiled")
+    assert places[1].endswith("the whole function runs uncompiled")
 
 
 class Branching(Printing):

@@ -1,6 +1,7 @@
 import warnings
 
 import pytest
+import torch
 from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -96,3 +97,18 @@ def test_a_step_without_hooks_leaves_them_registered():
     assert not seen
     sgd.step()
     assert seen == ["before", "after"]
+
+
+@leans_on("torch", "torch.optim._muon._zeropower_via_newtonschulz", "torch_optimizers")
+@leans_on("torch", "torch.optim._muon._adjust_lr", "torch_optimizers")
+def test_the_step_of_muon_is_made_of_these_two():
+    torch.manual_seed(0)
+    theirs = nn.Linear(4, 6, bias=False)
+    ours = theirs.weight.detach().clone()
+    theirs.weight.grad = gradient = torch.randn_like(ours)
+    rule = "match_rms_adamw"
+    torch.optim.Muon(theirs.parameters(), lr=0.1, weight_decay=0.0, momentum=0.9, adjust_lr_fn=rule).step()
+    buffer = gradient * (1 - 0.9)
+    update = torch_optimizers.orthogonalised(gradient.lerp(buffer, 0.9), (3.4445, -4.775, 2.0315), 5, 1e-7)
+    rate = torch_optimizers.muon_rate(0.1, rule, ours.shape)
+    torch.testing.assert_close(ours.add(update, alpha=-rate), theirs.weight.detach())

@@ -26,7 +26,7 @@ from lit_efficient import (
     muon_groups,
     parameter_groups,
 )
-from lit_efficient.internals.torch_muon import orthogonalised
+from lit_efficient.internals.torch_optimizers import orthogonalised
 from lit_efficient.models.networks.gpt import GPT, GPTConfig
 from lit_efficient.optimizers.spectra import outlier_ratio
 from tests.support import Toy, assert_equal, data, trainer, weights
