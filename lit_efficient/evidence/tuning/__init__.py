@@ -1,1 +1,1 @@
-"""The fastest way to run a fit within a memory."""
+"""Search for the fastest way to run a fit within a memory limit."""
