@@ -38,7 +38,7 @@ def test_tokens_of_a_padded_batch_and_of_shifted_labels() -> None:
     assert kinds_of(padded).padded.sum() == 2
     shifted = {"input_ids": torch.tensor([[4, 5, 6]]), "labels": torch.tensor([[5, IGNORE, 7]])}
     assert kinds_of(shifted).trained.tolist() == [[False, True, False]]
-    with pytest.raises(ConfigurationError, match="neither the tokens nor those that follow"):
+    with pytest.raises(ConfigurationError, match="neither the tokens nor the next tokens"):
         kinds_of({"input_ids": torch.tensor([[4, 5, 6]]), "labels": torch.tensor([[9, 9, 9]])})
 
 

@@ -1,1 +1,1 @@
-"""What ought to be true of a training, checked on it."""
+"""Claims about a training that are checked on short runs of the user's own fit."""

@@ -1,11 +1,12 @@
-"""What a claim of `verify` is, and what it is checked on: short fits of the user's own, which leave no trace.
+"""Claims of `verify`, and the short fits of the user's own module on which they are checked. They leave no traces.
 
     class Causal(Claim):
-        name, sentence = "causal", "no position sees a later one"
+        name, sentence, unit = "causal", "no position sees a later one", "relative change"
 
         def check(self, subject: Subject) -> Verdict: ...
 
-A claim does not trust what it tests: its reference is computed here, by autograd and arithmetic on what was recorded.
+A claim does not trust the code that it tests. Its reference is computed here, by autograd and by arithmetic on recorded
+values.
 """
 
 import contextlib
@@ -19,14 +20,15 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
-from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lit_efficient.application.gradients import gradients_of
 from lit_efficient.declaration import held
@@ -44,22 +46,25 @@ from lit_efficient.mechanisms.trials.steps import leaves_traces, quiet, schedule
 from lit_efficient.traits import Trait, has_trait
 
 T = TypeVar("T")
-silence = partial(quiet, logging.WARNING, warns=False)  # what there is to say is in verdicts
+Tensors: TypeAlias = Mapping[str, Tensor]  # by name
+Differences: TypeAlias = Mapping[str, float]  # relative differences by name
+Batch: TypeAlias = Any  # tensors in any structure
+silence = partial(quiet, logging.WARNING, warns=False)  # verdicts replace warnings
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came out of the check of a claim.
+    """Result of the check of a claim.
 
     Args:
-        claim: The claim's name.
-        held: ``None``: it does not apply here, and ``why`` says why.
-        number: What was measured.
-        tolerance: The most that ``number`` may be.
-        unit: What is measured, as in "largest relative difference of gradients".
-        why: One sentence: what was compared with what, why it does not apply, or why it could not be tried.
-        where: Of a failure: the first layer, in order of computation, whose output, gradient or weight differs.
-        uncovered: What the claim did not cover.
+        claim: Name of the claim.
+        held: True if the claim holds, False if it fails, ``None`` if it does not apply or could not be tried.
+        number: Measured number.
+        tolerance: Largest number with which the claim holds.
+        unit: Meaning of the number, such as "largest relative difference of gradients".
+        why: Description of the comparison, or reason why the claim does not apply or could not be tried.
+        where: For a failure, the first layer in order of computation with a wrong output, gradient or weight.
+        uncovered: Parts of the training that the check did not cover.
     """
 
     claim: str
@@ -73,93 +78,135 @@ class Verdict:
 
 
 class Claim(ABC):
-    """One thing that ought to be true of a training. ``name`` is short; ``sentence`` is what is claimed."""
+    """A property that a training should have.
+
+    Attributes:
+        name: Short name.
+        sentence: The property in a sentence.
+        unit: Meaning of the number that the check measures.
+    """
 
     name: ClassVar[str]
     sentence: ClassVar[str]
+    unit: ClassVar[str] = "largest relative difference"
 
     @abstractmethod
     def check(self, subject: "Subject") -> Verdict:
-        """Whether it is true of the subject's fit."""
+        """Return whether the property holds for the subject's fit."""
 
     def measured(
         self,
         number: float,
         tolerance: float,
-        unit: str,
         why: str,
         where: str | Callable[[], str] = "",
         uncovered: tuple[str, ...] = (),
+        unit: str = "",
     ) -> Verdict:
-        """It holds if a number is at most a tolerance; one that is not finite never is. ``where`` is asked if not."""
-        held = number <= tolerance
-        place = "" if held else where if isinstance(where, str) else where()
-        return Verdict(self.name, held, number, tolerance, unit, why, place, uncovered)
+        """Return a verdict that holds if ``number`` is at most ``tolerance``, and so never for NaN.
+
+        Args:
+            number: The measured number.
+            tolerance: The largest number with which the claim holds.
+            why: Description of the comparison.
+            where: Place of a failure, or a function that finds it; the function is called for a failure only.
+            uncovered: Parts that the check did not cover.
+            unit: Meaning of the number, if it is not the claim's usual one.
+        """
+        holds = number <= tolerance
+        place = ""
+        if not holds:
+            place = where if isinstance(where, str) else where()
+        return Verdict(self.name, holds, number, tolerance, unit or self.unit, why, place, uncovered)
 
     def compared(
         self,
-        off: Mapping[str, float],
+        off: Differences,
         tolerance: float,
-        unit: str,
         why: str,
         uncovered: tuple[str, ...] = (),
-        order: Callable[[], list[str]] | None = None,
+        order: Callable[[], list[str]] = list,
     ) -> Verdict:
-        """It holds if all are off by at most a tolerance; the first that is not, in the ``order`` of layers if one is
-        given, is where it fails.
+        """Return a verdict that holds if all differences are at most ``tolerance``.
+
+        ``order`` returns the names of the layers in order of computation, to find the first difference.
         """
 
         def where() -> str:
-            return first_layer(off, tolerance, [] if order is None else order())
+            return first_layer(off, tolerance, order())
 
-        return self.measured(max(off.values(), default=0.0), tolerance, unit, why, where, uncovered)
+        return self.measured(max(off.values(), default=0.0), tolerance, why, where, uncovered)
 
     def idle(self, why: str) -> Verdict:
-        """It does not apply, or cannot be tried."""
+        """Return the verdict that the claim does not apply or could not be tried."""
         return Verdict(self.name, None, why=why)
 
 
 @dataclass
 class Trace:
-    """What was seen of a fit, on the CPU."""
+    """Record of a fit, with all tensors on the CPU.
 
-    fit: Fit  # the fit, which is over
+    Args:
+        fit: The fit, after its end.
+        slim: If true, ``weights`` is empty and ``gradients`` holds norms.
+        start: Weights and buffers before the first step.
+        losses: Loss of each batch; 0 for a step that returned none.
+        batches: Copies of the batches, as the training step received them.
+        gradients: For each optimizer step the gradients before clipping, or their 2-norms.
+        weights: The parameters after each optimizer step.
+        end: Weights and buffers after the last step.
+        trainable: Parameters that require a gradient when training starts.
+        later: Parameters that techniques have frozen temporarily at that time.
+        thawed: Parameters that require a gradient at the start of some batch.
+        tied: For each parameter that had several names before the fit, these names.
+        resting: Layers in evaluation mode at the start of the last batch.
+    """
+
+    fit: Fit
     slim: bool = False
-    start: dict[str, Tensor] = field(default_factory=dict)  # weights and buffers before the first step, by name
-    losses: list[float] = field(default_factory=list)  # of each batch; 0 of steps that return none
-    batches: list[Any] = field(default_factory=list)  # as the training step got them, copied
-    # by name, of each optimizer step, as they were before clipping; their 2-norms, if ``slim``
+    start: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    # after each optimizer step, the parameters by name; empty, if ``slim``
     weights: list[dict[str, Tensor]] = field(default_factory=list)
-    end: dict[str, Tensor] = field(default_factory=dict)  # weights and buffers after the last step, by name
-    # names of the parameters that require a gradient when training starts
+    end: dict[str, Tensor] = field(default_factory=dict)
     trainable: set[str] = field(default_factory=set)
-    later: set[str] = field(default_factory=set)  # names of those that techniques have frozen for now when it starts
-    # names of the parameters that require one when some later batch begins
+    later: set[str] = field(default_factory=set)
     thawed: set[str] = field(default_factory=set)
-    # names that one parameter had before the fit, for each that had several
     tied: list[list[str]] = field(default_factory=list)
-    # names of the layers that are in evaluation mode when the last batch begins
     resting: set[str] = field(default_factory=set)
 
 
 class Subject:
-    """The fit that claims are checked on, made anew for each run of a few steps below a folder.
+    """The fit on which claims are checked. It is made anew for each run of a few steps.
 
-    ``full`` takes a large model as it is; else ``shortened`` is what was done to it, as a clause. ``alone``: a fit of
-    several processes is one of this process alone.
+    Args:
+        source: Makes the fit.
+        folder: Folder below which runs may write.
+        full: Use a large model in its full size.
+        shortened: Description of how a large model was made smaller.
+        alone: Run a fit of several processes in this process only.
     """
 
     def __init__(
         self, source: FitSource, folder: Path, full: bool = False, shortened: str = "", alone: bool = True
     ) -> None:
-        self.source, self.folder, self.full, self.shortened = source, Path(folder), full, shortened
+        self.source = source
+        self.folder = Path(folder)
+        self.full = full
+        self.shortened = shortened
         self.alone = alone
-        self._plain: Trace | None = None
 
-    def fit(self, change: Change = AS_IT_IS, *, steps: int = 1, traces: Callable[[Any], bool] = leaves_traces) -> Fit:
-        """A fit of a few optimizer steps without validation, loggers, checkpoints and whatever else leaves traces."""
+    def fit(
+        self, change: Change = AS_IT_IS, *, steps: int = 1, traces: Callable[[Callback], bool] = leaves_traces
+    ) -> Fit:
+        """Return a fit of a few optimizer steps, without validation, loggers and checkpoints.
+
+        Args:
+            change: Change of the fit.
+            steps: Number of optimizer steps.
+            traces: Function that tells which callbacks to leave out, by default those that leave traces.
+        """
         with silence():
             fit = self.source.make(change)
         trainer = fit.trainer
@@ -170,28 +217,31 @@ class Subject:
         trainer.loggers = [DummyLogger()] if trainer.loggers else []
         trainer.num_sanity_val_steps = 0
         trainer.accumulate_grad_batches = min(2, trainer.accumulate_grad_batches)
-        trainer.limit_val_batches = min(1, trainer.limit_val_batches)  # schedules and the like may ask for its metrics
+        # Schedulers may wait for a metric of the validation, so one batch is kept.
+        trainer.limit_val_batches = min(1, trainer.limit_val_batches)
         set_default_root_dir(trainer, tempfile.mkdtemp(dir=self.folder))
         return fit
 
     def run(self, fit: Fit) -> None:
-        """Train in silence."""
+        """Train without output."""
         with silence(), _interruptible():
             fit.run()
 
-    @property
+    @cached_property
     def plain(self) -> Trace:
-        """A slim trace of five steps of the fit as it is, made once."""
-        if self._plain is None:
-            self._plain = self.train(5, slim=True)
-        return self._plain
+        """A slim trace of five steps of the unchanged fit."""
+        return self.train(5, slim=True)
 
     def train(
         self, steps: int, change: Change = AS_IT_IS, prepare: Callable[[Fit], object] = id, slim: bool = False
     ) -> Trace:
-        """Train a few optimizer steps, and note what happens; ``prepare`` is called with the fit before it is run.
+        """Train for a few optimizer steps and return the record.
 
-        ``slim`` keeps no weights between the steps, and of gradients their norms.
+        Args:
+            steps: Number of optimizer steps.
+            change: Change of the fit.
+            prepare: Function that receives the fit before it runs.
+            slim: Record no weights between the steps, and only norms of gradients.
         """
         trace = Trace(self.fit(change, steps=steps), slim)
         trace.tied = ties(trace.fit.module)
@@ -206,141 +256,172 @@ class Subject:
         change: Change = AS_IT_IS,
         *,
         steps: int = 0,
-        traces: Callable[[Any], bool] = leaves_traces,
+        traces: Callable[[Callback], bool] = leaves_traces,
     ) -> T:
-        """What ``probe(trainer, module)`` returns inside a fit, after some optimizer steps.
+        """Return the result of ``probe(trainer, module)`` inside a fit, which is discarded afterwards.
 
-        Without any that is before the first batch, where techniques are applied and optimizers built. What the module
-        logs there goes nowhere, and the fit is thrown away.
+        The probe runs after ``steps`` optimizer steps. With 0 it runs before the first batch, when techniques are
+        applied and optimizers are built. Values that the module logs in the probe are discarded.
         """
         fit = self.fit(change, steps=steps + 1, traces=traces)
         inside = _Inside(probe, steps)
         fit.trainer.callbacks.append(inside)
         with contextlib.suppress(_Over):
             self.run(fit)
-            raise ConfigurationError("verify: the fit was over before there was anything to see")
+            raise ConfigurationError("verify: the fit ended before the claim could be checked")
         return inside.found
 
 
 class _Short(Callback):
-    """Ends a fit after so many optimizer steps; schedules have been made for its whole length by then."""
+    """Ends a fit after a number of optimizer steps. Schedules are built for its whole length before."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A resumed run may be at its end.
         loop = trainer.fit_loop
-        loop.max_epochs = loop.epoch_loop.max_steps = -1  # what is resumed may be at its end
-        loop.min_epochs = loop.epoch_loop.min_steps = None
+        loop.max_epochs = -1
+        loop.epoch_loop.max_steps = -1
+        loop.min_epochs = None
+        loop.epoch_loop.min_steps = None
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.fit_loop.epoch_loop.max_steps = trainer.global_step + self.steps
 
 
 class Recorder(Callback):
-    """Notes what happens in a fit, as the last of its callbacks."""
+    """Records a fit in a trace. It must be the last callback."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self._step = 0
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.trace.start = state_of(pl_module)
         self._step = trainer.global_step
-        self.trace.later = set(held(pl_module))  # a technique forgets it at the end
-        self.trace.trainable = {name for name, p in pl_module.named_parameters() if p.requires_grad}
+        self.trace.later = set(held(pl_module))  # it is empty after the fit
+        self.trace.trainable = _trainable(pl_module)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
         self.trace.batches.append(copy.deepcopy(batch))
-        self.trace.thawed |= {name for name, p in pl_module.named_parameters() if p.requires_grad}
+        self.trace.thawed |= _trainable(pl_module)
         self.trace.resting = {name for name, part in pl_module.named_modules() if not part.training}
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        found = seen_gradients(pl_module, optimizer)
-        kept = torch.Tensor.norm if self.trace.slim else torch.Tensor.clone
-        self.trace.gradients.append({name: kept(gradient.detach()).cpu() for name, gradient in found.items()})
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        found = {}
+        for name, gradient in seen_gradients(pl_module, optimizer).items():
+            kept = gradient.detach()
+            found[name] = (kept.norm() if self.trace.slim else kept.clone()).cpu()
+        self.trace.gradients.append(found)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        self.trace.losses.append(0.0 if loss is None else float(loss))  # none: left out, or manual optimization
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Batch, batch_idx: int
+    ) -> None:
+        loss: Any = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        # A step without a loss is left out or optimizes manually.
+        self.trace.losses.append(0.0 if loss is None else float(loss))
         if trainer.global_step > self._step:
             self._step = trainer.global_step
             if not self.trace.slim:
                 self.trace.weights.append({n: p.detach().to("cpu", copy=True) for n, p in pl_module.named_parameters()})
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.trace.end = state_of(pl_module)
 
 
-def seen_gradients(module: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    """The gradients before a step, by name; none where parameters are stepped in the backward pass."""
+def _trainable(module: nn.Module) -> set[str]:
+    return {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def seen_gradients(module: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return the gradients before an optimizer step by name; empty if the optimizer steps in the backward pass."""
     names = {id(p): name for name, p in module.named_parameters()}
     try:
-        return {names[id(p)]: gradient for p, gradient in gradients_of(optimizer).items() if id(p) in names}
-    except ConfigurationError:  # which refuses to show what is gone
+        found = gradients_of(optimizer)
+    except ConfigurationError:  # the gradients are freed already
         return {}
+    return {names[id(p)]: gradient for p, gradient in found.items() if id(p) in names}
 
 
 class _Over(Exception):
-    """A probe has seen what it wanted."""
+    """A probe has its result."""
 
 
 class _Inside(Callback):
+    """Runs a probe after a number of optimizer steps, and ends the fit."""
+
     def __init__(self, probe: Callable[[Any, Any], Any], steps: int) -> None:
-        self.probe, self.steps = probe, steps
+        self.probe = probe
+        self.steps = steps
         self.found: Any = None
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self.steps:
             schedule(trainer, lambda _: None, lambda: self._look(trainer, pl_module), order=sys.maxsize)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Batch, batch_idx: int
+    ) -> None:
         if trainer.global_step >= self.steps > 0 and not accumulates(trainer):
             self._look(trainer, pl_module)
 
-    def _look(self, trainer: Any, module: Any) -> None:
+    def _look(self, trainer: Trainer, module: LightningModule) -> None:
         with silent(module):
             self.found = self.probe(trainer, module)
         raise _Over
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
-    """A copy of a module's weights and buffers by name, on the CPU."""
+    """Return copies of a module's weights and buffers by name, on the CPU."""
     return {name: tensor.to("cpu", copy=True) for name, tensor in whole_state(module).items()}
 
 
 def ties(module: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several."""
+    """Return the names of each parameter that has several names."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return [each for each in names.values() if len(each) > 1]
 
 
-def drawn_batches(trainer: Any, count: int) -> list[Any]:
-    """The first training batches as the loader gives them, of a trainer that has its loaders."""
+def drawn_batches(trainer: Trainer, count: int) -> list[Batch]:
+    """Return the first training batches as the loader returns them.
+
+    Raises:
+        ConfigurationError: If the data has fewer batches.
+    """
     found = [drawn for _, (drawn, *_) in zip(range(count), iter(combined_loader(trainer)))]
     if len(found) < count:
-        raise ConfigurationError(f"verify: the training data has {len(found)} batches, and {count} are needed")
+        raise ConfigurationError(f"verify: the training data has {len(found)} batches, but {count} are needed")
     return found
 
 
-def first_batch(trainer: Any) -> Any:
-    """The first training batch, as the training step gets it."""
+def first_batch(trainer: Trainer) -> Batch:
+    """Return the first training batch, as the training step receives it."""
     return arrived(trainer, drawn_batches(trainer, 1)[0])
 
 
-def twin(module: Any) -> Any:
-    """A deep copy of a module in a fit, which knows the same trainer."""
+def twin(module: LightningModule) -> LightningModule:
+    """Return a deep copy of a module in a fit, with the same trainer."""
     copied = copy.deepcopy(module)
     set_trainer(copied, trainer_of(module))
     return copied
 
 
-def loss_of(module: Any, batch: Any, batch_idx: int = 0, seed: int | dict[str, Any] = 0) -> Tensor:
-    """The loss that the module's own training step returns for a batch; draws follow from the seed, or states.
+def loss_of(module: LightningModule, batch: Batch, batch_idx: int = 0, seed: int | dict[str, Any] = 0) -> Tensor:
+    """Return the loss of the module's own training step for a batch.
 
-    Within a fit techniques act on it, and so does the trainer's precision.
+    Within a fit, techniques and the trainer's precision act on the step.
+
+    Args:
+        module: The module.
+        batch: The batch.
+        batch_idx: Index of the batch.
+        seed: Seed of random numbers, or states of their generators.
+
+    Raises:
+        ConfigurationError: If the step returns no loss.
     """
     trainer = trainer_of(module)
     context = contextlib.nullcontext() if trainer is None else trainer.precision_plugin.train_step_context()
@@ -348,85 +429,99 @@ def loss_of(module: Any, batch: Any, batch_idx: int = 0, seed: int | dict[str, A
         seed_everything(seed, verbose=False)
     else:
         set_random_states(seed)
-    several = len(inspect.signature(module.training_step).parameters) > 1
+    arguments = [batch, batch_idx][: len(inspect.signature(module.training_step).parameters)]
     with context:
-        output = module.training_step(batch, *([batch_idx] if several else []))
+        output: Any = module.training_step(*arguments)
     loss = output["loss"] if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         raise ConfigurationError(f"{type(module).__name__}.training_step returned no loss")
     return loss
 
 
-def gradients(module: Any, loss: Tensor) -> dict[str, Tensor]:
-    """The gradient of a loss by autograd alone, by the parameters' names; without those that it does not reach."""
+def gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    """Return the gradients of a loss by autograd, by parameter, without parameters that the loss does not depend on."""
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    return {name: g.detach() for name, g in zip(named, found) if g is not None}
+    return {name: gradient.detach() for name, gradient in zip(named, found) if gradient is not None}
 
 
-def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
-    """By name how far tensors of ``other`` are from those of ``one``, relative to these.
+def difference(one: Tensors, other: Tensors) -> dict[str, float]:
+    """Return the relative differences of tensors from those of ``one``, by name.
 
-    A tensor far smaller than the others is compared with a thousandth of their common size: it may be rounding alone.
-    One that only one of the two has differs by infinity, and so does one with a number that is not finite.
+    The difference of a tensor that is much smaller than the others may be rounding only, and is taken relative to a
+    thousandth of the largest size. A tensor that is missing on one side, or not finite, differs by infinity.
     """
-    sizes = {name: t.detach().double().norm().item() / max(t.numel(), 1) ** 0.5 for name, t in one.items()}
+    sizes = {name: _size(tensor.detach().double()) for name, tensor in one.items()}
     usual = max(sizes.values(), default=0.0) * 1e-3
     found = {}
     for name in dict.fromkeys([*one, *other]):
-        if name not in one or name not in other or one[name].shape != other[name].shape:
-            found[name] = float("inf")
-            continue
-        a, b = one[name].detach().cpu().double(), other[name].detach().cpu().double()
-        off = (a - b).norm().item() / max(a.numel(), 1) ** 0.5
-        size = max(sizes[name], usual)
-        found[name] = 0.0 if torch.equal(a, b) else off / size if size and math.isfinite(off) else float("inf")
+        found[name] = math.inf
+        if name in one and name in other and one[name].shape == other[name].shape:
+            a = one[name].detach().cpu().double()
+            b = other[name].detach().cpu().double()
+            off = _size(a - b)
+            size = max(sizes[name], usual)
+            if torch.equal(a, b):
+                found[name] = 0.0
+            elif size and math.isfinite(off):
+                found[name] = off / size
     return found
 
 
-def order_of(module: Any, batch: Any) -> list[str]:
-    """Names of the modules in the order in which a training step is done with them, and last those it does not call."""
-    automatic = module.automatic_optimization  # else the step goes back by itself, and returns no loss
+def _size(tensor: Tensor) -> float:
+    return tensor.norm().item() / max(tensor.numel(), 1) ** 0.5
+
+
+def order_of(module: LightningModule, batch: Batch) -> list[str]:
+    """Return the names of modules in the order in which a training step completes them, and then of unused modules."""
+    # A manual step runs its backward passes itself and returns no loss.
+    automatic = module.automatic_optimization
     no_loss = contextlib.nullcontext() if automatic else contextlib.suppress(ConfigurationError)
     with recorded(module, lambda _: None) as calls, torch.set_grad_enabled(not automatic), no_loss:
         loss_of(module, batch)
     return list(dict.fromkeys([*(call.name for call in calls), *(name for name, _ in module.named_modules())]))
 
 
-def outputs_of(module: Any, batch: Any) -> dict[str, Any]:
-    """What each module returns in a training step, in order of computation, and the loss; without gradients."""
+def outputs_of(module: LightningModule, batch: Batch) -> dict[str, Any]:
+    """Return the output of each module in a training step, in order of computation, and the loss."""
     with recorded(module, detached) as calls, torch.no_grad():
         loss = loss_of(module, copy.deepcopy(batch))
-    last = {call.name: call for call in calls}  # a network may be probed first
-    return {**{call.name: call.output for call in calls if call is last[call.name]}, "the loss": loss.detach()}
+    found: dict[str, Any] = {}
+    for call in calls:
+        # The last call counts, because a network may be probed before.
+        found.pop(call.name, None)
+        found[call.name] = call.output
+    return {**found, "the loss": loss.detach()}
 
 
 def output_differences(right: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, float]:
-    """In order of computation how far outputs are from the right ones; modules that only one has are passed over."""
+    """Return the differences of outputs from the right ones, in order of computation, for modules on both sides."""
     off = {}
     for name, output in right.items():
         if name in found:
-            a, b = ({str(i): t for i, t in enumerate(floats(one))} for one in (output, found[name]))
-            off[name] = max(difference(a, b).values(), default=0.0)
+            ours = {str(i): tensor for i, tensor in enumerate(floats(output))}
+            theirs = {str(i): tensor for i, tensor in enumerate(floats(found[name]))}
+            off[name] = max(difference(ours, theirs).values(), default=0.0)
     return off
 
 
-def tolerance_of(trainer: Any, module: nn.Module) -> float:
-    """How far sums of the same numbers in another order may be apart, in the precision of a training."""
-    low = "16" in str(trainer.precision) or any(p.itemsize < 4 for p in module.parameters() if p.is_floating_point())
-    return 0.1 if low else 1e-3
+def tolerance_of(trainer: Trainer, module: nn.Module) -> float:
+    """Return the largest relative difference that another order of sums may cause, in the precision of a training."""
+    if "16" in str(trainer.precision) or any(p.itemsize < 4 for p in module.parameters() if p.is_floating_point()):
+        return 0.1
+    return 1e-3
 
 
-def first_layer(differences: Mapping[str, float], tolerance: float, order: list[str]) -> str:
-    """Of what differs the first, or of parameters the one whose module comes first in an order of computation."""
+def first_layer(differences: Differences, tolerance: float, order: list[str]) -> str:
+    """Return the first name whose difference exceeds ``tolerance``, by the place of its module in ``order``."""
     place = {name: i for i, name in enumerate(order)}
-    wrong = [name for name, by in differences.items() if not by <= tolerance]
+    wrong = [name for name, off in differences.items() if not off <= tolerance]
     return min(wrong, key=lambda name: place.get(name.rpartition(".")[0], len(place)), default="")
 
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Let Ctrl-C be Ctrl-C: Lightning turns it into an exit, and does not listen from then on."""
+    """Raise KeyboardInterrupt on Ctrl-C inside a fit. Lightning would exit, and ignore Ctrl-C from then on."""
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     try:
         yield
@@ -437,5 +532,5 @@ def _interruptible() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             if handler is not None and signal.getsignal(number) is not handler:
-                with contextlib.suppress(ValueError):  # not in the main thread
+                with contextlib.suppress(ValueError):  # outside of the main thread
                     signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""Claims on how a step is computed: recomputed, compiled, and in which mode its layers are."""
+"""Claims about the execution of a step: recomputation, compilation, and the modes of layers."""
 
 import contextlib
 from typing import Any
@@ -13,7 +13,7 @@ from lit_efficient.internals.torch_checkpoint import without_recomputation
 from lit_efficient.internals.torch_compiler import counts, draws_as_uncompiled, is_compiled, wraps_compiled
 from lit_efficient.internals.torch_layers import BatchNorm
 
-_EXACT, _COARSE = 1e-4, 0.05
+_EXACT, _COARSE = 1e-4, 0.05  # tolerances in float32, and below
 _MANUAL = "manual optimization: the training step returns no loss"
 _UNIT = "largest relative difference of the loss and gradients"
 
@@ -21,7 +21,8 @@ _UNIT = "largest relative difference of the loss and gradients"
 class Recomputed(BenchClaim):
     """Recomputation changes neither the loss nor a gradient."""
 
-    name, sentence = "recomputed", "what is computed again in the backward pass is what was computed, dropout included"
+    name, sentence = "recomputed", "the backward pass recomputes the same values, including dropout"
+    unit = _UNIT
 
     def tried(self, bench: Bench) -> Verdict:
         own = bench.gradients()
@@ -30,16 +31,17 @@ class Recomputed(BenchClaim):
         if not plain:
             return self.idle(_MANUAL)
         if not kept:
-            return self.idle("nothing is computed again in the backward pass")
-        why = f"a step whose {len(kept)} checkpoints are as they are, and one in which they keep their activations"
+            return self.idle("nothing is recomputed in the backward pass")
+        why = f"a step with {len(kept)} activation checkpoints, and one that keeps their activations"
         tolerance = bench.tolerance(_EXACT, _COARSE)
-        return self.compared(difference(plain, own), tolerance, _UNIT, why, order=bench.order)
+        return self.compared(difference(plain, own), tolerance, why, order=bench.order)
 
 
 class Compiled(Claim):
-    """Compilation changes neither the loss nor a gradient by more than rounding."""
+    """Compilation changes the loss and the gradients only by rounding."""
 
-    name, sentence = "compiled", "compiled code computes what it computes uncompiled"
+    name, sentence = "compiled", "compiled code computes the same values as without compilation"
+    unit = _UNIT
 
     def check(self, subject: Subject) -> Verdict:
         return subject.within(lambda trainer, module: self._try(Bench(trainer, module), subject.full))
@@ -51,28 +53,30 @@ class Compiled(Claim):
             compiled = [part for part in bench.module.children() if any(True for _ in part.parameters())]
             for part in compiled:
                 part.compile()
-            uncovered = ("the config compiles nothing: the module's children were, as wholes",)
+            uncovered = ("the config compiles nothing: the module's children were compiled as wholes",)
         plain = bench.gradients()
-        torch.compiler.reset()  # so that what an earlier fit compiled is compiled, and counted, anew
-        before = counts()
+        # Code that an earlier fit compiled must be compiled and counted again.
+        torch.compiler.reset()
+        before, *_ = counts()
         if not plain:
             return self.idle(_MANUAL)
         with draws_as_uncompiled() if compiled else contextlib.nullcontext():
             own = bench.gradients(compiled=True)
-        if counts()[0] == before[0]:
-            what = (
-                "torch makes no graph of what is to be compiled" if compiled else "nothing is compiled; --full does it"
-            )
-            return self.idle(what)
-        why = f"a compiled step ({counts()[0] - before[0]} graphs) and the same one uncompiled"
+        after, *_ = counts()
+        if after == before and compiled:
+            return self.idle("torch compiles no graph of the parts to be compiled")
+        if after == before:
+            return self.idle("nothing is compiled; --full compiles the module's children")
+        why = f"a compiled step ({after - before} graphs), and the same step without compilation"
         tolerance = bench.tolerance(_EXACT, _COARSE)
-        return self.compared(difference(plain, own), tolerance, _UNIT, why, uncovered, bench.order)
+        return self.compared(difference(plain, own), tolerance, why, uncovered, bench.order)
 
 
 class InTrainingMode(Claim):
-    """No layer that trains is in evaluation mode where that changes the loss."""
+    """No layer that trains is in evaluation mode, if that changes its output."""
 
-    name, sentence = "modes", "what trains is in training mode: dropout acts, batch norms have statistics"
+    name, sentence = "modes", "layers that train are in training mode: dropout is active, batch norms use the batch"
+    unit = "layers"
 
     def check(self, subject: Subject) -> Verdict:
         later = subject.plain.resting
@@ -84,22 +88,28 @@ class InTrainingMode(Claim):
         resting = {name: part for name, part in called.items() if not part.training}
         fallen = {name: part for name, part in called.items() if part.training and name in later}
         if not resting and not fallen:
-            why = f"of {len(called)} layers that train and that a step calls none is in evaluation mode"
-            return self.measured(0.0, 0.0, "layers", why, where="")
-        bench.awake, bench.still = [*resting.values()], [*fallen.values()]
+            why = f"of {len(called)} layers that train and that a step calls, none is in evaluation mode"
+            return self.measured(0, 0, why)
+        # A layer matters only if its output is another one in the other mode.
+        bench.awake = list(resting.values())
+        bench.still = list(fallen.values())
         now, _ = bench.step(bench.batch)
-        bench.awake = bench.still = []
+        bench.awake = []
+        bench.still = []
         changed = resting.keys() | fallen.keys()
-        moved = [a for a, b in aligned(calls, now) if a.name in changed and _differ(a.output, b.output)]
+        moved = [a.described for a, b in aligned(calls, now) if a.name in changed and _differ(a.output, b.output)]
         when = "" if resting else " after a few steps"
-        why = f"{len(changed)} layers that train are in evaluation mode{when}; in training mode {len(moved)} give "
-        why += "other numbers"
-        return self.measured(float(len(moved)), 0.0, "layers", why, where=moved[0].described if moved else "")
+        why = (
+            f"{len(changed)} layers that train are in evaluation mode{when}; {len(moved)} have other outputs in "
+            "training mode"
+        )
+        return self.measured(len(moved), 0, why, "".join(moved[:1]))
 
 
 def _trains(module: nn.Module, name: str, part: nn.Module) -> bool:
-    """Whether a layer, or what one without parameters is a part of, trains in full; a batch norm that has statistics
-    of earlier data may be kept as it is.
+    """True if all parameters of a layer train, or for a layer without parameters, all those of its parent.
+
+    False for a batch norm in evaluation mode with statistics of earlier data, which may be frozen on purpose.
     """
     if isinstance(part, BatchNorm) and not part.training and part.running_mean is not None and part.running_mean.any():
         return False

@@ -1,7 +1,7 @@
-"""Claims on what a diffusion model learns from: noise levels and hidden conditions are drawn sample by sample.
+"""Claims about the training of a diffusion model: noise levels and hidden conditions are drawn for each sample.
 
-Seen on what its training step returns (``timesteps`` and ``sample_loss``), for draws of several seeds; a condition is
-hidden from a sample if another one does not change its loss.
+They are checked on the results of the training step (``timesteps`` and ``sample_loss``) for several seeds. A condition is
+hidden from a sample if another condition does not change its loss.
 """
 
 from collections.abc import Mapping
@@ -10,60 +10,71 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_efficient.evidence.verifying.claims import Claim, Verdict
+from lit_efficient.evidence.verifying.claims import Verdict
 from lit_efficient.evidence.verifying.layer_calls import Bench, BenchClaim, few_rows
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 
-_SEEDS, _MANY = 4, 24  # a condition of ten is hidden: seen in most of so many draws
-_SEPARATE = "the training step returns no `timesteps` of each sample"
+_FEW_DRAWS = 4
+_MANY_DRAWS = 24  # enough to observe conditions that are hidden with a probability of 0.1
 
 
 class NoiseApart(BenchClaim):
-    """Each sample of each batch has a noise level of its own."""
+    """Each sample of each batch has its own noise level."""
 
-    name, sentence = "noise", "noise levels are drawn for each sample of each batch"
+    name, sentence, unit = "noise", "noise levels are drawn for each sample of each batch", "draws"
 
     def tried(self, bench: Bench) -> Verdict:
         batch, rows = few_rows(bench.batch)
-        found = [_of_samples(bench.returned(batch, seed), "timesteps", rows) for seed in range(_SEEDS)]
-        if rows < 2 or any(levels is None for levels in found):
-            return self.idle(_SEPARATE)
-        drawn = torch.stack([levels for levels in found if levels is not None])
-        shared = int((drawn == drawn[:, :1]).all(1).sum())
-        again = int((drawn == drawn[:1]).all(1).sum()) - 1
-        wrong = max(shared if shared == _SEEDS else 0, again if again == _SEEDS - 1 else 0)
-        what = "all samples of a batch share one" if shared == _SEEDS else "each draw gives the same"
-        why = f"noise levels of {rows} samples in {_SEEDS} draws" + (f": {what}" if wrong else "")
-        return self.measured(float(wrong), 0.0, "draws", why, where="timesteps of training_step")
+        drawn = []
+        for seed in range(_FEW_DRAWS):
+            levels = _of_samples(bench.returned(batch, seed), "timesteps", rows)
+            if rows < 2 or levels is None:
+                return self.idle("the training step returns no `timesteps` for each sample")
+            drawn.append(levels)
+        found = torch.stack(drawn)
+        why = f"noise levels of {rows} samples in {_FEW_DRAWS} draws"
+        wrong = 0
+        if (found == found[:1]).all():
+            wrong = _FEW_DRAWS - 1
+            why += ": all draws are equal"
+        if (found == found[:, :1]).all():
+            wrong = _FEW_DRAWS
+            why = f"noise levels of {rows} samples in {_FEW_DRAWS} draws: all samples of a batch share one"
+        return self.measured(wrong, 0, why, "timesteps of training_step")
 
 
 class ConditionsApart(BenchClaim):
-    """Whether a condition is hidden is drawn for each sample."""
+    """Each sample has its own draw that decides whether its condition is hidden."""
 
-    name, sentence = "conditions", "labels are hidden from single samples, not from whole batches"
+    name, sentence, unit = "conditions", "labels are hidden from single samples, not from whole batches", "draws"
 
     def tried(self, bench: Bench) -> Verdict:
         batch, rows = few_rows(bench.batch, 8)
         labels = next((leaf for leaf in tree_leaves(batch) if _is_label(leaf, rows)), None)
         if rows < 2 or labels is None:
-            return self.idle("the batch has no label of each sample")
+            return self.idle("the batch has no label for each sample")
         others = labels.roll(1)
         mine = others != labels
         changed = tree_map_only(Tensor, lambda leaf: others if leaf is labels else leaf, batch)
         seen = []
-        for seed in range(_MANY):
-            one, other = (_of_samples(bench.returned(each, seed), "sample_loss", rows) for each in (batch, changed))
+        for seed in range(_MANY_DRAWS):
+            one = _of_samples(bench.returned(batch, seed), "sample_loss", rows)
+            other = _of_samples(bench.returned(changed, seed), "sample_loss", rows)
             if one is None or other is None or int(mine.sum()) < 2:
-                return self.idle("the training step returns no `sample_loss`, or the labels are all alike")
+                return self.idle("the training step returns no `sample_loss`, or all labels are equal")
             seen.append((one != other)[mine])
-        follows = torch.stack(seen)
+        follows = torch.stack(seen)  # [draw, sample]: the label changes the loss
+        if not follows.any():
+            return self.idle("no loss depends on a label")
+        if follows.all():
+            return self.idle("no label is hidden")
         hidden = int((~follows).all(1).sum())
         mixed = int((follows.any(1) & ~follows.all(1)).sum())
-        if not follows.any() or follows.all():
-            return self.idle("no label is hidden" if follows.any() else "no loss follows from a label")
-        wrong = 0 if mixed else hidden
-        why = f"labels of {int(mine.sum())} samples in {_MANY} draws: hidden from some in {mixed}, from all in {hidden}"
-        return self.measured(float(wrong), 0.0, "draws", why, where="the training step")
+        why = (
+            f"labels of {int(mine.sum())} samples in {_MANY_DRAWS} draws: hidden from some in {mixed}, from all in "
+            f"{hidden}"
+        )
+        return self.measured(0 if mixed else hidden, 0, why, "the training step")
 
 
 def _is_label(leaf: Any, rows: int) -> bool:
@@ -71,9 +82,9 @@ def _is_label(leaf: Any, rows: int) -> bool:
 
 
 def _of_samples(returned: Any, name: str, rows: int) -> Tensor | None:
-    """What a step returns under a name, where it is one number a sample."""
+    """Return a result of a training step, if it is one number for each sample; ``None`` otherwise."""
     value = returned.get(name) if isinstance(returned, Mapping) else None
     return value.detach().cpu() if isinstance(value, Tensor) and value.shape == (rows,) else None
 
 
-OF_NOISE: tuple[Claim, ...] = (NoiseApart(), ConditionsApart())
+OF_NOISE: tuple[BenchClaim, ...] = (NoiseApart(), ConditionsApart())

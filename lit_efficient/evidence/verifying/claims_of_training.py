@@ -1,16 +1,18 @@
-"""Claims on what training steps compute: whether a run can be repeated, and whether accumulation is the large batch."""
+"""Claims about training steps: a run can be repeated, and accumulation is equal to a large batch."""
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lit_efficient.evidence.verifying.claims import (
+    Batch,
     Claim,
     Subject,
     Verdict,
@@ -33,66 +35,70 @@ from lit_efficient.traits import Trait
 
 
 class Runs(Claim):
-    """The fit itself, whose failure leaves nothing to be checked."""
+    """The fit runs. If it does not, nothing else can be checked."""
 
-    name, sentence = "runs", "the first steps can be done, and their losses are finite"
+    name, sentence = "runs", "the first steps run, and their losses are finite"
+    unit = "losses that are not finite"
 
     def check(self, subject: Subject) -> Verdict:
         try:
             losses = subject.plain.losses
         except Exception as error:
-            said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            return self.measured(float("inf"), 0, "losses that are not finite", "the first steps", said)
-        bad = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
-        where = f"batch {bad[0]}" if bad else ""
-        return self.measured(len(bad), 0, "losses that are not finite", f"{len(losses)} batches of training", where)
+            text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            return self.measured(math.inf, 0, "the first steps", text)
+        bad = [f"batch {i}" for i, loss in enumerate(losses) if not math.isfinite(loss)]
+        return self.measured(len(bad), 0, f"{len(losses)} batches of training", "".join(bad[:1]))
 
 
 class Deterministic(Claim):
-    """Two fits that are built and run alike are equal, bit by bit."""
+    """Two fits that are built and run in the same way are bit-equal."""
 
     name, sentence = "determinism", "the same seed gives the same batches, losses and weights"
 
     def check(self, subject: Subject) -> Verdict:
-        one, other = subject.plain, subject.train(5, slim=True)
+        one = subject.plain
+        other = subject.train(5, slim=True)
         off = {f"start: {name}": by for name, by in difference(one.start, other.start).items()}
         for i, (a, b) in enumerate(zip(one.batches, other.batches)):
             off |= {f"batch {i}: {name}": by for name, by in difference(_named(a), _named(b)).items()}
         for i, (x, y) in enumerate(zip(one.losses, other.losses)):
-            off[f"loss {i}"] = 0.0 if x == y or (math.isnan(x) and math.isnan(y)) else abs(x - y) / max(abs(x), 1e-30)
+            equal = x == y or (math.isnan(x) and math.isnan(y))
+            off[f"loss {i}"] = 0.0 if equal else abs(x - y) / max(abs(x), 1e-30)
         off |= {f"end: {name}": by for name, by in difference(one.end, other.end).items()}
-        why = f"two fits of {len(one.losses)} batches, each built anew: batches, losses and weights"
-        return self.compared(off, 0.0, "largest relative difference", why)
+        why = f"two fits of {len(one.losses)} batches that were built separately: batches, losses and weights"
+        return self.compared(off, 0.0, why)
 
 
-def _named(batch: Any) -> dict[str, Tensor]:
+def _named(batch: Batch) -> dict[str, Tensor]:
     return {str(i): leaf for i, leaf in enumerate(tree_leaves(batch)) if isinstance(leaf, Tensor)}
 
 
 class Accumulated(Claim):
-    """What the trainer accumulates over a window, against autograd's gradient of the same rows as one batch."""
+    """The gradient that a trainer accumulates is the gradient of the same rows as one batch."""
 
     name, sentence = "accumulation", "accumulated micro-batches give the gradient of their union as one batch"
+    unit = "largest relative difference of gradients"
 
     def check(self, subject: Subject) -> Verdict:
-        """Cut a batch up, let the trainer's own loop accumulate the parts, and compare at the optimizer's step."""
-        left: dict[str, str] = {}
+        """Cut a batch into parts, let the trainer's own loop accumulate them, and compare at the optimizer step."""
+        left_out: dict[str, str] = {}
 
-        def traces(callback: Any) -> bool:
-            why = getattr(callback, "reasons", {}).get(Trait.NEEDS_WHOLE_BATCH, "")
-            if why:
-                left[type(callback).__name__] = why
-            return bool(why) or leaves_traces(callback)
+        def traces(callback: Callback) -> bool:
+            reason = getattr(callback, "reasons", {}).get(Trait.NEEDS_WHOLE_BATCH, "")
+            if reason:
+                left_out[type(callback).__name__] = reason
+            return bool(reason) or leaves_traces(callback)
 
-        with without_recomputation():  # which would draw anew what the parts are given
+        # Recomputation would draw other random numbers than the replayed ones.
+        with without_recomputation():
             found = subject.within(self._compared, traces=traces)
-        without = tuple(f"{name}, which was left out: {why}" for name, why in left.items())
+        without = tuple(f"{name}, which was left out: {reason}" for name, reason in left_out.items())
         return replace(found, uncovered=(*found.uncovered, *without))
 
-    def _compared(self, trainer: Any, module: Any) -> Verdict:
+    def _compared(self, trainer: Trainer, module: LightningModule) -> Verdict:
         asked = trainer.accumulate_grad_batches
         if not module.automatic_optimization:
-            return self.idle("the module optimizes manually, and accumulates by itself if at all")
+            return self.idle("the module optimizes manually, and accumulates itself if at all")
         parts, whole = _window(trainer, max(2, min(asked, 4)))
         if not parts:
             return self.idle("the batches can neither be cut into equal parts nor be joined")
@@ -100,7 +106,7 @@ class Accumulated(Claim):
             if isinstance(part, BatchNorm | Dropout):
                 part.eval()
         with torch.no_grad():
-            loss_of(module, arrived(trainer, whole))  # a network may probe itself the first time
+            loss_of(module, arrived(trainer, whole))  # the first step may initialise caches
         draws = Draws()
         with draws:
             loss = loss_of(module, arrived(trainer, whole))
@@ -108,90 +114,102 @@ class Accumulated(Claim):
         try:
             found = _accumulated(trainer, module, parts, draws)
         except Unlike as error:
-            return self.idle(f"what is drawn at random depends on the size of the batch: {error}")
+            return self.idle(f"random numbers depend on the size of the batch: {error}")
         if not found:
-            return self.idle("no gradient is left when the optimizer steps: it may step in the backward pass")
-        off = difference({name: g for name, g in right.items() if name in found}, found)
+            return self.idle("no gradient is left at the optimizer step: it may run in the backward pass")
+        off = difference({name: gradient for name, gradient in right.items() if name in found}, found)
         tolerance = tolerance_of(trainer, module)
         why = f"gradients of a window of {len(parts)} micro-batches, and of their rows as one batch by autograd"
         counts = [_counted(module, part) for part in parts]
-        if max(off.values()) > tolerance and len(set(counts)) > 1:
+        worst = max(off.values())
+        if worst > tolerance and len(set(counts)) > 1:
             why += (
-                f"; the micro-batches have {' and '.join(map(str, counts))} tokens that count, and the mean of their "
-                "means is another number than the mean over all: add TokenWeightedAccumulation"
+                f"; the micro-batches have {' and '.join(map(str, counts))} tokens that contribute to the loss, and "
+                "the mean of their means is not the mean over all tokens: add TokenWeightedAccumulation"
             )
-        if max(off.values()) > tolerance and asked == 1:
-            return self.idle(f"nothing is accumulated here; if it were, {why}: they differ by {max(off.values()):.2g}")
-        covered = ("BatchNorm and Dropout were in evaluation mode, and nothing was recomputed",)
-
-        def order() -> list[str]:
-            return order_of(module, arrived(trainer, whole))
-
-        return self.compared(off, tolerance, "largest relative difference of gradients", why, covered, order)
+        if worst > tolerance and asked == 1:
+            return self.idle(f"nothing is accumulated here; if it were, {why}: they differ by {worst:.2g}")
+        uncovered = ("BatchNorm and Dropout were in evaluation mode, and nothing was recomputed",)
+        return self.compared(off, tolerance, why, uncovered, lambda: order_of(module, arrived(trainer, whole)))
 
 
-def _window(trainer: Any, parts: int) -> tuple[list[Any], Any]:
-    """The rows of a batch in equal parts, and those rows together; of batches that are too small several, joined."""
+def _window(trainer: Trainer, parts: int) -> tuple[list[Batch], Batch]:
+    """Return equal parts of a batch, and their rows as one batch.
+
+    The parts are slices of the first batch, or if it has too few rows several batches, which are joined. The list is
+    empty if neither is possible.
+    """
     (batch,) = drawn_batches(trainer, 1)
     rows = max((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), default=0)
     size = rows // parts
+
+    def rows_of(chosen: slice) -> Batch:
+        return _map(batch, lambda x: x[chosen] if len(x) == rows else x)
+
     if size:
-        cut = [_map(batch, lambda x, i=i: x[i * size : (i + 1) * size] if len(x) == rows else x) for i in range(parts)]
-        return cut, _map(batch, lambda x: x[: size * parts] if len(x) == rows else x)
+        return [rows_of(slice(i * size, (i + 1) * size)) for i in range(parts)], rows_of(slice(size * parts))
     batches = drawn_batches(trainer, parts)
     leaves = [[leaf for leaf in tree_leaves(one) if isinstance(leaf, Tensor)] for one in batches]
-    alike = all([t.shape for t in one] == [t.shape for t in leaves[0]] for one in leaves)
-    if not rows or not alike or any(not t.ndim or len(t) != rows for t in leaves[0]):
+    shapes = [[tensor.shape for tensor in one] for one in leaves]
+    alike = all(shape == shapes[0] for shape in shapes)
+    if not rows or not alike or any(not tensor.ndim or len(tensor) != rows for tensor in leaves[0]):
         return [], None
     joined = iter([torch.cat(tensors) for tensors in zip(*leaves)])
     return batches, _map(batches[0], lambda x: next(joined) if isinstance(x, Tensor) else x)
 
 
-def _map(batch: Any, cut: Any) -> Any:
-    """A batch with what has rows replaced: tensors, and lists of texts."""
+def _map(batch: Batch, function: Callable[[Any], Any]) -> Batch:
+    """Apply a function to all parts of a batch that have rows: tensors, and lists of texts."""
     if isinstance(batch, Tensor):
-        return cut(batch) if batch.ndim else batch
+        return function(batch) if batch.ndim else batch
     if isinstance(batch, Mapping):
-        return type(batch)({key: _map(value, cut) for key, value in batch.items()})  # type: ignore[call-arg]
-    if isinstance(batch, list | tuple) and batch and all(isinstance(one, str) for one in batch):
-        return cut(batch)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_map(one, cut) for one in batch))
-    return type(batch)(_map(one, cut) for one in batch) if isinstance(batch, list | tuple) else batch
+        return type(batch)({key: _map(value, function) for key, value in batch.items()})  # type: ignore[call-arg]
+    if not isinstance(batch, list | tuple):
+        return batch
+    if batch and all(isinstance(one, str) for one in batch):
+        return function(batch)
+    items = [_map(one, function) for one in batch]
+    return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
 
 
-def _accumulated(trainer: Any, module: Any, parts: list[Any], draws: Draws) -> dict[str, Tensor]:
-    """The gradients that an optimizer would step with, after the trainer's own loop has run a window."""
+def _accumulated(trainer: Trainer, module: LightningModule, parts: list[Batch], draws: Draws) -> dict[str, Tensor]:
+    """Return the gradients at the optimizer step after the trainer's own loop has accumulated all parts."""
     found: dict[str, Tensor] = {}
-    step, number = module.training_step, iter(range(len(parts)))
+    step = module.training_step
+    numbers = iter(range(len(parts)))
 
     @functools.wraps(step)
     def same_draws(*args: Any, **kwargs: Any) -> Any:
         seed_everything(0, verbose=False)
-        with Draws(draws.values, next(number), len(parts)) as mode:
+        with Draws(draws.values, next(numbers), len(parts)) as mode:
             output = step(*args, **kwargs)
         if mode.used < len(draws.values):
             raise Unlike("a part draws less often than the whole batch")
         return output
 
     class Capture(Callback):
-        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
             seen = seen_gradients(pl_module, optimizer)
             found.update({name: gradient.detach().clone() for name, gradient in seen.items()})
 
     trials = Trials(trainer)
-    module.training_step = same_draws
+    module.training_step = same_draws  # type: ignore[method-assign]
     with trials.trial(accumulate=len(parts), alone=False):
-        trainer.callbacks = [*trainer.callbacks, Capture()]
+        trainer.callbacks = [*trainer.callbacks, Capture()]  # type: ignore[attr-defined]
         for part in parts:
-            trials.train(lambda part=part: part)  # type: ignore[misc]
+            trials.train(functools.partial(_same, part))
     return found
 
 
-def _counted(module: Any, batch: Any) -> int:
-    """Tokens that count in the loss, as far as that can be known."""
-    if callable(getattr(module, "num_tokens", None)):
-        return int(module.num_tokens(batch))
+def _same(part: Batch) -> Batch:
+    return part
+
+
+def _counted(module: LightningModule, batch: Batch) -> int:
+    """Return the number of tokens that contribute to the loss; 0 if it is unknown."""
+    num_tokens = getattr(module, "num_tokens", None)
+    if callable(num_tokens):
+        return int(num_tokens(batch))
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     return int((labels != IGNORE).sum()) if isinstance(labels, Tensor) else 0
 

@@ -1,100 +1,119 @@
-"""What each layer gives out in a training step, call by call, and which rows or tokens of that a change has moved.
+"""Training steps that are repeated from one state, and comparisons of the outputs of their layers by row or by token.
 
-    one, other = (bench.calls(batch) for batch in (batch, changed));    moved(one, other, ...)
+    one, other = (bench.step(batch)[0] for batch in (batch, changed))
 
-A fit is tried before its first batch, again and again from one state; nothing of it is kept.
+A fit is tried before its first batch, and nothing of these steps is kept.
 """
 
 import contextlib
 import inspect
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import seed_everything
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.evidence.verifying.claims import Claim, Subject, Verdict, first_batch, gradients, loss_of
+from lit_efficient.evidence.verifying.claims import Batch, Claim, Subject, Verdict, first_batch, gradients, loss_of
 from lit_efficient.evidence.verifying.recorded_calls import Call, as_it_is, detached, recorded
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 from lit_efficient.mechanisms.rewind import Rewind
-from lit_efficient.models.probes.modes import whole_precision
+from lit_efficient.models.modes import whole_precision
 
-ROWS = 4  # of a batch that are looked at
+ROWS = 4  # of a batch that are compared
 
 
 class Bench:
-    """A module in a fit before its first batch, whose steps are tried again and again from one state.
+    """A module in a fit before its first batch, whose training step is repeated from one state.
 
-    Optimizers do nothing. What is zero at the start, and would hide all that lies behind it, gets small numbers.
+    Optimizers do nothing. Parameters that are zero at the start would hide the layers behind them, and are set to small
+    numbers.
+
+    Attributes:
+        batch: The first training batch.
+        coarse: True if the precision is below float32.
+        still: Layers that are in evaluation mode in every step.
+        awake: Layers that are in training mode in every step.
     """
 
-    def __init__(self, trainer: Any, module: Any) -> None:
-        self.trainer, self.module = trainer, module
+    def __init__(self, trainer: Any, module: LightningModule) -> None:
+        self.trainer = trainer
+        self.module = module
         self.batch = first_batch(trainer)
         device = trainer.strategy.root_device
         self.coarse = not whole_precision(module, device) or "16" in str(trainer.precision)
-        self.coarse |= device.type != "cpu" and torch.get_float32_matmul_precision() != "highest"
+        if device.type != "cpu" and torch.get_float32_matmul_precision() != "highest":
+            self.coarse = True
         with torch.no_grad():
             for one in module.parameters():
                 if type(one) is nn.Parameter and one.is_floating_point() and one.itemsize > 1 and not one.any():
                     one.copy_(torch.arange(one.numel(), device=one.device).sin().mul(0.05).view_as(one))
         for optimizer in trainer.optimizers:
             vars(optimizer)["step"] = _closure_alone
-        self.still: list[nn.Module] = []  # layers that are in evaluation whatever the others do
-        self.awake: list[nn.Module] = []  # and in training
+        self.still: list[nn.Module] = []
+        self.awake: list[nn.Module] = []
         self._record = Rewind([])
-        self.step(self.batch)  # what is asked once is asked here
+        self.step(self.batch)  # the first step may initialise caches
         self._record = Rewind([module, *trainer.callbacks])
 
     def tolerance(self, exact: float, coarse: float) -> float:
-        """What rounding may make of a comparison, in float32 or below."""
+        """Return the tolerance for float32, or the one for lower precision."""
         return coarse if self.coarse else exact
 
-    def step(self, batch: Any, training: bool = True, graph: bool = False) -> tuple[list[Call], Tensor | None]:
-        """The calls of a training step from the state at the start, and its loss; manual optimization has none.
+    def step(self, batch: Batch, training: bool = True, graph: bool = False) -> tuple[list[Call], Tensor | None]:
+        """Make a training step from the initial state.
 
-        ``training``: dropout and the like act. ``graph``: autograd can go back from the loss to what the calls gave.
+        Args:
+            batch: The batch.
+            training: Use the training mode of layers such as dropout.
+            graph: Keep the graph, so that the loss can be differentiated with respect to outputs of layers.
+
+        Returns:
+            The calls of all layers, and the loss; ``None`` for manual optimization.
         """
         self._record.restore()
-        for part in [self.module, *self.still] if not training else self.still:
+        for part in self.still if training else [self.module, *self.still]:
             part.eval()
         for part in self.awake:
             part.training = True
+        batch = _copied(batch)
         keep = as_it_is if graph else detached
-        batch = tree_map_only(Tensor, Tensor.clone, batch)
         with recorded(self.module, keep) as calls, torch.compiler.set_stance("force_eager"):
             if self.module.automatic_optimization:
                 return calls, loss_of(self.module, batch)
-            with contextlib.suppress(ConfigurationError):  # it returns no loss
+            with contextlib.suppress(ConfigurationError):  # the step returns no loss
                 loss_of(self.module, batch)
             return calls, None
 
-    def returned(self, batch: Any, seed: int) -> Any:
-        """What the module's own training step returns, without what techniques make of it, by draws of a seed; nothing
-        where it goes back by itself.
+    def returned(self, batch: Batch, seed: int) -> Any:
+        """Return the result of the module's own training step without techniques; ``None`` for manual optimization.
+
+        Args:
+            batch: The batch.
+            seed: Seed of the step's random numbers.
         """
         if not self.module.automatic_optimization:
             return None
         self._record.restore()
         seed_everything(seed, verbose=False)
         step = type(self.module).training_step
-        given = [tree_map_only(Tensor, Tensor.clone, batch), 0][: len(inspect.signature(step).parameters) - 1]
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"), self._precision():
+        given = [_copied(batch), 0][: len(inspect.signature(step).parameters) - 1]
+        precision = self.trainer.precision_plugin.train_step_context()
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), precision:
             return step(self.module, *given)
 
-    def _precision(self) -> contextlib.AbstractContextManager[Any]:
-        context: contextlib.AbstractContextManager[Any] = self.trainer.precision_plugin.train_step_context()
-        return context
-
     def gradients(self, compiled: bool = False) -> dict[str, Tensor]:
-        """The loss of a training step, as ``loss``, and its gradients by parameter; nothing of manual optimization."""
+        """Return the loss of a training step, named ``loss``, and its gradients; empty for manual optimization.
+
+        ``compiled`` runs compiled code as it is compiled.
+        """
         self._record.restore()
         with contextlib.nullcontext() if compiled else torch.compiler.set_stance("force_eager"):
             try:
-                loss = loss_of(self.module, tree_map_only(Tensor, Tensor.clone, self.batch))
+                loss = loss_of(self.module, _copied(self.batch))
                 return {"loss": loss.detach().clone(), **_gradients(self.module, loss)}
             except ConfigurationError:
                 if self.module.automatic_optimization:
@@ -102,25 +121,29 @@ class Bench:
                 return {}
 
     def order(self) -> list[str]:
-        """Names of the layers in the order in which a training step is done with them."""
+        """Return the names of the layers in the order in which a training step completes them."""
         return list(dict.fromkeys(call.name for call in self.step(self.batch)[0]))
 
 
 class BenchClaim(Claim):
-    """A claim that is tried on steps before the first batch."""
+    """A claim that is checked on training steps before the first batch."""
 
     def check(self, subject: Subject) -> Verdict:
         return subject.within(lambda trainer, module: self.tried(Bench(trainer, module)))
 
     @abstractmethod
     def tried(self, bench: Bench) -> Verdict:
-        """Whether it is true of the bench's steps."""
+        """Return whether the property holds for the bench's steps."""
 
 
-def few_rows(batch: Any, count: int = ROWS) -> tuple[Any, int]:
-    """The first rows of a batch, and how many there are: 0 if its tensors do not have as many of them each.
+def _copied(batch: Batch) -> Batch:
+    return tree_map_only(Tensor, Tensor.clone, batch)
 
-    Of a batch that holds texts and other things that are no tensors none are left out.
+
+def few_rows(batch: Batch, count: int = ROWS) -> tuple[Batch, int]:
+    """Return the first rows of a batch and their number.
+
+    The number is 0 if tensors have different numbers of rows. A batch with other values than tensors is not cut.
     """
     leaves = tree_leaves(batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
@@ -132,37 +155,40 @@ def few_rows(batch: Any, count: int = ROWS) -> tuple[Any, int]:
     return cut(batch, rows, slice(count)), count
 
 
-def cut(batch: Any, rows: int, chosen: Any) -> Any:
-    """Some rows of a batch of so many."""
+def cut(batch: Batch, rows: int, chosen: slice | Tensor) -> Batch:
+    """Return the chosen rows of a batch with ``rows`` rows."""
     return tree_map_only(Tensor, lambda t: t[chosen] if t.ndim and t.shape[0] == rows else t, batch)
 
 
 def aligned(one: Sequence[Call], other: Sequence[Call]) -> Iterator[tuple[Call, Call]]:
-    """The calls that two steps have in common, in order."""
+    """Yield the calls that two steps have in common, in order."""
     known = {call.key: call for call in other}
-    yield from ((call, known[call.key]) for call in one if call.key in known)
+    for call in one:
+        if call.key in known:
+            yield call, known[call.key]
 
 
 def ends(calls: Sequence[Call], keys: Collection[tuple[str, int]]) -> list[Call]:
-    """Of each outermost call the last one within it of these: what the rest of the step goes on with."""
-    last = {call.outer: call for call in calls if call.key in keys}
-    return list(last.values())
+    """Return for each outermost call the last call within it that is among ``keys``: the result that is used on."""
+    return list({call.outer: call for call in calls if call.key in keys}.values())
 
 
 def by_rows(tensor: Tensor, rows: int) -> list[Tensor]:
-    """A tensor as ``[rows, ...]``, in each way in which it may hold them: one after the other, or by turns."""
+    """Return a tensor as ``[rows, ...]`` in each possible layout: rows one after the other, or interleaved."""
     if tensor.ndim > 1 and tensor.shape[0] == 1 and rows > 1:
         tensor = tensor[0]
     if not tensor.ndim or not tensor.shape[0] or tensor.shape[0] % rows:
         return []
     times = tensor.shape[0] // rows
     flat = tensor.reshape(tensor.shape[0], -1)
-    found = [flat.reshape(rows, -1)]
-    return [*found, flat.reshape(times, rows, -1).transpose(0, 1).flatten(1)] if times > 1 else found
+    layouts = [flat.reshape(rows, -1)]
+    if times > 1:
+        layouts.append(flat.reshape(times, rows, -1).transpose(0, 1).flatten(1))
+    return layouts
 
 
 def by_tokens(tensor: Tensor, rows: int, length: int) -> Tensor | None:
-    """A tensor as ``[rows, length, ...]``, if it is one of tokens; rows may lie one behind the other."""
+    """Return a tensor as ``[rows, length, ...]``, also if its rows are joined; ``None`` if it has another shape."""
     if tensor.shape[:2] == (rows, length):
         return tensor.reshape(rows, length, -1)
     flat = tensor[0] if tensor.ndim > 1 and tensor.shape[0] == 1 else tensor
@@ -172,12 +198,14 @@ def by_tokens(tensor: Tensor, rows: int, length: int) -> Tensor | None:
 
 
 def ratio(moved: float, own: float) -> float:
-    """How much moves that must not, of what moves as it should."""
-    return moved / own if own else float("inf") if moved else 0.0
+    """Return an unwanted change relative to the intended change."""
+    if own:
+        return moved / own
+    return math.inf if moved else 0.0
 
 
 def most(tensor: Tensor) -> float:
-    """The largest size of an element; 0 of none."""
+    """Return the largest magnitude of an element; 0 for an empty tensor."""
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
@@ -185,11 +213,12 @@ def _gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     try:
         return gradients(module, loss)
     except RuntimeError as error:
-        if ".grad()" not in str(error):  # a reentrant checkpoint wants to be gone through whole
+        # Reentrant checkpoints refuse autograd.grad.
+        if ".grad()" not in str(error):
             raise
     loss.backward()
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
-def _closure_alone(closure: Callable[[], Any] | None = None, **_: Any) -> Any:
+def _closure_alone(closure: Callable[[], object] | None = None, **_: object) -> object:
     return None if closure is None else closure()

@@ -1,4 +1,4 @@
-"""Calls of layers, recorded one by one: what each got, and what it gave out."""
+"""Recorded calls of layers: the inputs and the output of each call."""
 
 import contextlib
 import itertools
@@ -16,34 +16,41 @@ from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 class Call:
     """One call of a layer."""
 
-    name: str  # the layer's, in the module
+    name: str  # of the layer, in the module
     part: nn.Module  # the layer
-    nth: int  # how many calls of it came before
-    outer: int  # the number of the outermost call that it is a part of
-    outermost: bool  # whether it is that itself
-    args: tuple[Any, ...] = ()  # what it got; without a graph that of outermost ones alone
-    kwargs: dict[str, Any] = field(default_factory=dict)  # what it got by name
-    output: Any = None  # what it gave
+    nth: int  # number of earlier calls of the layer
+    outer: int  # number of the outermost call that contains this one
+    outermost: bool  # True if no recorded call contains this one
+    args: tuple[Any, ...] = ()  # inputs; recorded for all calls if graphs are kept, else for outermost ones only
+    kwargs: dict[str, Any] = field(default_factory=dict)  # inputs by name, under the same condition
+    output: Any = None
 
     @property
     def key(self) -> tuple[str, int]:
-        """What the same call of another step has, too."""
+        """Key that the same call has in another step."""
         return self.name, self.nth
 
     @property
     def described(self) -> str:
-        """The layer's name and class."""
+        """Name and class of the layer."""
         return f"{self.name} ({type(self.part).__name__})"
 
 
-def floats(tree: Any) -> list[Tensor]:
-    """The tensors of a tree that hold fractions."""
+def floats(tree: object) -> list[Tensor]:
+    """Return the floating-point tensors of a nested structure."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 @contextlib.contextmanager
 def recorded(module: nn.Module, keep: Callable[[Any], Any]) -> Iterator[list[Call]]:
-    """The calls of all layers of ``module``, in the order in which they end; not those that a checkpoint repeats."""
+    """Record the calls of all layers of a module, in the order in which they end.
+
+    Repetitions by activation checkpoints in the backward pass are not recorded.
+
+    Args:
+        module: The module.
+        keep: Function that is applied to inputs and outputs before they are stored.
+    """
     done: list[Call] = []
     stack: list[Call] = []
     counts: dict[str, int] = {}
@@ -51,12 +58,15 @@ def recorded(module: nn.Module, keep: Callable[[Any], Any]) -> Iterator[list[Cal
 
     def begins(name: str) -> Callable[..., None]:
         def hook(part: nn.Module, args: Any, kwargs: Any) -> None:
-            if not backward_runs():
-                number = stack[0].outer if stack else next(outer)
-                stack.append(Call(name, part, counts.get(name, 0), number, not stack))
-                counts[name] = counts.get(name, 0) + 1
-                if not stack[1:] or keep is as_it_is:
-                    stack[-1].args, stack[-1].kwargs = keep(args), keep(kwargs)
+            if backward_runs():
+                return
+            nth = counts.get(name, 0)
+            counts[name] = nth + 1
+            call = Call(name, part, nth, stack[0].outer if stack else next(outer), outermost=not stack)
+            if call.outermost or keep is as_it_is:
+                call.args = keep(args)
+                call.kwargs = keep(kwargs)
+            stack.append(call)
 
         return hook
 
@@ -75,10 +85,10 @@ def recorded(module: nn.Module, keep: Callable[[Any], Any]) -> Iterator[list[Cal
 
 
 def as_it_is(tree: Any) -> Any:
-    """What keeps a call's tensors with their graph."""
+    """Return tensors with their graph."""
     return tree
 
 
 def detached(tree: Any) -> Any:
-    """What keeps copies of a call's tensors."""
+    """Return copies of tensors without their graph."""
     return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), tree)

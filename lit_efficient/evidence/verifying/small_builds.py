@@ -1,9 +1,9 @@
-"""Two narrow blocks in the place of a large network, so that claims on a training can be checked in a minute.
+"""Smaller versions of a large network, so that claims can be checked in a minute.
 
-    settings of the config that are the number of blocks, or a width of theirs  ->  2, and a fraction
-    else the lists of blocks of the network as it was built                    ->  their first two
+    settings of the config that hold the number of blocks or a width  ->  2 blocks, and a fraction of the width
+    without such settings, the lists of blocks of the built network   ->  their first two blocks
 
-Which settings these are is seen on the network, which is built for it without weights.
+The settings are found by comparing their values with the network, which is built without weights for that.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 
 from lit_efficient.evidence.few_blocks import FewBlocks, blocks_by_list
@@ -21,39 +22,51 @@ from lit_efficient.internals.lightning_trainer import begin_fit
 from lit_efficient.surgery import count
 
 LARGE = 50_000_000  # parameters
-_NARROWEST = 64
-# What transformers calls the sizes of a network; those that a family has are set.
-_NARROW = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
-_NARROW |= {"num_key_value_heads": 2, "head_dim": 64}
+_NARROWEST = 64  # smallest number that is taken for a width
+# Small values for the sizes of a network of transformers. A config gets those that it has.
+_NARROW = {
+    "num_hidden_layers": 2,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
 
 
 def small(source: FitSource, tried: Callable[[FitSource], object]) -> tuple[FitSource, str]:
-    """A source of fits whose network is small, and what was done to it as a clause; the same where it is small.
+    """Return a source of fits with a small network, and a description of the change.
 
-    ``tried`` raises for a source whose fits cannot do a step.
+    The source itself is returned with an empty description if its network is small.
+
+    Args:
+        source: Makes the fit.
+        tried: Function that raises an error for a source whose fits cannot make a step.
     """
-    pretrained = list(_pretrained(source))
-    drawn = {name: value for block, _ in pretrained for name, value in block.items()}
+    drawn = {name: value for random, _ in _pretrained(source) for name, value in random.items()}
     module = _sketch(_Changed(source, Change(settings=drawn)) if drawn else source)
-    if module is None or count(module.parameters()) <= LARGE:
+    if module is None:
         return source, ""
-    number = f"{count(module.parameters()) / 1e6:,.0f} million parameters"
-    for said, change in _changes(source, module):
+    size = count(module.parameters())
+    if size <= LARGE:
+        return source, ""
+    for description, change in _changes(source, module):
         changed = _Changed(source, change)
-        smaller = _sketch(changed) if change.settings else module
-        if smaller is None or (change.settings and count(smaller.parameters()) >= count(module.parameters())):
-            continue
-        with contextlib.suppress(Exception):  # as a width that the data gives, too
+        if change.settings:
+            smaller = _sketch(changed)
+            if smaller is None or count(smaller.parameters()) >= size:
+                continue
+        with contextlib.suppress(Exception):  # for example, the data may determine a width
             tried(changed)
-            return changed, f"{said}, of one of {number} (--full takes it as it is)"
-    return source, f"as it is, with {number}: it could not be built smaller"
+            return changed, f"{description}, of one of {size / 1e6:,.0f} million parameters (--full uses all of it)"
+    return source, f"as it is, with {size / 1e6:,.0f} million parameters: it could not be built smaller"
 
 
-def _sketch(source: FitSource) -> Any:
-    """The module with its network, if possible without its weights; ``None`` where it cannot be built so."""
+def _sketch(source: FitSource) -> LightningModule | None:
+    """Return the module with its network, without weights if possible; ``None`` if it cannot be built."""
     try:
         with silence():
-            fit: Fit = source.without_weights().make()
+            fit = source.without_weights().make()
             if not any(True for _ in fit.module.parameters()):
                 begin_fit(fit.trainer, fit.module, fit.datamodule)
                 if fit.datamodule is not None:
@@ -68,60 +81,71 @@ def _sketch(source: FitSource) -> Any:
 
 
 def _changes(source: FitSource, module: nn.Module) -> Iterator[tuple[str, Change]]:
-    """What may make the network small, the best first."""
-    settings = dict(_flat({"model": source.config().get("model")}))
-    lists = blocks_by_list(module)
-    depth = max(map(len, lists.values()), default=0)
-    blocks = [block for held in lists.values() for block in held]
-    sizes = {size for block in blocks for p in block.parameters() for size in p.shape if size > _NARROWEST}
-    own = {name: value for name, value in settings.items() if type(value) is int}
-    fewer = {name: 2 for name, value in own.items() if value == depth > 2}
-    for drawn, narrow in _pretrained(source):
-        yield "two narrow blocks with random weights", Change(settings={**drawn, **narrow})
+    """Yield changes that may make the network small, with descriptions, the smallest first."""
+    for random, narrow in _pretrained(source):
+        yield "two narrow blocks with random weights", Change(settings={**random, **narrow})
+    lists = list(blocks_by_list(module).values())
+    depth = max((len(blocks) for blocks in lists), default=0)
+    widths = {size for blocks in lists for block in blocks for p in block.parameters() for size in p.shape}
+    numbers = {name: value for name, value in _model_settings(source).items() if type(value) is int}
+    fewer = {}
+    if depth > 2:
+        fewer = {name: 2 for name, value in numbers.items() if value == depth}
     for factor in (8, 4, 2):
-        narrower = {name: value // factor for name, value in own.items() if value in sizes and value % factor == 0}
+        narrower = {}
+        for name, value in numbers.items():
+            if value > _NARROWEST and value in widths and value % factor == 0:
+                narrower[name] = value // factor
         if narrower:
             yield "two narrow blocks", Change(settings={**fewer, **narrower})
     if fewer:
-        yield "two blocks, as wide as they are", Change(settings=fewer)
-    if any(len(held) > 2 for held in lists.values()):
-        yield "the first two blocks of each list, as wide as they are", Change(callbacks=lambda: [FewBlocks()])
+        yield "two blocks of full width", Change(settings=fewer)
+    if depth > 2:
+        yield "the first two blocks of each list, in full width", Change(callbacks=lambda: [FewBlocks()])
 
 
 def _pretrained(source: FitSource) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Of each model of transformers that is named the settings that draw its weights, and those that make it small."""
-    settings = dict(_flat({"model": source.config().get("model")}))
+    """Yield for each pretrained model of transformers the settings for random weights, and those for a small network."""
+    settings = _model_settings(source)
     for name, path in settings.items():
         block = name.removesuffix(".name_or_path")
         if block == name or not path or f"{block}.random_weights" not in settings:
             continue
-        from lit_efficient.models.libraries.causal_lm import CausalLMConfig, resolve
+        from lit_efficient.models.causal_lm import CausalLMConfig, resolve
 
+        random: dict[str, Any] = {f"{block}.random_weights": True}
+        if settings.get(f"{block}.quantize"):
+            random[f"{block}.quantize"] = None
         config = resolve(CausalLMConfig(path, revision=settings.get(f"{block}.revision")))
-        fields = {**(settings.get(f"{block}.config_fields") or {}), **_NARROW}
-        drawn: dict[str, Any] = {f"{block}.random_weights": True}
-        drawn |= {f"{block}.quantize": None} if settings.get(f"{block}.quantize") else {}
-        narrow = {key: value for key, value in fields.items() if key not in _NARROW or hasattr(config, key)}
-        yield drawn, {f"{block}.config_fields": narrow}
+        fields = dict(settings.get(f"{block}.config_fields") or {})
+        fields.update({key: value for key, value in _NARROW.items() if hasattr(config, key)})
+        yield random, {f"{block}.config_fields": fields}
 
 
-def _flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items() if isinstance(tree, Mapping) else ():
-        name = f"{path}.{key}" if path else str(key)
-        yield name, value
-        yield from _flat(value, name)
+def _model_settings(source: FitSource) -> dict[str, Any]:
+    """Return all settings of the model at all depths, by their names in the config."""
+    found: dict[str, Any] = {}
+
+    def collect(tree: object, path: str) -> None:
+        if isinstance(tree, Mapping):
+            for key, value in tree.items():
+                found[f"{path}.{key}"] = value
+                collect(value, f"{path}.{key}")
+
+    collect(source.config().get("model"), "model")
+    return found
 
 
 class _Changed(FitSource):
-    """Makes the fits of another source with a change more."""
+    """Source of the fits of another source with an additional change."""
 
     def __init__(self, source: FitSource, change: Change) -> None:
-        self.source, self.change = source, change
+        self.source = source
+        self.change = change
 
     def make(self, change: Change = AS_IT_IS) -> Fit:
-        own = self.change
-        settings = {**own.settings, **change.settings}
-        callbacks = [*own.callbacks(), *change.callbacks()]
+        settings = {**self.change.settings, **change.settings}
+        callbacks = [*self.change.callbacks(), *change.callbacks()]
         return self.source.make(replace(change, settings=settings, callbacks=lambda: callbacks))
 
     def without_weights(self) -> FitSource:

@@ -1,8 +1,9 @@
-"""Check the claims of a training on the user's own module, data and settings, and say what came out.
+"""Check claims about a training on the user's own module, data and settings, and report the results.
 
     report = lit_efficient.verify(trainer, module, data);    print(report.text());    assert report.held
 
-Each claim is checked on fits of its own, of a few steps; what cannot be tried is said, and never counted as true.
+Each claim is checked on separate fits of a few steps. A claim that could not be tried is reported as such, and never
+counts as true.
 """
 
 import json
@@ -13,7 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
 
 from lit_efficient.errors import ConfigurationError, did_you_mean, refusal
 from lit_efficient.evidence.fits import FitSource, LiveFit
@@ -42,17 +44,18 @@ CLAIMS: tuple[Claim, ...] = (
     *OF_SHARDS,
 )
 _WORDS = {True: "PASS", False: "FAIL", None: "-"}
+_WIDTH = max(len(claim.name) for claim in CLAIMS)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What came out of `verify`.
+    """Results of `verify`.
 
     Args:
-        verdicts: One a claim, in order.
-        shortened: What was done to a large model to make it small, as a clause; empty where it is as it is.
-        left: Claims that were not reached, because somebody interrupted.
-        seconds: How long it took.
+        verdicts: One for each claim, in order.
+        shortened: Description of how a large model was made smaller; empty if it was not.
+        left: Claims that were not checked because of an interruption.
+        seconds: Duration of all checks.
     """
 
     verdicts: tuple[Verdict, ...]
@@ -62,60 +65,73 @@ class Report:
 
     @property
     def held(self) -> bool:
-        """Whether no claim failed."""
+        """True if no claim failed."""
         return all(verdict.held is not False for verdict in self.verdicts)
 
     @property
     def exit_code(self) -> int:
-        """0, or 2 if a claim failed; 130 after Ctrl-C."""
-        return 2 if not self.held else 130 if self.left else 0
+        """0, or 2 if a claim failed, or 130 after Ctrl-C."""
+        if not self.held:
+            return 2
+        return 130 if self.left else 0
 
     def text(self) -> str:
-        """A line a claim, and one more of a failure; then the summary."""
+        """Return a line for each claim, a second one for each failure, and the summary."""
         lines = [line for verdict in self.verdicts for line in lines_of(verdict)]
         return "\n".join([*lines, *self.summary()])
 
     def summary(self) -> list[str]:
-        """How many claims hold, what was done to the model, and what was not covered."""
-        counts = [sum(verdict.held is held for verdict in self.verdicts) for held in (True, False, None)]
-        lines = ["{} hold, {} fail, {} do not apply or were not tried; {:.0f} s".format(*counts, self.seconds)]
-        lines += [f"the model: {self.shortened}"] if self.shortened else []
-        covered: dict[str, list[str]] = {}
+        """Return lines on the number of claims that hold, on changes of the model, and on what was not covered."""
+        held, failed, idle = (sum(verdict.held is value for verdict in self.verdicts) for value in (True, False, None))
+        lines = [f"{held} hold, {failed} fail, {idle} do not apply or were not tried; {self.seconds:.0f} s"]
+        if self.shortened:
+            lines.append(f"the model: {self.shortened}")
+        claims: dict[str, list[str]] = {}
         for verdict in self.verdicts:
-            for what in verdict.uncovered:
-                covered.setdefault(what, []).append(verdict.claim)
-        lines += ["not covered:"] if covered else []
-        lines += [f"  {what} ({', '.join(names)})" for what, names in covered.items()]
-        return [*lines, f"interrupted; not reached: {', '.join(self.left)}"] if self.left else lines
+            for part in verdict.uncovered:
+                claims.setdefault(part, []).append(verdict.claim)
+        if claims:
+            lines.append("not covered:")
+            lines += [f"  {part} ({', '.join(names)})" for part, names in claims.items()]
+        if self.left:
+            lines.append(f"interrupted; not reached: {', '.join(self.left)}")
+        return lines
 
     def json(self) -> str:
-        """The same for programs; numbers that are not finite are texts."""
-        verdicts = [{key: _plain(value) for key, value in asdict(verdict).items()} for verdict in self.verdicts]
+        """Return the results as JSON. Numbers that are not finite are texts."""
         sentences = {claim.name: claim.sentence for claim in CLAIMS}
-        verdicts = [{**one, "sentence": sentences.get(one["claim"], "")} for one in verdicts]
-        more = {
+        verdicts = []
+        for verdict in self.verdicts:
+            record = {**asdict(verdict), "sentence": sentences.get(verdict.claim, "")}
+            if verdict.number is not None and not math.isfinite(verdict.number):
+                record["number"] = str(verdict.number)
+            verdicts.append(record)
+        found = {
+            "verdicts": verdicts,
             "held": self.held,
             "shortened": self.shortened,
             "left": list(self.left),
             "seconds": round(self.seconds, 1),
         }
-        return json.dumps({"verdicts": verdicts, **more}, indent=2)
+        return json.dumps(found, indent=2)
 
 
 def lines_of(verdict: Verdict) -> list[str]:
-    """A verdict for people."""
-    head = f"{_WORDS[verdict.held]:4}  {verdict.claim:{max(len(claim.name) for claim in CLAIMS)}}  "
-    figure = ""
+    """Return the lines of a verdict."""
+    head = f"{_WORDS[verdict.held]:4}  {verdict.claim:{_WIDTH}}  "
+    text = verdict.why
     if verdict.number is not None and verdict.tolerance is not None:
-        figure = f"{verdict.number:.2g} of {verdict.tolerance:.2g} allowed ({verdict.unit}): "
-    lines = [f"{head}{figure}{verdict.why}"]
-    return [*lines, f"{'':{len(head)}}first where it differs: {verdict.where}"] if verdict.where else lines
+        text = f"{verdict.number:.2g} of {verdict.tolerance:.2g} allowed ({verdict.unit}): {text}"
+    lines = [head + text]
+    if verdict.where:
+        lines.append(f"{'':{len(head)}}first difference: {verdict.where}")
+    return lines
 
 
 def verify(
-    fit: Any,
-    module: Any = None,
-    data: Any = None,
+    fit: Trainer | FitSource,
+    module: LightningModule | None = None,
+    data: object = None,
     *,
     only: Sequence[str] = (),
     full: bool = False,
@@ -123,46 +139,43 @@ def verify(
     tell: Callable[[str], object] | None = None,
     seen: Callable[[Verdict], object] | None = None,
 ) -> Report:
-    """Check what ought to be true of a training, on copies of it that train a few steps and leave no trace.
+    """Check properties that a training should have, on copies that train for a few steps and leave no traces.
 
     Args:
-        fit: A trainer, which is left as it is, or a :class:`~lit_efficient.evidence.fits.FitSource`.
-        module: With a trainer: the LightningModule.
-        data: With a trainer: a DataModule, a loader, a pair of one to train and one to validate on, or ``None``.
-        only: Names of the claims to check, all by default; `runs` comes first all the same, as all stand on it.
-        full: Take a model of more than 50 million parameters as it is, not two narrow blocks of it.
-        seed: With a trainer: what random numbers begin with.
-        tell: Gets a line on the progress now and then.
-        seen: Gets each verdict as soon as it is there.
+        fit: A trainer, which is not changed, or a :class:`~lit_efficient.evidence.fits.FitSource`.
+        module: The LightningModule, with a trainer.
+        data: A DataModule, a loader, a pair of a training and a validation loader, or ``None``, with a trainer.
+        only: Names of the claims to check, by default all. The claim `runs` is checked in any case.
+        full: Use a model of more than 50 million parameters as it is, instead of two narrow blocks of it.
+        seed: Seed of random numbers, with a trainer.
+        tell: Function that receives lines of progress.
+        seen: Function that receives each verdict as soon as it is known.
 
     Returns:
-        The verdicts. Ctrl-C ends it with those that are there.
+        The verdicts. After Ctrl-C, those that are known.
 
     Raises:
-        ConfigurationError: If ``only`` names no claim.
+        ConfigurationError: If ``only`` names an unknown claim, or the module needs the mesh of several processes.
     """
     source = fit if isinstance(fit, FitSource) else LiveFit(fit, module, data, seed)
     claims = chosen(only)
-    began, verdicts, environment = time.monotonic(), [], dict(os.environ)
+    began = time.monotonic()
+    environment = dict(os.environ)
+    verdicts: list[Verdict] = []
     left: tuple[str, ...] = ()
     with tempfile.TemporaryDirectory(prefix="verify-") as folder, other_randomness(random_states()):
-        said = ""
+        shortened = ""
         if not full:
             with silence():
-                source, said = small(source, lambda changed: Subject(changed, Path(folder)).train(1))
-        subject = Subject(source, Path(folder), full, said)
+                source, shortened = small(source, lambda changed: Subject(changed, Path(folder)).train(1))
+        subject = Subject(source, Path(folder), full, shortened)
+        _check_start(subject)
         try:
-            subject.within(lambda trainer, module: None)  # what is wrong before the first step is no verdict
-        except Exception as error:
-            if lacks_mesh(error):
-                raise ConfigurationError(
-                    f"verify: one process checks the claims, and cannot run {NEEDS_MESH}: let it shard where "
-                    "self.device_mesh is one, or take ShardedStrategy, which shards any module"
-                ) from error
-            raise
-        try:
-            if not (runs := RUNS.check(subject)).held:
-                claims, verdicts = [], [runs]  # nothing can be checked
+            runs = RUNS.check(subject)
+            if not runs.held:
+                # Without a run nothing else can be checked.
+                claims = []
+                verdicts.append(runs)
             for i, claim in enumerate(claims):
                 if tell is not None:
                     tell(_progress(claim, i, len(claims), time.monotonic() - began))
@@ -178,10 +191,10 @@ def verify(
 
 
 def chosen(only: Sequence[str]) -> list[Claim]:
-    """The claims of these names, in their order; all where none is named.
+    """Return the claims with these names in their order, or all claims without names.
 
     Raises:
-        ConfigurationError: For a name that no claim has.
+        ConfigurationError: If no claim has a name.
     """
     names = [claim.name for claim in CLAIMS]
     for name in only:
@@ -190,20 +203,31 @@ def chosen(only: Sequence[str]) -> list[Claim]:
     return [claim for claim in CLAIMS if not only or claim.name in only]
 
 
+def _check_start(subject: Subject) -> None:
+    """Raise the errors of a fit before its first step, which are no verdict."""
+    try:
+        subject.within(lambda trainer, module: None)
+    except Exception as error:
+        if lacks_mesh(error):
+            raise ConfigurationError(
+                f"verify: one process checks the claims, and cannot run {NEEDS_MESH}: shard only if self.device_mesh "
+                "is set, or use ShardedStrategy, which shards any module"
+            ) from error
+        raise
+
+
 def _checked(claim: Claim, subject: Subject) -> Verdict:
-    """The verdict; what stops a check is one, too, but not on the claim."""
+    """Return the verdict of a claim. An error of the check says nothing about the claim."""
     try:
         with silence():
             return claim.check(subject)
     except Exception as error:
-        said = " ".join(str(error).split())[:300]
-        return Verdict(claim.name, None, why=f"could not be tried: {type(error).__name__}: {said}")
+        text = " ".join(str(error).split())[:300]
+        return claim.idle(f"could not be tried: {type(error).__name__}: {text}")
 
 
 def _progress(claim: Claim, done: int, number: int, seconds: float) -> str:
-    left = f", about {seconds / done * (number - done):.0f} s left" if done else ""
-    return f"{done + 1} of {number}: {claim.sentence}{left}"
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    text = f"{done + 1} of {number}: {claim.sentence}"
+    if done:
+        text += f", about {seconds / done * (number - done):.0f} s left"
+    return text
