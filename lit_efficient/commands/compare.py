@@ -1,8 +1,8 @@
-"""``python -m lit_efficient compare -c X --with lora --with ema``: what each technique saves on one's own config.
+"""``python -m lit_efficient compare -c X --with lora --with ema``: measure the effect of techniques on a config.
 
-Trains the config as it is, with each overlay alone, with all, and with all but one, by turns, each in a process of its
-own; then writes the comparison as a table, Markdown, CSV and a page of HTML. The runs are kept: the same command goes
-on where it stopped, and more ``--with`` or ``--minutes`` add to what is there.
+The config is trained unchanged, with each overlay alone, with all, and with all but one, alternately and each in a
+process of its own. The comparison is written as a table, Markdown, CSV and a page of HTML. Runs are kept: the same
+command continues where it stopped, and more ``--with`` or ``--minutes`` add runs.
 """
 
 import argparse
@@ -19,10 +19,10 @@ from lit_efficient.files import configs
 
 
 def run(argv: Sequence[str]) -> int:
-    """Compare."""
+    """Run ``compare`` and return its exit code."""
     options, rest = _parser().parse_known_args(argv)
     if not options.overlays and not options.all:
-        raise refusal("compare", "--with", "one overlay or more, or --all", options.overlays)
+        raise refusal("compare", "--with", "at least one overlay, unless --all is given", options.overlays)
     for given in [*options.overlays, *filter(None, [options.forgetting])]:
         configs.find(given)
     from lit_efficient.cli.fits import ConfigFit
@@ -35,8 +35,9 @@ def run(argv: Sequence[str]) -> int:
 
     every = [path.stem for path in sorted((configs.folder() / "techniques").glob("*.yaml"))] if options.all else []
     names = list(dict.fromkeys([*options.overlays, *every]))
+    root = options.folder or Path("runs", "compare")
     comparing = Comparing(
-        ConfigFit(rest, root := options.folder or Path("runs", "compare")),
+        ConfigFit(rest, root),
         [Change(Path(name).stem if name.endswith(".yaml") else name, overlays=(name,)) for name in names],
         Schedule(
             options.steps,
@@ -57,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
         comparing.run()
     except KeyboardInterrupt:
         interrupted = True
-        print("\ninterrupted: what has ended is kept, and the same command goes on", file=sys.stderr)
+        print("\ninterrupted: finished runs are kept, and the same command continues", file=sys.stderr)
     found = comparing.result(options.metric, shlex.join([*COMMAND.split(), "compare", *redacted(list(argv))]))
     if comparing.refused:
         raise ConfigurationError(found.variants[0].failed)
@@ -72,33 +73,35 @@ def run(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "lit_efficient compare",
-        description="Measure what each technique saves on a config of your own: time, memory, checkpoints, loss. "
+        description="Measure the effect of each technique on your config: time, memory, checkpoints, loss. "
         "Takes the options of fit: -c CONFIG, --data.batch_size 8, --trainer.limit_val_batches 20, "
         "--allow-import PACKAGE, ...",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--with", dest="overlays", metavar="OVERLAY", nargs="+", action="extend", default=[], help="what is compared"
+        "--with", dest="overlays", metavar="OVERLAY", nargs="+", action="extend", default=[], help="overlays to compare"
     )
-    parser.add_argument("--all", action="store_true", help="each technique that this config does not refuse, alone")
+    parser.add_argument(
+        "--all", action="store_true", help="compare each technique that this config does not refuse, alone"
+    )
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps of each training (default: 100)")
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each variant (default: 3)")
-    parser.add_argument("--minutes", type=float, default=10.0, help="begin no run after so many (default: 10)")
-    parser.add_argument("--validations", type=int, default=10, help="in each training (default: 10)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="time after which no new run begins (default: 10)")
+    parser.add_argument("--validations", type=int, default=10, help="validations in each training (default: 10)")
     parser.add_argument(
         "--narrow",
         type=float,
         default=5.0,
-        help="width of the times' intervals that is enough, in %% (default: 5; 0 adds no runs for the times alone)",
+        help="width in %% of the intervals of times at which runs end (default: 5; 0 adds no runs for times only)",
     )
-    parser.add_argument("--metric", help="what is compared, lower is better (default: the validation loss)")
+    parser.add_argument("--metric", help="metric to compare, lower is better (default: the validation loss)")
     parser.add_argument(
-        "--forgetting", metavar="CONFIG", help="an overlay with other `data`, whose loss is taken before and after"
+        "--forgetting", metavar="CONFIG", help="overlay with other `data`, whose loss is measured before and after"
     )
+    parser.add_argument("--cpu_time", action="store_true", help="compare CPU time, for a CPU that other programs use")
     parser.add_argument(
-        "--cpu_time", action="store_true", help="compare seconds that a CPU computes, where others use it, too"
+        "--folder", type=Path, help="folder of the runs and the report (default: one below runs/compare)"
     )
-    parser.add_argument("--folder", type=Path, help="for the runs and the report (default: one below runs/compare)")
     return parser
 
 

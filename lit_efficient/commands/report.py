@@ -1,4 +1,4 @@
-"""``python -m lit_efficient report RUN [RUN ...]``: what runs did, as a page of HTML with pictures."""
+"""``python -m lit_efficient report RUN [RUN ...]``: write a page of HTML about runs, with pictures."""
 
 import argparse
 from collections.abc import Sequence
@@ -12,15 +12,19 @@ _SIGNS = (EVENTS, "config.yaml", "metrics.csv", "lightning_logs")
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write the report."""
+    """Run ``report`` and return its exit code."""
     parser = argparse.ArgumentParser(
         "lit_efficient report",
-        description="Write a page of HTML that shows what a run did: curves, samples, techniques, config, environment. "
-        "Several runs are shown side by side, with the keys of their configs that differ.",
+        description="Write a page of HTML about a run: curves, samples, techniques, config, environment. Several runs "
+        "are shown side by side, with the differences of their configs.",
         allow_abbrev=False,
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, a checkpoint in it, or `latest`")
-    parser.add_argument("--output", metavar="FILE", help="default: report.html, in the run's folder; of several here")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="path of the page (default: report.html in the folder of a single run, else in this folder)",
+    )
     options = parser.parse_args(argv)
     folders = list(dict.fromkeys(folder_of(name) for name in options.runs))
 
@@ -33,7 +37,7 @@ def run(argv: Sequence[str]) -> int:
     if target.is_dir():
         target = target / "report.html"
     if target.exists() and not target.read_bytes().startswith(MARK.encode()):
-        raise ConfigurationError(f"report: {target} is there already and is no report; name another --output")
+        raise ConfigurationError(f"report: {target} exists already and is no report: name another --output")
     runs = [RunRecord(folder) for folder in folders]
     content = page(runs).encode()
     with replacing(target) as file:
@@ -46,13 +50,16 @@ def run(argv: Sequence[str]) -> int:
 
 
 def folder_of(name: str) -> Path:
-    """The folder of a run that is named by itself, by ``latest``, by the folder above it, or by one of its checkpoints.
+    """Return the folder of a run.
+
+    Args:
+        name: The folder itself, ``latest``, the folder above it, or one of its checkpoints.
 
     Raises:
-        ConfigurationError: If there is none.
+        ConfigurationError: If there is no such run.
     """
     path = real(Path(name))
-    if not path.exists() and name == LATEST:  # of all configs'
+    if not path.exists() and name == LATEST:  # of all configs
         found = [real(path) for pattern in ("*", "*/*") for path in Path("runs").glob(f"{pattern}/{LATEST}")]
         path = max(found, key=lambda folder: folder.name, default=path)
     if not path.exists():
@@ -63,4 +70,4 @@ def folder_of(name: str) -> Path:
         if read_record(place) is not None or any((place / sign).exists() for sign in _SIGNS):
             return place
     signs = ", ".join(("run.json", *_SIGNS))
-    raise ConfigurationError(f"report: {name} is no run's folder and lies in none: there is none of {signs}")
+    raise ConfigurationError(f"report: {name} is no run's folder and is not inside one: none of {signs} was found")

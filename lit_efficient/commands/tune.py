@@ -1,7 +1,7 @@
-"""``python -m lit_efficient tune -c X --device-memory 24GiB``: the fastest way to run a fit within a memory.
+"""``python -m lit_efficient tune -c X --device-memory 24GiB``: search for the fastest way to run a fit in some memory.
 
-The effective batch is kept. Plans rule out what does not fit, few candidates run, and the best is written as an
-overlay, beside a folder with the table of all of them and with what an interrupted search goes on from.
+The effective batch stays the same. Plans exclude candidates that do not fit, and few candidates run. The best one is
+written as an overlay. A folder next to it holds a table of all candidates and the state of an interrupted search.
 """
 
 import argparse
@@ -18,28 +18,37 @@ from lit_efficient.errors import OutOfMemoryError, check_number, refusal
 
 
 def run(argv: Sequence[str]) -> int:
-    """Answer ``tune``."""
+    """Run ``tune`` and return its exit code."""
     parser = argparse.ArgumentParser(
         "lit_efficient tune",
-        description="Search batch, accumulation and what the catalogue has for memory and speed for the most samples a "
-        "second that fit, at the same effective batch. Each candidate is planned first; the most never run. The best "
-        "is written as an overlay. Takes the options of fit: -c CONFIG, --trainer.precision bf16-mixed, ...",
-        epilog="exit codes: 0 found, 3 nothing fits, 2 what the user can mend, 130 interrupted: what is done is kept, "
-        "and the same command goes on from it",
+        description="Search for the batch size, the accumulation, and the techniques for memory and speed with the most "
+        "samples a second that fit, at the same effective batch. Candidates are planned first, and most never run. The "
+        "best is written as an overlay. Takes the options of fit: -c CONFIG, --trainer.precision bf16-mixed, ...",
+        epilog="exit codes: 0 found, 3 nothing fits, 2 user error, 130 interrupted: results are kept, and the same "
+        "command continues",
         allow_abbrev=False,
     )
-    parser.add_argument("--device_memory", metavar="24GiB", help="what a step may take; what is free now if left out")
-    parser.add_argument("--minutes", type=float, default=20.0, help="after which nothing new begins; default 20")
+    parser.add_argument(
+        "--device_memory", metavar="24GiB", help="memory that a step may need (default: the free memory)"
+    )
+    parser.add_argument("--minutes", type=float, default=20.0, help="time after which no new run begins (default: 20)")
     parser.add_argument(
         "--allow_changes",
         nargs="*",
         metavar="NAME",
-        help="try what changes the mathematics, too: these options, or without names fewer bits and other batches",
+        help="also try these options, which change the results; without names, lower precision and other batches",
     )
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="options to try, batch_size among them; else all")
-    parser.add_argument("--batch", default="auto", metavar="data.batch_size", help="the setting of the batch size")
-    parser.add_argument("--output", metavar="FILE.yaml", help="the overlay; default runs/tune/CONFIG.yaml")
-    parser.add_argument("--quiet", action="store_true", help="no lines of progress")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="try these options only, among them batch_size (default: all)"
+    )
+    parser.add_argument(
+        "--batch",
+        default="auto",
+        metavar="data.batch_size",
+        help="setting of the batch size (default: found automatically)",
+    )
+    parser.add_argument("--output", metavar="FILE.yaml", help="path of the overlay (default: runs/tune/CONFIG.yaml)")
+    parser.add_argument("--quiet", action="store_true", help="print no progress")
     options, rest = parser.parse_known_args(argv)
     check_number("tune", "--minutes", options.minutes, above=0)
     output = Path(options.output or Path("runs", "tune", f"{_name(rest)}.yaml"))
@@ -57,6 +66,10 @@ def _tuned(options: argparse.Namespace, argv: list[str], output: Path, root: str
     from lit_efficient.evidence.tuning.tuned import tune
     from lit_efficient.files.atomic_file import replacing
 
+    def say(line: str) -> None:
+        if not options.quiet:
+            print(line, file=sys.stderr, flush=True)
+
     folder = output.with_suffix("")
     config = json.dumps(ConfigFit(argv, root).config(), sort_keys=True, default=str)
     try:
@@ -70,10 +83,10 @@ def _tuned(options: argparse.Namespace, argv: list[str], output: Path, root: str
             folder=folder,
             key=hashlib.sha256(config.encode()).hexdigest()[:16],
             sketch=ConfigFit(argv, root, "meta"),
-            say=lambda line: None if options.quiet else print(line, file=sys.stderr, flush=True),
+            say=say,
         )
     except KeyboardInterrupt:
-        print(f"\ninterrupted: what is done lies in {folder}, and the same command goes on from it", file=sys.stderr)
+        print(f"\ninterrupted: the results are in {folder}, and the same command continues", file=sys.stderr)
         return 130
     print("\n".join([*found.lines(), f"all candidates: {folder / 'table.csv'}"]))
     if found.best is None:
@@ -86,6 +99,6 @@ def _tuned(options: argparse.Namespace, argv: list[str], output: Path, root: str
 
 
 def _name(argv: Sequence[str]) -> str:
-    """What the configs of a command line are called together."""
+    """Return a name for the configs of a command line."""
     words = re.split(r"\s-(?:c|-config)[ =]", " " + " ".join(argv))[1:]
     return "+".join(Path(word.split()[0]).stem for word in words if word.split()) or "fit"

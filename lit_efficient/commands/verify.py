@@ -1,6 +1,6 @@
-"""``python -m lit_efficient verify -c X``: whether what ought to be true of this training is true of it.
+"""``python -m lit_efficient verify -c X``: check properties that a training should have.
 
-Short fits on copies, in a temporary folder: nothing of a run's is read or written.
+The checks are short fits in a temporary folder. Files of runs are neither read nor written.
 """
 
 import argparse
@@ -12,20 +12,20 @@ from collections.abc import Iterable, Sequence
 
 
 def run(argv: Sequence[str]) -> int:
-    """Answer ``verify``."""
+    """Run ``verify`` and return its exit code."""
     parser = argparse.ArgumentParser(
         "lit_efficient verify",
-        description="Check on the config's own classes, data and settings that accumulation, resuming, masks, exports "
-        "and the rest do what they claim: a line a claim, with its number and tolerance, and of a failure the first "
-        "layer that differs. Takes the options of fit: -c CONFIG, --trainer.precision bf16-mixed, ...",
-        epilog="exit codes: 0 no claim failed; 2 one did, or the config is wrong; 130 interrupted, with the verdicts "
-        "that were there",
+        description="Check accumulation, resuming, masks, exports and other properties of a training with the config's "
+        "own classes, data and settings. Prints a line for each claim with its number and tolerance, and for a failure "
+        "the first layer that differs. Takes the options of fit: -c CONFIG, --trainer.precision bf16-mixed, ...",
+        epilog="exit codes: 0 no claim failed; 2 a claim failed, or the config is wrong; 130 interrupted, after the "
+        "known verdicts are printed",
         allow_abbrev=False,
     )
-    parser.add_argument("--only", metavar="A,B", default="", help="check these claims; `--only help` lists them")
-    parser.add_argument("--full", action="store_true", help="take a model above 50 million parameters as it is")
+    parser.add_argument("--only", metavar="A,B", default="", help="check these claims only; `--only help` lists all")
+    parser.add_argument("--full", action="store_true", help="do not shorten a model of more than 50 million parameters")
     parser.add_argument("--json", action="store_true", help="print the verdicts as JSON")
-    parser.add_argument("--quiet", action="store_true", help="no lines of progress")
+    parser.add_argument("--quiet", action="store_true", help="print no progress")
     options, rest = parser.parse_known_args(argv)
     from lit_efficient.cli.errors import explained
     from lit_efficient.cli.fits import ConfigFit
@@ -36,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
         _print(f"{claim.name:{width}}  {claim.sentence}" for claim in CLAIMS)
         return 0
     only = [name.strip() for name in options.only.split(",") if name.strip()]
-    chosen(only)  # a wrong name is said before anything is built
+    chosen(only)  # refuses a wrong name before anything is built
     with tempfile.TemporaryDirectory(prefix="verify-") as folder, explained(["fit", *rest]):
         report = verify(
             ConfigFit(rest, folder),
@@ -53,7 +53,9 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _print(lines: Iterable[str]) -> None:
-    """Print lines, in a terminal in its width."""
-    columns = max(40, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 10**6
+    """Print lines, wrapped to the width of a terminal."""
+    columns = 10**6
+    if sys.stdout.isatty():
+        columns = max(40, shutil.get_terminal_size().columns)
     for line in lines:
         print(textwrap.fill(line, columns, subsequent_indent=" " * 6, break_on_hyphens=False), flush=True)

@@ -303,7 +303,7 @@ def test_it_writes_over_a_report_and_over_nothing_else(
     assert main(["report", str(folder), str(other), str(folder)]) == 0
     assert Page(Path("report.html").read_text("utf-8")).text.count("2 layers of rank 4") == 2
     assert main(["report", str(folder), "--output", str(folder / "config.yaml")]) == 2
-    assert "config.yaml is there already and is no report" in capsys.readouterr().err
+    assert "config.yaml exists already and is no report" in capsys.readouterr().err
     with (folder / "events.jsonl").open("a") as file:
         file.write(event("end", 40, reason="do\x1b[2J\nne\x1b]0;x\x07"))
     assert main(["report", str(folder), "--output", "deep/down/x.html"]) == 0

@@ -60,7 +60,7 @@ def test_the_overlay_of_ones_own_task_trains_and_what_does_not_fit_ends_with_3(t
     assert {row["state"] for row in rows} == {"too large", "refused"}
     monkeypatch.setattr("lit_efficient.evidence.tuning.tuning.Search.run", _interrupted)
     assert main(["tune", *words]) == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "the same command continues" in capsys.readouterr().err
 
 
 def _interrupted(search):

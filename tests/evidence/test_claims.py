@@ -119,7 +119,7 @@ class Stratified(Toy):
 
 def test_what_is_drawn_for_a_row_goes_with_it_into_a_smaller_batch():
     assert verdict_of("accumulation", Noisy(), accumulate_grad_batches=2).held is True
-    assert "depends on the size" in verdict_of("accumulation", Stratified(), accumulate_grad_batches=2).why
+    assert "depend on the size" in verdict_of("accumulation", Stratified(), accumulate_grad_batches=2).why
 
 
 class Part(Toy):
@@ -159,7 +159,7 @@ class WithStuck(Toy):
     [
         (Part, (), "net.head.weight: no optimizer holds it"),
         (Detached, (), "net.stem.weight: no gradient reaches it"),
-        (WithStuck, (), "net.stem.weight: it has a gradient and does not move"),
+        (WithStuck, (), "net.stem.weight: it has a gradient but does not change"),
     ],
 )
 def test_what_should_train_and_does_not_is_named(module, callbacks, where):
@@ -178,7 +178,7 @@ class Aside(Toy):
 def test_a_layer_that_no_step_calls_is_named_and_no_failure():
     verdict = verdict_of("trains", Aside())
     assert verdict.held is True
-    aside = "2 parameters that the training step leaves aside, or uses without gradients, first pooler"
+    aside = "2 parameters that the training step does not use, or uses without gradients, first pooler"
     assert any(aside in one for one in verdict.uncovered)
 
 
@@ -205,8 +205,8 @@ class Tied(Toy):
 @pytest.mark.parametrize(
     ("module", "callbacks", "where"),
     [
-        (Toy, (LoRA(rank=2), Nudge()), "net.stem.weight: it is frozen, and moved"),
-        (Toy, (LoRA(rank=2), Thaw()), "net.head.weight: it is none of what LoRA trains"),
+        (Toy, (LoRA(rank=2), Nudge()), "net.stem.weight: it is frozen but changed"),
+        (Toy, (LoRA(rank=2), Thaw()), "net.head.weight: LoRA does not train it"),
         (Tied, (), "net.stem.weight: it is no longer tied to net.head.weight"),
     ],
 )
@@ -240,8 +240,8 @@ class Epochs(Toy):
 
 def test_a_schedule_that_does_not_act_is_found():
     found("schedule", Dropped(), where="LambdaLR, which was built")
-    found("schedule", Toy(), Stranger(), where="LambdaLR, which moves the rates of another optimizer")
-    found("schedule", Toy(), Constant(), where="step 1, group 2: 0.01, and the schedule says 0.005")
+    found("schedule", Toy(), Stranger(), where="LambdaLR, which changes the rates of another optimizer")
+    found("schedule", Toy(), Constant(), where="step 1, group 2: 0.01, but the schedule says 0.005")
     assert verdict_of("schedule", Epochs(), loader=data(8)).held is True
     assert verdict_of("schedule", Part()).held is None
 

@@ -64,7 +64,7 @@ def test_a_width_that_does_not_run_is_left(monkeypatch):
 
     changed, said = small_builds.small(Settings(depth=5, inner=128), odd)
     assert blocks_of(changed) == (2, 128)
-    assert said.startswith("two blocks, as wide as they are")
+    assert said.startswith("two blocks of full width")
 
 
 def test_of_a_live_network_the_first_blocks_are_kept_and_the_report_says_so(monkeypatch):

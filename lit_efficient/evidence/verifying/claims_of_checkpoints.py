@@ -1,14 +1,15 @@
-"""Claims on what a training leaves behind: checkpoints, averages, merged and exported weights."""
+"""Claims about the results of a training: checkpoints, averages, merged and exported weights."""
 
 import contextlib
 import io
+import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lit_efficient.application.optimizers import OptimizerHooks
@@ -16,8 +17,10 @@ from lit_efficient.declaration import Phase, defines, techniques_of
 from lit_efficient.errors import LitEfficientError
 from lit_efficient.evidence.fits import Fit
 from lit_efficient.evidence.verifying.claims import (
+    Batch,
     Claim,
     Subject,
+    Tensors,
     Verdict,
     difference,
     first_batch,
@@ -40,122 +43,143 @@ from lit_efficient.mechanisms.trials.probes import loaders_in
 from lit_efficient.mechanisms.trials.steps import Trials, leaves_traces
 from lit_efficient.traits import Trait, has_trait
 
-_KEPT = ("global_step", "state_dict", "optimizer_states", "lr_schedulers", "callbacks")
+_COMPARED = ("global_step", "state_dict", "optimizer_states", "lr_schedulers", "callbacks")  # parts of a checkpoint
 
 
 class Resumed(Claim):
-    """A run that goes on from a checkpoint, against the one that wrote it and went on."""
+    """A run that is resumed from a checkpoint is equal to the run that wrote it and continued."""
 
-    name, sentence = "resume", "a run that is resumed in the midst of an epoch ends with the bits of one that is not"
+    name, sentence = "resume", "a run that is resumed inside an epoch ends bit-equal to one that was not interrupted"
 
     def check(self, subject: Subject) -> Verdict:
-        """Save after two steps, go on for two more; do these two again from the checkpoint."""
-        before, after = _Snapshots(2, subject.folder / "resume.ckpt"), _Snapshots(0)
+        """Save after two steps and train two more, then train these two again from the checkpoint."""
+        before = _Snapshots(2, subject.folder / "resume.ckpt")
+        after = _Snapshots(0)
         trace = subject.train(4, prepare=lambda fit: fit.trainer.callbacks.append(before), slim=True)
-        why = "a checkpoint after 2 steps, what is restored from it, and 2 more steps with it and without it"
+
+        def resume(fit: Fit) -> None:
+            fit.resumed = before.path
+            fit.trainer.callbacks.append(after)
+
         try:
-            again = subject.train(2, prepare=partial(_resume, before.path, after), slim=True)
+            again = subject.train(2, prepare=resume, slim=True)
         except Exception as error:
-            said = f"it cannot be resumed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            return self.measured(float("inf"), 0.0, "largest relative difference", why, said)
+            text = f"it cannot be resumed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            return self.measured(math.inf, 0.0, "a checkpoint after 2 steps, and a run that is resumed from it", text)
         off = {f"restored {name}": by for name, by in _each(before.taken[0], after.taken[0]).items()}
-        uncovered: tuple[str, ...] = ("a checkpoint inside an accumulation window",)
+        uncovered = ["a checkpoint inside an accumulation window"]
         if any(has_trait(one, Trait.SEEDS_BATCHES) for one in trace.fit.trainer.callbacks):
+            why = "a checkpoint after 2 steps, the restored state, and 2 more steps with and without the interruption"
             batches = len(again.batches)
-            for i, (one, other) in enumerate(zip(trace.batches[-batches:], again.batches)):
-                off |= {f"batch {i + 1} after it, {n}": by for n, by in _each(_flat(one), _flat(other)).items()}
-            losses = zip(trace.losses[-batches:], again.losses)
-            off |= {f"loss {i + 1} after it": abs(a - b) / max(abs(a), 1e-30) for i, (a, b) in enumerate(losses)}
+            for i, (one, other) in enumerate(zip(trace.batches[-batches:], again.batches), start=1):
+                for name, by in _each(_flat(one), _flat(other)).items():
+                    off[f"batch {i} after it, {name}"] = by
+            for i, (a, b) in enumerate(zip(trace.losses[-batches:], again.losses), start=1):
+                off[f"loss {i} after it"] = abs(a - b) / max(abs(a), 1e-30)
             off |= {f"{name} at the end": by for name, by in _each(before.taken[-1], after.taken[-1]).items()}
         else:
-            why = "a checkpoint after 2 steps, and what is restored from it"
-            uncovered += ("the steps after a resume, whose batches and draws ExactResume makes the same",)
-        return self.compared(off, 0.0, "largest relative difference", why, uncovered)
+            why = "a checkpoint after 2 steps, and the restored state"
+            uncovered.append("the steps after a resume, whose batches and random numbers only ExactResume keeps equal")
+        return self.compared(off, 0.0, why, tuple(uncovered))
 
 
-def _each(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
-    """By name how far numbers of all sizes, as weights, counts and seeds, are from others, each relative to itself."""
-    pairs = ([{name: each[name]} if name in each else {} for each in (one, other)] for name in {**one, **other})
-    return {name: by for a, b in pairs for name, by in difference(a, b).items()}
-
-
-def _resume(path: Path | None, snapshots: Callback, fit: Fit) -> None:
-    fit.resumed = path
-    fit.trainer.callbacks.append(snapshots)
+def _each(one: Tensors, other: Tensors) -> dict[str, float]:
+    """Return differences by name, each relative to its own tensor: weights, counts and seeds differ in size."""
+    found: dict[str, float] = {}
+    for name in {**one, **other}:
+        pair = [{name: side[name]} if name in side else {} for side in (one, other)]
+        found |= difference(*pair)
+    return found
 
 
 class _Snapshots(Callback):
-    """Takes what a checkpoint would hold: when one is written or was read, and at the end."""
+    """Takes the contents of checkpoints: when one is written or has been read, and at the end.
+
+    Args:
+        step: Step after which to write a checkpoint.
+        path: Path of the checkpoint; ``None`` writes none.
+    """
 
     def __init__(self, step: int, path: Path | None = None) -> None:
-        self.step, self.path = step, path
+        self.step = step
+        self.path = path
         self.taken: list[dict[str, Tensor]] = []
 
-    def _take(self, trainer: Any) -> None:
+    def _take(self, trainer: Trainer) -> None:
         checkpoint = checkpoint_of(trainer)
-        self.taken.append(_flat({key: checkpoint[key] for key in _KEPT if key in checkpoint}))
+        self.taken.append(_flat({key: checkpoint[key] for key in _COMPARED if key in checkpoint}))
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.path is None:
             self._take(trainer)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Batch, batch_idx: int
+    ) -> None:
         if self.path is not None and trainer.global_step == self.step and not accumulates(trainer):
             self._take(trainer)
             trainer.save_checkpoint(self.path, weights_only=False)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._take(trainer)
 
 
-def _flat(tree: Any, path: str = "") -> dict[str, Tensor]:
-    """Copies of the tensors and numbers in a tree, by path; of callbacks, which measure time too, of the tensors."""
+def _flat(tree: object, path: str = "") -> dict[str, Tensor]:
+    """Return copies of the tensors and numbers in a nested structure, by path.
+
+    Numbers of callbacks are left out, because they may be times.
+    """
     if isinstance(tree, Tensor):
         if is_traceable_wrapper_subclass(tree):
             return _flat({name: getattr(tree, name) for name in tree.__tensor_flatten__()[0]}, path)
         return {path: tree.detach().to("cpu", copy=True)}
-    if isinstance(tree, Mapping | list | tuple):
-        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
-        return {name: t for key, value in items for name, t in _flat(value, f"{path} {key}".strip()).items()}
     if isinstance(tree, bool | int | float) and not path.startswith("callbacks"):
         return {path: torch.tensor(float(tree), dtype=torch.float64)}
-    return {}
+    found: dict[str, Tensor] = {}
+    if isinstance(tree, Mapping | list | tuple):
+        for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            found |= _flat(value, f"{path} {key}".strip())
+    return found
 
 
 class Averaged(Claim):
-    """The average that a technique keeps, against its formula over the recorded weights."""
+    """The average of a technique is equal to its formula, applied to the recorded weights."""
 
-    name, sentence = "average", "the average of the weights is what its formula makes of the weights of each step"
+    name, sentence = "average", "the average of the weights follows from the weights of each step by its formula"
+    unit = "largest relative difference of weights"
 
     def check(self, subject: Subject) -> Verdict:
-        """Record the weights of some steps, and sum them by the shares that the technique says they have."""
-        steps, notes = 4, []
+        """Record the weights of some steps, and sum them with the shares of the technique's formula."""
+        steps = 4
+        notes = []
 
-        def soon(fit: Fit) -> None:
+        def average_from_the_start(fit: Fit) -> None:
             for technique in _averages(fit):
                 for name in ("start_step", "every_n_steps"):
                     if technique.shares(steps) is None and getattr(technique, name, 0) > 1:
-                        notes.append(f"{type(technique).__name__} with {name}={getattr(technique, name)}: 1 was taken")
+                        kind = type(technique).__name__
+                        notes.append(f"{kind} with {name}={getattr(technique, name)}: it was checked with 1")
                         setattr(technique, name, 1)
 
-        trace = subject.train(steps, prepare=soon)
+        trace = subject.train(steps, prepare=average_from_the_start)
         off: dict[str, float] = {}
         kinds = []
         for technique in _averages(trace.fit):
-            shares, found = technique.shares(steps), technique.average(trace.fit.module)
+            shares = technique.shares(steps)
+            found = technique.average(trace.fit.module)
             if shares is None or found is None:
-                notes.append(f"{type(technique).__name__}, which is no plain sum of weights here")
+                notes.append(f"{type(technique).__name__}, which is no weighted sum of weights here")
                 continue
             kinds.append(type(technique).__name__)
-            right: dict[str, Any] = {
-                name: sum(s * w[name].double() for s, w in zip(shares, trace.weights)) for name in found
-            }
+            right: dict[str, Any] = {}
+            for name in found:
+                right[name] = sum(share * weights[name].double() for share, weights in zip(shares, trace.weights))
             off |= difference(right, found)
         if not kinds:
-            return self.idle(f"no technique of this package averages weights{': ' if notes else ''}{'; '.join(notes)}")
+            reasons = "; ".join(notes)
+            return self.idle(f"no technique of this package averages weights{reasons and f': {reasons}'}")
         why = f"the average of {' and '.join(kinds)} after {steps} steps, and the sum in float64"
-        uncovered = (*notes, "statistics of BatchNorm")
-        return self.compared(off, 1e-5, "largest relative difference of weights", why, uncovered)
+        return self.compared(off, 1e-5, why, (*notes, "statistics of BatchNorm"))
 
 
 def _averages(fit: Fit) -> list[ShadowWeights]:
@@ -163,56 +187,60 @@ def _averages(fit: Fit) -> list[ShadowWeights]:
 
 
 class Merged(Claim):
-    """A network with its adapters merged, against the network that was trained."""
+    """A network with merged adapters computes the same as the network that was trained."""
 
-    name, sentence = "merge", "merged adapters compute what they do beside the base"
+    name, sentence = "merge", "merged adapters compute the same as adapters next to the base"
+    unit = "largest relative difference of outputs"
 
     def check(self, subject: Subject) -> Verdict:
-        """Let the adapters say something, and compare the outputs of every layer."""
         return subject.within(self._compared)
 
-    def _compared(self, trainer: Any, module: Any) -> Verdict:
+    def _compared(self, trainer: Trainer, module: LightningModule) -> Verdict:
         if not has_adapters(module) and not networks(module):
             return self.idle("there are no adapters")
         batch = first_batch(trainer)
         module.eval()
+        # New adapters may compute nothing, so they are changed first.
         hooks = [technique for technique in techniques_of(trainer) if isinstance(technique, OptimizerHooks)]
-        _stir([p for technique in hooks for p in technique.adapters(module)])
+        _disturb([p for technique in hooks for p in technique.adapters(module)])
         merged = twin(module)
         merge_adapters(merged)
         if has_adapters(merged):
-            return self.idle("prefixes stand beside the network for good, and are not merged")
+            return self.idle("prefixes are never merged into the network")
         off = output_differences(outputs_of(module, batch), outputs_of(merged, batch))
-        why = "outputs of a batch with random adapters beside the base, and merged into it"
-        return self.compared(off, tolerance_of(trainer, module), "largest relative difference of outputs", why)
+        why = "outputs for a batch with random adapters next to the base, and merged into it"
+        return self.compared(off, tolerance_of(trainer, module), why)
 
 
 class Exported(Claim):
-    """The weights of an exported file in a new module, against what validation used."""
+    """A new module with the exported weights computes the same as the validation."""
 
-    name, sentence = "export", "a new module with the exported weights computes what was validated"
+    name, sentence = "export", "a new module with the exported weights computes the validated outputs"
+    unit = "largest relative difference of outputs"
 
     def check(self, subject: Subject) -> Verdict:
-        """Validate, save, export, read the file into a module without adapters and averages, and compare."""
+        """Validate, save and export, load the file into a module without adapters and averages, and compare."""
         found = subject.within(partial(self._validated, subject.folder), steps=1)
         if isinstance(found, Verdict):
             return found
         batch, right, tolerance, state = found
-        off = subject.within(partial(self._loaded, batch, right, state), traces=_is_gone)
-        why = "outputs of a batch in validation, and of a new module with the weights of model.safetensors"
-        uncovered = ("the formats peft and merged, which export checks by itself",)
-        return self.compared(off, tolerance, "largest relative difference of outputs", why, uncovered)
+        off = subject.within(partial(self._loaded, batch, right, state), traces=_is_gone_after_export)
+        why = "outputs for a batch in validation, and of a new module with the weights of model.safetensors"
+        return self.compared(off, tolerance, why, ("the formats peft and merged, which export checks itself",))
 
-    def _validated(self, folder: Path, trainer: Any, module: Any) -> Any:
+    def _validated(self, folder: Path, trainer: Any, module: LightningModule) -> Any:
+        """Return a batch, its outputs in validation, the tolerance, and the exported weights."""
         if any(technique.phase is Phase.QUANTIZE for technique in techniques_of(trainer)):
-            return self.idle("the base is quantised: export compares that by itself")
+            return self.idle("the base is quantised: export checks that itself")
         loaders = loaders_in(validation_loaders(trainer) or [])
         if not loaders:
             return self.idle("nothing is validated")
-        _stir([p for p in module.parameters() if p.requires_grad])  # an average is far from the weights then
-        batch, look = first_batch(trainer), _Look()
-        look.batch = batch
-        path, output = folder / "export.ckpt", folder / "exported"
+        # An average then differs from the weights.
+        _disturb([p for p in module.parameters() if p.requires_grad])
+        batch = first_batch(trainer)
+        look = _Look(batch)
+        path = folder / "export.ckpt"
+        output = folder / "exported"
         trainer.save_checkpoint(path, weights_only=False)
         trials = Trials(trainer)
         with trials.trial(alone=False):
@@ -223,44 +251,52 @@ class Exported(Claim):
         with contextlib.redirect_stderr(io.StringIO()):
             try:
                 export_checkpoint(path, output, "safetensors", check=False)
-            except LitEfficientError:  # of adapters alone, whose base must be named
+            except LitEfficientError:  # a checkpoint of adapters only needs its base
                 export_checkpoint(path, output, "safetensors", base, check=False)
         return batch, look.outputs, tolerance_of(trainer, module), load_tensors(output / "model.safetensors")
 
-    def _loaded(self, batch: Any, right: Any, state: dict[str, Tensor], trainer: Any, module: Any) -> dict[str, float]:
+    def _loaded(
+        self,
+        batch: Batch,
+        right: Mapping[str, Any],
+        state: dict[str, Tensor],
+        trainer: Trainer,
+        module: LightningModule,
+    ) -> dict[str, float]:
         missing = module.load_state_dict(state, strict=False).missing_keys
         parameters = {name for name, _ in module.named_parameters()}
         module.eval()
-        off = {name: float("inf") for name in missing if name in parameters}
+        off = {name: math.inf for name in missing if name in parameters}
         return off | output_differences(right, outputs_of(module, batch))
 
 
 class _Look(Callback):
-    """Computes what a batch gives with the weights that validation uses."""
+    """Computes the outputs for a batch with the weights that a validation uses."""
 
-    batch: Any
-    outputs: Mapping[str, Any]
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.outputs: Mapping[str, Any] = {}
 
     def on_validation_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         self.outputs = outputs_of(pl_module, self.batch)
 
 
-def _is_gone(callback: Any) -> bool:
-    """Whether an exported network is without what a callback does to one."""
-    kind: Any = type(callback)
+def _is_gone_after_export(callback: Callback) -> bool:
+    """True if an exported network does not contain the changes of a callback."""
+    phase = getattr(callback, "phase", None)
     return (
         leaves_traces(callback)
-        or getattr(callback, "phase", None) is Phase.ADAPT
+        or phase is Phase.ADAPT
         or has_trait(callback, Trait.TRAINING_ONLY)
-        or (getattr(callback, "phase", None) is not None and defines(kind, "convert_export"))
+        or (phase is not None and defines(type(callback), "convert_export"))  # type: ignore[arg-type]
     )
 
 
 @torch.no_grad()
-def _stir(parameters: list[Tensor]) -> None:
-    """Move weights away from where they are, by about a tenth of their size."""
+def _disturb(parameters: list[Tensor]) -> None:
+    """Add noise to weights, of about a tenth of their size."""
     generator = torch.Generator().manual_seed(0)
     for p in parameters:
         if p.is_floating_point():

@@ -1,221 +1,268 @@
-"""Claims on what a language model learns: which tokens, to become which, and each with which weight.
+"""Claims about the training of a language model: which tokens are predicted, and how much each one counts.
 
-    d_t = gradient of -log p(next token) at what the output head gets;    the step's own gradient there is g_t = w_t d_t
+    d_t = gradient of -log p(next token) at the input of the output head;    the step's gradient there is g_t = w_t d_t
 
-The next tokens are those that the batch shows, and the cross-entropy is torch's over the whole logits. So w_t says
-which tokens are learned and how much each counts, however the loss is computed: at once, in chunks, without logits.
+The next tokens come from the batch, and the cross-entropy is torch's over all logits. The weight w_t tells which tokens
+contribute to the loss and how much, whether the loss is computed at once, in chunks, or without logits.
 """
 
+import contextlib
+import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lit_efficient.declaration import overrides, techniques_of
-from lit_efficient.evidence.verifying.claims import Claim, Verdict
+from lit_efficient.evidence.verifying.claims import Verdict
 from lit_efficient.evidence.verifying.layer_calls import Bench, BenchClaim, few_rows
 from lit_efficient.evidence.verifying.recorded_calls import Call, as_it_is, floats, recorded
 from lit_efficient.evidence.verifying.token_batches import NO_TOKENS, TokenBatch, token_batch
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.losses.next_token import IGNORE
 
-_EXACT, _COARSE = 1e-3, 0.1
+_EXACT, _COARSE = 1e-3, 0.1  # tolerances in float32, and below
+_NO_GRADIENT = "the input of the output head has no gradient, or does not belong to all tokens"
+
+
+class _Unknown(Exception):
+    """Reason why the gradients of a step cannot be attributed to tokens."""
 
 
 @dataclass
 class Learned:
-    """What a step learns of each token of some rows."""
+    """Contribution of each token to the gradient of a step.
 
-    tokens: TokenBatch  # the rows
-    head: str  # the output head's name and class
-    pieces: int  # into how many calls of the head the rows were cut; 0 where it gave no logits
-    loss: Tensor  # the step's loss, with its graph
-    each: Tensor  # each token's cross-entropy over the whole logits ``[B, T]``, with its graph
-    own: Tensor  # the step's gradient at what the head gets ``[B, T, H]``
-    dense: dict[int, Tensor]  # by how many tokens ahead it looks: that of the sum of all cross-entropies
+    Args:
+        tokens: The rows of the step.
+        head: Name and class of the output head.
+        pieces: Number of calls of the head; 0 if the step computes no logits.
+        loss: Loss of the step, with its graph.
+        each: Cross-entropy of each token over all logits ``[B, T]``, with its graph.
+        own: Gradient of the step at the input of the head ``[B, T, H]``.
+        dense: Gradients of the sum of all cross-entropies there, by the distance of the predicted token (0 to 2).
+    """
+
+    tokens: TokenBatch
+    head: str
+    pieces: int
+    loss: Tensor
+    each: Tensor
+    own: Tensor
+    dense: dict[int, Tensor]
 
     def weights(self, ahead: int = 1) -> tuple[Tensor, float]:
-        """How much each position counts ``[B, T]``, and which share of the gradients that does not explain."""
-        own, dense = self.own.double(), self.dense[ahead].double()
+        """Return the weight of each position ``[B, T]``, and the share of the gradient that weights do not explain."""
+        own = self.own.double()
+        dense = self.dense[ahead].double()
         weights = (own * dense).sum(-1) / dense.square().sum(-1).clamp(min=1e-60)
         return weights, float((own - weights[..., None] * dense).norm() / own.norm().clamp(min=1e-60))
 
     @property
     def shown(self) -> Tensor:
-        """Which positions learn by what the batch shows ``[B, T]``."""
+        """True for each position that predicts a token according to the batch ``[B, T]``."""
         return self.tokens.targets[:, : self.own.shape[1]] != IGNORE
 
 
-def learned(bench: Bench, tokens: TokenBatch | None = None) -> Learned | str:
-    """What a step learns of each token, of the first rows if none are given, or why that is not known."""
+def learned(bench: Bench, tokens: TokenBatch | None = None) -> Learned:
+    """Return the contribution of each token, by default for the first two rows of the batch.
+
+    Raises:
+        _Unknown: If it cannot be determined.
+    """
     tokens = tokens or token_batch(few_rows(bench.batch, 2)[0])
     if tokens is None:
-        return NO_TOKENS
+        raise _Unknown(NO_TOKENS)
     calls, loss = bench.step(tokens.batch, training=False, graph=True)
     vocabulary = _vocabulary(calls, tokens)
     if loss is None or not loss.requires_grad or not vocabulary:
-        return "there is no loss that follows from embedded tokens"
+        raise _Unknown("there is no loss that depends on embedded tokens")
     heads = _heads(calls, vocabulary)
-    pieces, whole = len(heads), calls
+    pieces = len(heads)
+    inputs = _inputs(heads)
+    own_inputs = inputs
     if not heads:
-        whole = _without_labels(bench, calls, tokens)
-        heads = _heads(whole, vocabulary)
-        calls = [call for call in calls if heads and call.name == heads[0].name]
-    if not heads:
-        return "no layer gives logits for the vocabulary"
-    given = [_once(call.args[0] for call in of) for of in (calls if not pieces else heads, heads)]
-    logits = _logits(whole, heads, tokens, vocabulary)
-    if logits is None or not all(tensor.requires_grad for tensor in [*given[0], *given[1]]):
-        return "what the output head gets has no gradient, or is not that of all tokens"
+        # The step computes no logits. The network does so if it is called without labels.
+        own_calls = calls
+        calls = _calls_without_labels(bench, calls, tokens)
+        heads = _heads(calls, vocabulary)
+        if not heads:
+            raise _Unknown("no layer computes logits for the vocabulary")
+        inputs = _inputs(heads)
+        own_inputs = _inputs(call for call in own_calls if call.name == heads[0].name)
+    logits = _logits(calls, heads, tokens, vocabulary)
+    if logits is None or not all(tensor.requires_grad for tensor in [*own_inputs, *inputs]):
+        raise _Unknown(_NO_GRADIENT)
+    own = _gradient(loss, own_inputs, tokens)
+    dense = {}
     each = {ahead: _cross_entropy(logits, tokens, ahead) for ahead in (0, 1, 2)}
-    dense = {ahead: _gradient(losses.sum(), given[1], tokens) for ahead, losses in each.items()}
-    own = _gradient(loss, given[0], tokens)
-    if own is None or dense[1] is None or own.shape != dense[1].shape:
-        return "what the output head gets has no gradient, or is not that of all tokens"
-    dense_ones = {k: v for k, v in dense.items() if v is not None}
-    return Learned(tokens, heads[0].described, pieces, loss, each[1], own, dense_ones)
+    for ahead, losses in each.items():
+        gradient = _gradient(losses.sum(), inputs, tokens)
+        if gradient is not None:
+            dense[ahead] = gradient
+    if own is None or 1 not in dense or own.shape != dense[1].shape:
+        raise _Unknown(_NO_GRADIENT)
+    return Learned(tokens, heads[0].described, pieces, loss, each[1], own, dense)
 
 
 class _LearnedClaim(BenchClaim):
-    """A claim on what a step learns of each token."""
+    """A claim about the contributions of tokens."""
 
     def tried(self, bench: Bench) -> Verdict:
-        found = learned(bench)
-        if isinstance(found, str):
-            return self.idle(found)
-        return self.judged(bench, found, bench.tolerance(_EXACT, _COARSE))
+        try:
+            return self.judged(bench, bench.tolerance(_EXACT, _COARSE))
+        except _Unknown as reason:
+            return self.idle(str(reason))
 
     @abstractmethod
-    def judged(self, bench: Bench, found: Learned, tolerance: float) -> Verdict:
-        """Whether it is true of what is learned."""
+    def judged(self, bench: Bench, tolerance: float) -> Verdict:
+        """Return whether the property holds.
 
-    def more(self) -> Verdict:
-        """There are other terms in the loss."""
-        return self.idle("the loss is more than the cross-entropy of next tokens")
+        Raises:
+            _Unknown: If the contributions cannot be determined.
+        """
+
+
+def _explained(found: Learned, tolerance: float) -> Tensor:
+    """Return the weights of all positions.
+
+    Raises:
+        _Unknown: If the loss has other terms.
+    """
+    weights, unexplained = found.weights()
+    if unexplained > tolerance:
+        raise _Unknown("the loss has other terms than the cross-entropy of next tokens")
+    return weights
 
 
 class LearnsWhatIsShown(_LearnedClaim):
-    """A position is learned if and only if its label counts, and learns the token that follows it."""
+    """A position contributes to the loss if and only if its label counts, and predicts the token after it."""
 
     name = "labels"
-    sentence = "what is learned is what `preview` shows, no filling: those tokens, and each from the one before it"
+    sentence = "the loss predicts exactly the tokens that `preview` shows, each from the one before, and no padding"
+    unit = "positions that predict something else"
 
-    def judged(self, bench: Bench, found: Learned, tolerance: float) -> Verdict:
-        if filling := _filling(found.tokens):
-            why = "tokens that fill rows up, behind the first one of each, count as labels"
-            return self.measured(float(filling), 0.0, "tokens", why, where="the batch: labels")
-        unit = "positions of them learn something else"
-        for ahead in (0, 2):
+    def judged(self, bench: Bench, tolerance: float) -> Verdict:
+        return self._judged(bench, learned(bench), tolerance)
+
+    def _judged(self, bench: Bench, found: Learned, tolerance: float) -> Verdict:
+        padding = _predicted_padding(found.tokens)
+        if padding:
+            why = "padding tokens count as labels, beyond the first one of a row"
+            return self.measured(padding, 0, why, "the batch: labels", unit="tokens")
+        for ahead, what in ((0, "itself"), (2, "the token after the next one")):
             if found.weights(ahead)[1] <= tolerance < found.weights()[1]:
-                what = "itself" if ahead == 0 else "the token after the next one"
-                count = float(found.shown.sum())
-                return self.measured(count, 0.0, unit, f"each token learns to predict {what}", where=found.head)
-        weights, unexplained = found.weights()
-        if unexplained > tolerance:
-            return self.more()
+                return self.measured(int(found.shown.sum()), 0, f"each token is trained to predict {what}", found.head)
+        weights = _explained(found, tolerance)
         learns = weights.abs() > tolerance * weights.abs().max()
         weighing = [type(by).__name__ for by in techniques_of(bench.trainer) if overrides(by, "sample_weights")]
         if weighing and len(learns) > 1 and (found.shown.any(1) & ~learns.any(1)).any():
             return self._rows_alone(bench, found, tolerance, weighing)
         wrong = learns != found.shown
-        too_much, too_little = int((wrong & learns).sum()), int((wrong & ~learns).sum())
-        why = f"of {wrong.numel()} positions {int(found.shown.sum())} are shown as learned"
-        why += f", {too_much} others are, too, and {too_little} are not" if wrong.any() else ""
-        return self.measured(float(wrong.sum()), 0.0, unit, why, where=found.head)
+        why = f"of {wrong.numel()} positions {int(found.shown.sum())} have a label that counts"
+        if wrong.any():
+            more = int((wrong & learns).sum())
+            less = int((wrong & ~learns).sum())
+            why += f"; {more} others contribute to the loss, and {less} of them do not"
+        return self.measured(int(wrong.sum()), 0, why, found.head)
 
     def _rows_alone(self, bench: Bench, found: Learned, tolerance: float, weighing: list[str]) -> Verdict:
-        """The worst of the rows, each as a batch of its own: of a batch some samples may count nothing."""
-        rows = [token_batch(found.tokens.part(row, 0, found.tokens.ids.shape[1])) for row in range(len(found.shown))]
-        alone = [learned(bench, row) for row in rows if row is not None]
-        verdicts = [self.judged(bench, one, tolerance) for one in alone if isinstance(one, Learned)]
+        """Return the worst verdict of each row as a batch, because a technique may give samples a weight of 0."""
+        verdicts = []
+        for row in range(len(found.shown)):
+            tokens = token_batch(found.tokens.part(row, 0, found.tokens.ids.shape[1]))
+            if tokens is not None:
+                with contextlib.suppress(_Unknown):
+                    verdicts.append(self._judged(bench, learned(bench, tokens), tolerance))
+        if not verdicts:
+            raise _Unknown("the contributions of tokens are unknown for every row alone")
         worst = max(verdicts, key=lambda verdict: verdict.number or 0.0)
-        uncovered = f"which samples of a batch count nothing: {', '.join(weighing)} weighs them"
+        uncovered = f"samples of a batch with a weight of 0: {', '.join(weighing)} weighs samples"
         return replace(worst, why=f"of each row alone: {worst.why}", uncovered=(uncovered,))
 
 
 class CountsAlike(_LearnedClaim):
-    """The weights of a row's tokens in the loss are equal."""
+    """All predicted tokens of a row have the same weight in the loss."""
 
-    name, sentence = (
-        "chunked",
-        "a loss in chunks is that of the whole logits, and each learned token of a row counts alike",
-    )
+    name = "chunked"
+    sentence = "a loss in chunks is equal to that over all logits, and each predicted token of a row counts equally"
+    unit = "largest relative difference of a token's weight"
 
-    def judged(self, bench: Bench, found: Learned, tolerance: float) -> Verdict:
-        weights, unexplained = found.weights()
-        if unexplained > tolerance:
-            return self.more()
+    def judged(self, bench: Bench, tolerance: float) -> Verdict:
+        found = learned(bench)
+        weights = _explained(found, tolerance)
         shape = found.tokens.ids.shape
         if any(leaf.shape == shape and leaf.is_floating_point() for leaf in tree_leaves(found.tokens.batch)):
-            return self.idle("the batch weighs its tokens")
+            return self.idle("the batch has weights for its tokens")
         spread = 0.0
         for own, shown in zip(weights, found.shown):
             if shown.any():
                 mean = own[shown].mean()
                 spread = max(spread, float(((own[shown] - mean) / mean).abs().max()))
-        off = _value_off(found, weights, [p for p in bench.module.parameters() if p.requires_grad], tolerance)
+        off = _difference_of_loss(found, weights, [p for p in bench.module.parameters() if p.requires_grad], tolerance)
         if off > tolerance:
-            why = "the loss is another number than the sum of the cross-entropies whose gradients it has"
-            return self.measured(off, tolerance, "relative difference of the loss", why, where=found.head)
+            why = "the value of the loss is not the sum of the cross-entropies whose gradients it has"
+            return self.measured(off, tolerance, why, found.head, unit="relative difference of the loss")
         how = {0: "without logits", 1: "at once"}.get(found.pieces, f"in {found.pieces} chunks")
-        why = f"the loss is computed {how}, and its gradients compared with those of the whole logits' cross-entropy"
-        return self.measured(spread, tolerance, "largest difference of a token's weight", why, where=found.head)
+        why = f"the loss is computed {how}; its gradients were compared with those of the cross-entropy of all logits"
+        return self.measured(spread, tolerance, why, found.head)
 
 
-class BehindTheHead(BenchClaim):
-    """What is learned of the first tokens of a row does not follow from what the head gets of later ones."""
+class BehindTheHead(_LearnedClaim):
+    """Gradients for the labels of early tokens do not reach later inputs of the output head."""
 
-    name, sentence = "logits", "behind the output head, too, no token takes part in what is learned of an earlier one"
+    name = "logits"
+    sentence = "after the output head too, the prediction of a token depends on no later token"
+    unit = "share of the gradient"
 
-    def tried(self, bench: Bench) -> Verdict:
+    def judged(self, bench: Bench, tolerance: float) -> Verdict:
         tokens = token_batch(few_rows(bench.batch, 2)[0])
         if tokens is None:
-            return self.idle(NO_TOKENS)
+            raise _Unknown(NO_TOKENS)
         half = tokens.ids.shape[1] // 2
-        found: list[Learned] = []
+        found = []
         for end in (half, half // 2):
             labels = tokens.labels.clone()
             labels[:, end + (tokens.targets is not tokens.labels) :] = IGNORE
             part = token_batch(tokens.with_labels(labels))
-            one = learned(bench, part) if part is not None else "nothing is learned in the first quarter of the rows"
-            if isinstance(one, str):
-                return self.idle(one)
-            found.append(one)
+            if part is None:
+                raise _Unknown("the first quarter of the rows has no labels")
+            found.append(learned(bench, part))
         late, other = (one.own[:, half:].double().flatten() for one in found)
-        # What is learned of all tokens, whatever their labels, has one direction; what comes from early labels has not.
+        # Terms of the loss that do not depend on labels have the same direction in both. Only the rest counts.
         rest = late - other * (late @ other / (other @ other).clamp(min=1e-60))
         share = float(rest.norm() / found[0].own.double().norm().clamp(min=1e-60))
-        why = "the first half of each row learned alone, and what follows from what the head got of the other half"
-        return self.measured(share, bench.tolerance(_EXACT, _COARSE), "share of the gradient", why, where=found[0].head)
+        why = "labels in the first half of each row only, and their gradient at inputs of the head in the other half"
+        return self.measured(share, tolerance, why, found[0].head)
 
 
-def _value_off(found: Learned, weights: Tensor, parameters: Sequence[Tensor], tolerance: float) -> float:
-    """How far the loss is from its tokens' weighted cross-entropies; 0 where another term has gradients of its own."""
+def _difference_of_loss(found: Learned, weights: Tensor, parameters: Sequence[Tensor], tolerance: float) -> float:
+    """Return the relative difference of the loss from the weighted cross-entropies; 0 if it has other terms."""
     rest = found.loss.float() - (weights.to(found.each) * found.each).sum()
-    own, more = (
-        _norm(torch.autograd.grad(x, parameters, retain_graph=True, allow_unused=True)) for x in (found.loss, rest)
-    )
-    return float(rest.detach().abs() / found.loss.detach().abs()) if more <= tolerance * own else 0.0
+    grad = partial(torch.autograd.grad, inputs=parameters, retain_graph=True, allow_unused=True)
+    if _norm(grad(rest)) > tolerance * _norm(grad(found.loss)):
+        return 0.0
+    return float(rest.detach().abs() / found.loss.detach().abs())
 
 
 def _norm(gradients: Sequence[Tensor | None]) -> float:
-    return float(sum(float(one.double().square().sum()) for one in gradients if one is not None) ** 0.5)
+    return math.sqrt(sum(float(one.double().square().sum()) for one in gradients if one is not None))
 
 
-def _filling(tokens: TokenBatch) -> int:
-    """How many filling tokens are learned; the first one may end the row's text."""
+def _predicted_padding(tokens: TokenBatch) -> int:
+    """Return the number of padding tokens that are predicted. The first one of a row may mark the end of its text."""
     padded = tokens.kinds.padded
-    if len(tokens.ids[padded].unique()) != 1:  # what a mask hides is no filling then
-        return 0
+    if len(tokens.ids[padded].unique()) != 1:
+        return 0  # the mask hides something else than padding
     return int((padded[:, :-1] & padded[:, 1:] & tokens.kinds.trained[:, 1:]).sum())
 
 
 def _vocabulary(calls: Sequence[Call], tokens: TokenBatch) -> int:
-    """How many rows the layer has that tokens are looked up in."""
+    """Return the number of rows of the embedding that receives the tokens; 0 if there is none."""
     for call in calls:
         weight = getattr(call.part, "weight", None)
         reads = any(isinstance(arg, Tensor) and _holds(arg, tokens) for arg in call.args)
@@ -230,62 +277,69 @@ def _holds(tensor: Tensor, tokens: TokenBatch) -> bool:
 
 
 def _heads(calls: Sequence[Call], vocabulary: int) -> list[Call]:
-    """The calls of the last layer that gives logits for what it gets; nothing goes on with them but what holds it."""
-    found = [
-        (i, call)
-        for i, call in enumerate(calls)
-        if isinstance(call.output, Tensor)
-        and call.output.ndim > 1
-        and call.output.shape[-1] == vocabulary
-        and call.args
-        and isinstance(call.args[0], Tensor)
-        and call.args[0].is_floating_point()
-        and call.args[0].shape[-1] != vocabulary
-    ]
+    """Return the calls of the output head: the last layer that computes logits, if no other layer uses them."""
+    found = [(i, call) for i, call in enumerate(calls) if _computes_logits(call, vocabulary)]
     if not found:
         return []
     last, head = found[-1]
-    behind = [call for call in calls[last + 1 :] if not head.name.startswith(f"{call.name}.")]
-    goes_on = any(tensor.ndim > 1 and tensor.shape[-1] > 1 for call in behind for tensor in floats(call.output))
-    return [] if goes_on else [call for _, call in found if call.name == head.name]
+    for call in calls[last + 1 :]:
+        # Layers that contain the head return its logits. A loss has a single number, or one for each token.
+        uses = any(tensor.ndim > 1 and tensor.shape[-1] > 1 for tensor in floats(call.output))
+        if uses and not head.name.startswith(f"{call.name}."):
+            return []
+    return [call for _, call in found if call.name == head.name]
 
 
-def _without_labels(bench: Bench, calls: Sequence[Call], tokens: TokenBatch) -> list[Call]:
-    """The calls of the network if it is asked for logits alone."""
+def _computes_logits(call: Call, vocabulary: int) -> bool:
+    given = call.args[0] if call.args else None
+    if not isinstance(call.output, Tensor) or not isinstance(given, Tensor):
+        return False
+    widens = call.output.ndim > 1 and call.output.shape[-1] == vocabulary and given.shape[-1] != vocabulary
+    return widens and given.is_floating_point()
+
+
+def _calls_without_labels(bench: Bench, calls: Sequence[Call], tokens: TokenBatch) -> list[Call]:
+    """Call the network again without labels, and return the calls of its layers."""
     for call in calls:
         given = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
         if call.outermost and any(_holds(leaf, tokens) for leaf in given):
             kwargs = {name: value for name, value in call.kwargs.items() if "labels" not in name}
             with recorded(call.part, as_it_is) as found, bench.trainer.precision_plugin.train_step_context():
                 call.part(*call.args, **kwargs)
-            return [Call(f"{call.name}.{one.name}", *list(vars(one).values())[1:]) for one in found]
+            return [replace(one, name=f"{call.name}.{one.name}") for one in found]
     return []
 
 
 def _logits(calls: Sequence[Call], heads: Sequence[Call], tokens: TokenBatch, vocabulary: int) -> Tensor | None:
-    """Those of all tokens ``[B, T, V]``, as the network leaves them."""
-    behind = [call for call in calls if call.outermost and call.outer == heads[0].outer and len(heads) == 1]
-    for call in behind:
-        for tensor in floats(call.output):
-            if tensor.ndim > 1 and tensor.shape[-1] == vocabulary:
-                return _joined([tensor], tokens)
+    """Return the logits of all tokens ``[B, T, V]``, as the network returns them; ``None`` if they have no such shape.
+
+    The network may change the logits after its head, for example by a scale.
+    """
+    if len(heads) == 1:
+        for call in calls:
+            if call.outermost and call.outer == heads[0].outer:
+                for tensor in floats(call.output):
+                    if tensor.ndim > 1 and tensor.shape[-1] == vocabulary:
+                        return _joined([tensor], tokens)
     return _joined([call.output for call in heads], tokens)
 
 
 def _joined(pieces: Sequence[Tensor], tokens: TokenBatch) -> Tensor | None:
+    """Join pieces along the tokens to ``[B, T, ...]``; ``None`` if they do not have all tokens."""
     rows, length = tokens.ids.shape
-    in_time = pieces[0].ndim == 3 and all(piece.shape[0] == rows for piece in pieces)
-    joined = torch.cat([*pieces], 1) if in_time else torch.cat([piece.flatten(0, -2) for piece in pieces])
-    for size in (length, length - 1):  # the last position has nothing to predict
-        if joined.shape[: joined.ndim - 1].numel() == rows * size:
+    if pieces[0].ndim == 3 and all(piece.shape[0] == rows for piece in pieces):
+        joined = torch.cat([*pieces], 1)
+    else:
+        joined = torch.cat([piece.flatten(0, -2) for piece in pieces])
+    for size in (length, length - 1):  # the last token predicts nothing
+        if joined.shape[:-1].numel() == rows * size:
             return joined.reshape(rows, size, -1)
     return None
 
 
 def _cross_entropy(logits: Tensor, tokens: TokenBatch, ahead: int) -> Tensor:
-    """Those of all tokens so many ahead ``[B, T]``, whether they count or not."""
-    ids = tokens.ids
-    later = F.pad(ids[:, ahead:], (0, ahead), value=IGNORE)
+    """Return the cross-entropy of the token ``ahead`` places later for each position ``[B, T]``, labelled or not."""
+    later = F.pad(tokens.ids[:, ahead:], (0, ahead), value=IGNORE)
     if ahead == 1:
         later = torch.where(later == IGNORE, tokens.targets, later)
     targets = later[:, : logits.shape[1]]
@@ -293,13 +347,14 @@ def _cross_entropy(logits: Tensor, tokens: TokenBatch, ahead: int) -> Tensor:
     return losses.view(targets.shape)
 
 
-def _gradient(loss: Tensor, given: Sequence[Tensor], tokens: TokenBatch) -> Tensor | None:
-    found = torch.autograd.grad(loss, [*given], retain_graph=True, allow_unused=True)
-    return _joined([torch.zeros_like(x) if g is None else g for x, g in zip(given, found)], tokens)
+def _gradient(loss: Tensor, inputs: Sequence[Tensor], tokens: TokenBatch) -> Tensor | None:
+    found = torch.autograd.grad(loss, [*inputs], retain_graph=True, materialize_grads=True, allow_unused=True)
+    return _joined(found, tokens)
 
 
-def _once(tensors: Any) -> list[Tensor]:
-    return list({id(tensor): tensor for tensor in tensors}.values())
+def _inputs(calls: Iterable[Call]) -> list[Tensor]:
+    """Return the inputs of calls, each tensor once."""
+    return list({id(call.args[0]): call.args[0] for call in calls}.values())
 
 
-OF_LABELS: tuple[Claim, ...] = (LearnsWhatIsShown(), CountsAlike(), BehindTheHead())
+OF_LABELS: tuple[BenchClaim, ...] = (LearnsWhatIsShown(), CountsAlike(), BehindTheHead())

@@ -1,7 +1,7 @@
 """Claims about the training of a diffusion model: noise levels and hidden conditions are drawn for each sample.
 
-They are checked on the results of the training step (``timesteps`` and ``sample_loss``) for several seeds. A condition is
-hidden from a sample if another condition does not change its loss.
+They are checked on the results of the training step (``timesteps`` and ``sample_loss``) for several seeds. A condition
+is hidden from a sample if another condition does not change its loss.
 """
 
 from collections.abc import Mapping

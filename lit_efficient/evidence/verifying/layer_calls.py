@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, seed_everything
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
@@ -21,7 +21,7 @@ from lit_efficient.evidence.verifying.claims import Batch, Claim, Subject, Verdi
 from lit_efficient.evidence.verifying.recorded_calls import Call, as_it_is, detached, recorded
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 from lit_efficient.mechanisms.rewind import Rewind
-from lit_efficient.models.modes import whole_precision
+from lit_efficient.models.probes.modes import whole_precision
 
 ROWS = 4  # of a batch that are compared
 

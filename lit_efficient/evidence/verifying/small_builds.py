@@ -105,13 +105,13 @@ def _changes(source: FitSource, module: nn.Module) -> Iterator[tuple[str, Change
 
 
 def _pretrained(source: FitSource) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield for each pretrained model of transformers the settings for random weights, and those for a small network."""
+    """Yield for each pretrained model of transformers the settings for random weights, and for a small network."""
     settings = _model_settings(source)
     for name, path in settings.items():
         block = name.removesuffix(".name_or_path")
         if block == name or not path or f"{block}.random_weights" not in settings:
             continue
-        from lit_efficient.models.causal_lm import CausalLMConfig, resolve
+        from lit_efficient.models.libraries.causal_lm import CausalLMConfig, resolve
 
         random: dict[str, Any] = {f"{block}.random_weights": True}
         if settings.get(f"{block}.quantize"):
