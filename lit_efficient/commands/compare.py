@@ -81,9 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--with", dest="overlays", metavar="OVERLAY", nargs="+", action="extend", default=[], help="overlays to compare"
     )
-    parser.add_argument(
-        "--all", action="store_true", help="compare each technique that this config does not refuse, alone"
-    )
+    parser.add_argument("--all", action="store_true", help="compare each technique alone that this config accepts")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps of each training (default: 100)")
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each variant (default: 3)")
     parser.add_argument("--minutes", type=float, default=10.0, help="time after which no new run begins (default: 10)")
@@ -99,9 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         "--forgetting", metavar="CONFIG", help="overlay with other `data`, whose loss is measured before and after"
     )
     parser.add_argument("--cpu_time", action="store_true", help="compare CPU time, for a CPU that other programs use")
-    parser.add_argument(
-        "--folder", type=Path, help="folder of the runs and the report (default: one below runs/compare)"
-    )
+    parser.add_argument("--folder", type=Path, help="folder of runs and report (default: one below runs/compare)")
     return parser
 
 

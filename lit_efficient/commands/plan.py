@@ -214,9 +214,7 @@ class _Answer:
         from lit_efficient.evidence.planning.plan_settings import length_lever
         from lit_efficient.internals.torch_layers import BatchNorm
 
-        self._tell(
-            ["", "changes with which it fits, each with its planned peak; append to `fit -c CONFIG`:"], advice=[]
-        )
+        self._tell(["", "changes with which it fits, with planned peaks; append to `fit -c CONFIG`:"], advice=[])
         adviser = Adviser(
             self.predictions,
             candidates(self.config, self.fit.trainer),

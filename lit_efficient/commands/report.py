@@ -23,7 +23,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--output",
         metavar="FILE",
-        help="path of the page (default: report.html in the folder of a single run, else in this folder)",
+        help="default: report.html in the folder of a single run, else here",
     )
     options = parser.parse_args(argv)
     folders = list(dict.fromkeys(folder_of(name) for name in options.runs))

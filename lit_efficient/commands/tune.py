@@ -21,16 +21,14 @@ def run(argv: Sequence[str]) -> int:
     """Run ``tune`` and return its exit code."""
     parser = argparse.ArgumentParser(
         "lit_efficient tune",
-        description="Search for the batch size, the accumulation, and the techniques for memory and speed with the most "
-        "samples a second that fit, at the same effective batch. Candidates are planned first, and most never run. The "
+        description="Search for the batch size, the accumulation, and the techniques for memory and speed with the "
+        "most samples a second that fit, at the same effective batch. Candidates are planned first, and most never run. The "
         "best is written as an overlay. Takes the options of fit: -c CONFIG, --trainer.precision bf16-mixed, ...",
         epilog="exit codes: 0 found, 3 nothing fits, 2 user error, 130 interrupted: results are kept, and the same "
         "command continues",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--device_memory", metavar="24GiB", help="memory that a step may need (default: the free memory)"
-    )
+    parser.add_argument("--device_memory", metavar="24GiB", help="memory of a step (default: the free memory)")
     parser.add_argument("--minutes", type=float, default=20.0, help="time after which no new run begins (default: 20)")
     parser.add_argument(
         "--allow_changes",
@@ -38,14 +36,12 @@ def run(argv: Sequence[str]) -> int:
         metavar="NAME",
         help="also try these options, which change the results; without names, lower precision and other batches",
     )
-    parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="try these options only, among them batch_size (default: all)"
-    )
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="options to try, such as batch_size (default: all)")
     parser.add_argument(
         "--batch",
         default="auto",
         metavar="data.batch_size",
-        help="setting of the batch size (default: found automatically)",
+        help="setting of the batch size",
     )
     parser.add_argument("--output", metavar="FILE.yaml", help="path of the overlay (default: runs/tune/CONFIG.yaml)")
     parser.add_argument("--quiet", action="store_true", help="print no progress")
