@@ -22,8 +22,9 @@ def run(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         "lit_efficient tune",
         description="Search for the batch size, the accumulation, and the techniques for memory and speed with the "
-        "most samples a second that fit, at the same effective batch. Candidates are planned first, and most never run. The "
-        "best is written as an overlay. Takes the options of fit: -c CONFIG, --trainer.precision bf16-mixed, ...",
+        "most samples a second that fit, at the same effective batch. Candidates are planned first, and most never "
+        "run. The best is written as an overlay. Takes the options of fit: -c CONFIG, --trainer.precision bf16-mixed, "
+        "...",
         epilog="exit codes: 0 found, 3 nothing fits, 2 user error, 130 interrupted: results are kept, and the same "
         "command continues",
         allow_abbrev=False,
