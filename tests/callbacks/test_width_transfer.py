@@ -34,8 +34,8 @@ def hidden_rates_are_lower(run: Run) -> None:
 ROW = Row(lambda: WidthTransfer(8, 2), hidden_rates_are_lower, lambda: WidthTransfer(16, 4), network=AttentionNet)
 
 
-def gpt(width: int, depth: int = 2) -> GPT:
-    torch.manual_seed(0)
+def gpt(width: int, depth: int = 2, seed: int = 0) -> GPT:
+    torch.manual_seed(seed)
     return GPT(GPTConfig(32, dim=width, depth=depth, num_heads=width // 16, hidden_dim=2 * width, tie_embeddings=False))
 
 
@@ -113,18 +113,25 @@ def test_deviations_are_those_of_the_base_times_the_papers_factors() -> None:
 
 
 def test_coordinate_check_activations_change_alike_at_all_widths() -> None:
-    def change(width: int, transfers: bool) -> float:
-        network = gpt(width)
+    """Wider networks change 2.8 times as much without the technique, and 0.81 times as much with it.
+
+    The standard deviations over seeds are 0.17 and 0.04, so the mean of four seeds is five standard errors from limits.
+    """
+
+    def change(width: int, transfers: bool, seed: int) -> float:
+        network = gpt(width, seed=seed)
         if transfers:
             apply(network, [WidthTransfer(64)])
         optimizer = groups(network, 5e-3)
         before = steps(copy.deepcopy(network), torch.optim.SGD(network.parameters(), 0.0), 0)
         return float((steps(network, optimizer, 3) - before).square().mean().sqrt())
 
-    plain = [change(width, False) for width in (64, 256)]
-    ours = [change(width, True) for width in (64, 256)]
-    assert plain[1] / plain[0] > 2
-    assert 0.7 < ours[1] / ours[0] < 1.4
+    def ratio(transfers: bool) -> float:
+        ratios = [change(256, transfers, seed) / change(64, transfers, seed) for seed in range(4)]
+        return sum(ratios) / len(ratios)
+
+    assert ratio(transfers=False) > 2
+    assert 0.7 < ratio(transfers=True) < 1.4
 
 
 def test_llama_and_dit_have_the_same_rates_for_the_same_parts() -> None:

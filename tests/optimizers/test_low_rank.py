@@ -177,13 +177,16 @@ def test_at_full_rank_tall_and_wide_matrices_are_stepped_by_adamw_bit_by_bit(tur
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_galore_learns_what_lies_in_few_directions_as_adam_does(exact: bool) -> None:
-    """A least-squares problem whose solution has rank two: with rank two GaLore gets there."""
+    """The solution of this least-squares problem has rank two, and GaLore of rank two reaches it.
+
+    The distance oscillates: over 16 seeds it is at most 0.02 after 500 steps, and up to 0.08 after 200.
+    """
     generator = torch.Generator().manual_seed(0)
     solution = torch.randn(30, 2, generator=generator) @ torch.randn(2, 20, generator=generator)
     p = nn.Parameter(torch.zeros(30, 20))
     optimizer = torch.optim.AdamW([p], lr=0.1, weight_decay=0.0)
     to_galore(optimizer, [p], 2, 20, 1.0, exact=exact)
-    for _ in range(200):
+    for _ in range(500):
         p.grad = p.detach() - solution
         optimizer.step()
     assert (p - solution).norm() < 0.05 * solution.norm()

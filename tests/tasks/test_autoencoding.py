@@ -59,10 +59,10 @@ def test_it_learns_to_reconstruct_and_loads_from_its_checkpoint(tmp_path):
     module, data = Autoencoding(AutoencoderConfig(latent_channels=2, width=8)), DigitImages(image_size=16)
     module.configure_model()
     (before,) = trainer(default_root_dir=tmp_path).validate(module, data, verbose=False)
-    run = trainer(default_root_dir=tmp_path, max_steps=90, limit_val_batches=0)
+    run = trainer(default_root_dir=tmp_path, max_steps=200, limit_val_batches=0)
     run.fit(module, data)
     (after,) = trainer(default_root_dir=tmp_path).validate(module, data, verbose=False)
-    assert after["val/loss"] < 0.3 * before["val/loss"]
+    assert after["val/loss"] < 0.3 * before["val/loss"]  # 0.16 (0.06 over seeds); after 90 steps 0.31 (0.05)
     assert after["val/psnr_db"] > before["val/psnr_db"] + 5
     assert run.optimizers[0].param_groups[0]["lr"] < 1e-9
 
