@@ -1,7 +1,7 @@
 """Instructions, conversations and texts for language models: from files or the Hub to packed batches.
 
-    rows -> recognised format -> the tokenizer's own chat template -> tokens, with only the answers learned
-         -> a memory-mapped cache -> rows packed by best-fit-decreasing, documents kept apart
+    rows -> recognised format -> chat template of the tokenizer -> tokens, with a loss on the answers only
+         -> memory-mapped cache -> rows packed by best-fit-decreasing, with separate documents
 
 Saves: padding (packing fills 99 % and more of a batch), and tokenising (once for each content and setting).
 Costs: hashing the sources at every start (those above 64 MB once); tokenising 1,000 short conversations a CPU-second,
@@ -36,10 +36,10 @@ from lit_efficient.mechanisms.order.keyed_batch_sampler import loading
 
 @dataclass(eq=False)
 class PackedDocuments(Dataset[list[tuple[np.ndarray, np.ndarray, int]]]):
-    """Rows of a packed batch: item i holds the pieces of bin i, as ids, labels and bytes of text."""
+    """Rows of packed batches: item i holds the pieces of bin i, each as ids, labels and bytes of text."""
 
-    documents: Documents  # the tokens
-    pieces: Pieces  # what of them is left
+    documents: Documents
+    pieces: Pieces  # pieces of the documents that are left
     bins: Bins  # numbers of the pieces of each row
 
     def __len__(self) -> int:
@@ -50,33 +50,35 @@ class PackedDocuments(Dataset[list[tuple[np.ndarray, np.ndarray, int]]]):
 
 
 class LanguageData(ChatDataModule):
-    """Conversations, instructions and texts as batches for causal language models; labels are not shifted.
+    """DataModule of conversations, instructions and texts for causal language models.
 
-    Packed batches are ``{"input_ids", "labels", "position_ids"}``, padded ones ``{"input_ids", "labels",
-    "attention_mask"}``, all ``[B, T]``; those for validation also have ``num_bytes`` ``[B]``, the bytes of text that
-    the labels of a row stand for. What keeps packed documents apart differs between models, and some have nothing: our
-    tasks find it or refuse, see :mod:`lit_efficient.mechanisms.documents`. Testing uses the validation rows.
+    Packed batches are ``{"input_ids", "labels", "position_ids"}``, padded batches ``{"input_ids", "labels",
+    "attention_mask"}``, all [B, T]. Labels are not shifted. Validation batches also have ``num_bytes`` [B], the bytes
+    of text that the labels of a row stand for. Testing uses the validation rows. Models differ in how they separate
+    packed documents, and some cannot: our tasks find the way or raise an error, see
+    :mod:`lit_efficient.mechanisms.documents`.
 
     Args:
-        train: files (.jsonl, .json, .csv, .tsv, .parquet, texts; .gz, .bz2 or .xz after it), folders of them or of
-            ``save_to_disk``, names on the Hugging Face hub, ``stdlib-instructions`` (2,000 functions to write, from
-            the modules of Python's own library) or ``stdlib-packages`` (the sources of its packages, other files than
-            those of the functions).
-        val: the same for validation; null holds out ``val_fraction`` of the training rows, of a single text its end.
-        tokenizer: folder or name of a Hugging Face tokenizer, or a ``tokenizer.json``; null trains a byte-level BPE
-            with a ChatML template on the training rows.
-        max_length: tokens of a packed row, and of the longest document.
-        pack: put several documents into a row; without, there is one in each, padded.
-        batch_size: rows a training batch, for each process.
-        val_batch_size: rows a validation batch; null means ``batch_size``.
-        val_fraction: share of the rows held out if ``val`` is null, in (0, 1).
-        num_workers: processes that load batches; 0 is right for memory-mapped tokens.
-        pin_memory: whether batches for a CUDA device lie in pinned memory, from which they are copied beside its work.
-        seed: another seed holds out other rows.
-        cache_dir: where the tokens are kept; null is ``$LIT_EFFICIENT_CACHE``, else ``~/.cache/lit_efficient``.
-        rows: which rows are read.
-        chat: how they become tokens.
-        stream: whether ``train`` is read while training on it.
+        train: Files (.jsonl, .json, .csv, .tsv, .parquet, or texts; compressed with .gz, .bz2 or .xz), folders of such
+            files or of ``save_to_disk``, names on the Hugging Face hub, ``stdlib-instructions`` (2,000 functions to
+            write, from the modules of Python's standard library) or ``stdlib-packages`` (the sources of the packages in
+            the standard library, without the files of those functions).
+        val: Sources for validation, named in the same way. null: ``val_fraction`` of the training rows is held out; of
+            a single text its end.
+        tokenizer: Folder or name of a Hugging Face tokenizer, or a ``tokenizer.json``. null: a byte-level BPE with a
+            ChatML template is trained on the training rows.
+        max_length: Tokens of a packed row, and of the longest document.
+        pack: Pack several documents into a row. false: one padded document in each row.
+        batch_size: Rows in a training batch, for each process.
+        val_batch_size: Rows in a validation batch. null: ``batch_size``.
+        val_fraction: Share of the rows held out for validation if ``val`` is null, in (0, 1).
+        num_workers: Worker processes of a loader. 0 is fastest for memory-mapped tokens.
+        pin_memory: Place batches for a CUDA device in pinned memory, which allows asynchronous copies.
+        seed: Seed of the choice of the rows held out.
+        cache_dir: Folder of the cache of tokens. null: ``$LIT_EFFICIENT_CACHE``, or ``~/.cache/lit_efficient``.
+        rows: Choice of the rows.
+        chat: Conversion of rows to tokens.
+        stream: Reading of ``train`` during training.
     """
 
     batches: ClassVar[str] = "tokens"
@@ -121,7 +123,7 @@ class LanguageData(ChatDataModule):
         )
         if stream.enabled and (tokenizer is None or val is None):
             raise ConfigurationError(
-                "LanguageData: stream.enabled needs a tokenizer and val: neither can be made of a stream"
+                "LanguageData: stream.enabled needs a tokenizer and val, because neither comes from a stream. Set both."
             )
         self.pack = pack
         self.stream = stream
@@ -151,10 +153,12 @@ class LanguageData(ChatDataModule):
         return DataLoader(self.val_rows, self.val_batch_size, collate_fn=collate, **loading(self))
 
     def fill(self, split: str = "train") -> float:
-        """Share of the tokens of packed rows that are no filling; 1 if rows are padded to the longest of a batch."""
+        """Return the share of the tokens of packed rows that are no padding; 1 for rows that are not packed."""
         rows = self.train_rows if split == "train" else self.val_rows
         assert isinstance(rows, PackedDocuments)
-        return float(rows.pieces.lengths.sum() / (len(rows) * self.max_length)) if self.pack else 1.0
+        if not self.pack:
+            return 1.0
+        return float(rows.pieces.lengths.sum() / (len(rows) * self.max_length))
 
     def summary(self, counts: dict[str, int]) -> str:
         parts = [f"{counts['documents']:,} documents of {counts['rows']:,} rows, {counts['tokens']:,} tokens"]
@@ -177,36 +181,51 @@ class LanguageData(ChatDataModule):
         documents = Documents(folder, split)
         pieces = cut(documents.facts, self.max_length, self.chat.truncation, counts)
         counts.trained += documents.count_trained(pieces)
-        alone = Bins(np.arange(len(pieces)), np.arange(len(pieces) + 1))
-        return PackedDocuments(documents, pieces, pack_lengths(pieces.lengths, self.max_length) if self.pack else alone)
+        if self.pack:
+            bins = pack_lengths(pieces.lengths, self.max_length)
+        else:
+            bins = Bins(np.arange(len(pieces)), np.arange(len(pieces) + 1))  # one piece in each row
+        return PackedDocuments(documents, pieces, bins)
 
     def _adopt(self, found: dict[str, PackedDocuments]) -> None:
         for split in self.cached:
             if not len(found[split]):
+                use = "train" if split == "train" else "validate"
                 raise ConfigurationError(
-                    f"LanguageData: nothing is left to {'train' if split == 'train' else 'validate'} on: all "
-                    f"{self.report['counts'][split]['rows']} rows are malformed or were dropped (max_length = "
-                    f"{self.max_length})."
+                    f"LanguageData: nothing is left to {use} on: all {self.report['counts'][split]['rows']} rows are "
+                    f"malformed or were dropped (max_length = {self.max_length})."
                 )
-        if not self.stream.enabled and len(found["train"]) < self.batch_size:
+        self.val_rows = found["val"]
+        if self.stream.enabled:
+            self.train_rows = self._stream()
+            return
+        if len(found["train"]) < self.batch_size:
             allowed = f"at most the number of rows to train on, {len(found['train'])}"
             raise refusal("LanguageData", "batch_size", allowed, self.batch_size)
-        self.train_rows, self.val_rows = (self._stream() if self.stream.enabled else found["train"]), found["val"]
+        self.train_rows = found["train"]
 
     def _stream(self) -> StreamedRows:
-        sources = [
-            source
-            for entry in self.train
-            for source in open_sources(entry, split=self.rows.split, subset=self.rows.subset, streaming=True)
-        ]
+        sources: list[Source] = []
+        for entry in self.train:
+            sources += open_sources(entry, split=self.rows.split, subset=self.rows.subset, streaming=True)
         reader = self.reader(sources)
         for sentence in reader.formats:
             rank_zero_info(f"LanguageData: {sentence}, streamed")
         encoder = ChatTokens(self.chat_tokenizer, self.chat.train_on, self.chat.untrained_end)
-        if self.chat_tokenizer.chat_template is not None and (wrong := encoder.check_end_of_turn()):
-            rank_zero_warn(f"LanguageData: {wrong}: a model trained on it may never stop")
-        rows = self.max_length, self.chat.truncation, self.pack
-        return StreamedRows(reader, encoder, *rows, self.stream.buffer, self.rows.max_malformed, self.seed)
+        if self.chat_tokenizer.chat_template is not None:
+            problem = encoder.check_end_of_turn()
+            if problem:
+                rank_zero_warn(f"LanguageData: {problem}: a model trained on it may never stop")
+        return StreamedRows(
+            reader,
+            encoder,
+            self.max_length,
+            self.chat.truncation,
+            self.pack,
+            self.stream.buffer,
+            self.rows.max_malformed,
+            self.seed,
+        )
 
 
 def collate_rows(
@@ -216,9 +235,20 @@ def collate_rows(
     pad_id: int,
     count_bytes: bool = False,
 ) -> dict[str, Tensor]:
-    """Batch the items of `PackedDocuments`: the documents of each row, a single one unless ``pack``."""
+    """Collate items of `PackedDocuments` into a batch.
+
+    Args:
+        rows: The documents of each row; a single one unless ``pack``.
+        pack: Return a packed batch, else a padded one.
+        length: Tokens of a packed row.
+        pad_id: Id of the padding.
+        count_bytes: Add ``num_bytes`` [B].
+    """
     documents = [[(ids, labels) for ids, labels, _ in row] for row in rows]
-    batch = packed_batch(documents, length, pad_id) if pack else padded_batch([row[0] for row in documents], pad_id)
+    if pack:
+        batch = packed_batch(documents, length, pad_id)
+    else:
+        batch = padded_batch([row[0] for row in documents], pad_id)
     if count_bytes:
         batch["num_bytes"] = torch.tensor([sum(size for _, _, size in row) for row in rows])
     return batch

@@ -1,7 +1,7 @@
 """Pairs of a preferred and a rejected answer: from files or the Hub to padded batches for `Preference`.
 
-    rows -> recognised format -> the tokenizer's own chat template -> tokens, with only the two answers learned
-         -> a memory-mapped cache -> both sides padded to one length
+    rows -> recognised format -> chat template of the tokenizer -> tokens, with a loss on the two answers only
+         -> memory-mapped cache -> both sides padded to one length
 
 Saves: tokenising (once for each content and setting).
 Costs: reading and hashing the sources at every start; padding: pairs are not packed.
@@ -20,9 +20,8 @@ from lit_efficient.data.text.arguments import PreferenceChat, PreferenceRows
 from lit_efficient.data.text.chat_data import ChatDataModule
 from lit_efficient.data.text.collate import padded_batch
 from lit_efficient.data.text.document_store import Documents
-from lit_efficient.data.text.python_preferences import STDLIB_PREFERENCES, preferences
 from lit_efficient.data.text.reading import PairReader, Reader
-from lit_efficient.data.text.rows import Source, source_of_rows
+from lit_efficient.data.text.rows import STDLIB_PREFERENCES, Source
 from lit_efficient.data.text.truncation import Counts, TooLong, cut_pairs
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.mechanisms.order.keyed_batch_sampler import loading
@@ -31,9 +30,9 @@ Side = tuple[np.ndarray, np.ndarray]
 
 
 class PairRows:
-    """The pairs of a split: item i is chosen and rejected, each as ids and labels ``[n]``.
+    """Pairs of a split: item i is (chosen, rejected), each as ids and labels [n].
 
-    What is left, and what `cut_pairs` cuts, is added to ``counts``.
+    The numbers of what is left, and of what `cut_pairs` cuts, are added to ``counts``.
     """
 
     def __init__(self, folder: Path, split: str, max_length: int, too_long: TooLong, counts: Counts) -> None:
@@ -50,34 +49,35 @@ class PairRows:
         return len(self._sides[0][1])
 
     def __getitem__(self, index: int) -> tuple[Side, Side]:
-        chosen, rejected = (documents.piece(pieces, index)[:2] for documents, pieces in self._sides)
-        return chosen, rejected
+        (ids, labels, _), (other_ids, other_labels, _) = (side.piece(pieces, index) for side, pieces in self._sides)
+        return (ids, labels), (other_ids, other_labels)
 
 
 class PreferenceData(ChatDataModule):
-    """Pairs as batches ``chosen_`` and ``rejected_`` with ``input_ids``, ``labels`` and ``attention_mask``, ``[B, T]``.
+    """DataModule of pairs of a chosen and a rejected answer, for `Preference`.
 
-    Rows have ``prompt``, ``chosen`` and ``rejected``, as texts or as lists of messages; conversations may leave
-    ``prompt`` out. Only the last answer is learned, with the token that ends it. Labels are not shifted. Rows that are
-    no pairs are counted and shown. Testing uses the validation pairs.
+    Batches have ``chosen_`` and ``rejected_`` with ``input_ids``, ``labels`` and ``attention_mask``, all [B, T]. Rows
+    have ``prompt``, ``chosen`` and ``rejected``, as texts or as lists of messages; conversations may lack ``prompt``.
+    Only the last answer, with the token that ends it, contributes to the loss. Labels are not shifted. Malformed rows
+    are counted and shown. Testing uses the validation pairs.
 
     Args:
-        train: files (.jsonl, .json, .csv, .tsv, .parquet; .gz, .bz2 or .xz after it), folders of them or of
-            ``save_to_disk``, names on the Hugging Face hub, or ``stdlib-preferences`` (2,000 functions of Python's own
-            library, each with its own body and another's).
-        val: the same for validation; null holds out ``val_fraction`` of the prompts.
-        tokenizer: folder or name of a Hugging Face tokenizer, a ``tokenizer.json``, or a checkpoint of
-            `LanguageModeling`: the model's own; null trains a byte-level BPE with a ChatML template on the pairs.
-        max_length: most tokens of a prompt with an answer.
-        batch_size: pairs a training batch, for each process.
-        val_batch_size: pairs a validation batch; null means ``batch_size``.
-        val_fraction: share of the prompts held out if ``val`` is null, in (0, 1).
-        num_workers: processes that load batches; 0 is right for memory-mapped tokens.
-        pin_memory: whether batches for a CUDA device lie in pinned memory, from which they are copied beside its work.
-        seed: another seed holds out other prompts.
-        cache_dir: where the tokens are kept; null is ``$LIT_EFFICIENT_CACHE``, else ``~/.cache/lit_efficient``.
-        rows: which rows are read.
-        chat: how they become tokens.
+        train: Files (.jsonl, .json, .csv, .tsv, .parquet; compressed with .gz, .bz2 or .xz), folders of such files or
+            of ``save_to_disk``, names on the Hugging Face hub, or ``stdlib-preferences`` (2,000 functions of Python's
+            standard library, each with its own body and that of another function).
+        val: Sources for validation, named in the same way. null: ``val_fraction`` of the prompts is held out.
+        tokenizer: Tokenizer of the model: folder or name of a Hugging Face tokenizer, a ``tokenizer.json``, or a
+            checkpoint of `LanguageModeling`. null: a byte-level BPE with a ChatML template is trained on the pairs.
+        max_length: Largest number of tokens of a prompt with an answer.
+        batch_size: Pairs in a training batch, for each process.
+        val_batch_size: Pairs in a validation batch. null: ``batch_size``.
+        val_fraction: Share of the prompts held out for validation if ``val`` is null, in (0, 1).
+        num_workers: Worker processes of a loader. 0 is fastest for memory-mapped tokens.
+        pin_memory: Place batches for a CUDA device in pinned memory, which allows asynchronous copies.
+        seed: Seed of the choice of the prompts held out.
+        cache_dir: Folder of the cache of tokens. null: ``$LIT_EFFICIENT_CACHE``, or ``~/.cache/lit_efficient``.
+        rows: Choice of the rows.
+        chat: Conversion of rows to tokens.
     """
 
     batches: ClassVar[str] = "pairs"
@@ -148,25 +148,25 @@ class PreferenceData(ChatDataModule):
         return PairRows(folder, split, self.max_length, self.chat.too_long, counts)
 
     def _adopt(self, found: dict[str, PairRows]) -> None:
-        for split, needed in (("train", self.batch_size), ("val", 1)):
+        for split, use, needed in (("train", "train (batch_size)", self.batch_size), ("val", "validate", 1)):
             if len(found[split]) < needed:
                 raise ConfigurationError(
-                    f"PreferenceData: at least {needed} pairs are needed to "
-                    f"{'train (batch_size)' if split == 'train' else 'validate'} on, got {len(found[split])}: the "
+                    f"PreferenceData: at least {needed} pairs are needed to {use} on, got {len(found[split])}: the "
                     f"others are malformed, or too long for max_length = {self.max_length}."
                 )
-        self.train_pairs, self.val_pairs = found["train"], found["val"]
-
-    def _sources(self, name: str, split: str) -> list[Source]:
-        return [source_of_rows(name, preferences())] if name == STDLIB_PREFERENCES else super()._sources(name, split)
+        self.train_pairs = found["train"]
+        self.val_pairs = found["val"]
 
 
 def pair_batch(pairs: Sequence[tuple[Side, Side]], pad_id: int = 0) -> dict[str, Tensor]:
-    """Batch pairs of ids and unshifted labels ``[n]``, all rows of both sides filled up on the right to one length.
+    """Collate pairs of ids and unshifted labels [n]. All rows of both sides are padded on the right to one length.
 
     Returns:
-        ``chosen_`` and ``rejected_`` with ``input_ids``, ``labels`` and ``attention_mask``, ``[B, T]`` int64.
+        ``chosen_`` and ``rejected_`` with ``input_ids``, ``labels`` and ``attention_mask``, [B, T] int64.
     """
-    rows = padded_batch([pair[0] for pair in pairs] + [pair[1] for pair in pairs], pad_id)
-    sides = {"chosen": slice(0, len(pairs)), "rejected": slice(len(pairs), None)}
-    return {f"{side}_{name}": rows[name][part] for side, part in sides.items() for name in rows}
+    rows = padded_batch([chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs], pad_id)
+    batch = {}
+    for name, values in rows.items():
+        batch[f"chosen_{name}"] = values[: len(pairs)]
+        batch[f"rejected_{name}"] = values[len(pairs) :]
+    return batch

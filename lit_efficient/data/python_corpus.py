@@ -1,8 +1,8 @@
-"""Real text that every machine has: the sources of Python's standard library, or text of your own.
+"""Real text that every machine has: the sources of Python's standard library, or your own text.
 
-Files are split into training and validation by a hash of their path, so that nothing leaks; a byte-level BPE is trained
-on the training files; the tokens lie in a memory-mapped cache named by the hash of everything they were made from.
-About 400 files, 8 MB and 2.3 million tokens of the standard library take 13 CPU-seconds once, then none.
+Files are split into training and validation by a hash of their path. A byte-level BPE is trained on the training files.
+The tokens are in a memory-mapped cache, named by the hash of everything that they were made from. The standard library
+has about 400 files, 8 MB and 2.3 million tokens, which take 13 CPU-seconds once.
 """
 
 import hashlib
@@ -10,15 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from lit_efficient.data.text import token_cache
 from lit_efficient.data.text.arguments import CorpusFiles
 from lit_efficient.data.text.chat_data import check_length
 from lit_efficient.data.text.text_files import find_files, read_texts, split_texts, standard_library
-from lit_efficient.data.text.token_windows import TokenWindows
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.files.cache import cache_folder, prepared_folder, read_manifest
 from lit_efficient.files.file_hashes import broken_seal
@@ -28,27 +30,61 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-class PythonCorpus(LightningDataModule):
-    """Windows of Python source, or of any text, as batches ``{"input_ids": [B, T], "shift_labels": [B, T]}``.
+class TokenWindows(Dataset[dict[str, Tensor]]):
+    """Consecutive windows of a long array of token ids.
 
-    Labels are already shifted by one. Validation batches also have ``num_bytes`` ``[B]``, the bytes of text that the
-    labels of a window stand for. Testing uses the validation files: there is no third split. Prediction continues
-    ``prompts``, as batches ``{"prompts": [text, ...]}``.
+    Window i holds the tokens [i T, (i + 1) T) as inputs, and the tokens one place further as labels.
 
     Args:
-        vocab_size: ids of the BPE, at least 257; a small text may have fewer pairs to merge and end below it.
-        sequence_length: tokens a window, T.
-        batch_size: windows a training batch, for each process.
-        val_batch_size: windows a validation batch; None means ``batch_size``.
-        num_workers: processes that load batches; 0 is right for memory-mapped tokens.
-        pin_memory: whether batches for a CUDA device lie in pinned memory, from which they are copied beside its work.
-        val_fraction: about this part of the files is for validation, in (0, 1); a single file is cut there instead.
-        files: which files are read.
-        tokenizer_file: a ``tokenizer.json`` to use (that of another run, to go on training on new text) instead of
-            training one; ``vocab_size`` is then its own.
-        prompts: texts that ``predict`` continues.
-        cache_dir: where the tokens are kept; None is ``$LIT_EFFICIENT_CACHE``, else ``~/.cache/lit_efficient``.
-        seed: another seed gives another split.
+        tokens: Ids [N], in memory or memory-mapped. The last (N - 1) mod T ids are not used.
+        length: Tokens of a window, T.
+        token_bytes: Bytes of text that each id stands for, [V]. If given, an item has ``num_bytes``, the bytes that its
+            labels stand for, from which bits per byte are computed exactly.
+    """
+
+    def __init__(self, tokens: np.ndarray, length: int, token_bytes: np.ndarray | None = None) -> None:
+        self.tokens = tokens
+        self.length = length
+        self.token_bytes = token_bytes
+
+    def __len__(self) -> int:
+        return max(0, len(self.tokens) - 1) // self.length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return ``input_ids`` and ``shift_labels`` [T] int64 and, if sizes are known, ``num_bytes`` [] int64."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        start = index * self.length
+        window = self.tokens[start : start + self.length + 1].astype(np.int64)
+        ids = torch.from_numpy(window)
+        item = {"input_ids": ids[:-1], "shift_labels": ids[1:]}
+        if self.token_bytes is not None:
+            item["num_bytes"] = torch.tensor(int(self.token_bytes[window[1:]].sum()))
+        return item
+
+
+class PythonCorpus(LightningDataModule):
+    """DataModule of windows of Python source, or of any text.
+
+    Batches are ``{"input_ids": [B, T], "shift_labels": [B, T]}``, with labels that are shifted by one already.
+    Validation batches also have ``num_bytes`` [B], the bytes of text that the labels of a window stand for. Testing
+    uses the validation files: there is no third split. Prediction continues ``prompts``, as batches
+    ``{"prompts": [text, ...]}``.
+
+    Args:
+        vocab_size: Number of ids of the BPE, at least 257. With little text the BPE may have fewer ids.
+        sequence_length: Tokens of a window, T.
+        batch_size: Windows in a training batch, for each process.
+        val_batch_size: Windows in a validation batch. null: ``batch_size``.
+        num_workers: Worker processes of a loader. 0 is fastest for memory-mapped tokens.
+        pin_memory: Place batches for a CUDA device in pinned memory, which allows asynchronous copies.
+        val_fraction: Approximate share of the files for validation, in (0, 1). A single file is cut instead.
+        files: Files to read.
+        tokenizer_file: ``tokenizer.json`` to use instead of training a tokenizer, such as that of another run whose
+            training is continued on new text. Its size replaces ``vocab_size``.
+        prompts: Texts that ``predict`` continues.
+        cache_dir: Folder of the cache of tokens. null: ``$LIT_EFFICIENT_CACHE``, or ``~/.cache/lit_efficient``.
+        seed: Seed of the split.
     """
 
     batches: ClassVar[str] = "tokens"
@@ -71,8 +107,8 @@ class PythonCorpus(LightningDataModule):
     ) -> None:
         super().__init__()
         check_number("PythonCorpus", "vocab_size", vocab_size, least=257, whole=True)
-        for name, value in (("sequence_length", sequence_length), ("batch_size", batch_size)):
-            check_number("PythonCorpus", name, value, least=1, whole=True)
+        check_number("PythonCorpus", "sequence_length", sequence_length, least=1, whole=True)
+        check_number("PythonCorpus", "batch_size", batch_size, least=1, whole=True)
         check_number("PythonCorpus", "val_batch_size", val_batch_size, least=1, whole=True, null=True)
         check_number("PythonCorpus", "num_workers", num_workers, least=0, whole=True)
         check_number("PythonCorpus", "val_fraction", val_fraction, above=0, below=1)
@@ -97,34 +133,33 @@ class PythonCorpus(LightningDataModule):
 
     @property
     def tokenizer(self) -> "Tokenizer":
-        """The tokenizer of these tokens; known after `setup`."""
+        """Tokenizer of these tokens; known after `setup`."""
         if self._tokenizer is None:
             raise RuntimeError("PythonCorpus: call prepare_data() and setup() first.")
         return self._tokenizer
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, which a small text may keep below the one asked for; known after `setup`."""
+        """Number of ids, which little text may keep below the argument; known after `setup`."""
         return self._vocab_size if self._tokenizer is None else self._tokenizer.get_vocab_size()
 
     def check_model(self) -> None:
-        """Refuse windows that the run's model cannot read."""
+        """Raise an error if the model of the run cannot read windows of this length."""
         check_length(self, "sequence_length", self.sequence_length)
 
     def prepare_data(self) -> None:
         self.check_model()
         self._folder = self._prepare(thorough=True)
         manifest = read_manifest(self._folder)
-        left_out = [
-            f"{len(names)} {why} (such as {names[0]})"
-            for why, names in (("duplicates", manifest["duplicates"]), ("not UTF-8", manifest["unreadable"]))
-            if names
-        ]
-        rank_zero_info(
-            f"PythonCorpus: {manifest['train_files']} files to train on, {manifest['val_files']} to validate on"
-            + (f"; left out {', '.join(left_out)}" if left_out else "")
-            + f". Cache: {self._folder}"
-        )
+        text = f"{manifest['train_files']} files to train on, {manifest['val_files']} to validate on"
+        left_out = []
+        for key, reason in (("duplicates", "duplicates"), ("unreadable", "not UTF-8")):
+            names = manifest[key]
+            if names:
+                left_out.append(f"{len(names)} {reason} (such as {names[0]})")
+        if left_out:
+            text += f"; left out {', '.join(left_out)}"
+        rank_zero_info(f"PythonCorpus: {text}. Cache: {self._folder}")
 
     def setup(self, stage: str | None = None) -> None:
         if self.train_windows is not None:
@@ -132,22 +167,21 @@ class PythonCorpus(LightningDataModule):
         folder = self._folder or self._prepare(thorough=False)
         self._folder = folder
         tokenizer = token_cache.load_tokenizer(folder / "tokenizer.json")
-        sizes = token_cache.bytes_of_tokens(tokenizer)
         tokens = {split: token_cache.open_tokens(folder, split) for split in ("train", "val")}
         for split, ids in tokens.items():
             if len(ids) <= self.sequence_length:
                 raise ConfigurationError(
-                    f"PythonCorpus: too little text: the {split} split has {len(ids)} tokens, one window takes "
+                    f"PythonCorpus: too little text: the {split} split has {len(ids)} tokens, and one window takes "
                     f"sequence_length + 1 = {self.sequence_length + 1}. Add text, shorten sequence_length or change "
                     f"val_fraction ({self.val_fraction})."
                 )
         self._tokenizer = tokenizer
-        self.val_windows = TokenWindows(tokens["val"], self.sequence_length, sizes)
-        self.train_windows = TokenWindows(tokens["train"], self.sequence_length)
-        if len(self.train_windows) < self.batch_size:
-            windows, self.train_windows = len(self.train_windows), None
-            allowed = f"at most the number of training windows, {windows}"
+        self.val_windows = TokenWindows(tokens["val"], self.sequence_length, token_cache.bytes_of_tokens(tokenizer))
+        windows = TokenWindows(tokens["train"], self.sequence_length)
+        if len(windows) < self.batch_size:
+            allowed = f"at most the number of training windows, {len(windows)}"
             raise refusal("PythonCorpus", "batch_size", allowed, self.batch_size)
+        self.train_windows = windows
 
     def train_dataloader(self) -> DataLoader:
         assert self.train_windows is not None
@@ -158,13 +192,14 @@ class PythonCorpus(LightningDataModule):
         return DataLoader(self.val_windows, self.val_batch_size, **loading(self))
 
     def test_dataloader(self) -> DataLoader:
-        """The validation windows: there is no third split."""
+        """Return the loader of the validation windows: there is no third split."""
         return self.val_dataloader()
 
     def predict_dataloader(self) -> DataLoader:
         return DataLoader(self.prompts, batch_size=1, collate_fn=lambda texts: {"prompts": texts})  # type: ignore[arg-type]
 
     def _prepare(self, thorough: bool) -> Path:
+        """Find or make the cache, and return its folder."""
         files = find_files(self.files.paths or [standard_library()], self.files.suffixes, self.files.exclude)
         texts = read_texts(files)
         if not texts.files:
@@ -180,13 +215,18 @@ class PythonCorpus(LightningDataModule):
             "seed": self.seed,
             "format": token_cache.FORMAT,
         }
-        folder = cache_folder(self.cache_dir, "text", [settings, [(f.path, f.digest) for f in texts.files]])
+        folder = cache_folder(self.cache_dir, "text", [settings, [(file.path, file.digest) for file in texts.files]])
 
         def build(target: Path) -> None:
             train, val = split_texts(texts.files, self.val_fraction, self.seed)
             tokenizer = given or token_cache.train_tokenizer(train, self._vocab_size)
-            about: dict[str, object] = {"train_files": len(train), "val_files": len(val)}
-            about |= {"duplicates": texts.duplicates, "unreadable": texts.unreadable}
-            token_cache.write_token_cache(target, tokenizer, train, val, settings | about)
+            about: dict[str, object] = {
+                **settings,
+                "train_files": len(train),
+                "val_files": len(val),
+                "duplicates": texts.duplicates,
+                "unreadable": texts.unreadable,
+            }
+            token_cache.write_token_cache(target, tokenizer, train, val, about)
 
         return prepared_folder(folder, build, lambda path: broken_seal(path, token_cache.FORMAT, thorough))

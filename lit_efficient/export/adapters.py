@@ -258,7 +258,7 @@ def _write_base(run: Trained, place: Path) -> None:
 
 def _save_tokenizer(checkpoint: Mapping[str, Any], folder: Path) -> list[int]:
     """Write the tokenizer of a checkpoint of ``LanguageModeling``; return the ids that end a turn."""
-    from lit_efficient.data.text.tokenizer_state import save_tokenizer
+    from lit_efficient.data.text.chat_tokenizer import save_tokenizer
 
     packed = checkpoint.get("language_modeling", {}).get("tokenizer")
     if packed is None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lit_efficient.application.recorded import on_read
 from lit_efficient.callbacks.token_weighted_accumulation import TokenWeightedAccumulation
-from lit_efficient.data.text.tokenizer_state import pack_tokenizer, token_ids, unpack_tokenizer
+from lit_efficient.data.text.chat_tokenizer import pack_tokenizer, token_ids, unpack_tokenizer
 from lit_efficient.distributed.row_slices import ROW_POSITIONS, mean_over_rows
 from lit_efficient.distributed.weight_slices import built_empty
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_number, refusal

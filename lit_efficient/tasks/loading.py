@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import lit_efficient
-from lit_efficient.data.text.tokenizer_state import pack_tokenizer
+from lit_efficient.data.text.chat_tokenizer import pack_tokenizer
 from lit_efficient.distributed.shards import read_checkpoint
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.files.sums import check_sums

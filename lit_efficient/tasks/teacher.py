@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lit_efficient.data.text.tokenizer_state import token_ids, unpack_tokenizer
+from lit_efficient.data.text.chat_tokenizer import token_ids, unpack_tokenizer
 from lit_efficient.distributed.weight_slices import fill_waiting, weights_wait
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.cache import digest_of

@@ -15,7 +15,7 @@ import torch
 
 from lit_efficient import CausalLMConfig, LanguageModeling
 from lit_efficient.commands.chat import Conversation
-from lit_efficient.data.text.tokenizer_state import pack_tokenizer
+from lit_efficient.data.text.chat_tokenizer import pack_tokenizer
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.models.generation.sampling import Sampling
 from lit_efficient.tasks.text_generation import as_chat, continuations, length_of

@@ -23,7 +23,7 @@ from lit_efficient import CausalLMConfig, ConfigurationError, GPTConfig, Languag
 from lit_efficient.__main__ import main
 from lit_efficient.commands.write_data import write_rows
 from lit_efficient.data.text.chat_formats import recognise
-from lit_efficient.data.text.tokenizer_state import pack_tokenizer
+from lit_efficient.data.text.chat_tokenizer import pack_tokenizer
 from lit_efficient.models.libraries.causal_lm import build
 from tests.models.libraries.test_causal_lm import SMALL
 from tests.processes import run_ranks, start_ranks

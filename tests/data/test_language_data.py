@@ -123,7 +123,7 @@ def test_the_cache_is_used_again_and_never_stale(tmp_path: Path, caplog: pytest.
     caplog.clear()
     with caplog.at_level("INFO"):
         ready(language_data(tmp_path))
-    assert "made again, because data.jsonl changed since" in caplog.text
+    assert "making the cache again, because data.jsonl changed since" in caplog.text
     assert len(caches(tmp_path)) == 2
     caplog.clear()
     with caplog.at_level("INFO"):

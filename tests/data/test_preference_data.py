@@ -15,7 +15,7 @@ from lit_efficient.data.text.arguments import PreferenceChat, PreferenceRows
 from lit_efficient.data.text.chat_formats import MalformedRow
 from lit_efficient.data.text.chat_tokens import Encoded
 from lit_efficient.data.text.pair_formats import read_pair, recognise_pairs
-from lit_efficient.data.text.python_preferences import preferences
+from lit_efficient.data.text.python_instructions import preferences
 from lit_efficient.data.text.truncation import TooLong, cut_pairs, facts
 from tests.data.text.chat_kit import tokenizer
 

@@ -8,11 +8,10 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from lit_efficient.data.python_corpus import PythonCorpus
+from lit_efficient.data.python_corpus import PythonCorpus, TokenWindows
 from lit_efficient.data.text import token_cache
 from lit_efficient.data.text.arguments import CorpusFiles
 from lit_efficient.data.text.text_files import TextFile, find_files, read_texts, split_texts, standard_library
-from lit_efficient.data.text.token_windows import TokenWindows
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.cache import cache_root, prepared_folder
 

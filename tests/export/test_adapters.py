@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from lit_efficient import ConfigurationError, LoRA, QuantizeBase, merge_adapters
 from lit_efficient.application import apply
 from lit_efficient.application.ledger import ledger
+from lit_efficient.data.text.chat_tokenizer import pack_tokenizer, save_tokenizer
 from lit_efficient.data.text.token_cache import END_OF_TEXT
-from lit_efficient.data.text.tokenizer_state import pack_tokenizer, save_tokenizer
 from lit_efficient.internals.bitsandbytes_cpu import keep_unpacked
 from lit_efficient.mechanisms.adapters.merge import dequantize_layers
 from tests.mechanisms.adapters.test_architectures import MODELS

@@ -10,8 +10,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lit_efficient import CausalLMConfig, ConfigurationError, CorpusFiles, LanguageModeling, LoRA, PythonCorpus
-from lit_efficient.data.text.chat_tokenizer import train_chat_tokenizer
-from lit_efficient.data.text.tokenizer_state import pack_tokenizer
+from lit_efficient.data.text.chat_tokenizer import pack_tokenizer, train_chat_tokenizer
 from lit_efficient.models.libraries.causal_lm import build
 from lit_efficient.tasks.loading import load_language_model
 from tests.models.libraries.test_causal_lm import FAMILIES, SMALL

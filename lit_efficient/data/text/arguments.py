@@ -1,4 +1,4 @@
-"""The groups of arguments of the text data modules: each is a block in YAML, and is checked where it is made."""
+"""Groups of arguments of the text DataModules. Each group is a block in YAML, and checks its values when it is made."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,19 +16,20 @@ from lit_efficient.errors import ConfigurationError, check_choice, check_number,
 
 @dataclass(frozen=True)
 class RowsArguments:
-    """Which rows of the sources are read.
+    """Choice of the rows of the sources.
 
     Args:
-        columns: own names of keys, {key of the format: key in the rows}.
-        max_rows: read at most so many rows of each source.
-        max_malformed: share of malformed rows that is left out with a warning; more are refused. In [0, 1].
-        split: split of a Hugging Face data set to train on.
-        val_split: split of one in ``val``.
-        subset: configuration of a Hugging Face data set.
+        columns: Names of the keys in your rows, {key of the format: key in the rows}.
+        max_rows: Largest number of rows to read of each source. null: all rows.
+        max_malformed: Largest share of malformed rows, in [0, 1]. They are left out with a warning; a larger share is
+            an error.
+        split: Split of Hugging Face data sets in ``train``.
+        val_split: Split of Hugging Face data sets in ``val``.
+        subset: Configuration of Hugging Face data sets.
     """
 
     owner: ClassVar[str]
-    keys: ClassVar[Sequence[str]]  # that ``columns`` may name
+    keys: ClassVar[Sequence[str]]  # keys that ``columns`` may map
 
     columns: dict[str, str] | None = None
     max_rows: int | None = None
@@ -47,10 +48,10 @@ class RowsArguments:
 
 @dataclass(frozen=True)
 class LanguageRows(RowsArguments):
-    """Which rows `LanguageData` reads.
+    """Choice of the rows that `LanguageData` reads.
 
     Args:
-        format: of the rows; ``auto`` recognises it by their keys and says so.
+        format: Format of the rows. ``auto`` recognises it by the keys and logs it.
     """
 
     owner = "LanguageData"
@@ -65,10 +66,10 @@ class LanguageRows(RowsArguments):
 
 @dataclass(frozen=True)
 class PreferenceRows(RowsArguments):
-    """Which rows `PreferenceData` reads.
+    """Choice of the rows that `PreferenceData` reads.
 
     Args:
-        strings_as: whether prompts and answers that are texts are a ``text``, or ``turns`` for the chat template.
+        strings_as: Meaning of prompts and answers that are texts: a ``text``, or ``turns`` for the chat template.
     """
 
     owner = "PreferenceData"
@@ -83,12 +84,14 @@ class PreferenceRows(RowsArguments):
 
 @dataclass(frozen=True)
 class ChatArguments:
-    """How rows become tokens.
+    """Conversion of rows to tokens.
 
     Args:
-        template: Jinja, a file of it, or ``chatml``, instead of the tokenizer's own chat template.
-        vocab_size: ids of the tokenizer that is trained if none is given: a byte-level BPE with a ChatML template.
-        untrained_end: what to do if the template leaves the end-of-turn token out of what is learned.
+        template: Chat template that replaces the tokenizer's own: Jinja, a file of it, or ``chatml``.
+        vocab_size: Number of ids of the tokenizer that is trained if none is given, a byte-level BPE with a ChatML
+            template.
+        untrained_end: Reaction to a chat template whose end-of-turn token does not contribute to the loss: ``refuse``
+            raises an error, ``warn`` goes on with a warning, ``train`` lets the token contribute.
     """
 
     owner: ClassVar[str]
@@ -104,13 +107,13 @@ class ChatArguments:
 
 @dataclass(frozen=True)
 class LanguageChat(ChatArguments):
-    """How rows of `LanguageData` become tokens.
+    """Conversion of the rows of `LanguageData` to tokens.
 
     Args:
-        train_on: ``assistant`` learns the assistant's turns, ``completion`` the last one (of a prompt with a
-            completion both learn the completion), ``all`` everything.
-        truncation: where a conversation longer than ``max_length`` is cut; ``drop`` leaves it out. Texts are cut into
-            pieces.
+        train_on: Parts that contribute to the loss. ``assistant``: all assistant turns. ``completion``: the last
+            assistant turn. ``all``: all tokens. Of a prompt with a completion, the first two mean the completion.
+        truncation: Side at which a conversation longer than ``max_length`` is cut. ``drop`` leaves it out. Texts are
+            cut into pieces instead.
     """
 
     owner = "LanguageData"
@@ -126,11 +129,11 @@ class LanguageChat(ChatArguments):
 
 @dataclass(frozen=True)
 class PreferenceChat(ChatArguments):
-    """How pairs become tokens.
+    """Conversion of pairs to tokens.
 
     Args:
-        too_long: ``drop`` leaves pairs longer than ``max_length`` out, ``left`` cuts both prompts by the same number
-            of tokens.
+        too_long: Treatment of pairs longer than ``max_length``. ``drop`` leaves them out. ``left`` cuts the beginning
+            of both prompts by the same number of tokens.
     """
 
     owner = "PreferenceData"
@@ -144,12 +147,12 @@ class PreferenceChat(ChatArguments):
 
 @dataclass(frozen=True)
 class LanguageStream:
-    """Whether `LanguageData` reads ``train`` while training on it.
+    """Streaming of the training data of `LanguageData`.
 
     Args:
-        enabled: read ``train`` over and over, without a cache; needs ``tokenizer`` and ``val``.
-        epoch_batches: batches of an epoch, for each process.
-        buffer: documents that are packed and shuffled together.
+        enabled: Read ``train`` during training, again and again, without a cache. Needs ``tokenizer`` and ``val``.
+        epoch_batches: Batches of an epoch, for each process.
+        buffer: Number of documents that are packed and shuffled together.
     """
 
     enabled: bool = False
@@ -163,12 +166,13 @@ class LanguageStream:
 
 @dataclass(frozen=True)
 class CorpusFiles:
-    """Which files `PythonCorpus` reads.
+    """Choice of the files that `PythonCorpus` reads.
 
     Args:
-        paths: folders and files of UTF-8 text; None is the standard library. Files are taken whatever their suffix.
-        suffixes: what the names of files in folders end with.
-        exclude: names of folders passed over, with all that is below them; hidden folders always are.
+        paths: Folders and files of UTF-8 text. null: Python's standard library. Named files are read whatever their
+            suffix is.
+        suffixes: Suffixes of the files that are read in folders.
+        exclude: Names of folders that are left out with everything below them. Hidden folders are always left out.
     """
 
     paths: list[str] | None = None
@@ -176,7 +180,8 @@ class CorpusFiles:
     exclude: Sequence[str] = EXCLUDE
 
     def __post_init__(self) -> None:
-        for name, texts in (("suffixes", self.suffixes), ("exclude", self.exclude)):
+        for name in ("suffixes", "exclude"):
+            texts = getattr(self, name)
             if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
                 raise refusal("PythonCorpus", f"files.{name}", "a list of texts", texts)
         if self.paths is not None and not self.paths:

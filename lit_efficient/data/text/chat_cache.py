@@ -1,29 +1,32 @@
-"""Rows -> tokenised documents in a cache that is named by the hash of everything it was made from.
+"""Cache of tokenised documents, named by the hash of everything that it was made from.
 
     key = hash(contents of all sources, tokenizer with its template, settings that matter, format of the files)
 
-So a cache cannot be stale: another content, tokenizer, template or setting is another folder, and what differs from the
-last one of the same sources is said. A damaged folder is refused. Documents are stored whole: another ``max_length``
-cuts the same cache. Rows are held out by the hash of what must not stand on both sides of the split: of a text all of
-it, of a pair its prompt. The two documents of a pair lie in files of their own, under the same number.
+So a cache is never out of date: another content, tokenizer, template or setting gives another folder. The differences
+from the newest cache of the same sources are logged. A damaged folder is refused. Documents are stored whole, and
+another ``max_length`` cuts the same cache. Rows are held out by the hash of the content that must not occur on both
+sides of the split: the whole text, or the prompt of a pair. The two documents of a pair are in separate files, under
+the same number.
 """
 
 import json
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_efficient.data.text.chat_formats import Document, MalformedRow
+from lit_efficient.data.text.chat_formats import MalformedRow
 from lit_efficient.data.text.chat_tokenizer import fingerprint, train_chat_tokenizer
-from lit_efficient.data.text.chat_tokens import ChatTokens, Encoded, OnUntrainedEnd
+from lit_efficient.data.text.chat_tokens import ChatTokens, OnUntrainedEnd, SplitRow
 from lit_efficient.data.text.document_store import FORMAT, DocumentWriter
 from lit_efficient.data.text.in_processes import in_processes
-from lit_efficient.data.text.reading import SHOWN, Example, Reader, in_chunks
+from lit_efficient.data.text.pair_formats import Example
+from lit_efficient.data.text.reading import Reader, RowCount
 from lit_efficient.data.text.rows import Source
 from lit_efficient.data.text.text_files import unit_hash
 from lit_efficient.data.text.turn_spans import TrainOn
@@ -32,45 +35,49 @@ from lit_efficient.files.cache import MANIFEST, cache_folder, prepared_folder, r
 from lit_efficient.files.file_hashes import broken_seal
 
 SPLITS = ("train", "val")
-_CHUNK = 256  # rows tokenised together
+_CHUNK = 256  # rows that are tokenised together
 
 
 @dataclass
 class Rows:
-    """How many rows a split has, before any is cut: all, those left out, and the turns of the others."""
+    """Numbers of rows and turns of a split, before documents are cut."""
 
-    rows: int = 0
-    malformed: int = 0
-    turns: int = 0
-    ended: int = 0
+    rows: int = 0  # all rows
+    malformed: int = 0  # rows that were left out
+    turns: int = 0  # turns of the other rows that contribute to the loss
+    ended: int = 0  # turns of these whose end contributes, too
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides the tokens that rows become."""
+    """All that decides the tokens of rows."""
 
-    owner: str  # the datamodule, for what is said
-    sources: dict[str, list[Source]]  # those of "train", and of "val" unless rows are held out
-    reader: Callable[[list[Source]], Reader]  # reads sources
-    settings: dict[str, Any]  # what the reader depends on, JSON-able
-    parts: tuple[str, ...]  # what the names of the files of a row's documents end with, one for each
-    # what :func:`~lit_efficient.data.text.chat_tokenizer.load_chat_tokenizer` gave; a number trains one of so many ids
-    tokenizer: Any
-    train_on: TrainOn  # as for :class:`~lit_efficient.data.text.chat_tokens.ChatTokens`
-    untrained_end: OnUntrainedEnd  # as for it
+    owner: str  # name of the DataModule, for messages
+    sources: dict[str, list[Source]]  # sources of "train", and of "val" unless rows are held out
+    reader: Callable[[list[Source]], Reader]  # makes the reader of sources
+    settings: dict[str, Any]  # settings of the reader, as JSON
+    parts: tuple[str, ...]  # suffixes of the file names of a row's documents, one for each document
+    tokenizer: Any  # tokenizer as of `load_chat_tokenizer`; an int trains a tokenizer with so many ids
+    train_on: TrainOn  # as in `ChatTokens`
+    untrained_end: OnUntrainedEnd  # as in `ChatTokens`
     val_fraction: float  # share of the rows that is held out if there are no sources for validation
-    seed: int  # another one holds out other rows
+    seed: int  # seed of the choice of the rows held out
 
     @property
     def trains(self) -> bool:
-        """Whether the tokenizer is trained."""
+        """True if the tokenizer is trained."""
         return isinstance(self.tokenizer, int)
 
     def made_from(self) -> dict[str, Any]:
-        """All of it as JSON has it."""
-        settings = {**self.settings, "train_on": self.train_on, "untrained_end": self.untrained_end, "seed": self.seed}
-        settings["val_fraction"] = None if "val" in self.sources else self.val_fraction
-        settings["vocab_size"] = self.tokenizer if self.trains else None
+        """Return the recipe as JSON."""
+        settings = {
+            **self.settings,
+            "train_on": self.train_on,
+            "untrained_end": self.untrained_end,
+            "seed": self.seed,
+            "val_fraction": None if "val" in self.sources else self.val_fraction,
+            "vocab_size": self.tokenizer if self.trains else None,
+        }
         about = {
             "sources": {split: [[s.name, s.digest] for s in listed] for split, listed in self.sources.items()},
             "tokenizer": "trained on these rows" if self.trains else fingerprint(self.tokenizer),
@@ -80,30 +87,49 @@ class Recipe:
         return dict(json.loads(json.dumps(about)))
 
     def rank(self, row: Example) -> float:
-        """A number in [0, 1) from what must not stand on both sides of the split."""
+        """Return a number in [0, 1) from the content that must not occur on both sides of the split."""
         return unit_hash(json.dumps([self.seed, *row.identity], sort_keys=True, default=str))
 
     def threshold(self) -> float:
-        """Rows that rank below it are held out: at least one, and not all, however few rows or small a fraction."""
+        """Return the number below which a row's rank holds it out: at least one row and not all, for any fraction."""
         if "val" in self.sources:
             return 0.0
-        ranks = sorted({self.rank(row) for _, row in self.reader(self.sources["train"])})
+        ranks = set()
+        for _, row in self.reader(self.sources["train"]):
+            if not isinstance(row, MalformedRow):
+                ranks.add(self.rank(row))
         if len(ranks) < 2:
             raise ConfigurationError(
-                f"{self.owner}: {len(ranks)} different rows cannot be split into training and validation; give val."
+                f"{self.owner}: {len(ranks)} different rows cannot be split into training and validation. Set val."
             )
-        return min(max(self.val_fraction, ranks[1]), ranks[-1])
+        second_lowest = sorted(ranks)[1]
+        return min(max(self.val_fraction, second_lowest), max(ranks))
+
+    def split_rows(self, name: str, reader: Reader, threshold: float) -> Iterator[SplitRow]:
+        """Yield the rows of the sources ``name`` with their splits. A malformed row belongs to ``name``."""
+        for place, row in reader:
+            held_out = not isinstance(row, MalformedRow) and self.rank(row) < threshold
+            yield "val" if held_out else name, place, row
 
 
 def prepare(recipe: Recipe, kind: str, cache_dir: str | None, thorough: bool) -> Path:
-    """Find or make the cache; return its folder: documents of "train" and "val", the tokenizer, the manifest.
+    """Find or make a cache.
 
-    ``thorough``: the contents of an existing cache are compared with its hashes.
+    Args:
+        recipe: All that decides its content.
+        kind: Name of the folder of such caches.
+        cache_dir: Folder of all caches, or None.
+        thorough: Compare the contents of an existing cache with its hashes.
+
+    Returns:
+        Folder with the documents of "train" and "val", the tokenizer and the manifest.
     """
     made_from = recipe.made_from()
     folder = cache_folder(cache_dir, kind, made_from)
-    if not folder.exists() and (changed := _changes(folder.parent, made_from)):
-        rank_zero_info(f"{recipe.owner}: made again, because {changed}.")
+    if not folder.exists():
+        changed = _changes(folder.parent, made_from)
+        if changed:
+            rank_zero_info(f"{recipe.owner}: making the cache again, because {changed}.")
     found = prepared_folder(
         folder, lambda target: _build(recipe, target), lambda path: broken_seal(path, FORMAT, thorough)
     )
@@ -113,118 +139,100 @@ def prepare(recipe: Recipe, kind: str, cache_dir: str | None, thorough: bool) ->
 
 
 def _build(recipe: Recipe, target: Path) -> None:
-    """Write everything into the empty target."""
-    held_out_below = recipe.threshold()
-
-    def rows(name: str, reader: Reader) -> Iterator[tuple[str, str, Example]]:
-        for place, row in reader:
-            held_out = name == "val" or recipe.rank(row) < held_out_below
-            yield "val" if held_out else "train", place, row
-
-    tokenizer = recipe.tokenizer
-    if recipe.trains:
-        read = rows("train", recipe.reader(recipe.sources["train"]))
-        texts = (text for split, _, row in read if split == "train" for text in row.texts())
-        tokenizer = train_chat_tokenizer(texts, tokenizer)
+    """Write all files of a cache into an empty folder."""
+    threshold = recipe.threshold()
+    tokenizer = _trained_tokenizer(recipe, threshold) if recipe.trains else recipe.tokenizer
     encoder = ChatTokens(tokenizer, recipe.train_on, recipe.untrained_end)
     counts = {split: Rows() for split in SPLITS}
     about: dict[str, Any] = {"made_from": recipe.made_from(), "formats": [], "malformed": {}, "end_warning": None}
-    lacking: Counter[str] = Counter()
-    checked = False
+    left_out: Counter[str] = Counter()
     with ExitStack() as stack:
-        writers = {
-            split: [stack.enter_context(DocumentWriter(target, f"{split}{part}")) for part in recipe.parts]
-            for split in SPLITS
-        }
+        writers: dict[str, list[DocumentWriter]] = {split: [] for split in SPLITS}
+        for split in SPLITS:
+            for part in recipe.parts:
+                writers[split].append(stack.enter_context(DocumentWriter(target, f"{split}{part}")))
+        checked = False
         for name, sources in recipe.sources.items():
             reader = recipe.reader(sources)
             about["formats"] += reader.formats
-            chunks = _Chunks(rows(name, reader), reader)
-            for documents, encoded in in_processes(encoder.encode, chunks):
-                if not checked and any(document.messages for document in documents):
-                    checked, about["end_warning"] = True, encoder.check_end_of_turn()
-                chunk = chunks.next()
-                for (split, place, _), found in zip(chunk, zip(*[iter(encoded)] * len(recipe.parts))):
+            seen = RowCount()
+            chunks = _chunks(recipe.split_rows(name, reader, threshold))
+            for chunk, encoded in in_processes(encoder.encode_chunk, chunks):
+                if not checked and any(_has_messages(row) for _, _, row in chunk):
+                    checked = True
+                    about["end_warning"] = encoder.check_end_of_turn()
+                for (split, place, _), documents in zip(chunk, encoded):
+                    seen.rows += 1
                     counts[split].rows += 1
-                    bad = next((one for one in found if isinstance(one, MalformedRow)), None)
-                    if bad is not None:
-                        chunks.refuse(place, str(bad))
+                    if isinstance(documents, MalformedRow):
+                        seen.refuse(place, documents)
                         continue
-                    for one, writer in zip(found, writers[split]):
-                        assert isinstance(one, Encoded)
-                        lacking.update(one.left_out)
-                        counts[split].turns += one.turns
-                        counts[split].ended += one.ended
-                        writer.add(one)
-            malformed = reader.malformed + chunks.refused
-            about["malformed"][name] = {"rows": reader.rows, "malformed": malformed, "shown": chunks.shown()}
-            splits = [name] if "val" in recipe.sources else SPLITS
-            counts[name].rows += reader.rows - sum(counts[split].rows for split in splits)  # malformed when read
-            counts[name].malformed = malformed
+                    for document, writer in zip(documents, writers[split]):
+                        left_out.update(document.left_out)
+                        counts[split].turns += document.turns
+                        counts[split].ended += document.ended
+                        writer.add(document)
+            about["malformed"][name] = asdict(seen)
+            counts[name].malformed = seen.malformed
     tokenizer.save_pretrained(str(target / "tokenizer"))
-    # Of a stream only the validation rows are read here, and they may hold no turn.
+    # With a stream for training only validation rows are read here, and these may hold no turn.
     chats = any(count.turns for count in counts.values()) or "train" not in recipe.sources or len(recipe.parts) > 1
-    about["left_out"] = dict(lacking)
+    about["left_out"] = dict(left_out)
     about["counts"] = {split: asdict(count) for split, count in counts.items()}
     about["end_of_turn"] = encoder.end_of_turn if chats and tokenizer.chat_template is not None else None
     seal(target, FORMAT, about)
 
 
-class _Chunks:
-    """Rows in chunks, of which the documents are read ahead, and an account of malformed ones in the rows' order."""
+def _trained_tokenizer(recipe: Recipe, threshold: float) -> Any:
+    """Train a tokenizer on the training rows."""
 
-    def __init__(self, rows: Iterator[tuple[str, str, Example]], reader: Reader) -> None:
-        self._rows, self._reader = rows, reader
-        self._read: deque[tuple[list[tuple[str, str, Example]], int]] = deque()  # and how many were shown by then
-        self._shown: list[tuple[str, str]] = []
-        self._taken = 0
-        self.refused = 0
+    def texts() -> Iterator[str]:
+        for split, _, row in recipe.split_rows("train", recipe.reader(recipe.sources["train"]), threshold):
+            if split == "train" and not isinstance(row, MalformedRow):
+                yield from row.texts()
 
-    def __iter__(self) -> Iterator[list[Document]]:
-        for chunk in in_chunks(self._rows, _CHUNK):
-            self._read.append((chunk, len(self._reader.shown)))
-            yield [document for _, _, row in chunk for document in row.documents]
+    return train_chat_tokenizer(texts(), recipe.tokenizer)
 
-    def next(self) -> list[tuple[str, str, Example]]:
-        """The rows of the chunk whose turn it is."""
-        chunk, shown = self._read.popleft()
-        self._shown += self._reader.shown[self._taken : shown]
-        self._taken = shown
-        return chunk
 
-    def refuse(self, place: str, reason: str) -> None:
-        """Count a row of this chunk that turned out to be malformed when it was tokenised."""
-        self.refused += 1
-        self._shown.append((place, reason))
+def _chunks(rows: Iterator[SplitRow]) -> Iterator[list[SplitRow]]:
+    while True:
+        chunk = list(islice(rows, _CHUNK))
+        if not chunk:
+            return
+        yield chunk
 
-    def shown(self) -> list[tuple[str, str]]:
-        """The first malformed rows, after the last chunk."""
-        return [*self._shown, *self._reader.shown[self._taken :]][:SHOWN]
+
+def _has_messages(row: Example | MalformedRow) -> bool:
+    return not isinstance(row, MalformedRow) and any(document.messages for document in row.documents)
 
 
 def _changes(root: Path, made_from: dict[str, Any]) -> str | None:
-    """What differs from the newest cache of the same sources, as the rest of a sentence; None if there is none."""
-
-    def names(made: dict[str, Any]) -> dict[str, list[str]]:
-        return {split: [name for name, _ in listed] for split, listed in made["sources"].items()}
-
+    """Return the differences from the newest cache of the same sources, as a clause; None if there is no such cache."""
     manifests = sorted(root.glob(f"*/{MANIFEST}"), key=lambda path: path.stat().st_mtime, reverse=True)
     for manifest in manifests:
         try:
             old = read_manifest(manifest.parent)["made_from"]
-            same = names(old) == names(made_from)
-        except (OSError, ValueError, KeyError, TypeError):  # it will be refused by who opens it
+            same = _source_names(old) == _source_names(made_from)
+        except (OSError, ValueError, KeyError, TypeError):  # a damaged cache is refused when it is opened
             continue
         if same:
             return f"{'; '.join(_differences(old, made_from))} changed since {manifest.parent}"
     return None
 
 
+def _source_names(made_from: dict[str, Any]) -> dict[str, list[str]]:
+    return {split: [name for name, _ in listed] for split, listed in made_from["sources"].items()}
+
+
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
-    for split, listed in new["sources"].items():
-        yield from (name for (name, now), (_, then) in zip(listed, old["sources"][split]) if now != then)
+    for split, sources in new["sources"].items():
+        for (name, digest), (_, old_digest) in zip(sources, old["sources"][split]):
+            if digest != old_digest:
+                yield name
     if old["tokenizer"] != new["tokenizer"]:
         yield "the tokenizer or its chat template"
-    yield from (name for name, value in new["settings"].items() if old["settings"].get(name) != value)
+    for name, value in new["settings"].items():
+        if old["settings"].get(name) != value:
+            yield name
     if old["format"] != new["format"]:
         yield "the format of the cache"

@@ -1,4 +1,4 @@
-"""What datamodules share whose batches come from a chat tokenizer: sources, cache, tokenizer, and a report."""
+"""Base of DataModules whose batches come from a chat tokenizer: sources, cache, tokenizer and a report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lit_efficient.data.text.arguments import ChatArguments, RowsArguments
 from lit_efficient.data.text.chat_cache import SPLITS, Recipe, prepare
 from lit_efficient.data.text.chat_tokenizer import load_chat_tokenizer
-from lit_efficient.data.text.reading import Reader, check_malformed
+from lit_efficient.data.text.reading import Reader, RowCount
 from lit_efficient.data.text.rows import Source, halves, open_sources
 from lit_efficient.data.text.truncation import Counts
 from lit_efficient.data.text.turn_spans import TrainOn
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 
 class ChatDataModule(LightningDataModule):
-    """Base of datamodules with a chat tokenizer; what it knows, it knows after ``setup``.
+    """Base of DataModules with a chat tokenizer. Most attributes are known after ``setup``.
 
-    It takes the arguments that `LanguageData` and `PreferenceData` have in common.
+    Its arguments are those that `LanguageData` and `PreferenceData` have in common.
     """
 
     kind: str
     """Name of the folder of its caches."""
     train_on: TrainOn = "completion"
     parts: tuple[str, ...] = ("",)
-    """What the names of the files of a row's documents end with."""
+    """Suffixes of the file names of a row's documents."""
 
     def __init__(
         self,
@@ -54,16 +54,18 @@ class ChatDataModule(LightningDataModule):
         pin_memory: bool,
     ) -> None:
         super().__init__()
-        owner = self.owner = rows.owner
-        check_number(owner, "max_length", max_length, least=2, whole=True)
-        check_number(owner, "batch_size", batch_size, least=1, whole=True)
-        check_number(owner, "val_batch_size", val_batch_size, least=1, whole=True, null=True)
-        check_number(owner, "val_fraction", val_fraction, above=0, below=1)
-        check_number(owner, "num_workers", num_workers, least=0, whole=True)
+        self.owner = rows.owner
+        check_number(self.owner, "max_length", max_length, least=2, whole=True)
+        check_number(self.owner, "batch_size", batch_size, least=1, whole=True)
+        check_number(self.owner, "val_batch_size", val_batch_size, least=1, whole=True, null=True)
+        check_number(self.owner, "val_fraction", val_fraction, above=0, below=1)
+        check_number(self.owner, "num_workers", num_workers, least=0, whole=True)
         if tokenizer is None and chat.template is not None:
-            raise ConfigurationError(f"{owner}: chat.template needs a tokenizer; the one trained here has ChatML")
+            raise ConfigurationError(
+                f"{self.owner}: chat.template needs a tokenizer. The tokenizer that is trained here uses ChatML."
+            )
         if not train or (val is not None and not val):
-            raise ConfigurationError(f"{owner}: train and val must name at least one source (or val be null)")
+            raise ConfigurationError(f"{self.owner}: train and val must name at least one source (or val be null)")
         self.train = [train] if isinstance(train, str) else list(train)
         self.val = [val] if isinstance(val, str) else val
         self.tokenizer_name = tokenizer
@@ -78,38 +80,38 @@ class ChatDataModule(LightningDataModule):
         self.rows = rows
         self.chat = chat
         self.chat_tokenizer: Any = None
-        """The tokenizer as transformers knows it, with its chat template; known after `setup`."""
+        """Tokenizer of transformers, with its chat template; known after `setup`."""
         self.report: dict[str, Any] = {}
-        """What the sources held and lost; known after `setup`."""
+        """Numbers of rows and tokens that the sources hold, and that were lost; known after `setup`."""
         self._folder: Path | None = None
         self._is_set_up = False
         self.cached: tuple[str, ...] = SPLITS
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer without its template; known after `setup`."""
+        """Tokenizer without its template; known after `setup`."""
         if self.chat_tokenizer is None:
             raise RuntimeError(f"{type(self).__name__}: call prepare_data() and setup() first.")
         return self.chat_tokenizer.backend_tokenizer
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, the added ones included; known after `setup`."""
+        """Number of ids with the added ones; known after `setup`."""
         return self.chat.vocab_size if self.chat_tokenizer is None else len(self.chat_tokenizer)
 
     @property
     def stop_ids(self) -> list[int]:
-        """The ids that end a text or a turn: where generation stops; known after `setup`."""
+        """Ids that end a text or a turn, at which generation stops; known after `setup`."""
         return sorted({self.chat_tokenizer.eos_token_id, self.report["end_of_turn"]} - {None})
 
     @property
     def pad_id(self) -> int:
-        """The id of what fills a row up; it is never learned."""
+        """Id that pads rows, without loss."""
         pad = self.chat_tokenizer.pad_token_id
         return int(self.chat_tokenizer.eos_token_id if pad is None else pad)
 
     def check_model(self) -> None:
-        """Refuse rows that the run's model cannot read."""
+        """Raise an error if the model of the run cannot read rows of this length."""
         check_length(self, "max_length", self.max_length)
 
     def prepare_data(self) -> None:
@@ -119,9 +121,9 @@ class ChatDataModule(LightningDataModule):
         for sentence in report["formats"]:
             rank_zero_info(f"{self.owner}: {sentence}")
         for name, found in report["malformed"].items():
-            bad = check_malformed(name, **found, most=self.rows.max_malformed)
-            if bad:
-                rank_zero_warn(f"{self.owner}: {bad}")
+            message = RowCount(**found).check(name, self.rows.max_malformed)
+            if message:
+                rank_zero_warn(f"{self.owner}: {message}")
         if report["end_warning"]:
             rank_zero_warn(f"{self.owner}: {report['end_warning']}: a model trained on it may never stop")
         if report["left_out"]:
@@ -142,55 +144,64 @@ class ChatDataModule(LightningDataModule):
         self._is_set_up = True
 
     def test_dataloader(self) -> Any:
-        """The rows for validation: there is no third split."""
+        """Return the loader of the validation rows: there is no third split."""
         return self.val_dataloader()
 
     @abstractmethod
     def summary(self, counts: dict[str, int]) -> str:
-        """One line about a split."""
+        """Return one line about a split."""
 
     @abstractmethod
     def reader(self, sources: list[Source]) -> Reader:
-        """Read sources."""
+        """Return the reader of sources."""
 
     @abstractmethod
     def _cut(self, folder: Path, split: str, counts: Counts) -> Any:
-        """The rows of a split, as long as they may be; what is left and what is lost is added to ``counts``."""
+        """Return the rows of a split, cut to the length, and add the numbers of what is left and lost to ``counts``."""
 
     @abstractmethod
     def _adopt(self, found: dict[str, Any]) -> None:
         """Check the rows of both splits and keep them."""
 
-    def _sources(self, name: str, split: str) -> list[Source]:
-        return open_sources(name, split=split, subset=self.rows.subset)
-
     def _open(self, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the rows of each split, and the report."""
         report = read_manifest(folder)
-        counts = {split: Counts() for split in SPLITS}
-        rows = {split: self._cut(folder, split, counts[split]) for split in SPLITS}
-        return rows, report | {"counts": {split: report["counts"][split] | asdict(counts[split]) for split in SPLITS}}
+        rows = {}
+        for split in SPLITS:
+            counts = Counts()
+            rows[split] = self._cut(folder, split, counts)
+            report["counts"][split] |= asdict(counts)
+        return rows, report
+
+    def _open_sources(self) -> dict[str, list[Source]]:
+        """Return the sources of each split that is cached. A single text is cut in two."""
+        sources: dict[str, list[Source]] = {}
+        for name, entries, split in (
+            ("train", self.train, self.rows.split),
+            ("val", self.val or [], self.rows.val_split),
+        ):
+            if entries and name in self.cached:
+                sources[name] = []
+                for entry in entries:
+                    sources[name] += open_sources(entry, split=split, subset=self.rows.subset)
+        if list(sources) == ["train"] and len(sources["train"]) == 1:
+            parts = halves(sources["train"][0], self.val_fraction)
+            if parts is not None:
+                return {"train": [parts[0]], "val": [parts[1]]}
+        return sources
 
     def _prepare(self, thorough: bool) -> Path:
-        wanted = {"train": (self.train, self.rows.split), "val": (self.val or [], self.rows.val_split)}
-        rows = asdict(self.rows)
-        for name in ("max_malformed", "split", "val_split", "subset"):  # no row depends on it but by its content
-            del rows[name]
+        settings = asdict(self.rows)
+        for name in ("max_malformed", "split", "val_split", "subset"):  # they change nothing but the content of rows
+            del settings[name]
         tokenizer = self.chat.vocab_size
         if self.tokenizer_name is not None:
             tokenizer = load_chat_tokenizer(self.tokenizer_name, self.chat.template)
-        sources = {
-            name: [source for entry in listed for source in self._sources(entry, split)]
-            for name, (listed, split) in wanted.items()
-            if listed and name in self.cached
-        }
-        if list(sources) == ["train"] and len(sources["train"]) == 1:
-            parts = halves(sources["train"][0], self.val_fraction)
-            sources = sources if parts is None else {"train": [parts[0]], "val": [parts[1]]}
         recipe = Recipe(
             owner=self.owner,
-            sources=sources,
+            sources=self._open_sources(),
             reader=self.reader,
-            settings=rows,
+            settings=settings,
             parts=self.parts,
             tokenizer=tokenizer,
             train_on=self.train_on,
@@ -202,8 +213,12 @@ class ChatDataModule(LightningDataModule):
 
 
 def check_length(data: LightningDataModule, name: str, length: int) -> None:
-    """Refuse rows (of the length that the argument ``name`` says) above the ``max_length`` of a run's model, before
-    anything is tokenised.
+    """Raise an error if rows are longer than the model of a run can read, before anything is tokenised.
+
+    Args:
+        data: The DataModule.
+        name: Argument of the DataModule that sets the length of its rows.
+        length: Tokens of a row.
     """
     module = data.trainer.lightning_module if data.trainer is not None else None
     most = getattr(module, "max_length", None)

@@ -1,4 +1,4 @@
-"""Rows of the data sets that people have, recognised by their keys, as one kind of document.
+"""Rows of common data sets, recognised by their keys, as documents.
 
     messages     {"messages": [{"role": "user", "content": ...}, ...]}
     sharegpt     {"conversations": [{"from": "human", "value": ...}, ...]}
@@ -6,8 +6,8 @@
     completion   {"prompt": ..., "completion": ...}: two texts, or two lists of messages
     text         {"text": ...}
 
-A row that does not hold what its format promises raises :class:`MalformedRow` with the reason; who reads the rows
-counts it. Nothing is guessed row by row: one source has one format.
+A row that does not match its format raises `MalformedRow` with the reason, and the caller counts it. A source has one
+format; the format of single rows is not guessed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from typing import Any, Literal, get_args
 from lit_efficient.errors import ConfigurationError
 
 Format = Literal["messages", "sharegpt", "alpaca", "completion", "text"]
+Message = dict[str, Any]
+Row = Mapping[str, Any]
 
-# In the order in which they are tried: exports of conversations often have a rendered "text" beside them.
+# In the order in which formats are tried: exports of conversations often have a rendered "text" as well.
 KEYS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
     "sharegpt": ("conversations",),
@@ -40,84 +42,107 @@ _ROLE_OF = {
 
 
 class MalformedRow(ValueError):
-    """A row that does not hold what its format promises; the message is the reason."""
+    """A row that does not match its format. The message is the reason."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """What one row teaches: a conversation, or a text of which the first part may be given."""
+    """Conversation, or text of which a first part may be a prompt."""
 
-    # the turns, each with ``role`` and ``content`` at least; empty for a text. One of ``weight`` 0, as OpenAI's format
-    # has it, is not learned
-    messages: tuple[dict[str, Any], ...] = ()
-    text: str = ""  # the text, when there are no messages
-    given: int = 0  # how many characters of ``text`` are a prompt that is not learned
-    # how many of ``messages`` are a prompt; the assistant's turns among them are not learned either
-    given_turns: int = 0
-    tools: tuple[Any, ...] = ()  # descriptions of tools, for templates that know them
+    # Messages with at least ``role`` and ``content``; empty for a text. A message with ``weight`` 0 (OpenAI's format)
+    # does not contribute to the loss.
+    messages: tuple[Message, ...] = ()
+    text: str = ""  # the text, if there are no messages
+    given: int = 0  # number of characters of ``text`` that are a prompt, without loss
+    given_turns: int = 0  # number of ``messages`` that are a prompt; assistant turns among them have no loss either
+    tools: tuple[Any, ...] = ()  # descriptions of tools, for templates that use them
 
     @property
     def documents(self) -> tuple[Document, ...]:
-        """What is tokenised of a row: this."""
+        """The documents of a row: this one."""
         return (self,)
 
     @property
     def identity(self) -> list[Any]:
-        """What must not stand on both sides of a split."""
+        """Content that must not occur on both sides of a split."""
         return [self.messages, self.text]
 
     def texts(self) -> Iterator[str]:
-        """All text in it."""
-        yield from [message["content"] for message in self.messages] or [self.text]
+        """Yield all texts of the document."""
+        if not self.messages:
+            yield self.text
+        for message in self.messages:
+            yield message["content"]
 
 
-def recognise(
-    rows: Iterable[Mapping[str, Any]], where: str, hint: str = "", among: Iterable[str] = KEYS
-) -> tuple[Format, str]:
-    """The format of a source, from its first rows.
+def recognise(rows: Iterable[Row], where: str, hint: str = "", among: Iterable[str] = KEYS) -> tuple[Format, str]:
+    """Return the format of a source, from its first rows.
 
-    That which most of them fit is taken, the earlier in `KEYS` if two are even.
+    The format that matches most rows wins. A tie goes to the earlier format in `KEYS`.
+
+    Args:
+        rows: First rows of the source.
+        where: Name of the source, for messages.
+        hint: Sentence for the error, about a likely mistake.
+        among: Formats to try.
 
     Returns:
-        The format, and a sentence that says by which keys, and which other formats would have fitted.
+        The format, and a sentence with its keys and with other formats that would match.
 
     Raises:
-        ConfigurationError: If no row has the keys of any format, with a ``hint`` at what may be wrong.
+        ConfigurationError: If no row has the keys of any format.
     """
     formats = {name: KEYS[name] for name in among}
     votes = dict.fromkeys(formats, 0)
-    seen: dict[str, None] = {}
+    seen: dict[str, None] = {}  # a set that keeps the order
     for row in rows:
         seen.update(dict.fromkeys(row))
         for name, keys in formats.items():
-            votes[name] += all(row.get(key) is not None for key in keys)
+            if not _missing(row, keys):
+                votes[name] += 1
     best = max(votes, key=lambda name: votes[name])
     if not votes[best]:
         known = "; ".join(f"{name} ({', '.join(keys)})" for name, keys in formats.items())
         raise ConfigurationError(
-            f"{where}: no format has the keys {keys_shown(seen)}. Formats and their keys: {known}. Name yours by "
+            f"{where}: no format has the keys {keys_shown(seen)}. Formats and their keys: {known}. Map your keys with "
             f"columns, as in columns: {{prompt: question, completion: answer}}.{hint}"
         )
-    also = [name for name, count in votes.items() if count and name != best]
     sentence = f"{where}: format {best}, by the keys {', '.join(KEYS[best])}"
-    return best, sentence + (f" (set format to read it as {' or '.join(also)})" if also else "")  # type: ignore[return-value]
+    also = [name for name, count in votes.items() if count and name != best]
+    if also:
+        sentence += f" (set format to read it as {' or '.join(also)})"
+    return best, sentence  # type: ignore[return-value]
 
 
 def keys_shown(keys: Iterable[str | None]) -> list[str]:
-    """Names of columns for people; what is data by mistake may be long."""
-    return [key if len(key) <= 40 else f"{key[:40]}..." for key in map(str, keys)]
+    """Return names of columns for a message. A name that is data by mistake may be long, and is cut."""
+    names = [str(key) for key in keys]
+    return [name if len(name) <= 40 else f"{name[:40]}..." for name in names]
 
 
-def read_row(row: Mapping[str, Any], kind: Format) -> Document:
-    """Turn a row into a document.
+def check_keys(row: Row, keys: Iterable[str]) -> None:
+    """Raise an error if a row lacks a key.
 
     Raises:
-        MalformedRow: If the row does not hold what the format promises.
+        MalformedRow: If a key is missing or null.
     """
-    assert kind in get_args(Format)
-    missing = [key for key in KEYS[kind] if row.get(key) is None]
+    missing = _missing(row, keys)
     if missing:
         raise MalformedRow(f"no {' and no '.join(missing)}")
+
+
+def _missing(row: Row, keys: Iterable[str]) -> list[str]:
+    return [key for key in keys if row.get(key) is None]
+
+
+def read_row(row: Row, kind: Format) -> Document:
+    """Return the document of a row.
+
+    Raises:
+        MalformedRow: If the row does not match the format.
+    """
+    assert kind in get_args(Format)
+    check_keys(row, KEYS[kind])
     tools = _tools(row.get("tools"))
     if kind == "text":
         return Document(text=_text(row, "text"))
@@ -125,16 +150,24 @@ def read_row(row: Mapping[str, Any], kind: Format) -> Document:
         return Document(messages=_alpaca(row))
     if kind == "completion":
         return _completion(row, tools)
-    turns = row[KEYS[kind][0]]
-    messages = _messages(turns, KEYS[kind][0])
-    if kind == "sharegpt" and isinstance(row.get("system"), str) and row["system"] and messages[0]["role"] != "system":
-        messages = ({"role": "system", "content": row["system"]}, *messages)
+    (key,) = KEYS[kind]
+    messages = _messages(row[key], key)
+    if kind == "sharegpt" and messages[0]["role"] != "system":
+        messages = (*system_message(row), *messages)
     _check_turns(messages)
     return Document(messages=messages, tools=tools)
 
 
+def system_message(row: Row) -> tuple[Message, ...]:
+    """Return the message of a row's key "system"; nothing if there is none."""
+    system = row.get("system")
+    if isinstance(system, str) and system.strip():
+        return ({"role": "system", "content": system},)
+    return ()
+
+
 def _tools(value: Any) -> tuple[Any, ...]:
-    """What a model may call, as a list or, in many sets, as the JSON text of one."""
+    """Return descriptions of tools, from a list or, as in many data sets, from the JSON text of a list."""
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
@@ -147,18 +180,20 @@ def _tools(value: Any) -> tuple[Any, ...]:
     return tuple(value)
 
 
-def _alpaca(row: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+def _alpaca(row: Row) -> tuple[Message, ...]:
+    request = _text(row, "instruction")
     extra = row.get("input")
     if extra is not None and not isinstance(extra, str):
         raise MalformedRow(f"input is {_kind(extra)}, not text")
-    ask = _text(row, "instruction") + (f"\n\n{extra}" if extra and extra.strip() else "")
-    system = row.get("system")
-    first = ({"role": "system", "content": system},) if isinstance(system, str) and system.strip() else ()
-    return (*first, {"role": "user", "content": ask}, {"role": "assistant", "content": _text(row, "output")})
+    if extra and extra.strip():
+        request += f"\n\n{extra}"
+    answer = _text(row, "output")
+    return (*system_message(row), {"role": "user", "content": request}, {"role": "assistant", "content": answer})
 
 
-def _completion(row: Mapping[str, Any], tools: tuple[Any, ...]) -> Document:
-    prompt, completion = row["prompt"], row["completion"]
+def _completion(row: Row, tools: tuple[Any, ...]) -> Document:
+    prompt = row["prompt"]
+    completion = row["completion"]
     if isinstance(prompt, list) != isinstance(completion, list):
         raise MalformedRow(f"prompt is {_kind(prompt)} and completion {_kind(completion)}: both must be of one kind")
     if isinstance(prompt, list):
@@ -171,19 +206,21 @@ def _completion(row: Mapping[str, Any], tools: tuple[Any, ...]) -> Document:
     return Document(text=prompt + _text(row, "completion"), given=len(prompt))
 
 
-def _messages(turns: Any, name: str) -> tuple[dict[str, Any], ...]:
-    if not isinstance(turns, list) or not turns:
-        raise MalformedRow(f"{name} is {_kind(turns) if turns else 'empty'}, not a list of turns")
+def _messages(turns: object, name: str) -> tuple[Message, ...]:
+    if not turns:
+        raise MalformedRow(f"{name} is empty, not a list of turns")
+    if not isinstance(turns, list):
+        raise MalformedRow(f"{name} is {_kind(turns)}, not a list of turns")
     return tuple(_message(turn, f"{name}[{index}]") for index, turn in enumerate(turns))
 
 
-def _message(turn: Any, name: str) -> dict[str, Any]:
+def _message(turn: object, name: str) -> Message:
     if not isinstance(turn, Mapping):
         raise MalformedRow(f"{name} is {_kind(turn)}, not a turn")
-    said = turn.get("role", turn.get("from"))
-    if not isinstance(said, str) or said.lower() not in _ROLE_OF:
-        raise MalformedRow(f"{name} has the role {said!r}; known are {', '.join(sorted(_ROLE_OF))}")
-    # Arrow fills the keys that other rows have with nulls: a template would print them.
+    role = turn.get("role", turn.get("from"))
+    if not isinstance(role, str) or role.lower() not in _ROLE_OF:
+        raise MalformedRow(f"{name} has the role {role!r}; known roles are {', '.join(sorted(_ROLE_OF))}")
+    # Arrow adds the keys of other rows with null as their value, which a template would print.
     kept = {key: value for key, value in turn.items() if key not in ("role", "from", "value") and value is not None}
     content = turn.get("content", turn.get("value"))
     if isinstance(content, list):
@@ -191,29 +228,31 @@ def _message(turn: Any, name: str) -> dict[str, Any]:
     if content is None and kept.get("tool_calls"):
         content = ""
     if kept.get("weight", 1) not in (0, 1):
-        raise MalformedRow(f"{name} has the weight {kept['weight']!r}; a turn is learned (1) or not (0)")
+        raise MalformedRow(f"{name} has the weight {kept['weight']!r}, which must be 1 (with loss) or 0 (without)")
     if not isinstance(content, str):
         raise MalformedRow(f"{name} has no text: its content is {_kind(content)}")
-    return {**kept, "role": _ROLE_OF[said.lower()], "content": content}
+    return {**kept, "role": _ROLE_OF[role.lower()], "content": content}
 
 
-def _part(part: Any, name: str) -> str:
+def _part(part: object, name: str) -> str:
+    """Return the text of a part of a content that is a list."""
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     raise MalformedRow(f"{name} holds a part that is no text: {str(part)[:40]}")
 
 
-def _check_turns(messages: tuple[dict[str, Any], ...]) -> None:
-    answers = [m for m in messages if m["role"] == "assistant"]
+def _check_turns(messages: tuple[Message, ...]) -> None:
+    """Raise an error if a conversation holds nothing that contributes to the loss."""
+    answers = [message for message in messages if message["role"] == "assistant"]
     if not answers:
-        raise MalformedRow("no turn is the assistant's: there is nothing to learn")
-    if not any(m["content"].strip() or m.get("tool_calls") for m in answers):
-        raise MalformedRow("all of the assistant's turns are empty")
-    if all(m.get("weight") == 0 for m in answers):
-        raise MalformedRow("all of the assistant's turns have weight 0: there is nothing to learn")
+        raise MalformedRow("no turn has the role assistant, so there is nothing to learn")
+    if not any(answer["content"].strip() or answer.get("tool_calls") for answer in answers):
+        raise MalformedRow("all assistant turns are empty")
+    if all(answer.get("weight") == 0 for answer in answers):
+        raise MalformedRow("all assistant turns have weight 0, so there is nothing to learn")
 
 
-def _text(row: Mapping[str, Any], key: str) -> str:
+def _text(row: Row, key: str) -> str:
     value = row[key]
     if not isinstance(value, str):
         raise MalformedRow(f"{key} is {_kind(value)}, not text")
@@ -222,5 +261,5 @@ def _text(row: Mapping[str, Any], key: str) -> str:
     return value
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return "null" if value is None else f"a {type(value).__name__}"

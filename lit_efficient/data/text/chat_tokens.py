@@ -1,22 +1,25 @@
-"""Documents -> token ids, and which of them are learned: the assistant's turns, each with the token that ends it.
+"""Documents as token ids, and a mask of the tokens that contribute to the loss: those of the assistant's turns.
 
-    trained[t] = the token begins inside a span of text that the assistant writes, or in white space before it
+    trained[t] = the token begins in a span that the assistant writes, or in white space before it
 
-The spans are those of :mod:`~lit_efficient.data.text.turn_spans`. A turn ends with its own last token, if that is a
-special one, else with the special token that follows. GLM's templates write none after an answer: the token that begins
-the next turn ends it, and is put after the last one, too. A model that does not learn the end of a turn never stops.
-Templates that leave it out of their marks are common, so a probe conversation is checked before any data is read.
+`turn_spans` finds the spans. A turn ends with its last token if this is a special token, else with the special token
+that follows. The templates of GLM write no such token: there the token that begins the next turn ends an answer, and it
+is appended after the last answer.
+
+A model that is not trained on the end of a turn never stops, and many templates leave the end out of their marks. So a
+probe conversation is checked before any data is read.
 """
 
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from lit_efficient.data.text.chat_formats import Document, MalformedRow
+from lit_efficient.data.text.chat_formats import Document, MalformedRow, Message
 from lit_efficient.data.text.left_out import left_out
+from lit_efficient.data.text.pair_formats import Example
 from lit_efficient.data.text.turn_spans import ANSWERED, ASKED, PROBE, TrainOn, Turn, TurnSpans, encodable
 from lit_efficient.errors import ConfigurationError
 
@@ -25,36 +28,51 @@ OnUntrainedEnd = Literal["refuse", "warn", "train"]
 
 @dataclass
 class Encoded:
-    """A document as tokens."""
+    """Document as tokens."""
 
-    ids: np.ndarray  # ``[n]`` int64
-    trained: np.ndarray  # ``[n]`` bool: which ids are learned
-    num_bytes: np.ndarray  # ``[n]`` int64: bytes of text that each id stands for, 0 for special tokens
-    cuttable: bool = False  # whether it may be cut into pieces (a text), because all of it is learned
-    turns: int = 0  # how many turns are learned
-    ended: int = 0  # how many of these have their end learned
-    # parts of its messages that the template does not write, with the number of turns
-    left_out: Mapping[str, int] = field(default_factory=dict)
+    ids: np.ndarray  # [n] int64
+    trained: np.ndarray  # [n] bool: True for ids that contribute to the loss
+    num_bytes: np.ndarray  # [n] int64: bytes of text that each id stands for; 0 for special tokens
+    cuttable: bool = False  # True for a text that contributes as a whole, and may be cut into pieces
+    turns: int = 0  # number of turns that contribute to the loss
+    ended: int = 0  # number of these whose end contributes, too
+    left_out: Mapping[str, int] = field(default_factory=dict)  # see `left_out.left_out`
+
+
+SplitRow = tuple[str, str, Example | MalformedRow]
+"""Split of a row, its place, and its content or the reason why it has none."""
+
+
+class _Tokens(NamedTuple):
+    """Tokens of a text, with the characters that they stand for."""
+
+    ids: np.ndarray  # [n] int64
+    starts: np.ndarray  # [n] first character; never decreases
+    stops: np.ndarray  # [n] character after the last
 
 
 class ChatTokens:
-    """Turns documents into tokens with one tokenizer and its chat template.
+    """Tokenises documents with a tokenizer and its chat template.
 
     Args:
-        tokenizer: a fast tokenizer of transformers.
-        train_on: ``assistant``: all of the assistant's turns; ``completion``: the last one, and of a prompt with a
-            completion the completion; ``all``: everything.
-        untrained_end: what to do about a template whose end-of-turn token would not be learned.
+        tokenizer: Fast tokenizer of transformers.
+        train_on: Parts that contribute to the loss. ``assistant``: all assistant turns. ``completion``: the last
+            assistant turn, and the completion of a prompt with a completion. ``all``: all tokens.
+        untrained_end: Reaction to a template whose end-of-turn token would not contribute to the loss: ``refuse``
+            raises an error, ``warn`` keeps it so, ``train`` lets the token contribute.
 
     Raises:
-        ConfigurationError: If the tokenizer cannot end a text.
+        ConfigurationError: If the tokenizer has no token that ends a text.
     """
 
     def __init__(
         self, tokenizer: Any, train_on: TrainOn = "assistant", untrained_end: OnUntrainedEnd = "refuse"
     ) -> None:
         if tokenizer.eos_token_id is None:
-            raise ConfigurationError("tokenizer: it has no eos_token, so a text's end could not be learned.")
+            raise ConfigurationError(
+                "tokenizer: it has no eos_token, so a model could not be trained to end a text. Set one in "
+                "tokenizer_config.json."
+            )
         self.tokenizer = tokenizer
         self.train_on = train_on
         self.untrained_end = untrained_end
@@ -65,63 +83,99 @@ class ChatTokens:
 
     @functools.cached_property
     def end_of_turn(self) -> int | None:
-        """The id of the special token that follows an answer in the template; None if there is none."""
+        """Id of the special token that follows an answer in the template; None if there is none."""
         own = self._id_after([ASKED, ANSWERED], anywhere=True)
         return self.next_turn if own is None else own
 
     @functools.cached_property
     def next_turn(self) -> int | None:
-        """The id that begins the user's turn and so ends an answer that has no end of its own; else None."""
+        """Id of the token that begins the user's turn, and ends an answer that has no other end; else None."""
         if self.turns.marked or self._id_after([ASKED, ANSWERED], anywhere=True) is not None:
             return None
         return self._id_after([ASKED, ANSWERED, ASKED])
 
-    def _id_after(self, probe: Sequence[dict[str, Any]], anywhere: bool = False) -> int | None:
-        """The special token that follows the probe's answer."""
+    def _id_after(self, probe: Sequence[Message], anywhere: bool = False) -> int | None:
+        """Return the special token that follows the answer of a probe, directly or, with ``anywhere``, later."""
         from jinja2 import TemplateError
 
         try:
             text = self.turns.rendered(probe, ())
         except TemplateError as error:
-            raise ConfigurationError(f"tokenizer: the chat template refuses a short conversation: {error}") from error
+            raise ConfigurationError(
+                f"tokenizer: the chat template raises an error for a short conversation: {error}. Give another "
+                "chat_template."
+            ) from error
         if PROBE not in text:
-            raise ConfigurationError("tokenizer: the chat template does not write an answer that is a text.")
-        ids, starts, stops = self._tokens([text])[0]
-        after = int(np.searchsorted(starts, text.rindex(PROBE) + len(PROBE)))
+            raise ConfigurationError(
+                "tokenizer: the chat template does not write the text of an answer. Give another chat_template."
+            )
+        tokens = self._tokens([text])[0]
+        after = int(np.searchsorted(tokens.starts, text.rindex(PROBE) + len(PROBE)))
         if anywhere:
-            return next((int(i) for i in ids[after:] if int(i) in self.special_ids), None)
-        place = self._end_after(text, after, ids, starts, stops)
-        return None if place is None else int(ids[place])
+            return next((int(i) for i in tokens.ids[after:] if int(i) in self.special_ids), None)
+        place = self._end_after(text, after, tokens)
+        return None if place is None else int(tokens.ids[place])
 
     def check_end_of_turn(self) -> str | None:
-        """Encode a probe conversation: None if its end of turn is learned, else what is wrong.
+        """Encode a probe conversation. Return None if its end of turn contributes to the loss, else the problem.
 
         Raises:
-            ConfigurationError: If it is not, and ``untrained_end`` is "refuse".
+            ConfigurationError: If it does not contribute, and ``untrained_end`` is "refuse".
         """
         if self.end_of_turn is None:
-            wrong = "the chat template ends an answer with no special token"
-            way_out = "Give a chat_template that writes one after each answer, or set untrained_end to 'warn'"
+            problem = "the chat template ends an answer with no special token"
+            solution = "Give a chat_template that writes one after each answer, or set untrained_end to 'warn'"
         else:
             (found,) = self.encode([Document(messages=(ASKED, ANSWERED))])
             assert isinstance(found, Encoded)
             if found.ended == found.turns:
                 return None
             name = self.tokenizer.convert_ids_to_tokens(self.end_of_turn)
-            wrong = f"the chat template leaves its end-of-turn token {name} out of what is trained"
-            way_out = (
-                "Set untrained_end to 'train' to learn the token nevertheless, to 'warn' to go on as it is, or give a "
-                "chat_template that marks it"
+            problem = f"the chat template leaves its end-of-turn token {name} out of what is trained"
+            solution = (
+                "Set untrained_end to 'train' to train on the token nevertheless, or to 'warn' to keep it so, or give "
+                "a chat_template that marks it"
             )
         if self.untrained_end == "refuse":
-            raise ConfigurationError(f"tokenizer: {wrong}, so a model trained on it would never stop. {way_out}.")
-        return wrong
+            raise ConfigurationError(f"tokenizer: {problem}, so a model trained on it would never stop. {solution}.")
+        return problem
 
-    def encode(self, documents: Sequence[Document]) -> list[Encoded | MalformedRow]:
-        """The tokens of each document, or why there are none; a few hundred at a time are fast.
+    def encode_rows(self, rows: Sequence[Example | MalformedRow]) -> list[list[Encoded] | MalformedRow]:
+        """Return the tokens of the documents of each row, or the reason why a row has none.
 
         Raises:
-            ConfigurationError: If the template is one whose turns cannot be separated.
+            ConfigurationError: As in `encode`.
+        """
+        documents: list[Document] = []
+        for row in rows:
+            if not isinstance(row, MalformedRow):
+                documents += row.documents
+        remaining = iter(self.encode(documents))
+        found: list[list[Encoded] | MalformedRow] = []
+        for row in rows:
+            if isinstance(row, MalformedRow):
+                found.append(row)
+                continue
+            encoded: list[Encoded] = []
+            reason = None
+            for _ in row.documents:
+                one = next(remaining)
+                if isinstance(one, Encoded):
+                    encoded.append(one)
+                else:
+                    reason = reason or one
+            found.append(reason or encoded)
+        return found
+
+    def encode_chunk(self, chunk: Sequence[SplitRow]) -> list[list[Encoded] | MalformedRow]:
+        """Return `encode_rows` of rows with splits and places. Other processes call it and need few imports for it."""
+        return self.encode_rows([row for _, _, row in chunk])
+
+    def encode(self, documents: Sequence[Document]) -> list[Encoded | MalformedRow]:
+        """Return the tokens of each document, or the reason why it has none. Batches of a few hundred are fast.
+
+        Raises:
+            ConfigurationError: If the turns that the template writes cannot be separated.
         """
         found: list[Encoded | MalformedRow] = [MalformedRow("")] * len(documents)
         chats: list[tuple[int, str, list[Turn]]] = []
@@ -134,53 +188,70 @@ class ChatTokens:
                     texts.append((index, encodable(document.text)))
             except MalformedRow as reason:
                 found[index] = reason
-        for (index, text, spans), tokens in zip(chats, self._tokens([text for _, text, _ in chats])):
-            found[index] = replace(self._chat(text, spans, *tokens), left_out=left_out(documents[index], text))
+        for (index, text, turns), tokens in zip(chats, self._tokens([text for _, text, _ in chats])):
+            found[index] = replace(self._chat(text, turns, tokens), left_out=left_out(documents[index], text))
         for (index, _), tokens in zip(texts, self._tokens([text for _, text in texts], plain=True)):
-            found[index] = self._text(documents[index], *tokens)
+            found[index] = self._text(documents[index], tokens)
         return found
 
-    def _chat(self, text: str, turns: list[Turn], ids: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Encoded:
-        trained = np.full(len(ids), self.train_on == "all")
-        sizes = self._bytes(text, ids, stops)
+    def _chat(self, text: str, turns: list[Turn], tokens: _Tokens) -> Encoded:
+        """Return the tokens of a rendered conversation, in which the assistant writes ``turns``."""
+        starts = tokens.starts
+        trained = np.full(len(tokens.ids), self.train_on == "all")
+        sizes = self._bytes(text, tokens)
         ended = 0
         for turn in turns:
             for start, stop in turn:
                 first, beyond = (int(i) for i in np.searchsorted(starts, (start, stop)))
                 if start < stop:
-                    first = _first_token(text, start, starts, stops)
+                    first = _first_token(text, start, tokens)
                 trained[first:beyond] = True
             after = int(np.searchsorted(starts, start + len(text[start:stop].rstrip())))
-            if first < after and int(ids[after - 1]) in self.special_ids:
+            if first < after and int(tokens.ids[after - 1]) in self.special_ids:
                 ended += 1
                 continue
-            end = self._end_after(text, after, ids, starts, stops)
-            if end is None and after == len(ids) and self.next_turn is not None:
-                end, ids, sizes = after, np.append(ids, self.next_turn), np.append(sizes, 0)
+            end = self._end_after(text, after, tokens)
+            if end is None and after == len(tokens.ids) and self.next_turn is not None:
+                end = after
+                tokens = tokens._replace(ids=np.append(tokens.ids, self.next_turn))
+                sizes = np.append(sizes, 0)
                 trained = np.append(trained, True)
-            if end is not None and (not self.turns.marked or self.untrained_end == "train"):
+            if end is None:
+                continue
+            if not self.turns.marked or self.untrained_end == "train":
                 trained[first : end + 1] = True
-            ended += bool(end is not None and trained[end])
-        return Encoded(ids, trained, sizes, turns=len(turns), ended=ended)
+            ended += bool(trained[end])
+        return Encoded(tokens.ids, trained, sizes, turns=len(turns), ended=ended)
 
-    def _end_after(self, text: str, place: int, ids: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> int | None:
-        """Where the special token stands that follows, with nothing but white space before it; none begins a text."""
+    def _end_after(self, text: str, place: int, tokens: _Tokens) -> int | None:
+        """Return the place of the special token that follows with only white space before it, or None.
+
+        The token that begins a text is no end.
+        """
+        ids, starts, stops = tokens
         ends = self.special_ids - ({self.tokenizer.bos_token_id} - {self.tokenizer.eos_token_id})
-        while place < len(ids) and int(ids[place]) not in ends and not text[starts[place] : stops[place]].strip():
+        while place < len(ids):
+            if int(ids[place]) in ends:
+                return place
+            if text[starts[place] : stops[place]].strip():
+                return None
             place += 1
-        return place if place < len(ids) and int(ids[place]) in ends else None
+        return None
 
-    def _text(self, document: Document, ids: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Encoded:
-        num_bytes = self._bytes(document.text, ids, stops)
+    def _text(self, document: Document, tokens: _Tokens) -> Encoded:
+        """Return the tokens of a text, which ends with the token that ends a text."""
+        ids = tokens.ids
+        sizes = self._bytes(document.text, tokens)
         if not len(ids) or ids[-1] != self.tokenizer.eos_token_id:
-            ids, num_bytes = np.append(ids, self.tokenizer.eos_token_id), np.append(num_bytes, 0)
+            ids = np.append(ids, self.tokenizer.eos_token_id)
+            sizes = np.append(sizes, 0)
         trained = np.ones(len(ids), dtype=bool)
         if document.given and self.train_on != "all":
-            trained[: _first_token(document.text, document.given, starts, stops)] = False
-        return Encoded(ids, trained, num_bytes, cuttable=bool(trained.all()))
+            trained[: _first_token(document.text, document.given, tokens)] = False
+        return Encoded(ids, trained, sizes, cuttable=bool(trained.all()))
 
-    def _tokens(self, texts: list[str], plain: bool = False) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Of each text ids ``[n]`` and their characters from and to; ``plain`` spells special tokens out."""
+    def _tokens(self, texts: list[str], plain: bool = False) -> list[_Tokens]:
+        """Return the tokens of each text. With ``plain``, special tokens in the text are tokenised as text."""
         if not texts:
             return []
         found = self.tokenizer(
@@ -189,26 +260,31 @@ class ChatTokens:
             split_special_tokens=plain,
             return_offsets_mapping=True,
             return_attention_mask=False,
-            verbose=False,  # it would warn of lengths that are cut later
+            verbose=False,  # it would warn about documents that are cut later
         )
         tokens = []
         for ids, offsets in zip(found["input_ids"], found["offset_mapping"]):
             places = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
-            # Special tokens that a tokenizer adds stand at (0, 0): keep the order, so that it can be searched.
-            tokens.append((np.asarray(ids, dtype=np.int64), np.maximum.accumulate(places[:, 0]), places[:, 1]))
+            # Special tokens that a tokenizer adds have the place (0, 0). Sorted starts allow a binary search.
+            starts = np.maximum.accumulate(places[:, 0])
+            tokens.append(_Tokens(np.asarray(ids, dtype=np.int64), starts, places[:, 1]))
         return tokens
 
-    def _bytes(self, text: str, ids: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """Bytes of text for each token; a space that no token claims counts for the next one."""
-        sizes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
-        lengths = 1 + (sizes >= 0x80) + (sizes >= 0x800) + (sizes >= 0x10000).astype(np.int64)
-        until = np.concatenate(([0], np.cumsum(lengths)))[np.maximum.accumulate(stops)]
-        special = np.isin(ids, list(self.special_ids))
+    def _bytes(self, text: str, tokens: _Tokens) -> np.ndarray:
+        """Return the bytes of text of each token [n]. A space that belongs to no token counts for the next token."""
+        points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+        lengths = 1 + (points >= 0x80) + (points >= 0x800) + (points >= 0x10000).astype(np.int64)  # in UTF-8
+        until = np.concatenate(([0], np.cumsum(lengths)))[np.maximum.accumulate(tokens.stops)]
+        special = np.isin(tokens.ids, list(self.special_ids))
         return np.where(special, 0, np.diff(until, prepend=0))
 
 
-def _first_token(text: str, place: int, starts: np.ndarray, stops: np.ndarray) -> int:
-    """The first token of what begins at ``place``: " yes" of "Answer: " and "yes", as most words have their space."""
-    first = int(np.searchsorted(starts, place))
-    shared = first > 0 and stops[first - 1] > place and not text[starts[first - 1] : place].strip()
-    return first - int(shared)
+def _first_token(text: str, place: int, tokens: _Tokens) -> int:
+    """Return the first token of the text at ``place``.
+
+    A token that begins in white space before it counts: " yes" is the first token of "yes" in "Answer: yes".
+    """
+    first = int(np.searchsorted(tokens.starts, place))
+    if first > 0 and tokens.stops[first - 1] > place and not text[tokens.starts[first - 1] : place].strip():
+        return first - 1
+    return first

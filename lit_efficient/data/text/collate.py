@@ -1,12 +1,14 @@
-"""Documents -> batches, packed or padded; labels are not shifted (the convention of Hugging Face's models).
+"""Documents as batches, packed or padded. Labels are not shifted, as in the models of Hugging Face.
 
     packed:  input_ids, labels, position_ids [B, T]      positions begin at 0 in every document
     padded:  input_ids, labels, attention_mask [B, T]    one document a row
 
-A packed batch has no attention mask on purpose. Most models of transformers keep documents apart by their positions,
-if they get no mask **and no key-value cache** (``use_cache=False``); many do not, silently. Our tasks ask the model:
-see :mod:`lit_efficient.mechanisms.documents`, which finds the arguments for a module of your own as well.
-The first label of every document is `IGNORE`, so nothing is predicted across a boundary, wherever the shift is done.
+A packed batch has no attention mask on purpose. Most models of transformers separate documents by their positions if
+they get no mask **and no key-value cache** (``use_cache=False``). Many models do not, and raise no error. Our tasks
+test the model: see :mod:`lit_efficient.mechanisms.documents`, which also finds the arguments for your own module.
+
+The first label of every document is `IGNORE`, so that no token is predicted from another document, no matter where the
+labels are shifted.
 """
 
 from collections.abc import Sequence
@@ -19,43 +21,47 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.next_token import IGNORE
 
 TokensAndLabels = tuple[np.ndarray, np.ndarray]
-"""Ids and unshifted labels ``[n]`` of a document."""
+"""Ids and unshifted labels [n] of a document."""
 
 
 def packed_batch(rows: Sequence[Sequence[TokensAndLabels]], length: int, pad_id: int = 0) -> dict[str, Tensor]:
-    """Documents side by side, as ``input_ids``, ``labels`` and ``position_ids``, ``[B, T]`` int64.
+    """Place the documents of each row side by side.
 
-    What is left over at the end of a row is a document of ``pad_id`` of its own without labels.
+    The rest of a row is a separate document of ``pad_id`` without labels.
+
+    Returns:
+        ``input_ids``, ``labels`` and ``position_ids`` [B, length] int64.
 
     Raises:
-        ConfigurationError: If a row is too long.
+        ConfigurationError: If the documents of a row have more than ``length`` tokens.
     """
     ids = np.full((len(rows), length), pad_id, dtype=np.int64)
     labels = np.full_like(ids, IGNORE)
     positions = np.empty_like(ids)
     for row, documents in enumerate(rows):
-        at = 0
+        begin = 0
         for tokens, targets in documents:
-            end = at + len(tokens)
+            end = begin + len(tokens)
             if end > length:
                 raise ConfigurationError(f"packed_batch: the documents of a row must have at most {length} tokens.")
-            ids[row, at:end] = tokens
-            labels[row, at:end] = targets
-            labels[row, at : at + 1] = IGNORE
-            positions[row, at:end] = np.arange(end - at)
-            at = end
-        positions[row, at:] = np.arange(length - at)
-    return {
-        name: torch.from_numpy(v) for name, v in (("input_ids", ids), ("labels", labels), ("position_ids", positions))
-    }
+            ids[row, begin:end] = tokens
+            labels[row, begin:end] = targets
+            labels[row, begin : begin + 1] = IGNORE
+            positions[row, begin:end] = np.arange(end - begin)
+            begin = end
+        positions[row, begin:] = np.arange(length - begin)
+    return _tensors(input_ids=ids, labels=labels, position_ids=positions)
 
 
 def padded_batch(documents: Sequence[TokensAndLabels], pad_id: int = 0, multiple: int = 8) -> dict[str, Tensor]:
-    """Documents filled up on the right: ``input_ids``, ``labels``, ``attention_mask`` (1 for tokens), ``[B, T]`` int64.
+    """Pad documents on the right to one length.
 
-    T is the longest length rounded up to a ``multiple``, which kernels like.
+    Returns:
+        ``input_ids``, ``labels`` and ``attention_mask`` (1 for tokens) [B, T] int64. T is the longest length rounded up
+        to a ``multiple``, which is faster on GPUs.
     """
-    length = -(-max(len(tokens) for tokens, _ in documents) // multiple) * multiple
+    longest = max(len(tokens) for tokens, _ in documents)
+    length = -(-longest // multiple) * multiple
     ids = np.full((len(documents), length), pad_id, dtype=np.int64)
     labels = np.full_like(ids, IGNORE)
     mask = np.zeros_like(ids)
@@ -64,4 +70,8 @@ def padded_batch(documents: Sequence[TokensAndLabels], pad_id: int = 0, multiple
         labels[row, : len(tokens)] = targets
         mask[row, : len(tokens)] = 1
     labels[:, 0] = IGNORE
-    return {name: torch.from_numpy(v) for name, v in (("input_ids", ids), ("labels", labels), ("attention_mask", mask))}
+    return _tensors(input_ids=ids, labels=labels, attention_mask=mask)
+
+
+def _tensors(**arrays: np.ndarray) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}

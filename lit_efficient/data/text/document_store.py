@@ -1,11 +1,11 @@
-"""Tokenised documents on disk, mapped into memory: a corpus of any size takes none, and workers share it.
+"""Tokenised documents on disk, memory-mapped: a corpus of any size takes no memory, and workers share it.
 
-    tokens.bin     int32: an id that is learned as itself, one that is not as its complement (~id, below 0)
-    documents.bin  int64 [D, 5]: what `truncation.facts` says of each document
-    bytes.bin      int32: bytes of text that each token stands for, of validation documents alone
+    tokens.bin     int32: an id that contributes to the loss as itself, any other id as its complement (~id, below 0)
+    documents.bin  int64 [D, 5]: the facts of each document, see `truncation.facts`
+    bytes.bin      int32: bytes of text that each token stands for; of validation documents only
 
-One number holds an id and its mask, so the two cannot come apart. Documents are stored whole, and cut when they are
-read: ``max_length`` is no part of what is stored.
+One number holds an id and its mask, so the two cannot get out of step. Documents are stored whole and cut when they are
+read, so the cache does not depend on ``max_length``.
 """
 
 from __future__ import annotations
@@ -21,24 +21,27 @@ from lit_efficient.data.text.truncation import Pieces, facts
 from lit_efficient.files.cache import map_numbers
 from lit_efficient.losses.next_token import IGNORE
 
-FORMAT = 5  # part of every key: raise it when the files' meaning changes
+FORMAT = 5  # part of every key; raise it when the meaning of the files changes
 
 
 class DocumentWriter:
-    """Writes documents, one after the other; for "val" the bytes of each token, too."""
+    """Writes documents, one after the other. For the name "val" the bytes of each token are written, too."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._files = ExitStack()
-        parts = ("tokens", "documents", *(["bytes"] if name == "val" else []))
-        self._open = {part: self._files.enter_context((folder / f"{name}.{part}.bin").open("wb")) for part in parts}
+        self._tokens = self._files.enter_context((folder / f"{name}.tokens.bin").open("wb"))
+        self._documents = self._files.enter_context((folder / f"{name}.documents.bin").open("wb"))
+        self._bytes = None
+        if name == "val":
+            self._bytes = self._files.enter_context((folder / f"{name}.bytes.bin").open("wb"))
 
     def add(self, document: Encoded) -> None:
         """Append a document."""
         stored = np.where(document.trained, document.ids, ~document.ids)
-        self._open["tokens"].write(stored.astype(np.int32).tobytes())
-        self._open["documents"].write(np.array(facts(document), np.int64).tobytes())
-        if "bytes" in self._open:
-            self._open["bytes"].write(document.num_bytes.astype(np.int32).tobytes())
+        self._tokens.write(stored.astype(np.int32).tobytes())
+        self._documents.write(np.array(facts(document), np.int64).tobytes())
+        if self._bytes is not None:
+            self._bytes.write(document.num_bytes.astype(np.int32).tobytes())
 
     def __enter__(self) -> DocumentWriter:
         return self
@@ -60,26 +63,32 @@ class Documents:
         self._starts = np.cumsum(self.facts[:, 0]) - self.facts[:, 0]
 
     def piece(self, pieces: Pieces, index: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """Ids and labels ``[n]`` int64 of a piece, and the bytes of text that its labels stand for (0 if not stored).
+        """Return a piece.
 
-        Labels are not shifted, and `IGNORE` where nothing is learned. The first one is ignored as well: no token comes
-        before it.
+        Returns:
+            Ids [n] int64; labels [n] int64, not shifted, `IGNORE` for the first token and for tokens without loss; and
+            the bytes of text that the labels stand for (0 if they are not stored).
         """
         place = self._place(pieces, index)
         stored = self._tokens[place].astype(np.int64)
         ids = np.where(stored < 0, ~stored, stored)
         labels = np.where(stored < 0, IGNORE, stored)
         labels[:1] = IGNORE
-        size = 0 if self._bytes is None else int(self._bytes[place][labels != IGNORE].sum())
+        size = 0
+        if self._bytes is not None:
+            size = int(self._bytes[place][labels != IGNORE].sum())
         return ids, labels, size
 
     def count_trained(self, pieces: Pieces) -> int:
-        """How many tokens of pieces are learned."""
+        """Return the number of tokens in pieces that contribute to the loss."""
         length, _, _, trained, cuttable = (column[pieces.document] for column in self.facts.T)
-        whole, parts = pieces.lengths == length, cuttable == 1
-        scanned = (self._tokens[self._place(pieces, i)][1:] for i in np.flatnonzero(~whole & ~parts).tolist())
-        known = trained[whole].sum() + (pieces.lengths - 1)[parts & ~whole].sum()
-        return int(known) + sum(int((stored >= 0).sum()) for stored in scanned)
+        is_whole = pieces.lengths == length
+        count = int(trained[is_whole].sum())
+        count += int((pieces.lengths - 1)[(cuttable == 1) & ~is_whole].sum())  # all tokens of a text but the first
+        for index in np.flatnonzero((cuttable == 0) & ~is_whole).tolist():
+            stored = self._tokens[self._place(pieces, index)][1:]
+            count += int((stored >= 0).sum())
+        return count
 
     def _place(self, pieces: Pieces, index: int) -> slice:
         begin = int(self._starts[pieces.document[index]])
@@ -87,7 +96,7 @@ class Documents:
 
 
 def labels_of(document: Encoded, start: int, stop: int) -> np.ndarray:
-    """Unshifted labels ``[n]`` of a piece of a document that was not stored; as `Documents` gives them."""
+    """Return the unshifted labels [n] of a piece of a document that is not stored, as `Documents.piece` does."""
     labels = np.where(document.trained[start:stop], document.ids[start:stop], IGNORE)
     labels[:1] = IGNORE
     return labels

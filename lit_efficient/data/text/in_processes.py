@@ -1,16 +1,17 @@
-"""A method over many parts, in processes of their own, with results in the order of the parts.
+"""Runs a function over many parts in worker processes, and yields the results in the order of the parts.
 
-    parts -> process k does part k, k + n, k + 2n, ... -> results as one process would give them
+    parts -> process k takes part k, k + n, k + 2n, ... -> results as from one process
 
-The processes are plain ones that read pickles from their parent alone: nothing of the program that started it all runs
-in them, as with ``multiprocessing``, which imports its script again. Costs a start of some seconds, so the first parts
-are done here: what is short never pays for it.
+The processes are plain ones that read pickles from their parent alone. They run nothing of the main program, unlike
+``multiprocessing``, which imports the main script again. They take some seconds to start, so the first parts are
+processed here, and short work needs no process.
 """
 
 import os
 import pickle
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from itertools import islice
@@ -18,7 +19,7 @@ from typing import IO, Any, TypeVar
 
 from lit_efficient.errors import LitEfficientError
 
-_FIRST = 16  # parts that are done in this process
+_FIRST = 16  # parts that are processed here
 _MOST = 16  # processes
 
 Part = TypeVar("Part")
@@ -26,16 +27,21 @@ Result = TypeVar("Result")
 
 
 def usable_processors() -> int:
-    """Processors that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of processors that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def in_processes(
     work: Callable[[Part], Result], parts: Iterable[Part], processes: int | None = None
 ) -> Iterator[tuple[Part, Result]]:
-    """Yield each part, read little by little, and what ``work`` makes of it, in order.
+    """Yield each part and the result of ``work`` for it, in order. Parts are read when they are needed.
 
-    ``work`` is pickled; there are as many processes as processors, at most 16, if no number is given.
+    Args:
+        work: Function that can be pickled.
+        parts: Its arguments.
+        processes: Number of processes. None: as many as processors, at most 16.
     """
     parts = iter(parts)
     for part in islice(parts, _FIRST):
@@ -47,36 +53,39 @@ def in_processes(
             yield part, work(part)
         return
     with ExitStack() as stack:
-        workers = [stack.enter_context(_Worker(work)) for _ in ahead]
-        for worker, part in zip(workers, ahead):
+        busy: deque[tuple[_Worker, Part]] = deque()
+        for part in ahead:
+            worker = stack.enter_context(_Worker(work))
             worker.give(part)
-        while ahead:
-            worker, part = workers.pop(0), ahead.pop(0)
+            busy.append((worker, part))
+        while busy:
+            worker, part = busy.popleft()
             result = worker.take()
             for following in islice(parts, 1):
                 worker.give(following)
-                workers.append(worker)
-                ahead.append(following)
+                busy.append((worker, following))
             yield part, result
 
 
 class _Worker:
-    """A process that has at most one part at a time, so that neither waits for the other to read."""
+    """Process that holds at most one part at a time, so that neither side waits for the other one to read."""
 
     def __init__(self, work: Callable[[Any], Any]) -> None:
         own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TOKENIZERS_PARALLELISM": "false"}
-        self._process: Any = subprocess.Popen(  # noqa: S603 (ourselves)
+        self._process: Any = subprocess.Popen(  # noqa: S603 (this file)
             [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **own}
         )
         self.give(work)
 
-    def give(self, part: Any) -> None:
+    def give(self, part: object) -> None:
+        """Send a part to the process."""
         try:
             _write(self._process.stdin, part)
         except BrokenPipeError:
             raise self._ended() from None
 
     def take(self) -> Any:
+        """Wait for the result of the part. Raise the error that the process raised."""
         try:
             done, result = pickle.load(self._process.stdout)  # noqa: S301 (from our own child)
         except EOFError:
@@ -86,26 +95,28 @@ class _Worker:
         return result
 
     def _ended(self) -> LitEfficientError:
-        return LitEfficientError(f"a process that tokenises has ended ({self._process.wait()})")
+        return LitEfficientError(
+            f"a process that tokenises has ended ({self._process.wait()}): it may have run out of memory."
+        )
 
     def __enter__(self) -> "_Worker":
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        with suppress(BrokenPipeError):  # of what an ended process has not read
+    def __exit__(self, *error: object) -> None:
+        with suppress(BrokenPipeError):  # the process ended before it had read everything
             self._process.stdin.close()
         self._process.stdout.close()
         self._process.kill()
         self._process.wait()
 
 
-def _write(file: IO[bytes], content: Any) -> None:
+def _write(file: IO[bytes], content: object) -> None:
     pickle.dump(content, file, pickle.HIGHEST_PROTOCOL)
     file.flush()
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error, or what it says, where it is of a class that pickle cannot make again."""
+    """Return the error, or one with its message if its class cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301
     except Exception:
@@ -114,9 +125,10 @@ def _sendable(error: Exception) -> Exception:
 
 
 def _serve() -> None:
-    """What a process does: read what to do, then one part after the other, until its parent ends."""
-    given, results = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what is printed goes elsewhere
+    """Main function of a process: read the work, then one part after the other, until the parent ends."""
+    given = sys.stdin.buffer
+    results = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # printed text goes to the standard error, and not among the results
     work = pickle.load(given)  # noqa: S301 (from our own parent)
     while True:
         try:
@@ -125,7 +137,7 @@ def _serve() -> None:
             return
         try:
             answer = True, work(part)
-        except Exception as error:  # whatever it is, the parent raises it
+        except Exception as error:  # the parent raises it
             answer = False, _sendable(error)
         _write(results, answer)
 

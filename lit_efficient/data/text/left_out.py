@@ -1,6 +1,6 @@
-"""What a chat template leaves out of a conversation without a word: system prompts, thoughts, words beside calls.
+"""Parts of a conversation that a chat template omits silently: system prompts, thoughts, text beside tool calls.
 
-A part stands in the rendered text if it does to the letter, as JSON or Python write it, or with other white space.
+A part is found in the rendered text if it occurs literally, as JSON or Python write it, or with other white space.
 """
 
 import contextlib
@@ -8,79 +8,90 @@ import functools
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
 
-from lit_efficient.data.text.chat_formats import Document
+from lit_efficient.data.text.chat_formats import Document, Message
 
-_THOUGHT_ENDS = "</think>"  # in the content itself; templates take what precedes it out of earlier turns
+_THOUGHT_ENDS = "</think>"  # in the content; templates remove the text before it from earlier turns
 
 
 def left_out(document: Document, text: str) -> Counter[str]:
-    """In how many turns which part has text that the rendered ``text`` lacks."""
+    """Return the parts with text that the rendered ``text`` lacks, and the number of turns that have them."""
     found: Counter[str] = Counter()
     for message in document.messages:
         lacking = {part for part, words in _parts(message) if not stands(words, text)}
         content = message["content"]
         if not stands(content, text):
-            spoken_alone = _THOUGHT_ENDS in content and stands(spoken(content), text)
-            lacking.add("thoughts" if spoken_alone else f"the {message['role']}'s text")
+            if _THOUGHT_ENDS in content and stands(spoken(content), text):
+                lacking.add("thoughts")
+            else:
+                lacking.add(f"the {message['role']}'s text")
         found.update(lacking)
-    tools = [tool.get("function", tool).get("name", "") for tool in document.tools if isinstance(tool, Mapping)]
-    if any(not stands(str(name), text) for name in tools):
-        found["the tools"] += 1
+    for tool in document.tools:
+        if isinstance(tool, Mapping) and not stands(str(tool.get("function", tool).get("name", "")), text):
+            found["the tools"] = 1
     return found
 
 
 def stands(words: str, text: str) -> bool:
-    """Whether ``words`` can be read in ``text``."""
+    """Return whether ``words`` occur in ``text``."""
     words = words.strip()
-    if words in text or any(form in text for form in _escaped(words)):
+    if words in text:
         return True
-    whole = _whole(text)
-    return any(_squeezed(form) in whole for form in (words, *_escaped(words)))
+    forms = [words, *_escaped(words)]
+    if any(form in text for form in forms):
+        return True
+    squeezed = _squeezed_text(text)
+    return any(_squeezed(form) in squeezed for form in forms)
 
 
 def spoken(content: str) -> str:
-    """An answer without the thoughts in it."""
+    """Return an answer without the thoughts in it."""
     return content.rpartition(_THOUGHT_ENDS)[2]
 
 
-def call_words(message: Mapping[str, Any]) -> list[str]:
-    """Names and arguments of a message's calls of tools, as far as they are texts."""
-    words = list[str]()
+def call_words(message: Message) -> list[str]:
+    """Return the names and the textual arguments of the tool calls of a message."""
+    words: list[str] = []
     for call in message.get("tool_calls") or ():
         function = call.get("function") or call
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             with contextlib.suppress(ValueError):
                 arguments = json.loads(arguments)
-        words += [str(function.get("name", "")), *_leaves(arguments)]
+        words.append(str(function.get("name", "")))
+        words += _leaves(arguments)
     return words
 
 
-def _parts(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    yield from (("calls of tools", words) for words in call_words(message))
+def _parts(message: Message) -> Iterator[tuple[str, str]]:
+    """Yield names and texts of the parts of a message, except its content."""
+    for words in call_words(message):
+        yield "calls of tools", words
     for key, value in message.items():
         if isinstance(value, str) and key not in ("role", "content") and not key.endswith("id"):
             yield repr(key), value
 
 
-def _leaves(value: Any) -> Iterator[str]:
+def _leaves(value: object) -> Iterator[str]:
+    """Yield the texts in a nested JSON value."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping | list):
-        for item in value.values() if isinstance(value, Mapping) else value:
+    elif isinstance(value, Mapping):
+        yield from _leaves(list(value.values()))
+    elif isinstance(value, list):
+        for item in value:
             yield from _leaves(item)
 
 
-def _escaped(words: str) -> Iterator[str]:
-    once = [json.dumps(words, ensure_ascii=ascii)[1:-1] for ascii in (False, True)] + [repr(words)[1:-1]]
-    yield from once
-    yield from (json.dumps(form)[1:-1] for form in once)  # arguments that are a text already are written as one
+def _escaped(words: str) -> list[str]:
+    """Return a text as JSON and Python write it, and these forms in JSON again: arguments may be JSON in a text."""
+    once = [json.dumps(words, ensure_ascii=False)[1:-1], json.dumps(words)[1:-1], repr(words)[1:-1]]
+    return once + [json.dumps(form)[1:-1] for form in once]
 
 
 def _squeezed(text: str) -> str:
+    """Return a text without white space."""
     return "".join(text.split())
 
 
-_whole = functools.lru_cache(maxsize=2)(_squeezed)  # of a conversation, which is asked for each of its parts
+_squeezed_text = functools.lru_cache(maxsize=2)(_squeezed)  # `stands` is called for each part of one conversation

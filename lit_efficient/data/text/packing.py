@@ -1,9 +1,9 @@
-"""Best-fit-decreasing packing: documents of many lengths into as few rows of one length as can be found fast.
+"""Best-fit-decreasing packing: documents of many lengths in few rows of one length, found fast.
 
-    longest document first;  it goes into the fullest row that still has room for it, or into a new one
+    longest document first;  it goes into the fullest row that still has room for it, or into a new row
 
-Equal lengths are interchangeable, and so are rows with equal room. So the lengths are counted, all rows with one amount
-of room are filled at a time, and the exact result takes time in the number of *distinct* lengths, not of documents.
+Equal lengths are interchangeable, and so are rows with equal room. So the lengths are counted, and all rows with one
+amount of room are filled at a time. The exact result takes time in the number of *distinct* lengths, not of documents.
 
 Saves: the padding, often more than half of a batch of instructions: 99 % and more of the tokens are real.
 Costs: 1,000,000 lengths take less than a second of one core (``benchmarks/packing.py``), once.
@@ -19,11 +19,11 @@ from lit_efficient.errors import refusal
 
 
 class Bins(Sequence[np.ndarray]):
-    """Groups of item numbers, held as two arrays: cheap to make, to send to workers and to keep by the million.
+    """Groups of item numbers in two arrays, which are cheap to make, to send to workers and to keep by the million.
 
     Args:
-        items: item numbers ``[n]``, those of one bin side by side.
-        starts: where each bin begins in ``items``, and the end, ``[bins + 1]``.
+        items: Item numbers [n], those of one bin side by side.
+        starts: Place in ``items`` where each bin begins, and the end, [bins + 1].
     """
 
     def __init__(self, items: np.ndarray, starts: np.ndarray) -> None:
@@ -46,14 +46,14 @@ def pack_lengths(lengths: ArrayLike, capacity: int) -> Bins:
     """Group items into bins by best-fit-decreasing.
 
     Args:
-        lengths: length of each item ``[n]``, whole numbers in ``[1, capacity]``.
-        capacity: most that the lengths of one bin may add up to.
+        lengths: Length of each item [n], whole numbers in [1, capacity].
+        capacity: Largest sum of the lengths of a bin.
 
     Returns:
-        The bins: every item stands in exactly one, and the order is a function of the arguments.
+        The bins. Every item is in exactly one bin, and the order depends on the arguments alone.
 
     Raises:
-        ConfigurationError: If a length is not in ``[1, capacity]``.
+        ConfigurationError: If a length is not in [1, capacity].
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if sizes.size and not (sizes.min() >= 1 and sizes.max() <= capacity):
@@ -62,57 +62,65 @@ def pack_lengths(lengths: ArrayLike, capacity: int) -> Bins:
     order = np.argsort(-sizes, kind="stable")
     bin_of = np.empty(sizes.size, dtype=np.int64)  # of the items in `order`
     rooms = _Rooms()
-    opened = begin = 0
+    opened = 0  # number of bins
+    end = 0  # number of items of this length and of larger ones
     values, counts = np.unique(sizes, return_counts=True)
     for length, count in zip(values[::-1].tolist(), counts[::-1].tolist()):
-        begin += count
+        end += count
         left = count
         while left:
             room = rooms.smallest(length)
-            each = (room or capacity) // length  # a bin that was fitted best stays it until the length fits no more
+            space = capacity if room is None else room
+            each = space // length  # the best-fitting bin stays the best until this length no longer fits
+            wanted = -(-left // each)
             if room is None:
-                taken = np.arange(opened, opened - (-left // each))
-                opened += len(taken)
+                taken = np.arange(opened, opened + wanted)
+                opened += wanted
             else:
-                taken = rooms.take(room, -(-left // each))
+                taken = rooms.take(room, wanted)
             placed = min(left, each * len(taken))
-            bin_of[begin - left : begin - left + placed] = np.repeat(taken, each)[:placed]
+            bin_of[end - left : end - left + placed] = np.repeat(taken, each)[:placed]
             left -= placed
-            last = placed - each * (len(taken) - 1)  # what fell to the last bin
-            rooms.put((room or capacity) - each * length, taken[:-1])
-            rooms.put((room or capacity) - last * length, taken[-1:])
+            in_last = placed - each * (len(taken) - 1)  # items in the last bin
+            rooms.put(space - each * length, taken[:-1])
+            rooms.put(space - in_last * length, taken[-1:])
     by_bin = np.argsort(bin_of, kind="stable")
     starts = np.concatenate(([0], np.cumsum(np.bincount(bin_of, minlength=opened))))
     return Bins(order[by_bin], starts)
 
 
 class _Rooms:
-    """Bins by the room that they have; the amounts in use are the bits of one integer, so that the next is a shift."""
+    """Bins by their room. Bit i of an integer is set if a bin has the room i, so the next room is found by a shift."""
 
     def __init__(self) -> None:
         self._bins: dict[int, list[np.ndarray]] = {}
         self._used = 0
 
     def smallest(self, least: int) -> int | None:
-        """The smallest room of at least ``least`` that some bin has."""
+        """Return the smallest room of at least ``least`` that a bin has."""
         above = self._used >> least
-        return least + (above & -above).bit_length() - 1 if above else None
+        if not above:
+            return None
+        lowest_bit = above & -above
+        return least + lowest_bit.bit_length() - 1
 
     def put(self, room: int, bins: np.ndarray) -> None:
+        """Add bins with this room."""
         if room and len(bins):
             self._bins.setdefault(room, []).append(bins)
             self._used |= 1 << room
 
     def take(self, room: int, most: int) -> np.ndarray:
-        """Remove up to ``most`` bins with that room, at least one."""
-        stack, taken = self._bins[room], []
-        while stack and most:
-            block = stack.pop()
+        """Remove and return up to ``most`` bins with this room, at least one."""
+        blocks = self._bins[room]
+        taken = []
+        while blocks and most:
+            block = blocks.pop()
             if len(block) > most:
-                stack.append(block[most:])
+                blocks.append(block[most:])
                 block = block[:most]
             taken.append(block)
             most -= len(block)
-        if not stack:
+        if not blocks:
             self._used &= ~(1 << room)
         return np.concatenate(taken)

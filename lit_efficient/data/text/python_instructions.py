@@ -1,9 +1,11 @@
-"""A small instruction set that every machine has: functions of Python's standard library, to write from their docs.
+"""Small data sets that every machine has: bodies of functions in Python's standard library, to write from their docs.
 
-    user: "Write the body of this Python function." + signature and docstring;   assistant: the body
+    instructions  user: "Write the body of this Python function." + signature and docstring;   assistant: the body
+    preferences   prompt: the same request;   chosen: the function's own body;   rejected: the next function's body
 
-Made from the modules at the top of the installed library, without a download, in 2 CPU-seconds: 2,000 rows, no two
-answers alike. Good for trying a recipe, not for a model that is to be of use.
+They are made from the modules at the top of the installed library, without a download, in 2 CPU-seconds: 2,000 rows
+with distinct answers. They are for trying a recipe, not for training a useful model. Every body is chosen once and
+rejected once, so the docstring alone tells which one is right.
 """
 
 import ast
@@ -17,33 +19,39 @@ from lit_efficient.data.text.text_files import standard_library
 
 REQUEST = "Write the body of this Python function."
 MAX_ROWS = 2000
-_SHORTEST, _LONGEST = 30, 600  # characters of an answer: neither `pass` nor what no small model learns
+_SHORTEST, _LONGEST = 30, 600  # characters of an answer: more than `pass`, and short enough for a small model
 
 
 @functools.cache
 def instructions() -> list[dict[str, Any]]:
-    """The rows, as ``{"messages": [user, assistant]}``: the same on every machine with the same Python."""
-    pairs: dict[str, str] = {}
+    """Return rows ``{"messages": [user, assistant]}``, the same on every machine with the same Python."""
+    request_of: dict[str, str] = {}
     for path in sorted(standard_library().glob("*.py")):
-        for task, body in functions_of(path.read_text("utf-8")):
-            pairs.setdefault(body, task)
-    # By hash: a bounded choice from all modules, which adding or losing one module hardly changes.
-    chosen = sorted(pairs, key=lambda body: hashlib.sha256(body.encode()).digest())[:MAX_ROWS]
-    return [
-        {
-            "messages": [
-                {"role": "user", "content": f"{REQUEST}\n\n{pairs[body]}"},
-                {"role": "assistant", "content": body},
-            ]
-        }
-        for body in chosen
-    ]
+        for request, body in functions_of(path.read_text("utf-8")):
+            request_of.setdefault(body, request)
+    # The choice by hash takes rows from all modules, and a new or missing module hardly changes it.
+    chosen = sorted(request_of, key=lambda body: hashlib.sha256(body.encode()).digest())[:MAX_ROWS]
+    rows = []
+    for body in chosen:
+        user = {"role": "user", "content": f"{REQUEST}\n\n{request_of[body]}"}
+        rows.append({"messages": [user, {"role": "assistant", "content": body}]})
+    return rows
+
+
+@functools.cache
+def preferences() -> list[dict[str, Any]]:
+    """Return rows ``{"prompt": [user], "chosen": [assistant], "rejected": [assistant]}`` from `instructions`."""
+    pairs = [row["messages"] for row in instructions()]
+    rows = []
+    for (user, answer), (_, other) in zip(pairs, pairs[1:] + pairs[:1]):
+        rows.append({"prompt": [user], "chosen": [answer], "rejected": [other]})
+    return rows
 
 
 def functions_of(source: str) -> Iterator[tuple[str, str]]:
-    """Yield (signature and docstring, body) for the documented functions of a module; both begin without indentation.
+    """Yield (signature and docstring, body) of the documented functions of a module, without indentation.
 
-    A text that this Python cannot parse has no functions.
+    A source that this Python cannot parse yields nothing.
     """
     try:
         tree = ast.parse(source)
@@ -56,9 +64,7 @@ def functions_of(source: str) -> Iterator[tuple[str, str]]:
         doc = ast.get_docstring(node)
         if not doc:
             continue
-        first, last = node.body[0].end_lineno, node.end_lineno
-        assert first is not None
-        body = textwrap.dedent("\n".join(lines[first:last])).strip()
+        body = textwrap.dedent("\n".join(lines[node.body[0].end_lineno : node.end_lineno])).strip()
         if not _SHORTEST <= len(body) <= _LONGEST or len(doc) > _LONGEST:
             continue
         returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""

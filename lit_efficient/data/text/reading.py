@@ -1,27 +1,27 @@
-"""Documents of sources, with an account of every row that is none."""
+"""Reading of sources as documents or pairs, and an account of malformed rows."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from lit_efficient.data.text.chat_formats import Document, Format, MalformedRow, read_row, recognise
-from lit_efficient.data.text.pair_formats import Pair, StringsAs, read_pair, recognise_pairs
+from lit_efficient.data.text.chat_formats import Format, MalformedRow, Row, read_row, recognise
+from lit_efficient.data.text.pair_formats import Example, StringsAs, read_pair, recognise_pairs
 from lit_efficient.data.text.rows import Source
 from lit_efficient.errors import ConfigurationError
 
-SHOWN = 20  # malformed rows that are kept to be shown
-_PEEKED = 100  # rows by which a format is recognised
-
-T = TypeVar("T")
-Example = Document | Pair
-"""What a row is read as."""
+_SHOWN = 20  # malformed rows that are kept for messages
+_PEEKED = 100  # rows that decide the format of a source
 
 
 class Reader:
-    """Reads sources from their beginning, each in its own format; ``auto`` recognises it by the keys.
+    """Rows of sources as examples, from the beginning at each iteration.
 
-    ``columns`` has own names of keys, {key of the format: key in the rows}; ``max_rows`` are read of each source at
-    most.
+    Args:
+        sources: The sources. Each has its own format.
+        kind: Format of the rows. ``auto`` recognises it by the keys.
+        columns: Names of the keys in the rows: {key of the format: key in the rows}.
+        max_rows: Largest number of rows to read of each source. None: all.
 
     Raises:
         ConfigurationError: If no row of a source has the keys of any format.
@@ -36,68 +36,68 @@ class Reader:
     ) -> None:
         self._columns = dict(columns or {})
         self._max_rows = max_rows
-        self._sources = [(source, *self._recognised(source, kind)) for source in sources]
-        self.rows = 0
-        self.malformed = 0
-        self.shown: list[tuple[str, str]] = []
+        self.formats: list[str] = []
+        """Sentences about the recognised formats, one for each source."""
+        self._sources: list[tuple[Source, Any]] = []
+        for source in sources:
+            if source.is_text or any(True for _ in source.rows()):
+                found, sentence = self._format(source, kind)
+            else:  # one shard of several may be empty
+                found, sentence = None, f"{source.name}: no rows"
+            self._sources.append((source, found))
+            self.formats.append(sentence)
 
-    @property
-    def formats(self) -> list[str]:
-        """What was recognised, a sentence a source."""
-        return [sentence for _, _, sentence in self._sources]
-
-    def __iter__(self) -> Iterator[tuple[str, Example]]:
-        """Yield the place of every row that can be read, and what it holds."""
-        self.rows, self.malformed, self.shown = 0, 0, []
-        for source, kind, _ in self._sources:
+    def __iter__(self) -> Iterator[tuple[str, Example | MalformedRow]]:
+        """Yield the place of every row, and its example or the reason why it has none."""
+        for source, kind in self._sources:
             for place, row in islice(source.rows(), self._max_rows):
-                self.rows += 1
-                try:
-                    if isinstance(row, str):
-                        raise MalformedRow(row)
-                    found = self._read(self._renamed(row), kind)
-                except MalformedRow as reason:
-                    self.refuse(place, str(reason))
+                if isinstance(row, str):
+                    yield place, MalformedRow(row)
                     continue
+                try:
+                    found: Example | MalformedRow = self._read(self._renamed(row), kind)
+                except MalformedRow as reason:
+                    found = reason
                 yield place, found
 
-    def refuse(self, place: str, reason: str) -> None:
-        """Count a row that turned out to be malformed later."""
-        self.malformed += 1
-        if len(self.shown) < SHOWN:
-            self.shown.append((place, reason))
-
-    def _recognised(self, source: Source, kind: Any) -> tuple[Any, str]:
-        if source.is_text or any(True for _ in source.rows()):
-            return self._format(source, kind)
-        return None, f"{source.name}: no rows"  # a shard may be empty where others are not
-
-    def _read(self, row: Mapping[str, Any], kind: Any) -> Example:
+    def _read(self, row: Row, kind: Any) -> Example:
         return read_row(row, kind)
 
     def _format(self, source: Source, kind: Any) -> tuple[Any, str]:
+        """Return the format of a source, and a sentence about it."""
         if source.is_text:
             return "text", f"{source.name}: text, one document a file"
         if kind == "auto":
             return recognise(self._first_rows(source), source.name, source.hint)
-        if source.hint:  # its columns are known: rows of another format come no more
+        if source.hint:  # a table: if its columns lack the keys, all of its rows do
             recognise(self._first_rows(source), source.name, source.hint, [kind])
         return kind, f"{source.name}: format {kind}, as asked"
 
     def _first_rows(self, source: Source) -> list[dict[str, Any]]:
-        first = islice((row for _, row in source.rows() if isinstance(row, dict)), _PEEKED)
-        return [self._renamed(row) for row in first]
+        rows = (row for _, row in source.rows() if isinstance(row, dict))
+        return [self._renamed(row) for row in islice(rows, _PEEKED)]
 
-    def _renamed(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def _renamed(self, row: Row) -> dict[str, Any]:
+        """Return a row with the keys of the format."""
         if not self._columns:
             return dict(row)
-        taken = set(self._columns.values())
-        kept = {key: value for key, value in row.items() if key not in taken}
-        return kept | {key: row[name] for key, name in self._columns.items() if name in row}
+        renamed = set(self._columns.values())
+        result = {key: value for key, value in row.items() if key not in renamed}
+        for key, name in self._columns.items():
+            if name in row:
+                result[key] = row[name]
+        return result
 
 
 class PairReader(Reader):
-    """Reads pairs."""
+    """Rows of sources as pairs.
+
+    Args:
+        sources: The sources.
+        strings_as: Meaning of prompts and answers that are texts, as in `read_pair`.
+        columns: As in `Reader`.
+        max_rows: As in `Reader`.
+    """
 
     def __init__(
         self,
@@ -109,30 +109,50 @@ class PairReader(Reader):
         self._strings_as: StringsAs = strings_as
         super().__init__(sources, "auto", columns, max_rows)
 
-    def _read(self, row: Mapping[str, Any], kind: Any) -> Example:
+    def _read(self, row: Row, kind: Any) -> Example:
         return read_pair(row, kind, self._strings_as)
 
     def _format(self, source: Source, kind: Any) -> tuple[Any, str]:
         if source.is_text:
-            raise ConfigurationError(f"{source.name} is a text; pairs come as .jsonl, .json, .csv, .tsv or .parquet.")
+            raise ConfigurationError(
+                f"{source.name} is a text, which holds no pairs. Give .jsonl, .json, .csv, .tsv or .parquet files."
+            )
         return recognise_pairs(self._first_rows(source), source.name, source.hint)
 
 
-def check_malformed(what: str, rows: int, malformed: int, shown: Sequence[Sequence[str]], most: float) -> str | None:
-    """Refuse a source in which the share of malformed rows is above ``most``; return a sentence about them, or None."""
-    if not malformed:
-        return None
-    listed = [f"  {place}: {reason}" for place, reason in shown[:5]]
-    rest = [f"  and {malformed - len(listed)} more"] if malformed > len(listed) else []
-    text = "\n".join([f"{malformed} of {rows} rows for {what} are malformed ({malformed / rows:.2%}):", *listed, *rest])
-    if malformed > most * rows:
-        raise ConfigurationError(
-            f"{text}\nmax_malformed allows {most:.2%}: mend the rows, or raise it to leave them out."
-        )
-    return text
+@dataclass
+class RowCount:
+    """Numbers of rows and of malformed rows, and the first malformed ones."""
 
+    rows: int = 0
+    malformed: int = 0
+    shown: list[tuple[str, str]] = field(default_factory=list)  # places and reasons
 
-def in_chunks(values: Iterator[T], size: int) -> Iterator[list[T]]:
-    """Lists of up to ``size`` values."""
-    while chunk := list(islice(values, size)):
-        yield chunk
+    def refuse(self, place: str, reason: object) -> None:
+        """Count a malformed row."""
+        self.malformed += 1
+        if len(self.shown) < _SHOWN:
+            self.shown.append((place, str(reason)))
+
+    def check(self, what: str, most: float) -> str | None:
+        """Return a message about malformed rows, or None without any.
+
+        Args:
+            what: Purpose of the rows, "train" or "val".
+            most: Largest allowed share of malformed rows.
+
+        Raises:
+            ConfigurationError: If the share is larger.
+        """
+        if not self.malformed:
+            return None
+        share = self.malformed / self.rows
+        lines = [f"{self.malformed} of {self.rows} rows for {what} are malformed ({share:.2%}):"]
+        for place, reason in self.shown[:5]:
+            lines.append(f"  {place}: {reason}")
+        if self.malformed > 5:
+            lines.append(f"  and {self.malformed - 5} more")
+        if self.malformed > most * self.rows:
+            lines.append(f"max_malformed allows {most:.2%}: repair the rows, or raise it to leave them out.")
+            raise ConfigurationError("\n".join(lines))
+        return "\n".join(lines)

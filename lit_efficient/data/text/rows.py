@@ -1,7 +1,7 @@
-"""Rows of files, folders and Hugging Face data sets, one at a time, each with the place to find it again.
+"""Rows of files, folders and Hugging Face data sets, one at a time, each with its place for messages.
 
-A source is read as often as needed and never whole into memory. What cannot be read as a row (a line that is no JSON)
-comes as the reason, so that it can be counted with its line number. No code of a data set is ever run.
+A source can be read any number of times, and is never in memory as a whole. For a row that cannot be read (such as a
+line that is no JSON) the reason is returned, so that the caller can count it. No code of a data set is run.
 """
 
 import bz2
@@ -13,8 +13,8 @@ import json
 import lzma
 import sys
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -22,55 +22,60 @@ from typing import IO, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lit_efficient.data.text.python_instructions import instructions, preferences
+from lit_efficient.data.text.text_files import EXCLUDE, find_files, read_texts, standard_library
 from lit_efficient.errors import ConfigurationError, listed, refusal
 from lit_efficient.files.cache import digest_of
 from lit_efficient.files.file_hashes import hash_files
 from lit_efficient.files.sums import sha256_of
 from lit_efficient.internals.hugging_face import fingerprint, load_saved
 
-_LARGE = 2**26  # bytes; what is larger is hashed once for its size and time
+_LARGE = 2**26  # bytes; the hash of a larger file is kept for its size and time
 STDLIB_INSTRUCTIONS = "stdlib-instructions"
 STDLIB_PACKAGES = "stdlib-packages"
+STDLIB_PREFERENCES = "stdlib-preferences"
 ROW_SUFFIXES = (".jsonl", ".jsonlines", ".ndjson", ".json", ".csv", ".tsv", ".tab", ".parquet")
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
-_COMPRESSED: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".lzma": lzma.open}
+_TABS = (".tsv", ".tab")
+_COMPRESSED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".lzma": lzma.open}
 READ = f"files that end with {', '.join(ROW_SUFFIXES + TEXT_SUFFIXES)}, compressed or not ({', '.join(_COMPRESSED)})"
 
-Row = tuple[str, dict[str, Any] | str]
-"""Where it stands ("data.jsonl:17"), and its keys and values, or the reason why it has none."""
+Content = dict[str, Any]
+Row = tuple[str, Content | str]
+"""Place of a row ("data.jsonl:17"), and its keys and values, or the reason why it cannot be read."""
 
 
 @dataclass(frozen=True)
 class Source:
     """Rows that can be read again and again."""
 
-    name: str  # what the user called it, or the file's name
-    rows: Callable[[], Iterator[Row]]  # begins to read; the order is always the same
-    digest: str  # hash of the content; "" for a stream, which is not known before it is read
-    is_text: bool = False  # whether every row is a file's text, whatever it holds
-    hint: str = ""  # what may be wrong if no row has the keys of any format
+    name: str  # name that the user gave, or name of the file
+    rows: Callable[[], Iterable[Row]]  # begins to read; the order is always the same
+    digest: str  # hash of the content; "" for a stream, whose content is not known before it is read
+    is_text: bool = False  # True if every row is the text of a file
+    hint: str = ""  # sentence about a likely mistake, for the error if no row has the keys of any format
 
 
 def open_sources(
     name: str, *, split: str = "train", subset: str | None = None, streaming: bool = False
 ) -> list[Source]:
-    """Find what a name in a config stands for; a folder of files is one source a file.
+    """Open the sources that a name in a config stands for. A folder of files is one source for each file.
 
     Args:
-        name: a file (.jsonl, .json, .csv, .tsv, .parquet, or a text; .gz, .bz2 or .xz after it), a folder of such
-            files, a folder written by ``Dataset.save_to_disk``, ``stdlib-instructions``, ``stdlib-packages``, or the
-            name of a data set on the Hugging Face hub.
-        split: which split of a Hugging Face data set.
-        subset: which configuration of a Hugging Face data set.
-        streaming: read a data set of the hub while it is being downloaded.
+        name: File (.jsonl, .json, .csv, .tsv, .parquet, or a text; compressed with .gz, .bz2 or .xz), folder of such
+            files, folder written by ``Dataset.save_to_disk``, ``stdlib-instructions``, ``stdlib-packages``,
+            ``stdlib-preferences``, or name of a data set on the Hugging Face hub.
+        split: Split of a Hugging Face data set.
+        subset: Configuration of a Hugging Face data set.
+        streaming: Read a data set of the hub while it is downloaded.
 
     Raises:
-        ConfigurationError: If there is no such thing, or nothing in it.
+        ConfigurationError: If the source does not exist or is empty.
     """
     if name == STDLIB_INSTRUCTIONS:
-        from lit_efficient.data.text.python_instructions import instructions
-
-        return [source_of_rows(name, instructions())]
+        return [_of_memory(name, instructions())]
+    if name == STDLIB_PREFERENCES:
+        return [_of_memory(name, preferences())]
     if name == STDLIB_PACKAGES:
         return [_stdlib_packages()]
     path = Path(name).expanduser()
@@ -79,36 +84,39 @@ def open_sources(
     if path.is_dir():
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             return [_saved(path, split)]
-        found = sorted(p for p in path.rglob("*") if p.is_file())
-        files = [file for file in found if _suffix(file) in ROW_SUFFIXES + TEXT_SUFFIXES]
-        rows_only = [file for file in files if _suffix(file) in ROW_SUFFIXES and _suffix(file) != ".json"]
-        files = rows_only or files  # a README beside the data is no data
-        if not files:
-            raise ConfigurationError(f"{name}: the folder holds no data: {READ} are taken.")
-        taken = set(files)
-        if passed := [file.name for file in found if file not in taken and not file.name.startswith(".")]:
-            kind = "rows" if rows_only else "text"
-            rank_zero_info(f"{name}: {len(files)} files of {kind}; passed over {listed(passed, 5)}")
-        return [_file(file, file.relative_to(path).as_posix()) for file in files]
+        return _folder(path, name)
     if _suffix(path) in ROW_SUFFIXES + TEXT_SUFFIXES or path.is_absolute() or name.startswith((".", "~")):
         raise ConfigurationError(f"{name}: no such file or folder (looked for {path.absolute()}).")
     return [_hub(name, split, subset, streaming)]
 
 
-def source_of_rows(name: str, rows: list[dict[str, Any]]) -> Source:
-    """Rows that are in memory, as a source; the first one is called ``name:1``."""
-    return Source(name, partial(_enumerated, rows, name), digest_of(rows))
+def _folder(path: Path, name: str) -> list[Source]:
+    """Return the sources of a folder: its files of rows, or else its texts and .json files."""
+    found = sorted(file for file in path.rglob("*") if file.is_file())
+    files = [file for file in found if _suffix(file) in ROW_SUFFIXES + TEXT_SUFFIXES]
+    rows = [file for file in files if _suffix(file) in ROW_SUFFIXES and _suffix(file) != ".json"]
+    files = rows or files  # with files of rows, texts such as a README are no data
+    if not files:
+        raise ConfigurationError(f"{name}: the folder holds no data: {READ} are read.")
+    taken = set(files)
+    passed = [file.name for file in found if file not in taken and not file.name.startswith(".")]
+    if passed:
+        kind = "rows" if rows else "text"
+        rank_zero_info(f"{name}: {len(files)} files of {kind}; passed over {listed(passed, 5)}")
+    return [_file(file, file.relative_to(path).as_posix()) for file in files]
 
 
-def _enumerated(rows: list[dict[str, Any]], name: str) -> Iterator[Row]:
-    for number, row in enumerate(rows, 1):
-        yield f"{name}:{number}", row
+def _of_memory(name: str, rows: list[Content]) -> Source:
+    """Return rows in memory as a source, with the places ``name:1``, ``name:2``, ..."""
+    places = [(f"{name}:{number}", row) for number, row in enumerate(rows, 1)]
+    return Source(name, partial(iter, places), digest_of(rows))
 
 
 def _stdlib_packages() -> Source:
-    """A text a file. None of the modules at the top of the library, which `STDLIB_INSTRUCTIONS` asks about."""
-    from lit_efficient.data.text.text_files import EXCLUDE, find_files, read_texts, standard_library
+    """Return one text for each file in the packages of the standard library.
 
+    The modules at the top of the library are left out, because `STDLIB_INSTRUCTIONS` asks about them.
+    """
     files = find_files([standard_library()], [".py"], EXCLUDE)
     texts = read_texts((name, path) for name, path in files if "/" in name).files
     digest = digest_of([[text.path, text.digest] for text in texts])
@@ -117,36 +125,59 @@ def _stdlib_packages() -> Source:
 
 
 def halves(source: Source, held_out: float) -> tuple[Source, Source] | None:
-    """One text as two, cut at the end of a line, the second about ``held_out`` of it; None if there are not two."""
-    rows = [row for _, row in islice(source.rows(), 2)] if source.is_text else []
-    texts = [row["text"] for row in rows if isinstance(row, dict)]
-    if len(rows) != 1 or not texts:
+    """Cut a source that is a single text in two, at the end of a line.
+
+    Args:
+        source: The source.
+        held_out: Approximate share of the second part.
+
+    Returns:
+        The two parts, or None if the source is no single text with two parts.
+    """
+    if not source.is_text:
         return None
-    end = texts[0].rfind("\n", 0, int((1 - held_out) * len(texts[0]))) + 1
-    parts = texts[0][:end], texts[0][end:]
+    rows = [row for _, row in islice(source.rows(), 2)]
+    if len(rows) != 1 or isinstance(rows[0], str):
+        return None
+    text = rows[0]["text"]
+    end = text.rfind("\n", 0, int((1 - held_out) * len(text))) + 1
+    parts = [text[:end], text[end:]]
     if not all(part.strip() for part in parts):
         return None
-    first, last = (replace(source_of_rows(source.name, [{"text": part}]), is_text=True) for part in parts)
+    first, last = (_text_source(source.name, part) for part in parts)
     return first, last
 
 
+def _text_source(name: str, text: str) -> Source:
+    rows = [(f"{name}:1", {"text": text})]
+    return Source(name, partial(iter, rows), digest_of([{"text": text}]), is_text=True)
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
 def _suffix(path: Path) -> str:
-    """What kind of file it is, compressed or not."""
+    """Return the suffix of a file without that of its compression."""
     lower = Path(path.name.lower())
     return Path(lower.stem).suffix if lower.suffix in _COMPRESSED else lower.suffix
 
 
 def _open(path: Path) -> IO[bytes]:
-    opened: IO[bytes] = _COMPRESSED.get(path.suffix.lower(), open)(path, "rb")
-    packed = path.suffix.lower() in _COMPRESSED
-    return io.BufferedReader(_Unpacked(opened, path.stat().st_size)) if packed else opened
+    decompress = _COMPRESSED.get(path.suffix.lower())
+    if decompress is None:
+        return path.open("rb")
+    return io.BufferedReader(_Unpacked(decompress(path, "rb"), path.stat().st_size))
 
 
 class _Unpacked(io.RawIOBase):
-    """What a compressed file holds, to a limit: text packs to a tenth, a gigabyte of zeros to a megabyte or less."""
+    """Content of a compressed file, up to a limit.
+
+    Text is compressed to about a tenth of its size, but a gigabyte of zeros to less than a megabyte.
+    """
 
     def __init__(self, file: IO[bytes], size: int) -> None:
-        self._file, self._left = file, max(1 << 28, 200 * size)
+        self._file = file
+        self._left = max(1 << 28, 200 * size)
 
     def readable(self) -> bool:
         return True
@@ -171,22 +202,19 @@ class _Unpacked(io.RawIOBase):
 
 
 def _file(path: Path, name: str) -> Source:
-    readers = dict.fromkeys((".jsonl", ".jsonlines", ".ndjson"), _json_lines) | {".json": _json_list}
-    readers |= {".parquet": _parquet} | dict.fromkeys((".csv", ".tsv", ".tab"), _table)
-    readers |= dict.fromkeys((*TEXT_SUFFIXES, ""), _whole_text)
-    reader = readers.get(_suffix(path))
+    reader = _READERS.get(_suffix(path))
     if reader is None:
         raise ConfigurationError(
-            f"{path} is no data that is read: {READ} are. A text that is to be learned ends in .txt."
+            f"{path} is no data that is read: {READ} are. Give a text for training the suffix .txt."
         )
     try:
         large = path.stat().st_size > _LARGE
         digest = hash_files(path, [path])[0] if large else sha256_of(path)
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error}.") from error
-    hint = " The first row of a table names its columns: if this one's is data, put names above it." * (
-        reader is _table
-    )
+    hint = ""
+    if reader is _table:
+        hint = " The first row of a table names its columns: if this row is data, write names above it."
     return Source(name, partial(_readable, reader, path, name), digest, reader is _whole_text, hint)
 
 
@@ -211,16 +239,19 @@ def _json_lines(path: Path, name: str) -> Iterator[Row]:
     with _open(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield f"{name}:{number}", _row_of(line)
+                yield f"{name}:{number}", _json_row(line)
 
 
-def _row_of(line: bytes) -> dict[str, Any] | str:
+def _json_row(line: bytes) -> Content | str:
     try:
-        row = json.loads(line)
+        return _object(json.loads(line))
     except UnicodeDecodeError as error:
         return f"no UTF-8 text: {error.reason}"
     except (ValueError, RecursionError) as error:
         return f"no JSON: {error}"
+
+
+def _object(row: Any) -> Content | str:
     return row if isinstance(row, dict) else f"a JSON {type(row).__name__}, not an object"
 
 
@@ -229,36 +260,49 @@ def _json_list(path: Path, name: str) -> Iterator[Row]:
         with _open(path) as file:
             rows = json.loads(file.read())
     except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{path} is no JSON: {error}. A file of one object a line is named .jsonl.") from error
-    if isinstance(rows, dict):  # the one list of objects in it, or a row whose list is of turns
+        raise ConfigurationError(
+            f"{path} is no JSON: {error}. If it holds one object in each line, name it .jsonl."
+        ) from error
+    if isinstance(rows, dict):
+        # An object is a row, unless exactly one of its values is a list of objects that are no turns.
         lists = [value for value in rows.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
-        whole = len(lists) == 1 and not lists[0][0].keys() & {"role", "from"}
-        rows = lists[0] if whole else [rows]
+        if len(lists) == 1 and not lists[0][0].keys() & {"role", "from"}:
+            rows = lists[0]
+        else:
+            rows = [rows]
     if not isinstance(rows, list):
         raise ConfigurationError(f"{path} must hold a list of objects, got a {type(rows).__name__}.")
     for number, row in enumerate(rows, 1):
-        kept = row if isinstance(row, dict) else f"a JSON {type(row).__name__}, not an object"
-        yield f"{name}, entry {number}", kept
+        yield f"{name}, entry {number}", _object(row)
 
 
 def _table(path: Path, name: str) -> Iterator[Row]:
-    csv.field_size_limit(sys.maxsize)  # texts are longer than its 128 KiB
+    csv.field_size_limit(sys.maxsize)  # the default of 128 KiB is too small for texts
     with _open(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
         try:
-            first = text.readline()
-            tab = _suffix(path) in (".tsv", ".tab")
-            sign = "\t" if tab else ";" if ";" in first and "," not in first else ","
+            delimiter = _delimiter(path, text.readline())
             text.seek(0)
-            reader = csv.DictReader(text, delimiter=sign, strict=True)
-            names = [column for column in reader.fieldnames or () if column]
-            if twice := {column for column in names if names.count(column) > 1}:
-                raise ConfigurationError(f"{path}: two columns have the name {min(twice)!r}: one would hide the other.")
+            reader = csv.DictReader(text, delimiter=delimiter, strict=True)
+            columns = reader.fieldnames or ()
+            for column in columns:
+                if column and columns.count(column) > 1:
+                    raise ConfigurationError(f"{path}: two columns have the name {column!r}. Rename one of them.")
             for number, row in enumerate(reader, 1):
-                cells = sum(value is not None for key, value in row.items() if key is not None) + len(row.get(None, ()))
-                fits = cells == len(reader.fieldnames or ())
-                yield f"{name}, row {number}", row if fits else f"{cells} cells of {len(reader.fieldnames or ())}"
+                surplus = row.get(None, ())  # cells beyond the last column
+                cells = sum(value is not None for key, value in row.items() if key is not None) + len(surplus)
+                place = f"{name}, row {number}"
+                if cells == len(columns):
+                    yield place, row
+                else:
+                    yield place, f"{cells} cells of {len(columns)}"
         except (csv.Error, UnicodeDecodeError) as error:
             raise ConfigurationError(f"{path} is no table of UTF-8 text: {error}.") from error
+
+
+def _delimiter(path: Path, first_line: str) -> str:
+    if _suffix(path) in _TABS:
+        return "\t"
+    return ";" if ";" in first_line and "," not in first_line else ","
 
 
 def _parquet(path: Path, name: str) -> Iterator[Row]:
@@ -269,12 +313,21 @@ def _parquet(path: Path, name: str) -> Iterator[Row]:
         file = parquet.ParquetFile(path)
     except pyarrow.ArrowException as error:
         raise ConfigurationError(f"{path} is no parquet file: {error}") from error
-    number = 0
     with file:
-        for batch in file.iter_batches(batch_size=1024):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{name}, row {number}", row
+        rows = (row for batch in file.iter_batches(batch_size=1024) for row in batch.to_pylist())
+        yield from _numbered(rows, name)
+
+
+_READERS: dict[str, Callable[[Path, str], Iterator[Row]]] = {
+    **dict.fromkeys((".jsonl", ".jsonlines", ".ndjson"), _json_lines),
+    **dict.fromkeys((".csv", *_TABS), _table),
+    **dict.fromkeys((*TEXT_SUFFIXES, ""), _whole_text),
+    ".json": _json_list,
+    ".parquet": _parquet,
+}
+
+
+# Hugging Face's data sets --------------------------------------------------------------------------------------------
 
 
 def _saved(path: Path, split: str) -> Source:
@@ -282,12 +335,12 @@ def _saved(path: Path, split: str) -> Source:
     if isinstance(found, dict):
         if split not in found:
             raise refusal(str(path), "split", f"one of {', '.join(found)}", split)
-        path, found = path / split, found[split]
+        path = path / split
+        found = found[split]
     digest = hashlib.sha256()
-    for file in sorted(p for p in path.rglob("*") if p.is_file()):
-        with file.open("rb") as content:
-            digest.update(file.relative_to(path).as_posix().encode())
-            digest.update(hashlib.file_digest(content, "sha256").digest())
+    for file in sorted(file for file in path.rglob("*") if file.is_file()):
+        digest.update(file.relative_to(path).as_posix().encode())
+        digest.update(bytes.fromhex(sha256_of(file)))
     return Source(path.name, partial(_numbered, found, path.name), digest.hexdigest())
 
 
@@ -296,7 +349,7 @@ def _hub(name: str, split: str, subset: str | None, streaming: bool) -> Source:
 
     try:
         found = datasets.load_dataset(name, subset, split=split, streaming=streaming)
-    except (OSError, ValueError, RuntimeError) as error:  # offline, not found, no such split or subset, code needed
+    except (OSError, ValueError, RuntimeError) as error:  # offline, not found, no such split or subset, needs code
         reason = str(error).strip().split("\n")[0]
         raise ConfigurationError(
             f"{name}: neither a file or folder here, nor a data set that could be loaded from the hub: {reason}"
@@ -305,20 +358,19 @@ def _hub(name: str, split: str, subset: str | None, streaming: bool) -> Source:
         return Source(name, partial(streamed_rows, found, name), "")
     digest = hashlib.sha256(fingerprint(found).encode())
     for entry in found.cache_files:
-        with open(entry["filename"], "rb") as content:
-            digest.update(hashlib.file_digest(content, "sha256").digest())
+        digest.update(bytes.fromhex(sha256_of(Path(entry["filename"]))))
     return Source(name, partial(_numbered, found, name), digest.hexdigest())
 
 
-def _numbered(found: Any, name: str) -> Iterator[Row]:
-    for number, row in enumerate(found, 1):
+def _numbered(rows: Iterable[Content], name: str) -> Iterator[Row]:
+    for number, row in enumerate(rows, 1):
         yield f"{name}, row {number}", row
 
 
 def streamed_rows(found: Any, name: str) -> Iterator[Row]:
-    """All rows of a streamed data set: its own loop would give each worker of a loader a part of them."""
-    number = 0
-    for batch in found.iter(batch_size=64):
-        for values in zip(*batch.values()):
-            number += 1
-            yield f"{name}, row {number}", dict(zip(batch, values))
+    """Yield all rows of a streamed data set.
+
+    Iterating over the data set itself would give each worker of a loader only a part of the rows.
+    """
+    rows = (dict(zip(batch, values)) for batch in found.iter(batch_size=64) for values in zip(*batch.values()))
+    yield from _numbered(rows, name)

@@ -1,10 +1,11 @@
-"""Data that is never whole: read, tokenised and packed while it is trained on, and resumed where it stopped.
+"""Streams: data that is read, tokenised and packed during training, without a cache, and resumed exactly.
 
-    part (rank, worker) takes every row whose number is its own modulo ranks * workers; documents wait in a buffer,
-    which is packed by best-fit-decreasing when it is full, and its rows are shuffled
+    part (rank, worker) takes every row whose number equals its own modulo ranks * workers; a buffer collects documents;
+    a full buffer is packed by best-fit-decreasing, and the packed rows are shuffled
 
-A stream begins again when it is through and never ends: an epoch is a number of batches, the same on every rank, so no
-rank waits for another at its end. All of it is a function of the sources and the seed, so the state is one number.
+A stream starts again at its end, so it never ends. An epoch is a number of batches, the same on every rank, so no rank
+waits for another at the end of an epoch. Everything is a function of the sources and the seed, so the state is one
+number.
 
 Saves: the disk and the time for a cache.
 Costs: tokenising in every run; a resumed run reads and tokenises again what it had seen (this is what makes it exact).
@@ -18,25 +19,34 @@ import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from lit_efficient.data.text.chat_formats import MalformedRow
 from lit_efficient.data.text.chat_tokens import ChatTokens, Encoded
 from lit_efficient.data.text.document_store import labels_of
 from lit_efficient.data.text.packing import pack_lengths
-from lit_efficient.data.text.reading import Example, Reader, check_malformed
+from lit_efficient.data.text.pair_formats import Example
+from lit_efficient.data.text.reading import Reader, RowCount
 from lit_efficient.data.text.truncation import Counts, Side, cut, facts
 from lit_efficient.distributed.ranks import place_among_ranks
 from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConfigurationError
 
-_ENOUGH_ROWS = 100  # from here on a share of malformed rows is telling
+_ENOUGH_ROWS = 100  # rows from which on the share of malformed rows is checked
 
 PackedRow = list[tuple[np.ndarray, np.ndarray, int]]
 
 
 class StreamedRows(IterableDataset[PackedRow]):
-    """Rows of packed (or padded) batches without an end, as `PackedDocuments` gives them.
+    """Endless rows of packed (or padded) batches, as `PackedDocuments` gives them.
 
-    ``buffer`` documents are packed and shuffled together; each worker holds so many. Above a share of malformed rows it
-    stops with an error.
+    Args:
+        reader: Reader of the sources.
+        encoder: Tokeniser of documents.
+        max_length: Largest number of tokens of a row.
+        truncation: Side at which a long conversation is cut.
+        pack: Pack several documents into a row.
+        buffer: Number of documents that are packed and shuffled together, in each worker.
+        max_malformed: Largest share of malformed rows. With a larger share the stream raises an error.
+        seed: Seed of the order.
     """
 
     def __init__(
@@ -60,70 +70,93 @@ class StreamedRows(IterableDataset[PackedRow]):
         self.seed = seed
         self.place: tuple[int, int] | None = None  # rank and ranks, set by the main process: workers may not know
         self.counts = Counts()
-        self._said = False
+        self._rows_read = RowCount()  # of this pass over the stream
+        self._has_warned = False
 
     def __iter__(self) -> Iterator[PackedRow]:
         rank, ranks = self.place or place_among_ranks()
         worker = get_worker_info()
         workers = worker.num_workers if worker else 1
-        part, parts = rank * workers + (worker.id if worker else 0), ranks * workers
+        part = rank * workers + (worker.id if worker else 0)
+        parts = ranks * workers
         for number in count():
             yielded = 0
-            waiting: list[tuple[str, Example]] = []
-            for index, found in enumerate(self.reader):
-                if index % parts == part:
-                    waiting.append(found)
-                if len(waiting) == self.buffer:
-                    rows = self._rows(waiting, mix_seed(self.seed, number, yielded, part))
-                    yielded += len(rows)
-                    waiting = []
-                    yield from rows
-            rows = self._rows(waiting, mix_seed(self.seed, number, yielded, part))
-            self._report()
-            if not rows and not yielded:
-                raise ConfigurationError(
-                    f"LanguageData: the stream holds nothing to learn for part {part + 1} of {parts} (process, worker)."
-                )
-            yield from rows
+            for waiting in self._buffers(part, parts):
+                rows = self._packed(waiting, mix_seed(self.seed, number, yielded, part))
+                yielded += len(rows)
+                if len(waiting) < self.buffer:  # the last buffer: the whole stream is read
+                    self._report()
+                    if not yielded:
+                        raise ConfigurationError(
+                            f"LanguageData: the stream holds nothing to learn for part {part + 1} of {parts} (process, "
+                            "worker). Use fewer workers, or more data."
+                        )
+                yield from rows
+
+    def _buffers(self, part: int, parts: int) -> Iterator[list[tuple[str, Example]]]:
+        """Yield the examples of this part in lists of ``buffer``, and at the end a shorter list, which may be empty."""
+        self._rows_read = RowCount()
+        waiting: list[tuple[str, Example]] = []
+        number = 0
+        for place, row in self.reader:
+            self._rows_read.rows += 1
+            if isinstance(row, MalformedRow):
+                self._rows_read.refuse(place, row)
+                continue
+            if number % parts == part:
+                waiting.append((place, row))
+            number += 1
+            if len(waiting) == self.buffer:
+                yield waiting
+                waiting = []
+        yield waiting
 
     def _report(self) -> None:
-        """After a whole pass: refuse too many malformed rows however short the stream, and say once what was lost."""
-        if not self.reader.rows:
+        """After a pass over the stream, refuse too many malformed rows, and warn once about losses."""
+        if not self._rows_read.rows:
             return
-        found = check_malformed("train", self.reader.rows, self.reader.malformed, self.reader.shown, self.max_malformed)
-        counts, self._said, said = self.counts, True, self._said
-        lost = [
-            f"{number} documents were {what} (max_length = {self.max_length})"
-            for number, what in ((counts.truncated, "truncated"), (counts.dropped, "dropped"))
-            if number
-        ]
-        for sentence in () if said else filter(None, (found, *lost)):
-            rank_zero_warn(f"LanguageData: {sentence}")
+        messages = [self._rows_read.check("train", self.max_malformed)]
+        if self.counts.truncated:
+            messages.append(f"{self.counts.truncated} documents were truncated (max_length = {self.max_length})")
+        if self.counts.dropped:
+            messages.append(f"{self.counts.dropped} documents were dropped (max_length = {self.max_length})")
+        if not self._has_warned:
+            for message in filter(None, messages):
+                rank_zero_warn(f"LanguageData: {message}")
+        self._has_warned = True
 
-    def _rows(self, waiting: list[tuple[str, Example]], seed: int) -> list[PackedRow]:
-        documents = []
-        encoded = self.encoder.encode([document for _, row in waiting for document in row.documents])
-        for (place, _), found in zip(waiting, encoded):
-            if isinstance(found, Encoded):
-                documents.append(found)
+    def _packed(self, waiting: list[tuple[str, Example]], seed: int) -> list[PackedRow]:
+        """Return the shuffled rows of a buffer."""
+        documents: list[Encoded] = []
+        for (place, _), found in zip(waiting, self.encoder.encode_rows([row for _, row in waiting])):
+            if isinstance(found, MalformedRow):
+                self._rows_read.refuse(place, found)
             else:
-                self.reader.refuse(place, str(found))
+                documents += found
         about = np.array([facts(document) for document in documents], np.int64).reshape(-1, 5)
         pieces = cut(about, self.max_length, self.truncation, self.counts)
-        if self.reader.rows >= _ENOUGH_ROWS:
-            check_malformed("train", self.reader.rows, self.reader.malformed, self.reader.shown, self.max_malformed)
-        bins = pack_lengths(pieces.lengths, self.max_length) if self.pack else [[i] for i in range(len(pieces))]
-        left = list(zip(pieces.document.tolist(), pieces.start.tolist(), pieces.stop.tolist()))
-        items = [(documents[of].ids[start:stop], labels_of(documents[of], start, stop), 0) for of, start, stop in left]
-        rows = [[items[i] for i in numbers] for numbers in bins]
+        if self._rows_read.rows >= _ENOUGH_ROWS:
+            self._rows_read.check("train", self.max_malformed)
+        items = []
+        for number, start, stop in zip(pieces.document.tolist(), pieces.start.tolist(), pieces.stop.tolist()):
+            document = documents[number]
+            items.append((document.ids[start:stop], labels_of(document, start, stop), 0))
+        if self.pack:
+            rows = [[items[i] for i in bin] for bin in pack_lengths(pieces.lengths, self.max_length)]
+        else:
+            rows = [[item] for item in items]
         return [rows[i] for i in np.random.default_rng(seed).permutation(len(rows))]
 
 
 class StreamLoader:
-    """Batches of a stream, in epochs of a given length, resumed where they stopped: after an epoch and after a crash.
+    """Batches of a stream, in epochs of a given length, which resume after an epoch and after a crash.
 
-    It has a length on purpose: of a loader without one Lightning fetches a batch ahead, and a checkpoint would count a
-    batch that nobody has trained on.
+    It has a length on purpose: from a loader without length Lightning fetches one batch ahead, and a checkpoint would
+    count a batch that was not trained on.
+
+    Args:
+        loader: Loader of `StreamedRows`.
+        batches: Batches of an epoch.
     """
 
     def __init__(self, loader: DataLoader[Any], batches: int) -> None:
@@ -148,24 +181,25 @@ class StreamLoader:
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """How many batches were yielded, and what they depend on."""
-        return {"batches": self._yielded, **self._layout()}
+        """Return the number of batches that were yielded, and the settings that the batches depend on."""
+        return {"batches": self._yielded, **self._settings()}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on after that many batches.
+        """Continue after the batches of a checkpoint.
 
         Raises:
-            ConfigurationError: If the batches would be others.
+            ConfigurationError: If these settings give other batches.
         """
-        for name, value in self._layout().items():
+        for name, value in self._settings().items():
             if state_dict[name] != value:
                 raise ConfigurationError(
                     f"LanguageData: a stream is resumed with the same {name}: {state_dict[name]} in the checkpoint, "
                     f"{value} now."
                 )
-        self._yielded, self._stream = int(state_dict["batches"]), None
+        self._yielded = int(state_dict["batches"])
+        self._stream = None
 
-    def _layout(self) -> dict[str, int]:
+    def _settings(self) -> dict[str, int]:
         return {
             "processes": place_among_ranks()[1],
             "num_workers": self.loader.num_workers,

@@ -1,6 +1,6 @@
-"""SuperBPE: a vocabulary whose last tokens span several words, so that text takes fewer tokens.
+"""SuperBPE: a vocabulary whose last tokens span several words, so that a text has fewer tokens.
 
-    stage 1: BPE within words up to  transition * vocab_size;    stage 2: go on merging, across spaces, within a line
+    stage 1: BPE within words up to  transition * vocab_size;    stage 2: more merges, across spaces, within a line
 
 Saves: tokens, and with them compute, for the same text and the same vocabulary; bytes a token are printed for both.
 Costs: training once, in Python: about a minute for 8 MB of text; embeddings of long tokens are seen more rarely.
@@ -21,32 +21,32 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Pair = tuple[int, int]
-_LINE = r"\n+[^\n]*|[^\n]+"  # line breaks belong to the line that follows, as its indentation does
-_MOST = 32_000_000  # characters, or a little more, of the text that the second stage holds in memory
-_SPACE = "Ġ"  # how byte-level vocabularies spell a space
+_LINE = r"\n+[^\n]*|[^\n]+"  # line breaks belong to the line that follows, like its indentation
+_MOST = 32_000_000  # characters of text (or a little more) that the second stage holds in memory
+_SPACE = "Ġ"  # spelling of a space in byte-level vocabularies
 
 
 def train_superbpe(
     texts: Sequence[str], vocab_size: int, *, transition: float = 0.8, max_words: int = 4
 ) -> "Tokenizer":
-    """Train both stages: a tokenizer as of the tokenizers library, whose first ids are those of the plain one.
+    """Train both stages. The first ids of the tokenizer are those of plain BPE.
 
     Args:
-        texts: what to learn from (the training texts only).
-        vocab_size: ids in all, at least 257; a small text may end below it.
-        transition: part of the vocabulary that plain BPE makes, in (0, 1]; 1 is plain BPE.
-        max_words: most words that a token may span, at least 1.
+        texts: Training texts.
+        vocab_size: Number of ids, at least 257. With little text the tokenizer may have fewer ids.
+        transition: Share of the vocabulary that plain BPE makes, in (0, 1]. 1 is plain BPE.
+        max_words: Largest number of words that a token may span, at least 1.
 
     Raises:
-        ConfigurationError: for an argument out of its range.
+        ConfigurationError: If an argument is out of its range.
     """
     check_number("train_superbpe", "vocab_size", vocab_size, least=257, whole=True)
     check_number("train_superbpe", "transition", transition, above=0, most=1)
     check_number("train_superbpe", "max_words", max_words, least=1, whole=True)
     first = train_tokenizer(texts, max(257, round(transition * vocab_size)))
     lines = _lines(texts)
-    across = _across_words(first, [])
-    encoded = [encoding.ids for encoding in across.encode_batch_fast(list(lines))]
+    line_tokenizer = _across_words(first, [])
+    encoded = [encoding.ids for encoding in line_tokenizer.encode_batch_fast(list(lines))]
     spelling = {index: token for token, index in first.get_vocab().items()}
     merges = continue_merges(
         encoded, list(lines.values()), spelling, vocab_size, lambda token: words_in(token) <= max_words
@@ -61,14 +61,20 @@ def continue_merges(
     vocab_size: int,
     allowed: Callable[[str], bool],
 ) -> list[tuple[str, str]]:
-    """Byte-pair encoding from a given state: join the most frequent neighbours until the vocabulary is full.
+    """Continue byte-pair encoding: merge the most frequent neighbours until the vocabulary is full.
 
-    Each merge touches only the places where its pair stands, so the work is about that of the places changed. Nothing
-    is joined across two sequences, each of which occurs ``counts`` times; ``spelling`` gets the strings of the new ids,
-    and ``allowed`` says whether one may be a token.
+    A merge changes only the places of its pair, so the work grows with the number of changed places. Nothing is merged
+    across two sequences.
+
+    Args:
+        sequences: Ids of each sequence.
+        counts: Number of times that each sequence occurs.
+        spelling: String of each id. The strings of new ids are added.
+        vocab_size: Number of ids at the end.
+        allowed: Return whether a string may be a token.
 
     Returns:
-        The pairs that were joined, as strings, in order; of equally frequent ones that with smaller ids comes first.
+        The merged pairs, as strings, in order. Of equally frequent pairs the one with smaller ids comes first.
     """
     symbol, before, after, weight = _linked(sequences, counts)
     frequency: Counter[Pair] = Counter()
@@ -90,7 +96,7 @@ def continue_merges(
 
     while heap and len(spelling) < vocab_size:
         count, pair = heapq.heappop(heap)
-        if -count != frequency[pair]:  # an old entry: what has shrunk goes back, what has grown is there already
+        if -count != frequency[pair]:  # an old entry; a pair that became more frequent has a newer entry
             if 1 < frequency[pair] < -count:
                 heapq.heappush(heap, (-frequency[pair], pair))
             continue
@@ -103,10 +109,14 @@ def continue_merges(
         for position in sorted(places.pop(pair)):
             following = after[position]
             if following < 0 or (symbol[position], symbol[following]) != pair:
-                continue  # joined otherwise since
-            left, right, times = before[position], after[following], weight[position]
-            symbol[position], symbol[following] = new, -1
-            after[position], after[following] = right, -1
+                continue  # another merge has changed this place
+            left = before[position]
+            right = after[following]
+            times = weight[position]
+            symbol[position] = new
+            symbol[following] = -1
+            after[position] = right
+            after[following] = -1
             if right >= 0:
                 before[right] = position
                 changed((pair[1], symbol[right]), -times)
@@ -121,12 +131,12 @@ def continue_merges(
 
 
 def words_in(token: str) -> int:
-    """How many words, parted by spaces, a byte-level token spans."""
+    """Return the number of words, separated by spaces, that a byte-level token spans."""
     return len([part for part in token.split(_SPACE) if part])
 
 
 def bytes_per_token(tokenizer: "Tokenizer", texts: Sequence[str]) -> float:
-    """Mean number of bytes of ``texts`` that a token stands for."""
+    """Return the mean number of bytes of ``texts`` that a token stands for."""
     tokens = sum(len(encoding.ids) for encoding in tokenizer.encode_batch_fast(list(texts)))
     return sum(len(text.encode()) for text in texts) / tokens
 
@@ -134,13 +144,14 @@ def bytes_per_token(tokenizer: "Tokenizer", texts: Sequence[str]) -> float:
 def _linked(
     sequences: Iterable[Sequence[int]], counts: Sequence[int]
 ) -> tuple[list[int], list[int], list[int], list[int]]:
-    """All sequences as one linked list: symbol, position before and after (-1: none), and count of each position."""
+    """Return all sequences as one linked list: symbol, position before and after (-1: none), and count, by position."""
     symbol: list[int] = []
     before: list[int] = []
     after: list[int] = []
     weight: list[int] = []
     for sequence, count in zip(sequences, counts, strict=True):
-        start, length = len(symbol), len(sequence)
+        start = len(symbol)
+        length = len(sequence)
         symbol += sequence
         before += [-1, *range(start, start + length - 1)][:length]
         after += [*range(start + 1, start + length), -1][:length]
@@ -149,6 +160,7 @@ def _linked(
 
 
 def _lines(texts: Sequence[str]) -> Counter[str]:
+    """Return the lines of the first texts, with their numbers."""
     lines: Counter[str] = Counter()
     used = 0
     for text in texts:
@@ -160,7 +172,7 @@ def _lines(texts: Sequence[str]) -> Counter[str]:
 
 
 def _across_words(first: "Tokenizer", merges: Sequence[tuple[str, str]]) -> "Tokenizer":
-    """A tokenizer with further merges that cuts text into lines instead of words."""
+    """Return a tokenizer with more merges that splits text into lines instead of words."""
     from tokenizers import Regex, Tokenizer, pre_tokenizers
 
     state = json.loads(first.to_str())

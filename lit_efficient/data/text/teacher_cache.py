@@ -1,11 +1,11 @@
-"""A teacher's likeliest tokens on disk: computed once, found again by what a row says, in whatever order rows come.
+"""Cache of a teacher's most likely tokens on disk. They are computed once and found by the content of a row.
 
-A row is known by the hash of its tokens, positions and which of them are learned; never by a step or by its place in a
-batch, so that shuffling, several workers and a resumed run cannot give it another row's answers. The folder's name is
-the hash of the teacher's weights, the settings and all rows of the data set: other ones are another folder.
-Shards are written whole, one after the other; a run that was interrupted goes on after the last one.
+A row is identified by the hash of its tokens, positions and the mask of tokens with loss, and never by a step or its
+place in a batch. So shuffling, several workers and a resumed run cannot give it the answers of another row. The name of
+the folder is the hash of the teacher's weights, the settings and all rows of the data set. Shards are written
+atomically, one after the other, and an interrupted run continues after the last one.
 
-Costs: 8 k + 4 bytes for each token that is learned; reading the data set once, and the shards' hashes, at every start.
+Costs: 8 k + 4 bytes for each token with loss; reading the data set once, and the hashes of the shards, at every start.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,33 +27,39 @@ from lit_efficient.files.tensors import load_tensors, map_tensors, save_tensors
 from lit_efficient.losses.next_token import IGNORE, targets_of
 
 MANIFEST = "manifest.json"
-FORMAT = 1  # of the files; another one is another key
+FORMAT = 1  # part of every key; raise it when the meaning of the files changes
 SHARD_BATCHES = 64
 ROW = ("input_ids", "labels", "shift_labels", "position_ids", "attention_mask")
-"""What of a batch a row is known by."""
+"""Entries of a batch that may identify a row."""
 
 Batch = Mapping[str, Tensor]
 Answer = Callable[[Batch], tuple[Tensor, Tensor]]
-"""A batch to ids ``[n, k]`` and log-probabilities ``[n, k + 1]`` of its n learned tokens, row by row."""
+"""Return ids [n, k] and log-probabilities [n, k + 1] for the n tokens with loss of a batch, row by row."""
 
 
 def row_keys(batch: Batch) -> list[bytes]:
-    """16 bytes for each row of a batch on the CPU; filling (where ``attention_mask`` is 0) does not count."""
-    learned, mask = targets_of(batch) != IGNORE, batch.get("attention_mask")
-    parts = [batch[name].long() for name in ("input_ids", "position_ids") if name in batch] + [learned]
+    """Return 16 bytes for each row of a batch on the CPU. Padding (where ``attention_mask`` is 0) does not count."""
+    has_loss = targets_of(batch) != IGNORE
+    parts = [batch[name].long() for name in ("input_ids", "position_ids") if name in batch]
+    parts.append(has_loss)
+    mask = batch.get("attention_mask")
     keys = []
-    for row in range(len(learned)):
-        real = slice(None) if mask is None else mask[row].bool()
+    for row in range(len(has_loss)):
         key = hashlib.blake2b(digest_size=16)
         for part in parts:
-            key.update(part[row][real].contiguous().numpy().tobytes())
+            values = part[row] if mask is None else part[row][mask[row].bool()]
+            key.update(values.contiguous().numpy().tobytes())
         keys.append(key.digest())
     return keys
 
 
 def cache_key(teacher: str, settings: Mapping[str, Any], batches: Iterable[Batch]) -> str:
-    """The name of the folder, from the hash of the teacher's weights, what else decides what is kept, and all of the
-    data.
+    """Return the name of the folder: a hash of the teacher's weights, the settings and all rows of the data set.
+
+    Args:
+        teacher: Hash of the teacher's weights.
+        settings: All else that decides the answers, as JSON.
+        batches: All batches of the data set.
     """
     rows = hashlib.sha256()
     for batch in batches:
@@ -64,9 +69,15 @@ def cache_key(teacher: str, settings: Mapping[str, Any], batches: Iterable[Batch
 
 
 def write_top_k(folder: Path, batches: Iterable[Batch], answer: Answer) -> None:
-    """Ask the teacher about all rows, unless ``folder`` is complete; what was asked before an interruption stays.
+    """Write the teacher's answers for all rows, unless ``folder`` is complete. Existing shards are kept.
 
-    The batches are those that `cache_key` named the folder by, in the same order.
+    Args:
+        folder: Folder of the cache.
+        batches: The batches that `cache_key` was given, in the same order.
+        answer: The teacher.
+
+    Raises:
+        ConfigurationError: If the folder cannot be written.
     """
     from filelock import FileLock
 
@@ -77,25 +88,34 @@ def write_top_k(folder: Path, batches: Iterable[Batch], answer: Answer) -> None:
                 _write_shards(folder, iter(batches), answer)
     except OSError as error:
         raise ConfigurationError(
-            f"The cache folder {folder} cannot be written: {error}. Set cache_dir or LIT_EFFICIENT_CACHE to a folder "
-            "that can."
+            f"The cache folder {folder} cannot be written: {error}. Set cache_dir or LIT_EFFICIENT_CACHE to a writable "
+            "folder."
         ) from error
 
 
 def _write_shards(folder: Path, batches: Iterator[Batch], answer: Answer) -> None:
-    number = 0
-    while shard := list(islice(batches, SHARD_BATCHES)):
-        path = folder / f"shard-{number:06d}.safetensors"
-        number += 1
-        with suppress(CheckpointError):  # of a run that was interrupted: its shards were moved there in one step
-            load_tensors(path)
-            continue
-        save_tensors(path, _answered(shard, answer))
-    names = [f"shard-{index:06d}.safetensors" for index in range(number)]
+    names: list[str] = []
+    while True:
+        shard = list(islice(batches, SHARD_BATCHES))
+        if not shard:
+            break
+        names.append(f"shard-{len(names):06d}.safetensors")
+        if not _is_whole(folder / names[-1]):
+            save_tensors(folder / names[-1], _answered(shard, answer))
     write_json(folder / MANIFEST, {"files": {name: sha256_of(folder / name) for name in names}})
 
 
+def _is_whole(path: Path) -> bool:
+    """Return whether an interrupted run has written a shard, and it matches the hash in it."""
+    try:
+        load_tensors(path)
+    except CheckpointError:
+        return False
+    return True
+
+
 def _answered(shard: list[Batch], answer: Answer) -> dict[str, Tensor]:
+    """Return the tensors of a shard."""
     keys = b"".join(key for batch in shard for key in row_keys(batch))
     answers = [answer(batch) for batch in shard]
     return {
@@ -107,29 +127,29 @@ def _answered(shard: list[Batch], answer: Answer) -> dict[str, Tensor]:
 
 
 class TopKCache:
-    """A complete cache, mapped into memory.
+    """Complete cache, memory-mapped.
 
     Args:
-        folder: that `write_top_k` has filled.
-        thorough: compare the files with their hashes.
+        folder: Folder that `write_top_k` filled.
+        thorough: Compare the files with their hashes.
 
     Raises:
-        ConfigurationError: if something is missing or altered.
+        ConfigurationError: If a file is missing or altered.
     """
 
     def __init__(self, folder: Path, thorough: bool = True) -> None:
-        mend = f"Delete the folder {folder} and run again: it is made again."
+        hint = f"Delete the folder {folder} and run again: the cache is made again."
         try:
             files: dict[str, str] = read_json(folder / MANIFEST)["files"]
         except (OSError, ValueError, KeyError) as error:
-            raise ConfigurationError(f"The cache's manifest {folder / MANIFEST} cannot be read. {mend}") from error
+            raise ConfigurationError(f"The cache's manifest {folder / MANIFEST} cannot be read. {hint}") from error
         self.folder = folder
         self._shards: list[Any] = []
-        self._places: dict[bytes, tuple[int, int, int]] = {}  # of a row: shard, first token, number of them
+        self._places: dict[bytes, tuple[int, int, int]] = {}  # shard, first token and number of tokens of each row
         for name, expected in files.items():
             path = folder / name
             if not path.is_file() or (thorough and sha256_of(path) != expected):
-                raise ConfigurationError(f"The cache file {path} is missing or corrupt. {mend}")
+                raise ConfigurationError(f"The cache file {path} is missing or corrupt. {hint}")
             shard = map_tensors(path)
             counts = shard.get_tensor("counts")
             starts = counts.cumsum(0) - counts
@@ -145,19 +165,21 @@ class TopKCache:
         return self
 
     def find(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """What the teacher said of a batch, as `Answer` gave it: ids int32, log-probabilities float32.
+        """Return the teacher's answers for a batch, as of `Answer`: ids int32, log-probabilities float32.
 
         Raises:
-            ConfigurationError: for a row that it was not asked about.
+            ConfigurationError: If a row is not in the cache.
         """
-        found = []
+        ids = []
+        log_probs = []
         for number, key in enumerate(row_keys(batch)):
             if key not in self._places:
                 raise ConfigurationError(
-                    f"The teacher's cache {self.folder} does not know row {number} of this batch: the training data "
-                    "are not the same every time they are read (augmentation, random crops, filling without an "
-                    "attention_mask). Make them so, or let the teacher answer live (cache_top_k null)."
+                    f"The teacher's cache {self.folder} does not hold row {number} of this batch: the training data "
+                    "differs from one reading to the next (augmentation, random crops, padding without an "
+                    "attention_mask). Make it deterministic, or call the teacher live (cache_top_k: null)."
                 )
             shard, start, count = self._places[key]
-            found.append([self._shards[shard].get_slice(name)[start : start + count] for name in ("ids", "log_probs")])
-        return torch.cat([ids for ids, _ in found]), torch.cat([log_probs for _, log_probs in found])
+            ids.append(self._shards[shard].get_slice("ids")[start : start + count])
+            log_probs.append(self._shards[shard].get_slice("log_probs")[start : start + count])
+        return torch.cat(ids), torch.cat(log_probs)

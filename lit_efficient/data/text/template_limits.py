@@ -1,4 +1,4 @@
-"""Limits for what a chat template does: a program, which Jinja keeps from files and attributes, not from long loops."""
+"""Limits on time and memory for chat templates. A template is a program: Jinja restricts files, but not long loops."""
 
 import contextlib
 import functools
@@ -6,50 +6,66 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from lit_efficient.errors import ConfigurationError
 
-_SECONDS, _BYTES = 2, 1 << 30  # of a processor, and beyond what the process has: a conversation takes milliseconds
+_SECONDS = 2  # of processor time; a conversation takes milliseconds
+_BYTES = 1 << 30  # above the memory that the process has
 
 
 @contextlib.contextmanager
 def limited(template: str) -> Iterator[None]:
-    """Stop a template that takes a GiB of memory or seconds (the latter in a main thread alone) for a conversation.
+    """Stop a template that takes 1 GiB of memory or 2 s of processor time. Time is limited in the main thread only.
 
     Raises:
-        ConfigurationError: If it does, or raises numbers to powers: no signal would stop that.
+        ConfigurationError: If it reaches a limit, or computes powers, which no signal can interrupt.
     """
     import resource
 
-    if _raises_to_powers(template):
-        raise ConfigurationError("tokenizer: the chat template raises numbers to powers (**), which none needs")
+    if _computes_powers(template):
+        raise ConfigurationError(
+            "tokenizer: the chat template computes powers (**), which is not allowed. Give another chat_template."
+        )
     before = resource.getrlimit(resource.RLIMIT_AS)
-    with contextlib.suppress(OSError, ValueError):  # no such file; less is allowed already
+    with contextlib.suppress(OSError, ValueError):  # no /proc, or the limit is lower already
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + _BYTES, before[1]))
-    main = threading.current_thread() is threading.main_thread()
-    handler = signal.signal(signal.SIGVTALRM, _stop) if main else None
-    timer = signal.setitimer(signal.ITIMER_VIRTUAL, _SECONDS) if main else (0.0, 0.0)
     try:
-        yield
+        with _time_limit():
+            yield
     except (MemoryError, OverflowError, RecursionError) as error:
-        raise ConfigurationError("tokenizer: the chat template takes a GiB and more, or calls itself") from error
+        raise ConfigurationError(
+            "tokenizer: the chat template takes 1 GiB of memory or more, or calls itself. Give another chat_template."
+        ) from error
     finally:
-        if main:
-            signal.setitimer(signal.ITIMER_VIRTUAL, *timer)
-            signal.signal(signal.SIGVTALRM, handler)
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def _stop(*_: Any) -> NoReturn:
-    raise ConfigurationError(f"tokenizer: the chat template takes more than {_SECONDS} s for one conversation")
+@contextlib.contextmanager
+def _time_limit() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
+        yield
+        return
+    handler = signal.signal(signal.SIGVTALRM, _stop)
+    timer = signal.setitimer(signal.ITIMER_VIRTUAL, _SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, *timer)
+        signal.signal(signal.SIGVTALRM, handler)
+
+
+def _stop(*_: object) -> NoReturn:
+    raise ConfigurationError(
+        f"tokenizer: the chat template takes more than {_SECONDS} s for one conversation. Give another chat_template."
+    )
 
 
 @functools.lru_cache(maxsize=8)
-def _raises_to_powers(template: str) -> bool:
+def _computes_powers(template: str) -> bool:
     from jinja2 import Environment, TemplateSyntaxError
 
-    with contextlib.suppress(TemplateSyntaxError):  # which rendering says
+    with contextlib.suppress(TemplateSyntaxError):  # rendering raises it, too
         return any(kind == "operator" and sign == "**" for _, kind, sign in Environment().lex(template))  # noqa: S701
     return False

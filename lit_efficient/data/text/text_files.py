@@ -1,6 +1,6 @@
-"""Text files for a language model: find them, read them once, split them so that nothing leaks.
+"""Text files for a language model: find them, read them once, and split them so that no text is on both sides.
 
-The split is by file, decided by a hash of the file's relative path: adding or removing files moves no other file to the
+The split is by file, and a hash of the relative path decides it. Adding or removing files moves no other file to the
 other side. Files with exactly the same content count once.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lit_efficient.errors import ConfigurationError
 
-# Of the standard library: tests, tables, generated text, the editor and what left the library in later versions.
+# In the standard library: tests, tables, generated text, the editor, and packages that later versions lack.
 EXCLUDE = (
     *("site-packages", "dist-packages", "__pycache__", "node_modules", "test", "tests", "idlelib", "turtledemo"),
     *("lib2to3", "distutils", "ensurepip", "pydoc_data", "encodings"),
@@ -24,39 +24,40 @@ EXCLUDE = (
 
 @dataclass(frozen=True)
 class TextFile:
-    """One readable file: its path relative to the folder that was named, its text and the SHA-256 of its bytes."""
+    """Readable file."""
 
-    path: str
+    path: str  # relative to the folder that was named
     text: str
-    digest: str
+    digest: str  # SHA-256 of its bytes
 
 
 @dataclass(frozen=True)
 class Texts:
-    """What was read: the files, and the paths that were left out as duplicates or because they are not UTF-8 text."""
+    """Files that were read, and paths that were left out."""
 
     files: list[TextFile]
-    duplicates: list[str]
-    unreadable: list[str]
+    duplicates: list[str]  # content as of another file
+    unreadable: list[str]  # no UTF-8 text
 
 
 def standard_library() -> Path:
-    """The folder of Python's standard library, which every machine has."""
+    """Return the folder of Python's standard library, which every machine has."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def find_files(paths: Iterable[str | Path], suffixes: Iterable[str], exclude: Iterable[str]) -> list[tuple[str, Path]]:
-    """List the files to read as (relative path, path), in an order that does not depend on the file system.
+    """Return the files to read as (relative path, path), in an order that does not depend on the file system.
 
     Args:
-        paths: folders, searched with all that is below them, and files, taken whatever their suffix.
-        suffixes: what a file's name must end with, e.g. ``[".py"]``.
-        exclude: names of folders to pass over wherever they are; hidden ones always are.
+        paths: Folders, which are searched with everything below them, and files, which are taken whatever their suffix.
+        suffixes: Ends of the names of files in folders, such as ``[".py"]``.
+        exclude: Names of folders to leave out. Hidden folders are always left out.
 
     Raises:
-        ConfigurationError: a path that does not exist, or a folder without a single such file.
+        ConfigurationError: If a path does not exist, or a folder holds no such file.
     """
-    endings, passed_over = tuple(suffixes), set(exclude)
+    endings = tuple(suffixes)
+    excluded = set(exclude)
     found: list[tuple[str, Path]] = []
     for root in map(Path, paths):
         if root.is_file():
@@ -66,9 +67,11 @@ def find_files(paths: Iterable[str | Path], suffixes: Iterable[str], exclude: It
             raise ConfigurationError(f"paths: no such file or folder: {root} (looked for {root.absolute()}).")
         here: list[tuple[str, Path]] = []
         for folder, below, names in os.walk(root):
-            below[:] = [name for name in below if name not in passed_over and not name.startswith(".")]
-            paths_here = [Path(folder, name) for name in names if name.endswith(endings)]
-            here += [(path.relative_to(root).as_posix(), path) for path in paths_here if path.is_file()]
+            below[:] = [name for name in below if name not in excluded and not name.startswith(".")]
+            for name in names:
+                path = Path(folder, name)
+                if name.endswith(endings) and path.is_file():
+                    here.append((path.relative_to(root).as_posix(), path))
         if not here:
             raise ConfigurationError(
                 f"paths: the folder {root} holds no file that ends with one of suffixes = {list(endings)} outside the "
@@ -79,10 +82,15 @@ def find_files(paths: Iterable[str | Path], suffixes: Iterable[str], exclude: It
 
 
 def read_texts(files: Iterable[tuple[str, Path]]) -> Texts:
-    """Read each file once, as UTF-8; empty files, exact duplicates and files that are no text are left out."""
+    """Read each file once, as UTF-8. Empty files, exact duplicates and files that are no text are left out.
+
+    Raises:
+        ConfigurationError: If a file cannot be read.
+    """
     kept: list[TextFile] = []
     seen: set[str] = set()
-    duplicates, unreadable = [], []
+    duplicates = []
+    unreadable = []
     for relative, path in files:
         try:
             content = path.read_bytes()
@@ -104,32 +112,41 @@ def read_texts(files: Iterable[tuple[str, Path]]) -> Texts:
 
 
 def split_texts(files: list[TextFile], fraction: float, seed: int) -> tuple[list[str], list[str]]:
-    """Training and validation texts, both non-empty unless a single file has less than two characters.
+    """Return training and validation texts. Neither is empty unless a single file has less than two characters.
 
-    A file goes to validation if the hash of (seed, path), read as a number in [0, 1), is below ``fraction``; if none
-    is, the file with the smallest one goes. A single file is cut instead: its last part is the validation text.
+    A file is for validation if the hash of (seed, path), as a number in [0, 1), is below ``fraction``. If no file is,
+    the file with the smallest number is. A single file is cut instead, and its last part is the validation text.
 
     Args:
-        files: at least one.
-        fraction: about this part of the files is for validation, in (0, 1).
-        seed: another seed gives another split.
+        files: At least one file.
+        fraction: Approximate share of the files for validation, in (0, 1).
+        seed: Seed of the split.
     """
     if len(files) == 1:
         text = files[0].text
-        cut = min(len(text) - 1, math.ceil(len(text) * (1 - fraction)))
-        return [text[:cut]], [text[cut:]]
+        end = min(len(text) - 1, math.ceil(len(text) * (1 - fraction)))
+        return [text[:end]], [text[end:]]
     seen: Counter[str] = Counter()
     ranks = []
-    for file in files:  # folders given together may hold the same relative path: the later ones get their own rank
-        ranks.append(unit_hash(f"{seed}:{file.path}" + f":{seen[file.path]}" * (seen[file.path] > 0)))
+    for file in files:
+        name = f"{seed}:{file.path}"
+        if seen[file.path]:  # several folders may hold the same relative path
+            name += f":{seen[file.path]}"
+        ranks.append(unit_hash(name))
         seen[file.path] += 1
-    # Few files or an extreme fraction: each side gets at least one.
-    low, high = min(ranks), max(ranks)
-    held_out = [rank == low or (rank < fraction and rank != high) for rank in ranks]
-    train = [file.text for file, held in zip(files, held_out, strict=True) if not held]
-    return train, [file.text for file, held in zip(files, held_out, strict=True) if held]
+    lowest = min(ranks)
+    highest = max(ranks)
+    train = []
+    val = []
+    for file, rank in zip(files, ranks, strict=True):
+        # With few files or an extreme fraction, each side still gets at least one file.
+        if rank == lowest or (rank < fraction and rank != highest):
+            val.append(file.text)
+        else:
+            train.append(file.text)
+    return train, val
 
 
 def unit_hash(text: str) -> float:
-    """A number in [0, 1) from a text: what decides the split."""
+    """Return a number in [0, 1) from the hash of a text."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6]) / 2**48

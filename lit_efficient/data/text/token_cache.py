@@ -1,14 +1,15 @@
-"""Texts -> a byte-level BPE tokenizer and memory-mapped token ids, in one folder that can be checked.
+"""Texts as a byte-level BPE tokenizer and memory-mapped token ids, in one folder whose content can be checked.
 
 The folder holds ``tokenizer.json``, ``train.bin`` and ``val.bin`` (uint16, or uint32 above 65,536 ids; native byte
-order) and ``manifest.json`` with the size and SHA-256 of each. Texts follow each other, each ended by `END_OF_TEXT`.
+order), and ``manifest.json`` with the size and SHA-256 of each. Each text ends with `END_OF_TEXT`.
+
 Costs (2 cores): 5 CPU-seconds to train 4,096 tokens on 8 MB of text and 7 to tokenise it, once.
 Source: Sennrich et al. (2016), https://arxiv.org/abs/1508.07909; on bytes: GPT-2.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,13 +21,16 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
-FORMAT = 2  # part of every key: raise it when the files' meaning changes
+FORMAT = 2  # part of every key; raise it when the meaning of the files changes
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, special: Sequence[str] = (END_OF_TEXT,)) -> "Tokenizer":
-    """Train a byte-level BPE; it can represent any text, and ends with fewer ids when the texts have no more pairs.
+    """Train a byte-level BPE, which can represent any text.
 
-    ``special`` tokens, which stand for no text, have the first ids.
+    Args:
+        texts: Texts to train on. With few texts the tokenizer may have fewer ids than ``vocab_size``.
+        vocab_size: Number of ids.
+        special: Tokens that stand for no text. They have the first ids.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -47,7 +51,7 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
     """Read a ``tokenizer.json``.
 
     Raises:
-        ConfigurationError: no such file, no tokenizer in it, or one without `END_OF_TEXT`.
+        ConfigurationError: If there is no such file, it holds no tokenizer, or the tokenizer lacks `END_OF_TEXT`.
     """
     from tokenizers import Tokenizer
 
@@ -61,26 +65,30 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
     except Exception as error:  # tokenizers raises bare Exception
         raise ConfigurationError(f"tokenizer_file: {path} holds no tokenizer of the tokenizers library.") from error
     if tokenizer.token_to_id(END_OF_TEXT) is None:
-        raise ConfigurationError(f"tokenizer_file: {path} has no token {END_OF_TEXT}, which separates texts.")
+        raise ConfigurationError(
+            f"tokenizer_file: {path} has no token {END_OF_TEXT}, which separates texts. Give a tokenizer of another "
+            "run of PythonCorpus."
+        )
     return tokenizer
 
 
 def bytes_of_tokens(tokenizer: "Tokenizer") -> np.ndarray:
-    """How many bytes of text each id stands for, ``[V]`` int64; special tokens stand for none.
+    """Return the bytes of text that each id stands for, [V] int64; 0 for special tokens.
 
-    In a byte-level vocabulary a token is spelled with one character a byte.
+    A byte-level vocabulary spells a token with one character for each byte.
     """
     special = tokenizer.get_added_tokens_decoder()
     sizes = np.zeros(tokenizer.get_vocab_size(), dtype=np.int64)
     for token, index in tokenizer.get_vocab().items():
-        sizes[index] = 0 if index in special else len(token)
+        if index not in special:
+            sizes[index] = len(token)
     return sizes
 
 
 def write_token_cache(
-    folder: Path, tokenizer: "Tokenizer", train: Sequence[str], val: Sequence[str], about: dict[str, Any]
+    folder: Path, tokenizer: "Tokenizer", train: Sequence[str], val: Sequence[str], about: dict[str, object]
 ) -> None:
-    """Write all files of the cache into the empty ``folder``; ``about`` goes into the manifest as it is."""
+    """Write all files of a cache into an empty folder. The manifest includes ``about``."""
     tokenizer.save(str(folder / "tokenizer.json"))
     dtype = "uint16" if tokenizer.get_vocab_size() <= 2**16 else "uint32"
     for name, texts in (("train.bin", train), ("val.bin", val)):
@@ -91,13 +99,14 @@ def write_token_cache(
 
 
 def open_tokens(folder: Path, split: str) -> np.ndarray:
-    """Map the ids of ``split`` ("train" or "val") into memory, read-only."""
+    """Return the ids of ``split`` ("train" or "val"), memory-mapped and read-only."""
     return map_numbers(folder / f"{split}.bin", np.dtype(read_manifest(folder)["dtype"]))
 
 
 def _tokenise(tokenizer: "Tokenizer", texts: Sequence[str], dtype: np.dtype) -> Iterator[np.ndarray]:
+    """Yield the ids of each text."""
     end = tokenizer.token_to_id(END_OF_TEXT)
-    tokenizer.encode_special_tokens = True  # a text that spells out END_OF_TEXT (this file does) is not ended by it
-    for start in range(0, len(texts), 256):  # encodings are many times larger than their ids: hold a few only
+    tokenizer.encode_special_tokens = True  # a text that spells END_OF_TEXT, as this file does, must not end there
+    for start in range(0, len(texts), 256):  # encodings are many times larger than their ids, so keep few of them
         for encoding in tokenizer.encode_batch_fast(list(texts[start : start + 256])):
             yield np.asarray([*encoding.ids, end], dtype=dtype)

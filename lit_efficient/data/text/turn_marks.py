@@ -1,22 +1,26 @@
-"""Where the messages of a conversation stand in the text that a chat template makes of them: a training twin of it.
+"""Places of the messages in the text that a chat template writes, found by rendering a copy of the template with marks.
 
     {% for m in messages %} ... {% endfor %}   ->   {% for m in messages %} MARK(m) ... {% endfor %} MARK
 
-The twin is the template itself, parsed, with a mark at the beginning of every round of a loop, and one after the loop.
-A mark writes something only where the loop is at a message. Without its marks the text must be the template's own to
-the letter, and every message must stand in one place: then what lies between two marks is one message, as it was
-written in this conversation, whatever the template would write in another one. What marks do not show is for the caller
-to find otherwise. Costs one more rendering.
-Source: the twins that TRL ships, https://github.com/huggingface/trl/tree/main/trl/chat_templates, made by hand.
+The copy is the parsed template, with a mark at the beginning of every iteration of a loop, and one after the loop. A
+mark writes something only if the loop variable is a message. The caller compares the text without marks with that of
+the template, and every message must be at one place. Then the text between two marks is one message, exactly as the
+template writes it in this conversation. For other templates the caller uses another method. Costs one more rendering.
+
+Source: the marked templates of TRL, https://github.com/huggingface/trl/tree/main/trl/chat_templates, made by hand.
 """
 
 import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
+from lit_efficient.data.text.chat_formats import Message
 from lit_efficient.internals.hugging_face import chat_environment, template_messages
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 _MARK = re.compile("\ufdd0(\\d+);(-?\\d+)\ufdd1")  # noncharacters, which no text holds
 _NAME = "lit_efficient_mark"
@@ -24,35 +28,49 @@ _NAME = "lit_efficient_mark"
 
 @dataclass(frozen=True)
 class Placed:
-    """A rendered conversation."""
+    """Rendered conversation with the places of its messages."""
 
-    text: str  # what the template writes
-    spans: Mapping[int, tuple[int, int]]  # message -> characters from, to; a message that writes nothing has none
-    tail: int  # where the text after the last message begins
+    text: str  # the text without marks
+    spans: Mapping[int, tuple[int, int]]  # first character and end of each message that writes something
+    tail: int  # place of the text after the last message
 
 
 def place(
-    template: str, messages: Sequence[Any], tools: Sequence[Any], tokens: Mapping[str, Any], *, prompt: bool = False
+    template: str,
+    messages: Sequence[Message],
+    tools: Sequence[object],
+    tokens: Mapping[str, object],
+    *,
+    prompt: bool = False,
 ) -> Placed | None:
-    """Render a conversation with the template's twin; None if the twin does not show where each message stands.
+    """Render a conversation with marks. Return None if they do not show the place of each message.
 
-    ``tokens`` are the tokenizer's special ones by name; ``prompt`` begins the assistant's next turn.
+    Args:
+        template: The chat template.
+        messages: The conversation.
+        tools: Descriptions of tools.
+        tokens: Special tokens of the tokenizer by name.
+        prompt: Begin the assistant's next turn.
 
     Raises:
-        jinja2.TemplateError: If the template refuses the conversation.
+        jinja2.TemplateError: If the template raises an error for the conversation.
     """
     seen = template_messages(messages)
     index_of = {id(message): index for index, message in enumerate(seen)}
-    running: set[int] = set()
+    loops_at_message: set[int] = set()
 
-    def mark(loop: int, item: Any = None) -> str:
+    def mark(loop: int, item: object = None) -> str:
+        """Return the mark of an iteration over a message, or of the end of such a loop."""
         index = index_of.get(id(item))
-        if index is None and (item is not None or loop not in running):
-            return ""
-        running.add(loop) if index is not None else running.discard(loop)
-        return f"\ufdd0{loop};{-1 if index is None else index}\ufdd1"
+        if index is not None:
+            loops_at_message.add(loop)
+            return f"\ufdd0{loop};{index}\ufdd1"
+        if item is None and loop in loops_at_message:
+            loops_at_message.discard(loop)
+            return f"\ufdd0{loop};-1\ufdd1"
+        return ""
 
-    rendered = _twin(template).render(
+    rendered = _marked(template).render(
         **tokens,
         messages=seen,
         tools=list(tools) or None,
@@ -64,21 +82,28 @@ def place(
 
 
 def _read(parts: list[str]) -> Placed | None:
-    """Text, and between two texts the number of a loop and that of a message, -1 after the loop."""
+    """Return the places of the messages.
+
+    Args:
+        parts: Text, and then for each mark the number of its loop, the number of its message (-1 after the loop), and
+            the text that follows.
+    """
     found: dict[str, dict[int, tuple[int, int]]] = {}
     began: dict[str, tuple[int, int]] = {}
     tails: dict[str, int] = {}
-    at = len(parts[0])
+    position = len(parts[0])
     for loop, index, text in zip(parts[1::3], parts[2::3], parts[3::3]):
         if loop in began:
             message, start = began.pop(loop)
-            if start < at and found.setdefault(loop, {}).setdefault(message, (start, at)) != (start, at):
-                return None
+            if start < position:
+                spans = found.setdefault(loop, {})
+                if spans.setdefault(message, (start, position)) != (start, position):
+                    return None  # one message at two places
         if int(index) >= 0:
-            began[loop] = int(index), at
+            began[loop] = int(index), position
         else:
-            tails[loop] = at
-        at += len(text)
+            tails[loop] = position
+        position += len(text)
     if len(found) != 1:
         return None
     ((loop, spans),) = found.items()
@@ -86,7 +111,8 @@ def _read(parts: list[str]) -> Placed | None:
 
 
 @functools.lru_cache(maxsize=8)
-def _twin(template: str) -> Any:
+def _marked(template: str) -> "Template":
+    """Return the template with marks."""
     from jinja2 import nodes
     from jinja2.visitor import NodeTransformer
 

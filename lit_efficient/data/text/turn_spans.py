@@ -1,20 +1,19 @@
-"""Which part of a conversation's text the assistant writes, as the chat template renders it.
+"""Spans of a rendered conversation that the assistant writes.
 
-The spans come from the template's own ``{% generation %}`` marks. Of a template without them a twin with marks is made
-(:mod:`~lit_efficient.data.text.turn_marks`): the assistant's turn is what its message writes, less the beginning that
-the generation prompt would write there. Where a twin does not show the turns, each prefix of the conversation is
-rendered: turn i is what the text of turns 0..i has more than that of turns 0..i-1 with the generation prompt. Both must
-be prefixes of the whole; where they are not, nothing is guessed: the row is malformed, or the template is refused if
-that is so of a plain conversation.
+The spans come from the ``{% generation %}`` marks of the chat template. For a template without them, `turn_marks` adds
+marks to a copy: the assistant's turn is the text of its message without the beginning that the generation prompt would
+write. If a copy does not show the turns, each prefix of the conversation is rendered: turn i is the text of turns 0..i
+without the text of turns 0..i-1 with the generation prompt. Both must be prefixes of the whole text. If they are not,
+the row is malformed, or the template is refused if the same happens in a plain conversation.
 """
 
 import bisect
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
-from lit_efficient.data.text.chat_formats import Document, MalformedRow
+from lit_efficient.data.text.chat_formats import Document, MalformedRow, Message
 from lit_efficient.data.text.left_out import call_words, spoken, stands
 from lit_efficient.data.text.template_limits import limited
 from lit_efficient.data.text.turn_marks import Placed, place
@@ -22,21 +21,28 @@ from lit_efficient.errors import ConfigurationError
 
 TrainOn = Literal["assistant", "completion", "all"]
 Span = tuple[int, int]
-"""Characters from, to."""
+"""First character, and the character after the last."""
 Turn = list[Span]
-"""What is learned of a turn, the end of which is its last part's."""
+"""Spans of a turn that contribute to the loss. The last span holds the end of the turn."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-ASKED, PROBE = {"role": "user", "content": "Question"}, "Zebra-7"
-ANSWERED = {"role": "assistant", "content": PROBE}
+PROBE = "Zebra-7"
+ASKED: Message = {"role": "user", "content": "Question"}
+ANSWERED: Message = {"role": "assistant", "content": PROBE}
 
 
 class _Inseparable(MalformedRow):
-    """Turns that the template writes differently when more follows."""
+    """The template writes a turn differently when more turns follow."""
 
 
 class TurnSpans:
-    """Renders conversations with a tokenizer's chat template, and finds what is learned of them."""
+    """Renders conversations with the chat template of a tokenizer, and finds the spans that contribute to the loss.
+
+    Args:
+        tokenizer: Fast tokenizer of transformers.
+        train_on: As in `ChatTokens`.
+        control: Special tokens that the text of a turn must not contain.
+    """
 
     def __init__(self, tokenizer: Any, train_on: TrainOn, control: Sequence[str]) -> None:
         self.tokenizer = tokenizer
@@ -49,87 +55,106 @@ class TurnSpans:
         """The chat template."""
         if self.tokenizer.chat_template is None:
             raise ConfigurationError(
-                "tokenizer: it has no chat template, and conversations need one. Name the one that the model was "
-                "trained with as chat_template (Jinja, or a file), or for a new model the package's own: "
-                "chat_template: chatml."
+                "tokenizer: it has no chat template, and conversations need one. Set chat_template to the template "
+                "that the model was trained with (Jinja, or a file); for a new model chat_template: chatml."
             )
         return str(self.tokenizer.get_chat_template())
 
     @functools.cached_property
     def marked(self) -> bool:
-        """Whether the template marks what the assistant writes."""
+        """True if the template marks the text that the assistant writes."""
         return _GENERATION.search(self.template) is not None
 
     def of(self, document: Document) -> tuple[str, list[Turn]]:
-        """The text of a conversation, and the turns in it that are learned.
+        """Return the text of a conversation, and the turns that contribute to the loss.
 
         Raises:
-            MalformedRow: If the template does not write it, or turns of it cannot be separated.
+            MalformedRow: If the template cannot write the conversation, or its turns cannot be separated.
             ConfigurationError: If the template is one whose turns cannot be separated.
         """
         from jinja2 import TemplateError
 
-        for message in document.messages:
-            spelled = self._control.search(message["content"]) if self._control else None
-            if spelled:  # tokenised, it would end the turn or begin another one in somebody else's name
-                raise MalformedRow(f"the text of a turn spells the control token {spelled[0]!r}")
+        self._check_control_tokens(document)
         try:
-            text, marks = self._rendered_with_marks(document)
-            said = [index for index, message in enumerate(document.messages) if message["role"] == "assistant"]
-            if self.train_on == "all":
-                for index in said:
-                    _check_written(document.messages[index], index, text, [(0, len(text))])
-                return encodable(text), [[(0, len(text))]]
-            turns = [index for index in said if index >= document.given_turns]
-            last_alone = self.train_on == "completion" and not document.given_turns
-            turns = [i for i in turns[-1 if last_alone else 0 :] if document.messages[i].get("weight") != 0]
-            if self.marked:
-                spans = self._marked_turns(document, marks, said, turns)
-            else:
-                spans = self._turns_by_twin(document, text, turns) or self._turns_by_prefixes(document, text, turns)
+            text, turns = self._text_and_turns(document)
         except _Inseparable as error:
             if self._separates:
                 raise
             raise ConfigurationError(
-                f"tokenizer: {error}. Give a chat_template with {{% generation %}} marks around what the assistant "
-                "writes."
+                f"tokenizer: {error}. Give a chat_template with {{% generation %}} marks around the text that the "
+                "assistant writes."
             ) from error
-        except (TemplateError, TypeError) as error:  # as where arguments of a call are no text
-            raise MalformedRow(f"the chat template refuses it: {error}") from error
-        if not spans:
-            raise MalformedRow("nothing of it is the assistant's and to be learned")
-        for index, turn in zip(turns, spans if len(spans) == len(turns) else [[(0, len(text))]] * len(turns)):
-            _check_written(document.messages[index], index, text, turn)
-        return encodable(text), spans
+        except (TemplateError, TypeError) as error:  # TypeError: arguments of a tool call may be no text
+            raise MalformedRow(f"the chat template raises an error: {error}") from error
+        if not turns:
+            raise MalformedRow("it holds no assistant text that contributes to the loss")
+        return encodable(text), turns
+
+    def _check_control_tokens(self, document: Document) -> None:
+        """Refuse turns with control tokens in their text: tokenised, these would end the turn or begin a forged one."""
+        if self._control is None:
+            return
+        for message in document.messages:
+            spelled = self._control.search(message["content"])
+            if spelled:
+                raise MalformedRow(f"the text of a turn spells the control token {spelled[0]!r}")
+
+    def _text_and_turns(self, document: Document) -> tuple[str, list[Turn]]:
+        messages = document.messages
+        text, marks = self._rendered_with_marks(document)
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        whole: Turn = [(0, len(text))]
+        if self.train_on == "all":
+            for index in answers:
+                _check_written(messages[index], index, text, whole)
+            return text, [whole]
+        wanted = [index for index in answers if index >= document.given_turns]
+        if self.train_on == "completion" and not document.given_turns:
+            wanted = wanted[-1:]
+        wanted = [index for index in wanted if messages[index].get("weight") != 0]
+        if self.marked:
+            turns = self._marked_turns(document, marks, answers, wanted)
+        else:
+            turns = self._turns_by_marked_copy(document, text, wanted)
+            if not turns:
+                turns = self._turns_by_prefixes(document, text, wanted)
+        if turns:
+            for number, index in enumerate(wanted):
+                _check_written(messages[index], index, text, turns[number] if len(turns) == len(wanted) else whole)
+        return text, turns
 
     @functools.cached_property
     def _separates(self) -> bool:
-        """Whether the turns of a plain conversation can be separated: where not, the template is at fault."""
+        """True if the turns of a plain conversation can be separated. If not, the template is at fault."""
         from jinja2 import TemplateError
 
         plain = Document((ASKED, ANSWERED, ASKED, ANSWERED))
         try:
             text = self.rendered(plain.messages, ())
-            return bool(self._turns_by_twin(plain, text, [1, 3]) or self._turns_by_prefixes(plain, text, [1, 3]))
+            turns = self._turns_by_marked_copy(plain, text, [1, 3]) or self._turns_by_prefixes(plain, text, [1, 3])
         except (MalformedRow, TemplateError):
             return False
+        return bool(turns)
 
-    def _marked_turns(self, document: Document, marks: list[Span], said: list[int], turns: list[int]) -> list[Turn]:
-        if len(marks) == len(said):
-            return [[span] for index, span in zip(said, marks) if index in turns]
-        found = self._placed(document.messages, document.tools)
-        if found is None:  # then a turn's marks cannot be separated from another's
-            if turns != said:
-                raise MalformedRow(
-                    f"the chat template marks {len(marks)} turns of the {len(said)} that are the assistant's"
-                )
+    def _marked_turns(self, document: Document, marks: list[Span], answers: list[int], wanted: list[int]) -> list[Turn]:
+        """Return the wanted turns by the template's own marks; ``answers`` are all assistant turns."""
+        if len(marks) == len(answers):
+            return [[span] for index, span in zip(answers, marks) if index in wanted]
+        placed = self._placed(document.messages, document.tools)
+        if placed is None:  # the marks of different turns cannot be told apart
+            if wanted != answers:
+                raise MalformedRow(f"the chat template marks {len(marks)} of the {len(answers)} assistant turns")
             return [[span] for span in marks]
-        begins = [start for start, _ in found.spans.values()]
-        of = [list(found.spans)[max(bisect.bisect(begins, start) - 1, 0)] for start, _ in marks]
-        return [turn for i in turns if (turn := [span for index, span in zip(of, marks) if index == i])]
+        begins = [start for start, _ in placed.spans.values()]
+        indices = list(placed.spans)
+        turn_of: dict[int, Turn] = {}
+        for span in marks:
+            index = indices[max(bisect.bisect(begins, span[0]) - 1, 0)]
+            turn_of.setdefault(index, []).append(span)
+        return [turn_of[index] for index in wanted if index in turn_of]
 
-    def rendered(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any], prompt: bool = False) -> str:
-        """The text that the template makes of messages."""
+    def rendered(self, messages: Sequence[Message], tools: Sequence[Any], prompt: bool = False) -> str:
+        """Return the text that the template writes for messages, with the generation prompt if ``prompt``."""
         with limited(self.tokenizer.get_chat_template(tools=list(tools) or None)):
             text = self.tokenizer.apply_chat_template(
                 list(messages), list(tools) or None, tokenize=False, add_generation_prompt=prompt
@@ -137,12 +162,13 @@ class TurnSpans:
         return str(text)
 
     def _rendered_with_marks(self, document: Document) -> tuple[str, list[Span]]:
+        """Return the text of a conversation, and the spans that the template marks."""
         if not self.marked or self.train_on == "all":
             return self.rendered(document.messages, document.tools), []
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with limited(self.template):
-            rendered: Any = render_jinja_template(  # declared to return a text
+            rendered: Any = render_jinja_template(  # annotated as returning a text
                 conversations=[list(document.messages)],
                 tools=list(document.tools) or None,
                 chat_template=self.template,
@@ -152,60 +178,74 @@ class TurnSpans:
         (text,), (marks,) = rendered
         return text, sorted((start, stop) for start, stop in marks if stop > start)
 
-    def _placed(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any], prompt: bool = False) -> Placed | None:
+    def _placed(self, messages: Sequence[Message], tools: Sequence[Any], prompt: bool = False) -> Placed | None:
         template = str(self.tokenizer.get_chat_template(tools=list(tools) or None))
         with limited(template):
             return place(template, messages, tools, self.tokenizer.special_tokens_map, prompt=prompt)
 
-    def _turns_by_twin(self, document: Document, text: str, turns: list[int]) -> list[Turn] | None:
-        """The turns as the template's twin shows them; None if it does not."""
-        messages, tools = document.messages, document.tools
-        found = self._placed(messages, tools)
-        if found is None or found.text != text:
-            return None
+    def _turns_by_marked_copy(self, document: Document, text: str, wanted: list[int]) -> list[Turn]:
+        """Return the wanted turns by a copy of the template with marks; nothing if the copy does not show them."""
+        messages = document.messages
+        placed = self._placed(messages, document.tools)
+        if placed is None or placed.text != text:
+            return []
         for index, message in enumerate(messages):
             content = message["content"].strip()
-            if index not in found.spans and message["role"] != "system" and content:
+            if index not in placed.spans and message["role"] != "system" and content:
                 if content not in text:
                     raise MalformedRow(f"the chat template leaves turn {index + 1} out, of the role {message['role']}")
-                return None  # written elsewhere, it may stand in the assistant's turn
-        parts = list[Turn]()
-        for index in turns:
-            before = messages[:index] if any(m["role"] == "user" for m in messages[:index]) else [ASKED]
-            asked = self._placed(before, tools, prompt=True)
-            if asked is None or index not in found.spans:
-                return None
-            start, stop = found.spans[index]
+                return []  # it is written elsewhere, perhaps inside an assistant turn
+        turns: list[Turn] = []
+        for index in wanted:
+            before = messages[:index]
+            if not any(message["role"] == "user" for message in before):
+                before = (ASKED,)
+            asked = self._placed(before, document.tools, prompt=True)
+            if asked is None or index not in placed.spans:
+                return []
+            start, stop = placed.spans[index]
             turn = text[start:stop]
             given = self._given(asked, before, turn, messages[index]["content"].strip())
             if given is None:
-                return None
-            parts.append([(start + given, start + len(turn.rstrip()))])
-        return parts
+                return []
+            turns.append([(start + given, start + len(turn.rstrip()))])
+        return turns
 
-    def _given(self, asked: Placed, before: Sequence[dict[str, Any]], turn: str, content: str) -> int | None:
-        """How many characters of a turn the generation prompt writes; None if that is not certain.
+    def _given(self, asked: Placed, before: Sequence[Message], turn: str, content: str) -> int | None:
+        """Return the number of characters of a turn that the generation prompt writes; None if it is uncertain.
 
-        Who begins with white space may write it in another place: it counts for nothing. A template that asks for
-        thoughts and writes a turn without any shares the prompt's beginning alone: it is cut at the edge of a line or
-        control token, to no less than what tells the assistant's turns from the user's.
+        White space at the beginning does not count, because templates may write it at another place. A template that
+        asks for thoughts, and writes a turn without any, shares only a first part of its prompt with the turn. This
+        part ends at a line or a control token, and must tell an assistant turn from a user turn.
+
+        Args:
+            asked: The conversation before the turn, with the generation prompt.
+            before: The messages before the turn.
+            turn: Text of the turn.
+            content: Content of the message, without white space around it.
         """
         prompt = asked.text[asked.tail :].lstrip()
         if turn.lstrip().startswith(prompt):
             return len(turn) - len(turn.lstrip()) + len(prompt) if prompt else 0
-        users = [asked.text[slice(*asked.spans[i])] for i in asked.spans if before[i]["role"] == "user"]
-        edges = {token.end() for token in self._control.finditer(prompt)} if self._control else set[int]()
-        edges |= {place + 1 for place, sign in enumerate(prompt) if sign == "\n"} | {len(prompt)}
+        users = [asked.text[start:stop] for i, (start, stop) in asked.spans.items() if before[i]["role"] == "user"]
+        edges = {len(prompt)}
+        edges.update(position + 1 for position, character in enumerate(prompt) if character == "\n")
+        if self._control is not None:
+            edges.update(token.end() for token in self._control.finditer(prompt))
         for edge in sorted(edges, reverse=True):
             header = prompt[:edge]
             if header in turn and not any(header in user for user in users):
                 given = turn.index(header) + edge
-                return given if content not in turn or given <= turn.rindex(content) else None
+                if content in turn and given > turn.rindex(content):
+                    return None
+                return given
         return None
 
-    def _turns_by_prefixes(self, document: Document, text: str, turns: list[int]) -> list[Turn]:
-        messages, parts = document.messages, list[Turn]()
-        for index in turns:
+    def _turns_by_prefixes(self, document: Document, text: str, wanted: list[int]) -> list[Turn]:
+        """Return the wanted turns by rendering each prefix of the conversation."""
+        messages = document.messages
+        turns: list[Turn] = []
+        for index in wanted:
             if index == 0:
                 raise MalformedRow("the first turn is the assistant's, and this chat template cannot begin with it")
             before = self.rendered(messages[:index], document.tools, prompt=True)
@@ -215,23 +255,31 @@ class TurnSpans:
                     "the chat template writes the beginning of a conversation differently when more follows "
                     f"(seen at turn {index + 1} of {len(messages)}), so the assistant's turns cannot be separated"
                 )
-            parts.append([(len(before), len(until.rstrip()))])
-        return parts
+            turns.append([(len(before), len(until.rstrip()))])
+        return turns
 
 
-def _check_written(message: Mapping[str, Any], index: int, text: str, turn: Turn) -> None:
-    """Refuse a turn that is learned without what it says; its beginning may stand in what the prompt writes."""
+def _check_written(message: Message, index: int, text: str, turn: Turn) -> None:
+    """Raise an error if a turn lacks text or tool calls of its message.
+
+    The beginning of the text may be in the generation prompt, before the turn.
+    """
     own = "".join(text[start:stop] for start, stop in turn)
     lacking = [f"the call of {words!r}" for words in call_words(message) if not stands(words, own)]
     words = spoken(message["content"]).strip()
-    if not stands(words, text[max(turn[0][0] - len(words) + 1, 0) : turn[-1][1]]):
+    first = max(turn[0][0] - len(words) + 1, 0)
+    if not stands(words, text[first : turn[-1][1]]):
         lacking.append("the text")
     if lacking:
         raise MalformedRow(f"the chat template leaves {lacking[0][:80]} in turn {index + 1} out")
 
 
 def encodable(text: str) -> str:
-    """The text, if it can be written as UTF-8."""
+    """Return the text, if it can be written as UTF-8.
+
+    Raises:
+        MalformedRow: If it holds half of a surrogate pair.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -76,8 +76,8 @@ def test_what_arrow_fills_in_is_left_out_and_tools_are_kept() -> None:
     [
         ("messages", {"messages": []}, "messages is empty"),
         ("messages", {"other": 1}, "no messages"),
-        ("messages", {"messages": [ASK]}, "no turn is the assistant's"),
-        ("messages", {"messages": [ASK, {**ANSWER, "content": " "}]}, "all of the assistant's turns are empty"),
+        ("messages", {"messages": [ASK]}, "no turn has the role assistant"),
+        ("messages", {"messages": [ASK, {**ANSWER, "content": " "}]}, "all assistant turns are empty"),
         ("messages", {"messages": [{"role": "wizard", "content": "x"}]}, "the role 'wizard'"),
         ("messages", {"messages": [{"role": "user", "content": 3}]}, "its content is a int"),
         ("messages", {"messages": ["hello"]}, r"messages\[0\] is a str, not a turn"),

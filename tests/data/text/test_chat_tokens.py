@@ -178,7 +178,7 @@ def test_a_template_whose_turns_cannot_be_told_apart_is_refused() -> None:
         (
             CONTINUES,
             [ASK, {**CALL, "tool_calls": [{"function": {"name": "sum", "arguments": {"x": 2}}}]}],
-            r"refuses it: can only concatenate str \(not .dict.\)",
+            r"raises an error: can only concatenate str \(not .dict.\)",
         ),
     ],
 )
@@ -230,7 +230,10 @@ def test_one_odd_conversation_is_a_malformed_row_where_others_can_be_told_apart(
 
 @pytest.mark.parametrize("content", ["m['content']['text']", "'' if m['content'] is string else m['content']"])
 def test_a_template_that_takes_no_texts_is_refused(content: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"the chat template (refuses a short|does not write an answer)"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"the chat template (raises an error for|does not write the text)",
+    ):
         ChatTokens(tokenizer(PLAIN.replace("m['content']", f"({content})"))).check_end_of_turn()
 
 
@@ -264,7 +267,7 @@ def test_a_text_that_spells_a_control_token_cannot_end_its_turn() -> None:
 def test_what_a_template_refuses_is_a_malformed_row() -> None:
     (found,) = ChatTokens(tokenizer(STRICT)).encode([Document(messages=(TURNS[1], TURNS[3], TURNS[2]))])
     assert isinstance(found, MalformedRow)
-    assert str(found) == "the chat template refuses it: roles must alternate"
+    assert str(found) == "the chat template raises an error: roles must alternate"
 
 
 def test_half_a_character_is_a_malformed_row() -> None:
@@ -442,8 +445,8 @@ def test_a_long_conversation_is_searched_without_white_space_once() -> None:
     """Calls with arguments in quotes stand there escaped; only what is missing is looked for in another text."""
     calls = [{"function": {"name": "ask", "arguments": {"text": f'"{i}"\n'}}} for i in range(20)]
     document = Document(messages=({"role": "assistant", "content": "", "tool_calls": calls},))
-    left_out_module._whole.cache_clear()
+    left_out_module._squeezed_text.cache_clear()
     assert not left_out_module.left_out(document, f"ask {json.dumps(calls)}")
-    assert left_out_module._whole.cache_info().misses == 0
+    assert left_out_module._squeezed_text.cache_info().misses == 0
     assert left_out_module.left_out(document, "ask nothing") == {"calls of tools": 1}
-    assert left_out_module._whole.cache_info().misses == 1
+    assert left_out_module._squeezed_text.cache_info().misses == 1

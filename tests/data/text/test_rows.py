@@ -100,7 +100,7 @@ def test_the_end_of_a_single_text_is_held_out(tmp_path: Path) -> None:
     assert texts[1].startswith("line 1")
     assert 0.08 < len(texts[1]) / len("".join(texts)) < 0.12
     (tmp_path / "a.txt").write_text("one line")
-    with pytest.raises(ConfigurationError, match="cannot be split into training and validation; give val"):
+    with pytest.raises(ConfigurationError, match=r"cannot be split into training and validation\. Set val"):
         LanguageData(train=str(tmp_path / "a.txt"), **arguments).prepare_data()
 
 

@@ -54,7 +54,7 @@ def test_another_token_position_or_label_is_another_row(tmp_path: Path) -> None:
     cache = TopKCache(tmp_path / "a")
     other = batch(0, 1)
     other["input_ids"][1, 0] += 1
-    with pytest.raises(ConfigurationError, match="does not know row 1 of this batch"):
+    with pytest.raises(ConfigurationError, match="does not hold row 1 of this batch"):
         cache.find(other)
     unlearned = batch(0, 1)
     unlearned["labels"][0, 3] = IGNORE
