@@ -70,9 +70,9 @@ def is_parallel(strategy: Any) -> bool:
     return any(base.__name__ == "ParallelStrategy" for base in type(strategy).__mro__)
 
 
-def lacks_mesh(error: BaseException) -> bool:
+def lacks_mesh(error: BaseException | None) -> bool:
     """Return whether an error arose in a ``configure_model`` that reads ``device_mesh``, which one process lacks."""
-    if isinstance(error, LitEfficientError):
+    if error is None or isinstance(error, LitEfficientError):
         return False
     names: set[str] = set()
     for frame, _ in traceback.walk_tb(error.__traceback__):

@@ -1,8 +1,9 @@
-"""What a module's forward does with its input, from a symbolic run of its code that needs no batch.
+"""Analysis of a module's forward by symbolic tracing (torch.fx), which needs no batch.
 
-Nothing is computed and nothing changes: torch.fx records which calls follow from which.
+Nothing is computed and nothing changes. torch.fx records which calls use the results of which other calls.
 """
 
+import enum
 import inspect
 import random
 import warnings
@@ -10,9 +11,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,21 +23,40 @@ from lit_efficient.internals.torch_fake import has_values
 
 _ADDS = ("add", "add_", "iadd", "sub", "sub_", "isub", "addcmul", "addcmul_")
 _SIZES = ("shape", "dtype", "device", "ndim", "size", "dim", "numel", "is_cuda", "requires_grad")
-_QUESTIONS = 1000
-_SHORTCUT = 1  # layers of a shortcut
+_MOST_ANSWERS = 1000
+_SHORTCUT = 1  # most layers in a shortcut
 _KEEP_ZERO = ("getitem", "chunk", "split", "unbind", "unsqueeze", "squeeze", "view", "reshape", "expand", "tanh", "to")
-# What a value of a forward is: the input itself, but for scale and layout; the input as parts that add to it return it;
-# what layers have made of it; their sum.
-_INPUT, _CARRIED, _BRANCH, _SUM = 1, 2, 3, 4
-_Ends = list[tuple[str, str, bool]]
-_Known = dict[int, tuple[_Ends, _Ends]]  # of a module, by its identity
+
+
+class _Kind(enum.IntEnum):
+    """Relation of a value in a forward to the input."""
+
+    NONE = 0  # independent of the input
+    INPUT = 1  # the input itself, up to scale and layout
+    CARRIED = 2  # the input after parts that add something to it
+    BRANCH = 3  # the output of layers
+    SUM = 4  # input plus branch
+
+
+class End(NamedTuple):
+    """Last layer of a branch."""
+
+    layer: str  # name
+    norm: str  # name of the norm behind the layer, or ``""``
+    closed: bool  # whether a factor on the branch is zero at the moment
+
+
+_Ends = list[End]
+_Known = dict[int, tuple[_Ends, _Ends]]  # results of `_ends_of`, by the id of the module
 
 
 class _Recorder(Tracer):
+    """Tracer that does not look into ``opaque`` modules, and gives one answer to all questions about tensors."""
+
     def __init__(self, opaque: Callable[[nn.Module], bool], answer: bool) -> None:
         super().__init__()
         self._opaque = opaque
-        self._answer = answer  # to each question about a tensor
+        self._answer = answer
         self._asked = 0
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -45,7 +65,7 @@ class _Recorder(Tracer):
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.is_leaf_module(m, ""):
             return self.create_proxy("call_module", self.path_of_module(m), args, kwargs)
-        return m.forward(*args, **kwargs)  # without hooks, which may do anything
+        return m.forward(*args, **kwargs)  # without hooks, which may have side effects
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
         return attr_val
@@ -55,23 +75,25 @@ class _Recorder(Tracer):
             return a
         try:
             return super().create_arg(a)
-        except NotImplementedError:  # an object of the model's own
+        except NotImplementedError:  # an object of a class that torch.fx does not know
             return None
 
     def to_bool(self, obj: Any) -> bool:
         self._asked += 1
-        if self._asked > _QUESTIONS:  # a loop that ends with its answer
+        if self._asked > _MOST_ANSWERS:  # a loop that would not end with this answer
             raise RuntimeError
         return self._answer
 
     def iter(self, obj: Any) -> Iterator[Any]:
-        return iter((obj[0], obj[1]))  # height and width, most likely
+        return iter((obj[0], obj[1]))  # most likely height and width
 
 
 class _Call(nn.Module):
+    """Root of a trace that calls a module with its required arguments, and optional tensors with ``every``."""
+
     def __init__(self, module: nn.Module, every: bool) -> None:
         super().__init__()
-        twin = object.__new__(_own_class(module))  # what the forward sets on itself, is set on this one
+        twin = object.__new__(_own_class(module))  # a shallow copy takes the attributes that the forward sets
         twin.__dict__.update(module.__dict__)
         self.inner = twin
         parameters = inspect.signature(twin.forward).parameters.values()
@@ -84,12 +106,13 @@ class _Call(nn.Module):
 
 
 def _is_given(p: inspect.Parameter, every: bool) -> bool:
-    tensor = p.annotation is p.empty or "Tensor" in str(p.annotation)
-    return p.default is p.empty or (every and p.default is None and tensor)
+    if p.default is p.empty:
+        return True
+    return every and p.default is None and (p.annotation is p.empty or "Tensor" in str(p.annotation))
 
 
 def _own_class(module: nn.Module) -> Any:
-    """The class whose code a module was written with, whatever :func:`lit_efficient.surgery.mix_in` put before it."""
+    """Return the class of a module without what :func:`lit_efficient.surgery.mix_in` has put in front of it."""
     cls: Any = type(module)
     while "mixed_from" in vars(cls):
         _, cls = cls.mixed_from
@@ -97,16 +120,23 @@ def _own_class(module: nn.Module) -> Any:
 
 
 def _record(module: nn.Module, opaque: Callable[[nn.Module], bool], every: bool = False) -> Graph | None:
-    """The graph of a module's forward, ``opaque`` parts being one call each; ``None`` where it cannot be recorded.
+    """Trace a module's forward.
 
-    Tensors that need not be given are, with ``every``.
+    Args:
+        module: The module.
+        opaque: Returns whether a part is recorded as one call.
+        every: Also pass optional tensors.
+
+    Returns:
+        The graph, or ``None`` if the forward cannot be traced.
     """
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    state, put_back = random.getstate(), _held_by(module)
+    state = random.getstate()
+    put_back = _snapshot(module)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices), warnings.catch_warnings(action="ignore"):
-            for answer in (False, True):  # special cases ask for one of them, assertions for the other
-                with suppress(Exception):  # code of anybody, run on stand-ins, may raise anything
+            for answer in (False, True):  # special cases test for one of them, assertions for the other
+                with suppress(Exception):  # foreign code that runs on stand-ins can raise anything
                     return _Recorder(opaque, answer).trace(_Call(module, every))
     finally:
         random.setstate(state)
@@ -114,8 +144,11 @@ def _record(module: nn.Module, opaque: Callable[[nn.Module], bool], every: bool 
     return None
 
 
-def _held_by(module: nn.Module) -> Callable[[], None]:
-    """What puts back all that a module and its parts hold: they count calls, keep outputs, gather statistics."""
+def _snapshot(module: nn.Module) -> Callable[[], None]:
+    """Return a function that restores the attributes, containers and buffers of a module and its parts.
+
+    A forward may count calls, keep outputs or gather statistics.
+    """
     attributes = [(part, dict(vars(part))) for part in module.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
     containers: dict[int, tuple[Any, Any]] = {}
@@ -133,7 +166,10 @@ def _held_by(module: nn.Module) -> Callable[[], None]:
         for value, before in containers.values():
             if len(value) != len(before) or any(a is not b for a, b in zip(_flat(value), _flat(before))):
                 value.clear()
-                value.extend(before) if isinstance(value, list | deque) else value.update(before)
+                if isinstance(value, list | deque):
+                    value.extend(before)
+                else:
+                    value.update(before)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -147,12 +183,12 @@ def _flat(container: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Forward:
-    """What one trace of a module's forward shows, in which each direct part is one call.
+    """Result of one trace of a module's forward, in which each direct part is one call.
 
     Args:
-        adds: Whether it adds to its first argument what its layers make of it; ``None`` if it cannot be traced.
-        calls: Names of the parts in the order of their calls; empty if it cannot be traced.
-        returns_one: Whether it is known to return one value. Annotations are not always right.
+        adds: Whether the forward adds the output of its layers to its first argument. ``None`` if it cannot be traced.
+        calls: Names of the parts in the order of their calls. Empty if the forward cannot be traced.
+        returns_one: Whether the forward is known to return one value. Annotations may be wrong.
     """
 
     adds: bool | None = None
@@ -161,7 +197,12 @@ class Forward:
 
 
 def read_forward(module: nn.Module, adding: Collection[int] = ()) -> Forward:
-    """Trace a module's forward once; parts whose identities are in ``adding`` return their input plus something."""
+    """Trace a module's forward once.
+
+    Args:
+        module: The module.
+        adding: Ids of parts that are known to return their input plus something.
+    """
     graph = _record(module, lambda part: True)
     if graph is None:
         return Forward()
@@ -174,10 +215,13 @@ def read_forward(module: nn.Module, adding: Collection[int] = ()) -> Forward:
 def adds_to_input(
     module: nn.Module, adding: Collection[int] = (), *, whole: bool = False, argument: int = 0
 ) -> bool | None:
-    """Whether a forward adds what its layers make of an argument to that argument; ``None`` if it hides it.
+    """Return whether a forward adds the output of its layers to an argument, or ``None`` if it cannot be traced.
 
-    Parts whose identities are in ``adding`` are known to do so: what they return is their input still. ``whole`` looks
-    into the other parts, too; else the addition must stand in its own code.
+    Args:
+        module: The module.
+        adding: Ids of parts that are known to return their input plus something.
+        whole: Also look into other parts. Otherwise the addition must be in the module's own code.
+        argument: Position of the argument.
     """
 
     def opaque(part: nn.Module) -> bool:
@@ -188,33 +232,38 @@ def adds_to_input(
 
 
 def _adds(graph: Graph, module: nn.Module, adding: Collection[int], argument: int) -> bool | None:
-    found: dict[Node, int] = {}
+    found: dict[Node, _Kind] = {}
     for node in graph.nodes:
         if node.op == "output":
-            return any(found[n] == _SUM for n in node.all_input_nodes)
-        found[node] = _kind_of(node, {found[n] for n in node.all_input_nodes} - {0}, module, adding, argument)
+            return any(found[n] == _Kind.SUM for n in node.all_input_nodes)
+        found[node] = _kind_of(node, {found[n] for n in node.all_input_nodes}, module, adding, argument)
     return None
 
 
-def _kind_of(node: Node, kinds: set[int], module: nn.Module, adding: Collection[int], argument: int = 0) -> int:
+def _kind_of(node: Node, inputs: set[_Kind], module: nn.Module, adding: Collection[int], argument: int = 0) -> _Kind:
+    """Return the kind of a value from the kinds of the values that it is computed from."""
     if node.op == "placeholder":
-        return 0
+        return _Kind.NONE
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if name == "getitem" and node.all_input_nodes[0].op == "placeholder":
-        return _INPUT if node.args[1] == argument else 0
+        return _Kind.INPUT if node.args[1] == argument else _Kind.NONE
+    kinds = inputs - {_Kind.NONE}
     if not kinds or name in _SIZES or (name == "getattr" and node.args[1] in _SIZES):
-        return 0
-    both = bool(kinds & {_INPUT, _CARRIED}) and _BRANCH in kinds
+        return _Kind.NONE
+    both = _Kind.BRANCH in kinds and not kinds.isdisjoint({_Kind.INPUT, _Kind.CARRIED})
     if node.op == "call_module":
         part = module.get_submodule(_name_of(node))
-        if not has_matrices(part):
-            return _SUM if both else max(kinds)
-        return max(*kinds, _CARRIED) if id(part) in adding else _BRANCH
+        if id(part) in adding and has_matrices(part):
+            return max(*kinds, _Kind.CARRIED)
+        if has_matrices(part):
+            return _Kind.BRANCH
+        return _Kind.SUM if both else max(kinds)
     if name in _ADDS:
-        return _SUM if both or kinds >= {_INPUT, _CARRIED} else max(kinds)
+        return _Kind.SUM if both or kinds >= {_Kind.INPUT, _Kind.CARRIED} else max(kinds)
     given = (*node.args, *node.kwargs.values())
-    if _BRANCH in kinds or (name != "mul" and any(isinstance(a, nn.Parameter) and _is_matrix(a) for a in given)):
-        return _BRANCH
+    uses_matrix = any(isinstance(a, nn.Parameter) and _is_matrix(a) for a in given)
+    if _Kind.BRANCH in kinds or (name != "mul" and uses_matrix):
+        return _Kind.BRANCH
     return max(kinds)
 
 
@@ -223,16 +272,19 @@ def _name_of(node: Node) -> str:
 
 
 def adds_to_several(module: nn.Module) -> bool:
-    """Whether a forward has more than one residual stream, as where images and text attend to each other."""
+    """Return whether a forward has several residual streams, as with joint attention of images and text."""
     return any(adds_to_input(module, argument=i) for i in range(1, len(_Call(module, every=False).names)))
 
 
 def runs_in_chain(module: nn.Module, parts: Collection[nn.Module]) -> bool | None:
-    """Whether a module gives to one of ``parts`` what follows from another; ``None`` if its forward hides it."""
+    """Return whether the input of one of ``parts`` depends on the output of another.
+
+    ``None`` means that the forward cannot be traced.
+    """
     inside = {id(part) for part in parts}
-    lists = (part for part in module.modules() if isinstance(part, nn.Sequential))
-    if any(sum(id(child) in inside for child in children) > 1 for children in lists):
-        return True
+    for children in module.modules():
+        if isinstance(children, nn.Sequential) and sum(id(child) in inside for child in children) > 1:
+            return True
     graph = _record(module, lambda part: id(part) in inside or not any(id(m) in inside for m in part.modules()))
     if graph is None:
         return None
@@ -248,12 +300,12 @@ def runs_in_chain(module: nn.Module, parts: Collection[nn.Module]) -> bool | Non
 
 
 def has_parts(module: nn.Module) -> bool:
-    """Whether a module is made of others; a layer that is wrapped with its adapter (``one_layer``) is not."""
+    """Return whether a module consists of others. A layer with an adapter (``one_layer``) counts as one."""
     return not getattr(module, "one_layer", False) and any(True for _ in module.children())
 
 
 def has_matrices(module: nn.Module) -> bool:
-    """Whether a module holds more than vectors."""
+    """Return whether a module has a parameter that is not a vector."""
     return any(map(_is_matrix, module.parameters()))
 
 
@@ -262,103 +314,139 @@ def _is_matrix(parameter: Tensor) -> bool:
 
 
 def all_residual_ends(root: nn.Module) -> Iterator[tuple[nn.Module, str, str, bool]]:
-    """The :func:`residual_ends` of each part of a network that has parts, behind that; its forwards are run once."""
+    """Yield each part of a network with each of its :func:`residual_ends`. Every forward is traced once."""
     known: _Known = {}
     for part in root.modules():
         if has_parts(part) and not isinstance(part, nn.ModuleList):
-            yield from ((part, *end) for end in residual_ends(part, known))
+            for end in residual_ends(part, known):
+                yield part, *end
 
 
-def residual_ends(module: nn.Module, known: _Known | None = None) -> list[tuple[str, str, bool]]:
-    """The layers whose output a forward adds to its first argument, each with the norm behind it, or ``""``.
+def residual_ends(module: nn.Module, known: _Known | None = None) -> _Ends:
+    """Return the last layers of the branches that a forward adds to its first argument.
 
-    Looked for in its own code; of a part that is made of others it is the last layer of matrices that the part's code
-    calls, or where that is hidden, that it defines. Of factors the one that is computed last is the branch, and the
-    others are its gates; the third value tells whether one of these is zero now. A branch beside a shortcut that is one
-    layer of the input is added, too. What is ``known`` of a network's parts while it stays as it is, is kept there.
+    - The additions are searched in the module's own code. If the branch ends in a part that consists of others, its
+      last layer is the last layer with a matrix that the code of the part calls. If that code cannot be traced, it is
+      the last such layer that the part defines.
+    - In a product, the factor that is computed last is the branch, and the others are gates.
+    - A branch that is added to a shortcut of one layer counts too.
+
+    Args:
+        module: The module.
+        known: Cache for several calls on one network, which must not change in between.
     """
-    found, known = [], {} if known is None else known
-    for name, norm, closed in _ends(module, known)[0]:
-        found += [_inside(name, norm, closed, inner) for inner in _last_layers(module.get_submodule(name), known)]
-    return list({end[:2]: end for end in found}.values())
+    known = {} if known is None else known
+    found: dict[tuple[str, str], End] = {}
+    for end in _ends_of(module, known)[0]:
+        for inner in _last_layers(module.get_submodule(end.layer), known):
+            joined = _inside(end, inner)
+            found[joined[:2]] = joined
+    return list(found.values())
 
 
-def _inside(name: str, norm: str, closed: bool, inner: tuple[str, str, bool]) -> tuple[str, str, bool]:
-    end, behind, shut = inner
-    return (
-        f"{name}.{end}" if end else name,
-        norm or (f"{name}.{behind}" if behind else ""),
-        closed or shut,
-    )
+def _inside(outer: End, inner: End) -> End:
+    """Return an end inside the part that is the layer of ``outer``, with names from outside."""
+    layer = f"{outer.layer}.{inner.layer}" if inner.layer else outer.layer
+    norm = f"{outer.layer}.{inner.norm}" if inner.norm else ""
+    return End(layer, outer.norm or norm, outer.closed or inner.closed)
 
 
 def _last_layers(part: nn.Module, known: _Known) -> _Ends:
+    """Return the last layers with matrices in a part."""
     if not has_parts(part):
-        return [("", "", False)]
-    found = []
-    for name, norm, closed in _ends(part, known)[1]:
-        found += [_inside(name, norm, closed, inner) for inner in _last_layers(part.get_submodule(name), known)]
+        return [End("", "", False)]
+    found: _Ends = []
+    for end in _ends_of(part, known)[1]:
+        found += [_inside(end, inner) for inner in _last_layers(part.get_submodule(end.layer), known)]
     if found:
         return found
     defined = [name for name, layer in part.named_modules() if name and not has_parts(layer) and has_matrices(layer)]
-    return [(defined[-1], "", False)] if defined else []
+    return [End(name, "", False) for name in defined[-1:]]
 
 
-def _ends(module: nn.Module, known: _Known) -> tuple[_Ends, _Ends]:
-    """Parts with matrices, each with the norm behind it, that a forward adds to its input, and that it returns."""
+def _ends_of(module: nn.Module, known: _Known) -> tuple[_Ends, _Ends]:
+    """Return the direct parts with matrices that a forward adds to its input, and those that it returns."""
     if id(module) not in known:
-        added, returned = _ends_in(_record(module, lambda part: True), module, known)
-        if added:  # a block, which may have more branches, as for attention to another text
-            more, _ = _ends_in(_record(module, lambda part: True, every=True), module, known)
+        added, returned = _trace_ends(_record(module, lambda part: True), module, known)
+        if added:  # a block, which may have further branches for optional inputs, such as cross-attention
+            more, _ = _trace_ends(_record(module, lambda part: True, every=True), module, known)
             added = list(dict.fromkeys([*added, *more]))
         known[id(module)] = added, returned
     return known[id(module)]
 
 
-def _ends_in(graph: Graph | None, module: nn.Module, known: _Known) -> tuple[_Ends, _Ends]:
-    kinds: dict[Node, int] = {}
-    ends: dict[Node, _Ends] = {}
-    depths: dict[Node, int] = {}  # layers of matrices on the way from the input
-    called: dict[Node, int] = {}  # when the last of them was
-    zeros: set[Node] = set()  # what is zero whatever the input is
+@dataclass
+class _Value:
+    """Properties of a value in a trace."""
+
+    kind: _Kind
+    depth: int  # most layers with matrices between the input and this value
+    called: int  # position of the last of these layers in the trace
+    ends: _Ends = field(default_factory=list)  # of a branch
+    zero: bool = False  # zero for every input
+
+
+def _trace_ends(graph: Graph | None, module: nn.Module, known: _Known) -> tuple[_Ends, _Ends]:
+    values: dict[Node, _Value] = {}
     added: _Ends = []
-    for i, node in enumerate(graph.nodes if graph is not None else ()):
+    for position, node in enumerate(graph.nodes if graph is not None else ()):
         if node.op == "output":
-            first = node.args[0][0] if isinstance(node.args[0], list | tuple) and node.args[0] else node.args[0]
-            return added, ends.get(first, []) if kinds.get(first) == _BRANCH else []
-        inputs, name = node.all_input_nodes, getattr(node.target, "__name__", str(node.target))
-        kinds[node] = kind = _kind_of(node, {kinds[n] for n in inputs} - {0}, module, ())
-        branches = [n for n in inputs if kinds[n] == _BRANCH]
-        depths[node] = max((depths[n] for n in inputs if kinds[n]), default=0)
-        called[node] = max((called[n] for n in inputs), default=-1)
-        closed, factors = False, inputs[1:] if name.startswith("addcmul") else inputs if "mul" in name else []
+            first = node.args[0]
+            if isinstance(first, list | tuple) and first:
+                first = first[0]
+            returned = values.get(first)
+            return added, returned.ends if returned is not None and returned.kind == _Kind.BRANCH else []
+        inputs = [values[n] for n in node.all_input_nodes]
+        name = getattr(node.target, "__name__", str(node.target))
+        value = _Value(
+            _kind_of(node, {one.kind for one in inputs}, module, ()),
+            depth=max((one.depth for one in inputs if one.kind), default=0),
+            called=max((one.called for one in inputs), default=-1),
+        )
+        values[node] = value
+        branch_nodes = [n for n in node.all_input_nodes if values[n].kind == _Kind.BRANCH]
+        branches = [values[n] for n in branch_nodes]
+        factors = []
+        if name.startswith("addcmul"):
+            factors = inputs[1:]
+        elif "mul" in name:
+            factors = inputs
+        closed = False
         if factors:
-            branches = sorted(branches, key=called.__getitem__)[-1:]
+            branches = sorted(branches, key=lambda one: one.called)[-1:]
             constants = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, Tensor)]
-            closed = any(n in zeros for n in factors if n not in branches) or any(map(_is_zero, constants))
-        elif name in _ADDS and kind == _BRANCH and len(branches) == 2 and {*branches} <= {*node.args}:
-            short, deep = sorted(branches, key=depths.__getitem__)
-            if depths[short] <= _SHORTCUT < depths[deep] and ends[short] != ends[deep]:
-                kinds[node], kind, branches = _SUM, _SUM, [deep]
-        given = [(end, norm, closed or shut) for n in branches for end, norm, shut in ends[n]]
-        ends[node] = given if kind == _BRANCH else []
-        if closed or (name in _KEEP_ZERO and inputs[0] in zeros):
-            zeros.add(node)
+            gates = [one for one in factors if not any(one is branch for branch in branches)]
+            closed = any(gate.zero for gate in gates) or any(map(_is_zero, constants))
+        elif name in _ADDS and value.kind == _Kind.BRANCH and len(branches) == 2 and {*branch_nodes} <= {*node.args}:
+            short, deep = sorted(branches, key=lambda one: one.depth)
+            if short.depth <= _SHORTCUT < deep.depth and short.ends != deep.ends:
+                value.kind = _Kind.SUM
+                branches = [deep]
+        ends = [end._replace(closed=closed or end.closed) for branch in branches for end in branch.ends]
+        if value.kind == _Kind.BRANCH:
+            value.ends = ends
+        value.zero = closed or (name in _KEEP_ZERO and inputs[0].zero)
         if node.op == "call_module":
-            part, name = module.get_submodule(_name_of(node)), _name_of(node)
-            if has_matrices(part):
-                depths[node] += sum(not has_parts(layer) and has_matrices(layer) for layer in part.modules())
-                called[node] = i
-                if all(_is_zero(*part.get_submodule(end).parameters()) for end, _, _ in _last_layers(part, known)):
-                    zeros.add(node)
-                ends[node] = [(name, "", False)] if kind == _BRANCH else []
-            elif kind == _BRANCH and getattr(part, "weight", None) is not None:
-                ends[node] = [(end, name, shut) for end, _, shut in given]
-            elif kind == _BRANCH and _is_zero(*part.parameters()):
-                ends[node] = [(end, norm, True) for end, norm, _ in given]
-        if kind == _SUM:
-            added += given
+            _trace_call(value, position, _name_of(node), module, known)
+        if value.kind == _Kind.SUM:
+            added += ends
     return added, []
+
+
+def _trace_call(value: _Value, position: int, name: str, module: nn.Module, known: _Known) -> None:
+    """Update the result of a call of a part."""
+    part = module.get_submodule(name)
+    if has_matrices(part):
+        value.depth += sum(not has_parts(layer) and has_matrices(layer) for layer in part.modules())
+        value.called = position
+        last = [part.get_submodule(end.layer) for end in _last_layers(part, known)]
+        if all(_is_zero(*layer.parameters()) for layer in last):
+            value.zero = True
+        value.ends = [End(name, "", False)] if value.kind == _Kind.BRANCH else []
+    elif value.kind == _Kind.BRANCH and getattr(part, "weight", None) is not None:
+        value.ends = [end._replace(norm=name) for end in value.ends]
+    elif value.kind == _Kind.BRANCH and _is_zero(*part.parameters()):
+        value.ends = [end._replace(closed=True) for end in value.ends]
 
 
 def _is_zero(*tensors: Tensor) -> bool:
@@ -366,9 +454,10 @@ def _is_zero(*tensors: Tensor) -> bool:
 
 
 def fed_alone(module: nn.Module) -> dict[str, set[str]]:
-    """Names of the layers that a forward calls -> the layers that their outputs go to; ``""`` for anything else.
+    """Return the layers that a forward calls, each with the names of the layers that its output goes to.
 
-    Looks into parts, too, as far as their code can be recorded; empty where its own cannot be.
+    ``""`` stands for anything but one layer. Parts are included if their code can be traced. The result is empty if the
+    module's own code cannot be traced.
     """
     graph = _record(module, lambda part: not has_parts(part)) or _record(module, lambda part: True)
     found: dict[str, set[str]] = {}
