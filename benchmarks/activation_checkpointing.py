@@ -56,7 +56,7 @@ def llama(options: argparse.Namespace) -> nn.Module:
 
 
 def with_torch(net: nn.Module) -> None:
-    """What torch's manual tells to write: each layer's call through ``checkpoint``."""
+    """Call each layer through ``checkpoint``, as torch's manual describes."""
     for layer in net.model.layers:
         forward = layer.forward
         layer.forward = lambda *args, forward=forward, **kwargs: checkpoint(

@@ -1,4 +1,4 @@
-"""What a diffusion model samples after equal steps: four targets, with and without Min-SNR, raw and averaged weights.
+"""Quality of samples after equal training steps: four targets, with and without Min-SNR, raw and averaged weights.
 
     python -m benchmarks.diffusion_quality [--steps 800] [--seeds 3] [--samples 500] [--rate cosine]
                                           [--device cpu]

@@ -1,4 +1,4 @@
-"""How many interruption points resume bit-exactly: stock Lightning against ``ExactResume``.
+"""Count the interruption points that resume bit-exactly, with stock Lightning and with ``ExactResume``.
 
     python -m benchmarks.exact_resume [--device cpu] [--settings 8]
 

@@ -1,4 +1,4 @@
-"""Where each measured figure comes from: records/figures.json; the text that states it is made from there.
+"""Write each measured figure into the documents from its record in records/figures.json.
 
     python -m benchmarks.figures            what does not say what figures.json says
     python -m benchmarks.figures --write    write it there
@@ -70,7 +70,7 @@ def generated(path: Path, text: str) -> str:
 
 
 def _pattern(record: dict, template: str) -> re.Pattern[str]:
-    """What finds a sentence of ``stands_in`` whatever its figures are, over line breaks and comment signs."""
+    """Return a pattern for a sentence of ``stands_in`` with any figures, across line breaks and comment signs."""
     parts = []
     for literal, field, _, _ in string.Formatter().parse(template):
         parts.append(r"[\s#]+".join(map(re.escape, re.split(r"\s+", literal))))
@@ -116,7 +116,7 @@ def differences() -> Iterator[tuple[Path, str]]:
 
 
 def of_cards() -> dict[str, str]:
-    """What was measured of each technique: "WHAT: RESULT (COMMAND)"."""
+    """Return the measurements of each technique as "WHAT: RESULT (COMMAND)"."""
     found: dict[str, list[str]] = {}
     for record in RECORDS.values():
         if "technique" not in record or "cells" not in record:

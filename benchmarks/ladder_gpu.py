@@ -39,7 +39,7 @@ DENSE_PEAK = {"H200": 9.9e14, "H100": 9.9e14, "A100": 3.12e14}  # FLOP/s in bflo
 
 @dataclass(frozen=True)
 class Rung:
-    """What is trained, and how.
+    """One training of the ladder.
 
     Args:
         techniques: Makes them.
@@ -258,7 +258,7 @@ class Climb:
 
 
 def climb(rung: Rung, device: str) -> dict[str, Any]:
-    """What a rung takes; of ``longest`` the last length that fits."""
+    """Return the figures of a rung; for ``longest`` those of the longest rows that fit."""
     import torch
 
     if device == "cuda" and rung.limit_gib is not None:

@@ -1,4 +1,4 @@
-"""What the command line and its callbacks cost: steps a second beside the same model in a plain PyTorch loop.
+"""Cost of the command line and its callbacks: steps per second relative to a plain PyTorch loop of the same model.
 
     python -m benchmarks.overhead [--rounds 5] [--steps 100] [--threads 1] [--device cpu]
 

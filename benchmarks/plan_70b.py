@@ -1,4 +1,4 @@
-"""How long `plan` takes for Llama 3.1 70B, and how much memory: at most 60 s and 4 GiB.
+"""Time and memory that `plan` needs for Llama 3.1 70B: at most 60 s and 4 GiB.
 
     python -m benchmarks.plan_70b [--length 4096]
 

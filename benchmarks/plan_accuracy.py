@@ -1,4 +1,4 @@
-"""How far `plan` is from what a training takes: about a hundred small trainings, planned and then measured.
+"""Error of the memory that `plan` predicts, on about a hundred small trainings that are then measured.
 
     python -m benchmarks.plan_accuracy                    all that is missing in the folder; stop it and go on
     python -m benchmarks.plan_accuracy --only Llama LoRA  cells that have one of these in their names, once more
@@ -45,7 +45,7 @@ Row = dict[str, Any]
 
 
 def planned(cell: Cell, device: str) -> Row:
-    """What `plan` says of a cell, on a device that need not be there."""
+    """Return the plan of a cell, for a device that this machine need not have."""
     begin = time.monotonic()
     found = le.plan(CellFit(cell, MODELS[cell.model].rows(cell.size), device), device=device)
     kinds = dict(found.resident)

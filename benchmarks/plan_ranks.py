@@ -136,7 +136,7 @@ def measured(cell: Cell, strategy: str) -> dict[str, int]:
 
 
 def planned(cell: Cell, strategy: str) -> dict[str, int]:
-    """What `plan` says of one of the devices."""
+    """Return the plan for one of the devices."""
     traits, kept = traits_named(STRATEGIES[strategy]), []
 
     class Kept(CellFit):

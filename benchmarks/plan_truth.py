@@ -1,4 +1,4 @@
-"""What a training really holds: the most bytes alive at a time in two of its steps, counted while it trains.
+"""Peak memory of a training: the most bytes alive at once in two of its steps, counted while it trains.
 
 On a CPU every operator of the steps is seen, and what it returns counts for as long as it lives; what lives before them
 is found among Python's objects. Where operators cannot be seen (a compiled step), the allocator's own records are read.

@@ -1,4 +1,4 @@
-"""Which techniques reach an equal loss in fewer steps: three small trainings, many seeds, and what that is evidence of.
+"""Steps that techniques need for an equal loss, relative to AdamW: three small trainings, many seeds, with p values.
 
     python -m benchmarks.quality --minutes 60          goes on where it stopped
     python -m benchmarks.quality --only TokenRouting   arms that have one of these in their names, and their baselines

@@ -1,4 +1,4 @@
-"""How long help and the catalogue take to answer, and how long it takes to the first step of a training.
+"""Time that help and the catalogue take, and time until the first step of a training.
 
     python -m benchmarks.startup [--rounds 5] [--only help | step]
 

@@ -107,7 +107,7 @@ class Step:
 
 
 class Counts:
-    """How many blocks ran, of how many."""
+    """Return the number of blocks that ran and the number that could have run."""
 
     def __init__(self, net: nn.Module, blocks: int) -> None:
         self.ran, self.all = 0, blocks

@@ -126,7 +126,7 @@ MODELS: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], L.Lightnin
 
 @dataclass(frozen=True)
 class Setting:
-    """How a technique is measured.
+    """Settings of one measured technique.
 
     Args:
         callbacks: Makes the callbacks.

@@ -1,4 +1,4 @@
-"""Whether what `tune` finds is what running every candidate finds, on a small GPT and on a ResNet of somebody else's.
+"""Compare the settings that `tune` finds with a run of every candidate, on a small GPT and on a third-party ResNet.
 
     python -m benchmarks.tune                    both, in a few minutes; stopped, it goes on where it was
     python -m benchmarks.tune --problem ResNet

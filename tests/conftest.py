@@ -1,4 +1,4 @@
-"""One thread, no network, no GPU surprises, and a cache that all workers of a run share."""
+"""Set-up of the whole suite: one thread, no network, no GPU by default, and a cache that all workers share."""
 
 import contextlib
 import functools
@@ -20,15 +20,15 @@ from tests import processes
 from tests.size import report
 from tests.turns import commit, family_of, resting
 
-# Files of a few long tests come first: whoever gets one of them last would run it while the others have nothing to do.
+# Files with a few long tests run first. A worker that gets one of them last would keep the other workers waiting.
 FIRST = ("contract/test_pairs", "contract/test_together", "contract/test_alone", "cli/test_check", "test_main")
 FIRST += ("commands/test_plan", "evidence/test_plan", "evidence/test_plan_accuracy", "evidence/test_deep_networks")
 FIRST += ("evidence/test_compare", "evidence/test_tuning", "trust/test_pieces", "cuda/test_scaler")
 FIRST += ("configs/test_diffusion", "cli/test_compare")
-MEMORY = "/dev/shm"  # what is saved safely waits for the disk: thousands of times in these tests
+MEMORY = "/dev/shm"  # safe saves wait for the disk, thousands of times in these tests
 
 if "PYTEST_XDIST_WORKER" not in os.environ and ("-m", "gpu") not in pairwise(sys.argv):
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or each trainer that names no accelerator would take it
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or each trainer without an accelerator would use the GPU
 if not {"PYTEST_XDIST_WORKER", "TMPDIR"} & {*os.environ} and os.access(MEMORY, os.W_OK):
     room = shutil.disk_usage(MEMORY).free > 4 * 2**30
     os.environ["TMPDIR"], tempfile.tempdir = MEMORY if room else tempfile.gettempdir(), None
@@ -44,9 +44,9 @@ def _found(path: tuple[str, ...], **chosen: str) -> Any:
 
 
 _look = importlib.metadata.entry_points
-# Each trainer reads the metadata of all that is installed, which takes as long as some fits: once for a path is enough.
+# Each trainer reads the metadata of all installed packages, which takes as long as some fits. Read it once for a path.
 importlib.metadata.entry_points = lambda **chosen: _found(tuple(sys.path), **chosen)
-subprocess.run = processes.run_check  # importing what loads an export takes longer than most tests
+subprocess.run = processes.run_check  # importing the libraries that load an export takes longer than most tests
 processes.prepare(heavy="PYTEST_XDIST_WORKER" in os.environ)  # before any other conftest imports the package
 
 
@@ -55,8 +55,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    gc.disable()  # while all is imported: that stays, and need not be looked at again and again
-    if not config.getoption("numprocesses", None):  # whoever runs tests itself, before these import more
+    gc.disable()  # during imports, whose objects stay alive
+    if not config.getoption("numprocesses", None):  # this process runs the tests itself
         import torch  # noqa: F401
 
         processes.ready_torch()
@@ -68,21 +68,22 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
-    """Of the whole suite the second worker imports the last file first: each then finds what the other has compiled.
+    """Let the second worker import the files in reverse order, when the whole suite runs.
 
-    To rewrite the asserts of all files takes longer than what they import.
+    Each worker then finds the files that the other one has compiled. Rewriting the assertions of all files takes
+    longer than their imports.
     """
     here = Path(__file__).parent
     whole = [*map(Path.resolve, map(Path, session.config.args))] == [here]
     if whole and os.environ.get("PYTEST_XDIST_WORKER") == "gw1" and not sys.dont_write_bytecode:
         for path in sorted(here.rglob("test_*.py"), reverse=True):
-            with contextlib.suppress(Exception, pytest.skip.Exception):  # which the collection of that file reports
+            with contextlib.suppress(Exception, pytest.skip.Exception):  # collecting the file reports the error
                 importlib.import_module(".".join(path.relative_to(here.parent).with_suffix("").parts))
 
 
 def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20, 20)  # models and trainers are thousands of objects each
-    gc.enable()  # and freeze nothing: a search for the batch size does, and would find garbage of other tests as well
+    gc.enable()  # no gc.freeze here: the search for a batch size freezes, and would find garbage of other tests
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -95,7 +96,7 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_snapshots_left() -> Iterator[None]:
-    """Those that PowerEMA's row of the contract writes go with the session."""
+    """Remove the snapshots that PowerEMA's row of the contract writes."""
     yield
     effects = sys.modules.get("tests.contract.effects")
     if effects is not None:
@@ -104,7 +105,7 @@ def _no_snapshots_left() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for what is expensive to make (tokenizer, token cache, autoencoder): one for all workers of the run."""
+    """Return the folder for expensive files (tokenizer, token cache, autoencoder), one for all workers of the run."""
     base = tmp_path_factory.getbasetemp()
     root = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
     folder = root / "lit_efficient_cache"
@@ -119,8 +120,9 @@ def _isolated_cache(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture(autouse=True)
 def _no_seed_left_set() -> Iterator[None]:
-    """A seed stays in the environment, where ExactResume of the next test would find it, and what a trainer has made
-    deterministic stays so for the process.
+    """Remove the seed that a test leaves in the environment, and allow nondeterministic algorithms again.
+
+    ExactResume of the next test would read the seed, and a trainer makes the whole process deterministic.
     """
     yield
     import torch
@@ -132,13 +134,13 @@ def _no_seed_left_set() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_run_left_open() -> Iterator[None]:
-    """W&B's service goes on with the run, and in the folder, of the test that has started it: end both."""
+    """End the run and the service of W&B, which would continue in the folder of the test that started them."""
     yield
     wandb = sys.modules.get("wandb")
     if wandb is not None:
-        if wandb.run is not None:  # which later loggers of this process would go on with
+        if wandb.run is not None:  # or later loggers of this process would continue it
             wandb.finish()
-        wandb.teardown()  # a run that a test has finished leaves the service, in that test's folder
+        wandb.teardown()  # finishing a run does not end the service
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -147,7 +149,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write("\n".join([*report(), ""]))
 
 
-@pytest.hookimpl(tryfirst=True)  # before those that are nightly's leave
+@pytest.hookimpl(tryfirst=True)  # before the nightly tests are deselected
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
     families: dict[str, list[pytest.Item]] = {}
     for item in items:

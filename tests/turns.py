@@ -1,4 +1,4 @@
-"""Which cases of a large family CI runs: a share that is fixed by the commit. Nightly runs the others."""
+"""Choose the cases of a large family that CI runs: a share that the commit fixes. The nightly run takes the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @functools.cache
 def commit() -> int:
-    """How many commits lead to the one that is checked out; of a shallow clone its hash, and 0 where there is none."""
+    """Return the number of commits up to HEAD; the hash of HEAD in a shallow clone, and 0 without git."""
     shallow, _, name = _git("rev-parse", "--is-shallow-repository", "HEAD").partition("\n")
     return int(_git("rev-list", "--count", "HEAD") or 0) if shallow == "false" else int(name or "0", 16)
 
@@ -24,12 +24,15 @@ def _git(*command: str) -> str:
 
 
 def family_of(item: pytest.Item) -> str:
-    """The family that its mark names; without a name it is all cases of the function."""
+    """Return the family that the mark of a test names; by default the name of the test function."""
     return item.get_closest_marker("turns").kwargs.get("family") or item.nodeid.partition("[")[0]
 
 
 def resting(cases: Sequence[str], one_of: int, turn: int, always: Collection[str] = ()) -> set[str]:
-    """The cases that have their turn another time: ``one_of`` turns run all, and each runs those of ``always``."""
+    """Return the cases to skip in this turn.
+
+    ``one_of`` turns together run all cases, and each of them runs the cases of ``always``.
+    """
     unknown = {*always} - {*cases}
     assert not unknown, f"no such case: {unknown}"
     return {case for i, case in enumerate(cases) if i % one_of != turn % one_of and case not in always}

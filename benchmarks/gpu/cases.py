@@ -25,7 +25,7 @@ def teacher() -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained with what.
+    """One training of the smoke test.
 
     Args:
         callbacks: Makes the techniques.
@@ -172,7 +172,7 @@ def as_configured(card: Card) -> Any:
 
 
 def of_overlays(left_out: set[str]) -> dict[str, Case]:
-    """What is named neither in a case nor there is tried as its overlay has it."""
+    """Return a case for each callback that has none and is not in ``left_out``, with the arguments of its overlay."""
     cards = [card for card in read_cards() if card.is_technique and card.slot == "trainer.callbacks"]
     rest = [card for card in cards if card.name not in left_out and overlay_of(card)]
     return {card.name: Case(partial(lambda card: [as_configured(card)], card), precision=MIXED) for card in rest}

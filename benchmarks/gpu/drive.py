@@ -68,7 +68,7 @@ def launch(words: list[str], log: Path, limit: float, environment: dict[str, str
 
 @dataclass
 class Driver:
-    """What all pieces share.
+    """Runs pieces and writes their rows.
 
     Args:
         out: The folder of rows and report.
@@ -164,7 +164,7 @@ class Driver:
 
 
 def read(text: str, keep: int, status: str) -> dict[str, Any]:
-    """What a piece printed: its ``RESULT`` lines as one dictionary, and the end of the rest."""
+    """Return the ``RESULT`` lines that a piece printed as one dictionary, and the end of its other output."""
     result: dict[str, Any] = {}
     for line in text.splitlines():
         if line.startswith("RESULT "):

@@ -1,4 +1,4 @@
-"""What the driver runs, in order of worth, with what is expected and where that comes from."""
+"""The pieces that the driver runs, most valuable first, each with the expected figures and their source."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def _tests(device: str) -> list[Piece]:
 
 
 def _imported(tree: ast.Module) -> list[str]:
-    """What a file cannot be read without, of others."""
+    """Return the packages of other authors that a file imports at its top."""
     names = [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)]
     names += [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
     roots = {name.partition(".")[0] for name in names} - {"tests", "lit_efficient", "torch", "lightning"}

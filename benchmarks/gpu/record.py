@@ -51,7 +51,7 @@ def ladder(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many passes of the smoke test and how many test functions held."""
+    """Return a record with the number of passed smoke tests and passed test functions."""
     passes = [one for row in rows if row["group"] == "smoke" for one in (row.get("result") or {}).values()]
     tests = [row for row in rows if row["group"] in ("tests", "paging") and row["status"] in ("ok", "failed")]
     figures = {

@@ -35,7 +35,7 @@ def table(titles: list[str], lines: list[list[object]]) -> str:
 
 
 def state(row: Row) -> str:
-    """How a piece ended, and why."""
+    """Return the status of a piece, with its reason if there is one."""
     return ": ".join(filter(None, [row.get("status", "not run yet"), row.get("why", "")]))
 
 

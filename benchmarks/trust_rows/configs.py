@@ -231,7 +231,7 @@ def error(text: str) -> str:
 
 
 def refusal(code: int | None, text: str, *words: str) -> str:
-    """What is wrong with a refusal: '' for one in a few lines, with these words."""
+    """Return what is wrong with a refusal; '' if it has few lines and contains all of ``words``."""
     if code is None:
         return "it did not end"
     if "Traceback" in text or code != 2:

@@ -1,4 +1,4 @@
-"""What `damage` damages: each kind of file that the package writes, how it is made small, and who reads it.
+"""Kinds of files for `damage`: how to write each in a small size, and the functions that read it.
 
 All is made and read with the working directory as its place, by public names where there are some.
 """

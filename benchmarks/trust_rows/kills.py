@@ -84,7 +84,7 @@ def _work(job: Callable[..., None], arguments: tuple[Any, ...], journal: str, at
 
 @dataclass(frozen=True)
 class Killed:
-    """What is killed: a job in a folder of its own, and what is done after it.
+    """One job to kill, in its own folder, and the job that runs after it.
 
     Args:
         prepare: Makes in the folder what the job needs.
@@ -249,13 +249,13 @@ def files(folder: Path) -> set[str]:
 
 
 def content(path: Path, pattern: str = "*") -> dict[str, bytes]:
-    """What the files below a folder hold."""
+    """Return the contents of the files below a folder."""
     found = sorted(path.rglob(pattern))
     return {file.relative_to(path).as_posix(): file.read_bytes() for file in found if file.is_file()}
 
 
 def different(a: Any, b: Any, name: str = "") -> list[str]:
-    """Where two results differ."""
+    """Return the places where two results differ."""
     if isinstance(a, dict) and isinstance(b, dict):
         return [x for k in {**a, **b} for x in different(a.get(k), b.get(k), f"{name}/{k}")]
     return [] if type(a) is type(b) and equal(a, b) else [name]

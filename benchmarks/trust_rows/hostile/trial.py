@@ -1,4 +1,4 @@
-"""How a case is tried: in a process that an audit hook watches, within a time and a memory."""
+"""Run a case in a process that an audit hook watches, with limits of time and memory."""
 
 from __future__ import annotations
 
