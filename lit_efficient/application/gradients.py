@@ -46,9 +46,10 @@ class GradientHooks(Hooks):
         """Refuse strategies under which no process has whole gradients."""
         traits = traits_of(trainer.strategy)
         if traits.flattens:
+            instead = "gradient_clip_val, or " if Trait.CLIPS in techniques[0].traits else ""
             raise ConflictError(
                 f"{type(techniques[0]).__name__}: {traits.name} steps other tensors than the module's parameters, "
-                "whose gradients are nowhere whole: use strategy='ddp' or ModelParallelStrategy"
+                f"whose gradients are nowhere whole: use {instead}strategy='ddp' or ModelParallelStrategy"
             )
 
     @classmethod

@@ -198,6 +198,12 @@ def test_each_check_fails_for_what_it_is_there_for(kind: type[Technique], check:
         getattr(testing, check)(Case(lambda: [kind()], stays_small))
 
 
+@pytest.mark.parametrize("holds", [lambda run: None, lambda run: len(run.steps) > 0])
+def test_an_effect_that_always_holds_is_found(holds: Callable[[Run], object]) -> None:
+    with pytest.raises(AssertionError, match="the effect also holds for a run without the technique"):
+        testing.check_effect_is_real(Case(lambda: [Clamp()], holds))
+
+
 def test_a_neutral_setting_that_is_none_is_found() -> None:
     with pytest.raises(AssertionError, match="neutral is not plain Lightning"):
         testing.check_neutral(Case(lambda: [Clamp()], stays_small, neutral=lambda: [Clamp()]))
@@ -222,4 +228,5 @@ def test_a_technique_that_another_one_undoes_is_found() -> None:
 
 
 def test_all_checks_are_run() -> None:
-    assert {check for _, check, _ in BROKEN} | {"check_neutral"} == {check.__name__ for check in testing.CHECKS}
+    tested = {check for _, check, _ in BROKEN} | {"check_neutral", "check_effect_is_real"}
+    assert tested == {check.__name__ for check in testing.CHECKS}
