@@ -1,13 +1,15 @@
-"""Tiling: sizes that matrix kernels cut badly are named, and a vocabulary is padded to one that they cut well.
+"""Tiling: report sizes that matrix kernels cannot divide into full tiles, and pad the vocabulary to a good size.
 
-    V' = ceil(V / m) m;    logits = (W' h)[: V],  W' = [W; 0]    so that the V' - V rows of zeros are never seen
+    V' = ceil(V / m) m;    logits = (W' h)[: V],  W' = [W; 0]    so that the V' - V rows of zeros have no effect
 
-Saves: time where tensor cores are: products are fastest where all sizes are multiples of 64 (16 bits), slow below 8
-Costs: (V' - V) D weights, once more for an untied head, with their gradients and states; as much of the head's product
+Saves: time on tensor cores: 16-bit products are fastest if all sizes are multiples of 64, and slow if one is not a
+    multiple of 8
+Costs: (V' - V) D weights for the embedding and for an untied head, with gradients and states; as much of the head's
+    product
 Source: https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/
 
-Losses, gradients and drawn tokens are those of the unpadded network: what is padded is cut off before anybody reads it.
-Rows of zeros get gradients of zero and stay zeros, so checkpoints and exports hold the V rows alone, under their names.
+Losses, gradients and sampled tokens are those of the unpadded network, because the padded logits are cut off. Rows of
+zeros have gradients of zero and stay zero, so checkpoints and exports hold only the V rows, under the same names.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,11 +30,12 @@ from lit_efficient.surgery import mix_in
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
 
-_BAD, _GOOD = 8, 64  # 16 bytes and 128 bytes of 16-bit numbers
+_SLOW_UNLESS = 8  # 16-bit numbers in 16 bytes
+_GOOD = 64  # 16-bit numbers in 128 bytes
 
 
 def padded(size: int, multiple: int) -> int:
-    """The least multiple of ``multiple`` that is at least ``size``.
+    """Return the smallest multiple of ``multiple`` that is at least ``size``.
 
     Example:
         >>> padded(50257, 64)
@@ -42,10 +45,10 @@ def padded(size: int, multiple: int) -> int:
 
 
 class _Padded(Saves, Loads, nn.Module):
-    """Mix-in of an embedding or a head whose weight, and bias, have more rows than anybody sees."""
+    """Mix-in of an embedding or a head whose weight and bias have padded rows, which checkpoints do not contain."""
 
-    _rows: int
-    _plain: tuple[str, ...]  # names of the layer's own parameters
+    _rows: int  # number of rows without padding
+    _plain: tuple[str, ...]  # names of the layer's parameters, without those of adapters
 
     def after_save(self, destination: dict[str, Any], prefix: str) -> None:
         for name, _ in self.named_parameters(recurse=False):
@@ -65,54 +68,60 @@ class _PaddedHead(_Padded):
 
 
 class Tiling(CheckpointHooks, Technique):
-    """Say which sizes of a network are cut badly by matrix kernels, and pad its vocabulary if asked to.
+    """Report the sizes of a network that are bad for matrix kernels, and optionally pad its vocabulary.
 
     Args:
-        pad_vocabulary: What the rows of the token embedding and of the head, tied or not, are padded to a multiple of;
-            64 is good on any GPU. ``None`` changes nothing.
+        pad_vocabulary: Pad the rows of the token embedding and of the head, tied or not, to a multiple of this number.
+            64 is good on any GPU. ``None`` pads nothing.
 
     Raises:
-        ConfigurationError: To pad, without a token embedding and a head of as many rows.
-        ConflictError: To pad, under a strategy that shards weights, and beside adapters of the padded layers.
+        ConfigurationError: If padding is wanted and the network does not have exactly one token embedding and one head
+            with as many rows.
+        ConflictError: If padding is wanted with a strategy that shards weights, or with adapters on the padded layers.
     """
 
     phase = Phase.ARCHITECTURE
     traits = frozenset({Trait.TRAINING_ONLY})
     alters = ("optimizer",)
     computes: ClassVar[str] = "same"
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (9, "sizes that tensor cores like")}
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (9, "matrix sizes that tensor cores process fast")}
 
     def __init__(self, pad_vocabulary: int | None = None) -> None:
         super().__init__()
         check_number("Tiling", "pad_vocabulary", pad_vocabulary, least=2, whole=True, null=True)
         self.pad_vocabulary = pad_vocabulary
-        self._said = False
+        self._batch_checked = False
 
     def check(self, trainer: Any, module: Any) -> None:
         traits = traits_of(trainer.strategy)
         if self.pad_vocabulary is not None and traits.shards:
             raise ConflictError(
-                f"Tiling: pad_vocabulary cannot be combined with {traits.name}: choose a vocabulary of that size in "
-                "the model's configuration, or use strategy='ddp'"
+                f"Tiling: pad_vocabulary cannot be combined with {traits.name}, which shards the weights. Set the "
+                "padded vocabulary size in the model's configuration, or use strategy='ddp'"
             )
 
     def transform(self, module: nn.Module) -> Report:
-        rows = _pad_vocabularies(module, self.pad_vocabulary) if self.pad_vocabulary is not None else None
-        missed = _missed(module)
-        sizes = [f"{size} in {len(names)} layers ({names[0]})" for size, names in missed.items()]
-        said = f"no multiples of {_GOOD}: {', '.join(sizes[:4])}" if sizes else f"all sizes are multiples of {_GOOD}"
-        further = f" and {len(sizes) - 4} more sizes" if len(sizes) > 4 else ""
-        details: dict[str, float | int | str] = {f"size_{size}": len(names) for size, names in missed.items()}
-        if rows is None:
-            return Report(said + further, details=details)
-        names, added, before, after = rows
+        padding = None
+        if self.pad_vocabulary is not None:
+            padding = _pad_vocabularies(module, self.pad_vocabulary)
+        bad_sizes = _bad_sizes(module)
+        details: dict[str, float | int | str] = {f"size_{size}": len(names) for size, names in bad_sizes.items()}
+        summary = f"all sizes are multiples of {_GOOD}"
+        if bad_sizes:
+            listed = [f"{size} in {len(names)} layers ({names[0]})" for size, names in bad_sizes.items()]
+            summary = f"no multiples of {_GOOD}: {', '.join(listed[:4])}"
+            if len(listed) > 4:
+                summary += f" and {len(listed) - 4} more sizes"
+        if padding is None:
+            return Report(summary, details=details)
+        names, added, before, after = padding
         details |= {"vocabulary": before, "padded_vocabulary": after}
-        cost = f"{format_bytes(added)} more, {after / before - 1:.2%} more of the head's product"
-        return Report(f"vocabulary {before:,} -> {after:,}: {cost}; {said}{further}", modules=names, details=details)
+        cost = f"{format_bytes(added)} more, {after / before - 1:.2%} more operations in the head"
+        return Report(f"vocabulary {before:,} -> {after:,}: {cost}; {summary}", modules=names, details=details)
 
     @classmethod
     def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:
-        """Cut the padding off averages, too, by whichever callback and under whichever key they stand."""
+        """Cut the padding off all tensors of the checkpoint, including averages in the states of callbacks."""
         for tensors, name, (rows, _) in _padded_entries(module, checkpoint):
             tensors[name] = tensors[name][:rows]
 
@@ -126,25 +135,29 @@ class Tiling(CheckpointHooks, Technique):
         for name, part in pl_module.named_modules():
             if isinstance(part, _Padded) and {n for n, _ in part.named_parameters()} != set(part._plain):
                 raise ConflictError(
-                    f"Tiling: {name!r} is padded and has an adapter, which would be merged with other rows: "
-                    "name other targets, or leave out pad_vocabulary"
+                    f"Tiling: {name!r} is padded and has an adapter, which would not fit the unpadded weight of a "
+                    "checkpoint. Choose other targets for the adapter, or leave out pad_vocabulary"
                 )
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Look at the first batch: a linear layer's product has as many rows as it has samples or tokens."""
+        """Report whether the first batch's number of samples or tokens is bad: products have as many rows."""
+        if self._batch_checked:
+            return
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
-        if tensors and not self._said:
-            whole = next((t for t in tensors if t.ndim == 2 and not t.is_floating_point()), None)
-            rows = len(tensors[0]) if whole is None else whole.numel()
-            if rows % _BAD:
-                rank_zero_info(
-                    f"Tiling: a batch has {rows} rows, no multiple of {_BAD}; {padded(rows, _BAD)} cost as much"
-                )
-            self._said = True
+        if not tensors:
+            return
+        self._batch_checked = True
+        tokens = next((t for t in tensors if t.ndim == 2 and not t.is_floating_point()), None)
+        rows = len(tensors[0]) if tokens is None else tokens.numel()
+        if rows % _SLOW_UNLESS:
+            rank_zero_info(
+                f"Tiling: a batch has {rows} rows, which is no multiple of {_SLOW_UNLESS}. "
+                f"{padded(rows, _SLOW_UNLESS)} rows would take the same time"
+            )
 
 
-def _missed(module: nn.Module) -> dict[int, list[str]]:
-    """Sizes of matrices that are no multiple of 64, and the layers that have them."""
+def _bad_sizes(module: nn.Module) -> dict[int, list[str]]:
+    """Return the sizes of matrices that are no multiple of 64, with the names of the layers that have them."""
     found: dict[int, list[str]] = {}
     for name, part in module.named_modules():
         if isinstance(part, _Padded):
@@ -156,48 +169,57 @@ def _missed(module: nn.Module) -> dict[int, list[str]]:
 
 
 def _pad_vocabularies(module: nn.Module, multiple: int) -> tuple[tuple[str, ...], int, int, int]:
-    """Names of what was padded, bytes that this added, and rows before and after."""
-    named = list(module.named_modules())
-    tables = [(name, part) for name, part in named if isinstance(part, nn.Embedding)]
-    heads = [(name, part) for name, part in named if isinstance(part, nn.Linear)]
-    pairs = [
-        (table, head)
-        for table in tables
-        for head in heads
-        if head[1].out_features == table[1].num_embeddings and head[1].in_features == table[1].embedding_dim
-    ]
+    """Pad the token embedding and the head.
+
+    Returns:
+        Names of the padded layers, number of added bytes, and rows before and after.
+    """
+    tables = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Embedding)]
+    heads = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+    pairs = []
+    for table_name, table in tables:
+        for head_name, head in heads:
+            if head.out_features == table.num_embeddings and head.in_features == table.embedding_dim:
+                pairs.append((table_name, table, head_name, head))
     if len(pairs) != 1:
         raise ConfigurationError(
-            f"Tiling: pad_vocabulary needs one token embedding and one head of as many rows, {type(module).__name__} "
-            f"has {len(pairs)} such pairs"
+            "Tiling: pad_vocabulary needs exactly one token embedding and one head with as many rows, but "
+            f"{type(module).__name__} has {len(pairs)} such pairs"
         )
-    (table_name, table), (head_name, head) = pairs[0]
-    rows, size = table.num_embeddings, padded(table.num_embeddings, multiple)
-    grown: dict[int, nn.Parameter] = {}
+    table_name, table, head_name, head = pairs[0]
+    rows = table.num_embeddings
+    size = padded(rows, multiple)
+    names = (table_name, head_name)
+    if size == rows:
+        return names, 0, rows, size
+    padded_parameters: dict[int, nn.Parameter] = {}  # by the id of the original: tied weights stay tied
     added = 0
-    for part, kind in ((table, _Padded), (head, _PaddedHead)) if size > rows else ():
+    for part, mixin in ((table, _Padded), (head, _PaddedHead)):
         for name, parameter in list(part.named_parameters(recurse=False)):
-            if id(parameter) not in grown:
-                grown[id(parameter)] = nn.Parameter(_pad(parameter.detach(), size), parameter.requires_grad)
-                added += (grown[id(parameter)].numel() - parameter.numel()) * parameter.element_size()
-            setattr(part, name, grown[id(parameter)])
-        mix_in(part, kind, _rows=rows, _plain=tuple(name for name, _ in part.named_parameters()))
-    return (table_name, head_name), added, rows, size
+            if id(parameter) not in padded_parameters:
+                longer = nn.Parameter(_pad(parameter.detach(), size), parameter.requires_grad)
+                padded_parameters[id(parameter)] = longer
+                added += (longer.numel() - parameter.numel()) * parameter.element_size()
+            setattr(part, name, padded_parameters[id(parameter)])
+        mix_in(part, mixin, _rows=rows, _plain=tuple(name for name, _ in part.named_parameters()))
+    return names, added, rows, size
 
 
 def _padded_entries(
     module: nn.Module, checkpoint: Mapping[str, Any]
 ) -> Iterator[tuple[dict[str, Any], str, tuple[int, int]]]:
-    """Where tensors of padded parameters stand in a checkpoint: the dict, the name, and rows without and with padding.
+    """Yield the places of padded parameters' tensors in a checkpoint.
 
-    They are found by their names, among the weights and in the states of callbacks.
+    They are found by parameter names, in the weights and in the states of callbacks.
+
+    Yields:
+        The dictionary that holds a tensor, its key there, and the numbers of rows without and with padding.
     """
-    sizes = {
-        f"{prefix}.{name}".lstrip("."): (part._rows, len(parameter))
-        for prefix, part in module.named_modules()
-        if isinstance(part, _Padded)
-        for name, parameter in part.named_parameters(recurse=False)
-    }
+    sizes: dict[str, tuple[int, int]] = {}
+    for prefix, part in module.named_modules():
+        if isinstance(part, _Padded):
+            for name, parameter in part.named_parameters(recurse=False):
+                sizes[f"{prefix}.{name}".lstrip(".")] = (part._rows, len(parameter))
     dicts: list[Any] = [checkpoint.get("state_dict"), checkpoint.get("callbacks")]
     while dicts:
         found = dicts.pop()
@@ -208,4 +230,5 @@ def _padded_entries(
 
 
 def _pad(value: Tensor, rows: int) -> Tensor:
+    """Return ``value`` with rows of zeros added at its end."""
     return F.pad(value, (0, 0) * (value.ndim - 1) + (0, rows - len(value)))

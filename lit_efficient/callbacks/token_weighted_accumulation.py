@@ -1,16 +1,16 @@
-"""Token-weighted accumulation: the gradient of one big batch, however unequal its micro-batches are.
+"""Token-weighted accumulation: gradients equal those of one big batch, whatever the sizes of its micro-batches.
 
     g = sum_{r,k} n_rk g_rk / sum_{r,k} n_rk        micro-batch k of rank r: mean loss over n_rk tokens, gradient g_rk
 
-Saves: nothing; it makes accumulation and data parallelism equal the big batch they stand for (plain Lightning averages
-    the means, and divides a short last window by too many micro-batches)
-Costs: a sum of one number over the ranks and a pass over the gradients an optimizer step; batches are counted on the
-    host, or, where a hook has a hand in their transfer, read from the device
+Saves: nothing; accumulation and data parallelism give the gradient of the big batch. Plain Lightning averages the means
+    of the micro-batches, and divides a short last window by too many micro-batches
+Costs: a reduction of one number over the ranks and a pass over the gradients per optimizer step. Batches are counted on
+    the host, or read from the device if a hook takes part in their transfer
 Source: the analysis of transformers' and Unsloth's accumulation bug, https://huggingface.co/blog/gradient_accumulation
 
-Each loss is scaled by n_rk / n and the gradients' sum by ranks * micro-batches * n / tokens, where n is the window's
-first count, or on several processes the mean count of the window before, which all of them know. Both are exactly 1
-where all counts are equal: every bit is Lightning's then.
+Each loss is scaled by n_rk / n, and the sum of gradients by ranks * micro-batches * n / tokens. Here n is the first
+count of the window or, with several processes, the mean count of the window before, which all of them know. Both
+factors are exactly 1 if all counts are equal, so the result is then bitwise that of Lightning.
 """
 
 from collections.abc import Iterable, Mapping
@@ -31,54 +31,61 @@ from lit_efficient.losses.deferred_logits import shifts_labels
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
 
-_COUNTER = "num_tokens"  # a method of the module that `auto` asks first
+_COUNTER = "num_tokens"  # method of the module that count="auto" prefers
 
 
 def count_tokens(target: Tensor, *, ignore_index: int = -100, shift: bool = False) -> int:
-    """How many tokens of a batch count.
+    """Return the number of tokens of a batch that contribute to the loss.
 
     Args:
-        target: Labels [B, T], or a boolean mask, whose true elements count.
-        ignore_index: Label that counts for nothing.
-        shift: Whether the loss leaves out the first position, as models do that shift labels themselves.
+        target: Labels [B, T], or a boolean mask [B, T] that is true for tokens that contribute.
+        ignore_index: Label of tokens that do not contribute.
+        shift: Leave out the first position, which models that shift labels by themselves do not predict.
     """
-    target = target[..., 1:] if shift else target
-    return int((target if target.dtype == torch.bool else target != ignore_index).sum())
+    if shift:
+        target = target[..., 1:]
+    contributes = target if target.dtype == torch.bool else target != ignore_index
+    return int(contributes.sum())
 
 
 def combined_factor(ranks: int, micro_batches: int, reference: float, tokens: float) -> float:
-    """What turns the averaged gradients of losses scaled by n_rk / ``reference`` into those of the mean over tokens.
+    """Return the factor that turns averaged gradients into the gradient of the mean over all tokens.
+
+    The gradients are those of losses that were scaled by n_rk / ``reference``.
 
     Args:
-        ranks: Over which gradients were averaged.
-        micro_batches: By which each loss was divided.
-        reference: The number that losses were scaled by.
-        tokens: Of all ranks and micro-batches.
+        ranks: Number of processes over which gradients were averaged.
+        micro_batches: Number by which each loss was divided.
+        reference: Number of tokens by which losses were scaled.
+        tokens: Number of tokens of all ranks and micro-batches.
     """
-    return ranks * micro_batches * reference / tokens if tokens else 1.0
+    if not tokens:
+        return 1.0
+    return ranks * micro_batches * reference / tokens
 
 
 class TokenWeightedAccumulation(LossHooks, Technique):
-    """Weigh every micro-batch of an optimizer step, on all ranks, by its number of tokens.
+    """Weigh all micro-batches of an optimizer step, on all ranks, by their numbers of tokens.
 
-    For modules whose ``training_step`` returns the mean over a batch's tokens. What the module logs stays that mean.
-    Gradients are complete when ``on_after_backward`` of the window's last micro-batch runs, and so before any clipping.
-    The backward pass of a micro-batch without tokens is left out on one process; on several it runs with the factor 0,
-    and its gradients must be finite.
+    The module's ``training_step`` must return the mean over the tokens of its batch. Values that the module logs do not
+    change. Gradients are final in ``on_after_backward`` of the last micro-batch, before any clipping. On one process
+    the backward pass of a micro-batch without tokens is skipped. On several processes it runs with the factor 0, so its
+    gradients must be finite.
 
     Args:
-        count: Where the tokens are: ``auto`` asks the module's ``num_tokens(batch)`` if it has one, else takes
-            ``shift_labels`` or ``labels`` of the batch; a dotted path into the batch (``labels``, ``0.mask``, ``1``) to
-            labels or a mask; ``self.NAME``, a method of the module that gets the batch and returns the number. Such a
-            method gets the batch before it is moved to the device, unless a hook has a hand in its transfer.
-        ignore_index: Label that counts for nothing.
-        mask: Whether ``count`` names a mask, whose non-zero elements count, instead of labels; boolean ones always do.
-        shift: Whether the loss leaves out the first label of each sequence; ``None``: where the labels are called
-            ``labels`` and a transformers causal language model, which shifts them, is in the module.
+        count: Source of the number of tokens. ``auto``: the module's method ``num_tokens(batch)`` if it exists, else
+            ``shift_labels`` or ``labels`` of the batch. A dotted path into the batch (``labels``, ``0.mask``, ``1``):
+            labels or a mask. ``self.NAME``: a method of the module that gets the batch and returns the number. The
+            method gets the batch before it is moved to the device, unless a hook takes part in the transfer.
+        ignore_index: Label of tokens that do not contribute.
+        mask: ``count`` names a mask whose nonzero elements contribute, instead of labels. Boolean tensors are always
+            masks.
+        shift: Leave out the first label of each sequence. ``None``: if the labels are called ``labels`` and the module
+            contains a causal language model of transformers, which shifts them.
 
     Raises:
-        ConfigurationError: Where nothing in a batch has the name, or ``auto`` finds no labels.
-        ConflictError: With manual optimization, and where gradients are gone before the window's tokens are known.
+        ConfigurationError: If the batch has no such entry, or ``auto`` finds no labels.
+        ConflictError: With manual optimization, or if gradients are used before the tokens of the window are counted.
     """
 
     phase = Phase.LOSS
@@ -96,13 +103,13 @@ class TokenWeightedAccumulation(LossHooks, Technique):
         self.ignore_index = ignore_index
         self.mask = mask
         self.shift = shift
-        self._window: dict[int, int] = {}  # tokens by micro-batch, of those that were differentiated
-        self._counted: int | None = None  # tokens of the batch under way, from before its transfer
-        self._batch = (0, 0)  # number of the micro-batch under way, its tokens
-        self._reference: float | None = None  # of the window; None before the first one
-        self._agreed: float | None = None  # that of the next window, where several processes know it
-        self._complete = False
-        self._alone = True
+        self._window: dict[int, int] = {}  # tokens of each micro-batch of the window that had a backward pass
+        self._counted: int | None = None  # tokens of the present batch, if counted before its transfer
+        self._batch = (0, 0)  # number of the present micro-batch, and its tokens
+        self._reference: float | None = None  # n of the window; None before the first window
+        self._agreed: float | None = None  # n of the next window, with several processes
+        self._complete = False  # the window's gradients have their final scale
+        self._alone = True  # one process
         self._resumed: dict[str, Any] = {}
 
     def check(self, trainer: Any, module: Any) -> None:
@@ -110,12 +117,12 @@ class TokenWeightedAccumulation(LossHooks, Technique):
         if not module.automatic_optimization:
             raise ConflictError(
                 f"TokenWeightedAccumulation scales the losses of automatic optimization, but {name} optimizes "
-                "manually: there, divide the sums of the losses by the tokens yourself"
+                "manually. Divide the sums of its losses by the number of tokens in training_step"
             )
         if trainer.strategy.handles_gradient_accumulation:
             raise ConflictError(
-                f"TokenWeightedAccumulation: {type(trainer.strategy).__name__} accumulates by itself and hands no "
-                "window over; use DDP or ModelParallelStrategy"
+                f"TokenWeightedAccumulation: {type(trainer.strategy).__name__} accumulates gradients by itself, so "
+                "they cannot be scaled. Use DDP or ModelParallelStrategy"
             )
         if self.count.startswith("self.") and not callable(getattr(module, self.count[5:], None)):
             raise ConfigurationError(
@@ -124,15 +131,16 @@ class TokenWeightedAccumulation(LossHooks, Technique):
 
     def describe(self, module: nn.Module) -> Report:
         source = f"{_COUNTER}(batch)" if self.count == "auto" and hasattr(module, _COUNTER) else self.count
-        return Report(f"sums over tokens by all tokens of an optimizer step, counted by {source}")
+        return Report(f"losses are means over all tokens of an optimizer step, counted by {source}")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if any(hooks_after_accumulation(p) for p in pl_module.parameters()):
             raise ConflictError(
-                "TokenWeightedAccumulation: a parameter has a post-accumulate hook, which uses its gradient before the "
-                "tokens of the window are counted; leave out the optimizer in the backward pass, or this technique"
+                "TokenWeightedAccumulation: a parameter has a post-accumulate hook, which uses the gradient before the "
+                "tokens of the window are counted. Leave out OptimizerInBackward, or this technique"
             )
-        self._window, self._reference = {}, None
+        self._window = {}
+        self._reference = None
         self._alone = trainer.world_size == 1
         self._agreed = None if self._alone else self._resumed.get("agreed")
         wrap_method(pl_module, "backward", _backward)
@@ -140,12 +148,17 @@ class TokenWeightedAccumulation(LossHooks, Technique):
             wrap_method(trainer.strategy, "batch_to_device", _batch_to_device)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Count the tokens; at a window's start agree on a reference with the other ranks."""
-        counted, self._counted = self._counted, None
-        tokens = self._count(pl_module, batch) if counted is None else counted
-        resumed, self._resumed = self._resumed, {}
+        """Count the tokens. At the start of a window choose its reference, in agreement with the other ranks."""
+        tokens = self._counted
+        self._counted = None
+        if tokens is None:
+            tokens = self._count(pl_module, batch)
+        resumed = self._resumed
+        self._resumed = {}
+        # An open window continues only if its gradients were restored as well.
         if "window" in resumed and any(parameter.grad is not None for parameter in pl_module.parameters()):
-            self._window, self._reference = resumed["window"], resumed["reference"]
+            self._window = resumed["window"]
+            self._reference = resumed["reference"]
         if batch_idx % trainer.accumulate_grad_batches == 0 or self._reference is None:
             self._window = {}
             if self._agreed is None:
@@ -168,20 +181,21 @@ class TokenWeightedAccumulation(LossHooks, Technique):
         return self._batch[1]
 
     def state_dict(self) -> dict[str, Any]:
-        """The tokens of a window that is still open; on one process, where `ExactResume` keeps its gradients.
+        """Return the tokens of an open window, or with several processes the reference of the next window.
 
-        On several the reference of the next window.
+        `ExactResume` saves the gradients of an open window, on one process only.
         """
         if self._agreed is not None:
             return {"agreed": self._agreed}
-        kept = self._alone and self._window and not self._complete
-        return {"window": dict(self._window), "reference": self._reference} if kept else {}
+        if self._alone and self._window and not self._complete:
+            return {"window": dict(self._window), "reference": self._reference}
+        return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._resumed = state_dict
 
     def _scale(self, trainer: Any, loss: Tensor) -> Tensor | None:
-        """The loss times its share of the reference; ``None`` for a backward pass that is left out."""
+        """Return the scaled loss of the present batch, or ``None`` if its backward pass is skipped."""
         batch_idx, tokens = self._batch
         self._window[batch_idx] = tokens
         if tokens == 0 and trainer.world_size == 1:
@@ -191,14 +205,16 @@ class TokenWeightedAccumulation(LossHooks, Technique):
         return loss if factor == 1 else loss * factor
 
     def _finish(self, trainer: Any) -> None:
+        """Give the window's gradients their final scale, once."""
         if self._complete:
             return
         self._complete = True
         assert self._reference is not None
         total = _sum_over_ranks(trainer, sum(self._window.values()))
         if not self._alone:
-            number = self._batch[0] % trainer.accumulate_grad_batches + 1  # on every rank, whatever its steps returned
-            self._agreed = total / (trainer.world_size * number) or 1.0
+            # The position in the window is the same on all ranks, also if a training step returned None.
+            micro_batches = self._batch[0] % trainer.accumulate_grad_batches + 1
+            self._agreed = total / (trainer.world_size * micro_batches) or 1.0
         factor = combined_factor(trainer.world_size, trainer.accumulate_grad_batches, self._reference, total)
         if factor != 1:
             scale_gradients((g for o in trainer.optimizers for g in gradients_of(o).values()), factor)
@@ -218,42 +234,46 @@ class TokenWeightedAccumulation(LossHooks, Technique):
                 f"TokenWeightedAccumulation: count={path!r} must name labels or a mask (integers or booleans), got a "
                 f"{kind}"
             )
-        shift = self.shift if self.shift is not None else path == "labels" and any(map(shifts_labels, module.modules()))
-        return count_tokens(target != 0 if self.mask else target, ignore_index=self.ignore_index, shift=shift)
+        shift = self.shift
+        if shift is None:
+            shift = path == "labels" and any(map(shifts_labels, module.modules()))
+        if self.mask:
+            target = target != 0
+        return count_tokens(target, ignore_index=self.ignore_index, shift=shift)
 
     def _labels_of(self, batch: Any) -> str:
         found = [key for key in ("shift_labels", "labels") if isinstance(batch, Mapping) and batch.get(key) is not None]
         if not found:
             raise ConfigurationError(
-                f"TokenWeightedAccumulation: count=auto finds no 'labels' in {_contents(batch)}; name what is to be "
-                f"counted (count='attention_mask', mask=True), or give the module a method {_COUNTER}(batch)"
+                f"TokenWeightedAccumulation: count=auto finds no 'labels' in {_contents(batch)}. Set count (for "
+                f"example count='attention_mask', mask=True), or add a method {_COUNTER}(batch) to the module"
             )
         return found[0]
 
 
 @torch.no_grad()
 def scale_gradients(gradients: Iterable[Tensor], factor: float) -> None:
-    """Multiply all gradients in place, shards too; each once."""
-    each = {id(gradient): gradient for gradient in gradients}
-    if each:
-        foreach_mul_(list(each.values()), factor)
+    """Multiply gradients by a factor, in place. Duplicates are multiplied once; of DTensors the local shard is."""
+    unique = {id(gradient): gradient for gradient in gradients}
+    if unique:
+        foreach_mul_(list(unique.values()), factor)
 
 
 def _backward(self: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-    """The module's backward pass of the scaled loss; on the window's last one the gradients are completed."""
+    """Run the module's backward pass on the scaled loss, and complete the gradients after the last of a window."""
     technique = next(c for c in self.trainer.callbacks if isinstance(c, TokenWeightedAccumulation))
     scaled = technique._scale(self.trainer, loss)
     if scaled is not None:
         inner_method(self, "backward", _backward)(scaled, *args, **kwargs)
-    technique._complete = False  # an optimizer may run its closure more than once
+    technique._complete = False  # an optimizer may call its closure several times
     if not accumulates(self.trainer):
         technique._finish(self.trainer)
 
 
 def _batch_to_device(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """The strategy's; a batch of training is counted before, as a count on a GPU has to be waited for."""
+    """Count a training batch before the strategy moves it, because a count on a GPU would wait for the GPU."""
     trainer = self.lightning_module.trainer
-    if trainer.training and batch is not None:  # which Lightning passes over
+    if trainer.training and batch is not None:  # Lightning skips a batch that is None
         technique = next(c for c in trainer.callbacks if isinstance(c, TokenWeightedAccumulation))
         technique._counted = technique._count(self.lightning_module, batch)
     return inner_method(self, "batch_to_device", _batch_to_device)(batch, *args, **kwargs)

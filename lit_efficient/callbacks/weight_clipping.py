@@ -1,9 +1,10 @@
-"""Weight clipping: weights of your choice stay within a bound, in every step.
+"""Weight clipping: chosen weights are clamped to a range after each optimizer step.
 
     w  <-  min(max(w, -bound), bound)       after each optimizer step
 
-Saves: attention and output layers whose weights drift away; critics of WGAN; formats with a narrow range
-Costs: one pass over the chosen weights an optimizer step
+Saves: runs in which weights of attention or output layers grow without bound; needed by critics of WGANs and by number
+    formats with a narrow range
+Costs: one pass over the chosen weights per optimizer step
 Source: Arjovsky et al. (2017), https://arxiv.org/abs/1701.07875; Elsayed et al. (2024), https://arxiv.org/abs/2407.01704
 """
 
@@ -22,28 +23,32 @@ from lit_efficient.technique import Technique
 
 
 def clip_weight_(weight: Tensor, bound: float) -> Tensor:
-    """Bring all elements of ``weight`` into [-bound, bound], in place, of a DTensor those of this process.
+    """Clamp all elements of ``weight`` to [-bound, bound], in place.
 
-    A bound that the weight's format lacks is the next one below that it has.
+    Args:
+        weight: Tensor of any shape. Of a DTensor the local shard is clamped.
+        bound: Largest magnitude. It is rounded down to the next number of the weight's dtype.
     """
-    nearest = torch.tensor(bound, dtype=weight.dtype, device="cpu")
-    most = torch.nextafter(nearest, torch.zeros_like(nearest)) if nearest.item() > bound else nearest
-    local(weight.detach()).clamp_(-most.item(), most.item())
+    largest = torch.tensor(bound, dtype=weight.dtype, device="cpu")
+    if largest.item() > bound:
+        largest = torch.nextafter(largest, torch.zeros_like(largest))
+    local(weight.detach()).clamp_(-largest.item(), largest.item())
     return weight
 
 
 class WeightClipping(Technique):
-    """Clamp the weights that match, and that the optimizer steps, after each step.
+    """Clamp the trained weights whose names match, after each optimizer step.
 
-    Averages (`EMA`) are of the clipped weights. Beside adapters what trains is clipped, not the sum that a layer uses.
+    Averages (`EMA`) are computed from the clamped weights. With adapters the adapters' weights are clamped, and not the
+    sum of base and adapter that a layer uses.
 
     Args:
-        bound: The largest magnitude of a weight, above 0.
-        targets: Regular expressions for the ends of names of parameters, or of modules that hold them.
+        bound: Largest magnitude of a weight, above 0.
+        targets: Regular expressions for the ends of names of parameters or modules.
 
     Raises:
-        ConfigurationError: For an argument out of range, and a pattern that matches nothing that trains.
-        ConflictError: With FSDP1 and DeepSpeed, which step other tensors than the module's parameters.
+        ConfigurationError: For an argument out of range, or a pattern that matches no parameter that trains.
+        ConflictError: With FSDP1 and DeepSpeed, whose optimizers step other tensors than the module's parameters.
     """
 
     phase = Phase.CONSTRAIN
@@ -56,8 +61,9 @@ class WeightClipping(Technique):
             raise refusal("WeightClipping", "targets", "a list of regular expressions", targets)
         for pattern in targets:
             name_pattern(pattern, "WeightClipping: targets")
-        self.bound, self.targets = bound, tuple(targets)
-        self._names: list[str] | None = None  # of what matches, once a fit has stepped
+        self.bound = bound
+        self.targets = tuple(targets)
+        self._names: list[str] | None = None  # names of the matching parameters, from the first step on
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -75,14 +81,16 @@ class WeightClipping(Technique):
         found = self._matches(module)
         count = sum(p.numel() for _, p in found)
         return Report(
-            f"{len(found)} tensors of weights, {count:,} parameters, stay in [-{self.bound:g}, {self.bound:g}]",
-            tuple(name for name, _ in found),
-            count,
+            f"{len(found)} tensors, {count:,} parameters, are clamped to [-{self.bound:g}, {self.bound:g}]",
+            modules=tuple(name for name, _ in found),
+            parameters=count,
         )
 
     def _matches(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """What trains, now or later in the run."""
-        later = {module.get_parameter(name) for name in held(module)}
-        return match_parameters(
-            module, self.targets, who="WeightClipping", where=lambda p: p.requires_grad or p in later
-        )
+        """Return the matching parameters that train now or later in the run, by name."""
+        trained_later = {module.get_parameter(name) for name in held(module)}
+
+        def trains(p: nn.Parameter) -> bool:
+            return p.requires_grad or p in trained_later
+
+        return match_parameters(module, self.targets, who="WeightClipping", where=trains)

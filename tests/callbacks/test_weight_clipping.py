@@ -42,7 +42,7 @@ def test_only_what_matches_is_clamped_and_as_torch_clamps_it() -> None:
         matches = ".up." in name or name.endswith("head.bias")
         assert torch.equal(w, unclipped.clamp(-BOUND, BOUND) if matches else unclipped)
         assert not matches or unclipped.abs().max() > BOUND
-    assert run.reports["WeightClipping"].summary.startswith("9 tensors of weights")
+    assert run.reports["WeightClipping"].summary.startswith("9 tensors, ")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
