@@ -210,8 +210,7 @@ def _conflicts(value: ast.expr | None) -> dict[str | Trait, str]:
         name = ast.unparse(item).partition(".")[0]
         other = read_cards({name: PUBLIC[name]}) if name in PUBLIC else []
         for card in other:
-            for excluded, reason in (*card.conflicts.items(), *card.excludes.items()):
-                found[excluded] = reason
+            found |= {**card.conflicts, **card.excludes}
     return found
 
 
