@@ -23,6 +23,9 @@ from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError, listed, refusal
 from lit_efficient.internals.torch_optimizers import HOOKS, is_counted, mark_counted, mark_stepped
+from lit_efficient.internals.torch_shards import is_sharded as is_sharded  # noqa: PLC0414 (also a name of this module)
+from lit_efficient.internals.torch_shards import local as local  # noqa: PLC0414
+from lit_efficient.internals.torch_shards import reshard as reshard  # noqa: PLC0414
 
 
 def mix_in(module: nn.Module, mixin: type, **attributes: object) -> None:
@@ -350,24 +353,6 @@ def _counted(step: Callable[..., Any]) -> Callable[..., Any]:
 
     mark_counted(wrapper)
     return wrapper
-
-
-def is_sharded(tensor: object) -> bool:
-    """Whether this process holds a part of the tensor only: a DTensor, as FSDP2 makes them."""
-    return hasattr(tensor, "placements")
-
-
-def local(tensor: Any) -> Tensor:
-    """The shard of a DTensor that this process holds (the same memory), or the tensor itself."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
-
-
-def reshard(root: nn.Module) -> None:
-    """Drop gathered copies of FSDP2's shards: a forward would go on using them, and their names hide the shards."""
-    part: Any
-    for part in root.modules():
-        if type(part).__name__.startswith("FSDP") and hasattr(part, "reshard"):
-            part.reshard()
 
 
 def count(parameters: Iterable[nn.Parameter]) -> int:

@@ -38,8 +38,8 @@ from lit_efficient.declaration import (
 )
 from lit_efficient.errors import ConfigurationError, ConflictError, refusal
 from lit_efficient.internals.lightning_strategies import traits_of
+from lit_efficient.internals.torch_shards import is_sharded
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
-from lit_efficient.surgery import is_sharded
 from lit_efficient.traits import Trait
 
 # Methods of the mix-ins that a technique might define without the mix-in, which would then never be called.

@@ -26,9 +26,9 @@ from lit_efficient.declaration import (
 )
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.lightning_strategies import traits_of
+from lit_efficient.internals.torch_shards import reshard
 from lit_efficient.internals.wraps import inner_method, wrap_method
 from lit_efficient.models.probes.silent_layers import SilentLayers, unwatch
-from lit_efficient.surgery import reshard
 
 
 class OptimizerHooks(Hooks):

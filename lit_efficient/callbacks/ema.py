@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number, refusal
+from lit_efficient.internals.torch_shards import is_sharded
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights, outside_autograd
 from lit_efficient.mechanisms.averages.weights import averageable, decay_at, placed_like, precise, update_, whole
-from lit_efficient.surgery import is_sharded
 from lit_efficient.traits import Trait
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 # All names that torch pickles into ``.metadata``: dataclasses of numbers and strings, and two look-up functions.
@@ -58,3 +59,21 @@ def largest_of_all(values: torch.Tensor, mesh: Any) -> torch.Tensor:
 
     found = DTensor.from_local(values, mesh, [Partial("max")] * mesh.ndim, run_check=False)
     return found.full_tensor()
+
+
+def is_sharded(tensor: object) -> bool:
+    """Return whether this process holds only a part of the tensor: a DTensor, as FSDP2 makes them."""
+    return hasattr(tensor, "placements")
+
+
+def local(tensor: Any) -> Tensor:
+    """Return the shard of a DTensor that this process holds (the same memory), or the tensor itself."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def reshard(root: nn.Module) -> None:
+    """Free gathered copies of FSDP2's shards: a forward would use them, and their names hide the shards."""
+    part: Any
+    for part in root.modules():
+        if type(part).__name__.startswith("FSDP") and hasattr(part, "reshard"):
+            part.reshard()

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from lit_efficient.application.checkpoints import CheckpointHooks
 from lit_efficient.declaration import Phase
+from lit_efficient.internals.torch_shards import is_sharded, local, reshard
 from lit_efficient.mechanisms.averages.weights import placed_like, whole
-from lit_efficient.surgery import is_sharded, local, reshard
 from lit_efficient.technique import Technique
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lit_efficient.declaration import held
 from lit_efficient.errors import check_number
 from lit_efficient.internals.torch_foreach import foreach_copy_, foreach_lerp_
-from lit_efficient.surgery import is_sharded, local
+from lit_efficient.internals.torch_shards import is_sharded, local
 
 # Elements that are converted to the average's dtype at once: many on a GPU for few launches, fewer on a
 # CPU for pieces that fit its cache.
