@@ -74,6 +74,7 @@ class KeyedTensors(TensorDictDataset):
     """Tensors whose rows are found by their number, or by the key (number, 0): there is one variant."""
 
     def __getitem__(self, key: int | Key) -> dict[str, Any]:
+        # The loaders of `DigitImages` index by number, and `KeyedBatchSampler` by key.
         if isinstance(key, int):
             return super().__getitem__(key)
         index, variant = key

@@ -152,9 +152,11 @@ class EncodedData(KeyedModule):
             rank_zero_info(
                 f"EncodedData: found {self.classes} classes. Set num_classes: {self.classes} to skip this search."
             )
+        # From here on each label is checked when it is read: a wrong one would fail on the GPU without a message.
         rows.num_classes = self.num_classes
         autoencoder = None
         if self.autoencoder is not None:
+            # Building a network draws random numbers, which must not change the draws of the run.
             with own_draws(0):
                 autoencoder = build_autoencoder(self.autoencoder)
             if autoencoder.latent_channels != rows.shape[0]:
@@ -184,17 +186,19 @@ class EncodedData(KeyedModule):
             else:
                 sources.append(open_encoded(root, self.layout, self.val_files))
         for source in sources:
-            check_fields(source, self.fields.asked(), root)
+            check_fields(source, self.fields.named(), root)
         return sources
 
     def _split(self, lengths: list[int]) -> tuple[list[int], list[int]]:
         """Return the rows for training and validation."""
+        # Validation files come after the training files, in one numbering of the rows.
         if len(lengths) == 2:
             return list(range(lengths[0])), list(range(lengths[0], sum(lengths)))
         if not 1 <= self.held_out < lengths[0]:
             allowed = f"at least 1 and below {lengths[0]}, the number of rows, unless val_files is set"
             raise refusal("EncodedData", "held_out", allowed, self.held_out)
         generator = torch.Generator().manual_seed(self.seed)
+        # The generator is local and on the CPU, so that every process of any device chooses the same rows.
         order = torch.randperm(lengths[0], generator=generator, device="cpu").tolist()
         return sorted(order[self.held_out :]), sorted(order[: self.held_out])
 

@@ -25,7 +25,7 @@ from lit_efficient.data.images.image_module import ImageModule, hold_out
 from lit_efficient.data.images.image_store import StoredImages
 from lit_efficient.data.images.image_tables import ImageSplits
 from lit_efficient.data.images.image_view import ImageView
-from lit_efficient.data.images.keyed_images import KeyedImageFiles, classes_of, forget_lone_class, together
+from lit_efficient.data.images.keyed_images import KeyedImageFiles, classes_of, collected, drop_single_class
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 
 
@@ -104,7 +104,7 @@ class ImageData(ImageModule):
     def prepare_data(self) -> None:
         self._open()
         for store in self._stores:
-            store.say()
+            store.log_findings()
         self._log_shapes()
         if self.scores.judge is not None:
             ImageJudge(self.scores.judge, "ImageData")  # a model that cannot be loaded raises an error now
@@ -146,8 +146,9 @@ class ImageData(ImageModule):
         if self._judge is None:
             self._judge = ImageJudge(self.scores.judge, "ImageData")
             count = min(self.scores.images, len(self.train_index))
+            # Evenly spaced images, because folders are sorted by class.
             places = np.linspace(0, len(self.train_index) - 1, count).round().astype(int)
-            self._judge.show(dataset[(self.train_index[place], 0)]["images"] for place in places)
+            self._judge.set_real_images(dataset[(self.train_index[place], 0)]["images"] for place in places)
         return self._judge.distances(images)
 
     def _open(self) -> None:
@@ -155,9 +156,10 @@ class ImageData(ImageModule):
             return
         stores = {part: self._stores_of(part) for part in ("train", "val", "test")}
         every = [store for listed in stores.values() for store in listed]
-        forget_lone_class(every)
+        # Over all parts together: with one class in each of train and val there are still two classes.
+        drop_single_class(every)
         labels, self.class_names = classes_of(stores)
-        captions = together(every, "captions")
+        captions = collected(every, "captions")
         sizes = np.concatenate([store.sizes for store in every])
         offered = self.view.shapes()
         shapes = [offered[number] for number in nearest_shapes(sizes, offered).tolist()]
@@ -177,6 +179,7 @@ class ImageData(ImageModule):
         """Set the indices of the three parts."""
         digests = [digest.tobytes() for store in stores["train"] for digest in store.digests]
         fractions = [0.0 if self.val else self.val_fraction, 0.0 if self.test else self.test_fraction]
+        # Equal images must not be in two parts, so the split is by content.
         val, test, train = hold_out(digests, self.seed, fractions)
         val_end = len(digests) + sum(len(store) for store in stores["val"])
         test_end = val_end + sum(len(store) for store in stores["test"])

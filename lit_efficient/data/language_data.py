@@ -121,6 +121,7 @@ class LanguageData(ChatDataModule):
             chat=chat,
             pin_memory=pin_memory,
         )
+        # A stream is read once and in order: a tokenizer or a split would need a pass before training.
         if stream.enabled and (tokenizer is None or val is None):
             raise ConfigurationError(
                 "LanguageData: stream.enabled needs a tokenizer and val, because neither comes from a stream. Set both."

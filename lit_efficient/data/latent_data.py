@@ -177,6 +177,7 @@ class LatentData(KeyedModule):
         if self.cached:
             self._store = self._open(thorough=False)
         self.codec = self._codec(self._store)
+        # sorted() makes the choice between two equally common buckets independent of the order of the images.
         buckets = Counter(self.images.bucket_of(index) for index in self.images.train_index)
         self._bucket = max(sorted(buckets), key=lambda bucket: buckets[bucket])
 
@@ -216,6 +217,7 @@ class LatentData(KeyedModule):
 
     def identity(self) -> dict[str, str]:
         """Return all that the content of the cache depends on, by name. It is computed once."""
+        # The hashes of large encoders take seconds.
         if self._identity is None:
             encoders = self.encoders()
             parts = (self.images.train_index, self.images.val_index, self.images.test_index)
@@ -259,6 +261,7 @@ class LatentData(KeyedModule):
 
     def _measured(self) -> tuple[Tensor, Tensor]:
         """Return the statistics without a cache: of the cache that these settings have, or else of some images."""
+        # A run without a cache is to train in the latent space of the cached runs, so that their checkpoints fit.
         try:
             return self._open(thorough=False).statistics
         except ConfigurationError:

@@ -9,8 +9,6 @@ random generator for any number of workers, and resumes exactly.
 Costs: about 25 s of one CPU core once; 4 MB of disk.
 """
 
-import hashlib
-import json
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -24,8 +22,9 @@ from lit_efficient.data import digit_images as digits
 from lit_efficient.data.digit_images import DigitsDataModule, TensorDictDataset
 from lit_efficient.data.latents import stage_one
 from lit_efficient.errors import ConfigurationError, check_number, refusal
-from lit_efficient.files.cache import cache_root
+from lit_efficient.files.cache import cache_root, digest_of
 from lit_efficient.files.sealed_folder import Contents, make_once, open_checked
+from lit_efficient.files.sums import sha256_of
 from lit_efficient.models.judges import digit_features
 from lit_efficient.models.judges.digit_features import DigitFeatures, judge_digits
 from lit_efficient.models.libraries.latent_codec import LatentCodec
@@ -108,6 +107,7 @@ class LatentDigits(DigitsDataModule):
                 "std": torch.tensor(manifest["latent_std"]),
             }
         )
+        # On the meta device the judge draws no random numbers for weights that are replaced right away.
         with torch.device("meta"):
             judge = DigitFeatures()
         judge.load_state_dict(files["judge.safetensors"], assign=True)
@@ -140,10 +140,10 @@ class LatentDigits(DigitsDataModule):
     def _key(self, images: Tensor, labels: Tensor) -> str:
         """Return a hash of the data, the settings and the code that the result of stage one depends on."""
         sources = [str(module.__file__) for module in _CODE]
-        code = [hashlib.sha256(Path(source).read_bytes()).hexdigest() for source in [*sources, __file__]]
+        code = [sha256_of(Path(source)) for source in [*sources, __file__]]
+        # The code is part of the key: a change of it must not reuse the result of the code before.
         settings = [asdict(self.autoencoder), self.autoencoder_steps, self.judge_steps, self.image_size, self.seed]
-        text = json.dumps([digits.digest(images, labels), settings, code])
-        return hashlib.sha256(text.encode()).hexdigest()
+        return digest_of([digits.digest(images, labels), settings, code])
 
     def _stage_one(self, images: Tensor, labels: Tensor) -> Contents:
         """Train autoencoder and judge, encode all images, and measure. Return the files and facts to store."""

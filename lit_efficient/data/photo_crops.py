@@ -12,7 +12,6 @@ Source: china.jpg by danielbuechele and flower.jpg by vultilion, both CC BY 2.0;
 
 import functools
 import hashlib
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,8 +29,9 @@ from lit_efficient.data.images.image_pixels import to_tensor
 from lit_efficient.data.latents import stage_one
 from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import check_choice, check_number, refusal
-from lit_efficient.files.cache import cache_root
+from lit_efficient.files.cache import cache_root, digest_of
 from lit_efficient.files.sealed_folder import Contents, make_once, open_checked
+from lit_efficient.files.sums import sha256_of
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
 from lit_efficient.models.judges import sample_quality
 from lit_efficient.models.judges.sample_quality import distances_of_features
@@ -74,6 +74,7 @@ def photo_crops(resolution: int, scales: Sequence[float], crops: int, seed: int)
             for column in range(_COLUMNS):
                 top, left, height, width = block_of(row, column)
                 for number in range(crops):
+                    # A generator for each crop: another number of crops leaves the first ones at their places.
                     draw = random.Random(mix_seed(seed, photo, row, column, number))  # noqa: S311
                     side = round(resolution * scales[number % len(scales)])
                     crop_top = top + draw.randint(0, height - side)
@@ -199,6 +200,7 @@ class PhotoCrops(ImageModule):
         if not self.judge_steps or self.judge is not None:
             return
         files, _ = open_checked(self._folder(), self._key())
+        # On the meta device the judge draws no random numbers for weights that are replaced right away.
         with torch.device("meta"):
             judge = _new_judge()
         judge.load_state_dict(files["judge.safetensors"], assign=True)
@@ -263,9 +265,10 @@ class PhotoCrops(ImageModule):
     def _key(self) -> str:
         """Return a hash of the crops, the settings and the code that the judge depends on."""
         sources = (conv_features.__file__, sample_quality.__file__, stage_one.__file__, __file__)
-        code = [hashlib.sha256(Path(str(source)).read_bytes()).hexdigest() for source in sources]
+        code = [sha256_of(Path(str(source))) for source in sources]
+        # Labels and variants do not change the crops that the judge is trained on.
         settings = {name: value for name, value in self.identity().items() if name not in ("labels", "variants")}
-        return hashlib.sha256(json.dumps([settings, self.judge_steps, self.seed, code]).encode()).hexdigest()
+        return digest_of([settings, self.judge_steps, self.seed, code])
 
     def _train_judge(self) -> Contents:
         rank_zero_info(f"PhotoCrops: training the judge ({self.judge_steps} steps) once; a few seconds.")

@@ -164,6 +164,7 @@ def pair_batch(pairs: Sequence[tuple[Side, Side]], pad_id: int = 0) -> dict[str,
     Returns:
         ``chosen_`` and ``rejected_`` with ``input_ids``, ``labels`` and ``attention_mask``, [B, T] int64.
     """
+    # One length for both sides lets a task run them as one batch.
     rows = padded_batch([chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs], pad_id)
     batch = {}
     for name, values in rows.items():

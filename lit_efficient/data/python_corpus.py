@@ -56,6 +56,7 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
             raise IndexError(f"window {index} of {len(self)}")
         start = index * self.length
         window = self.tokens[start : start + self.length + 1].astype(np.int64)
+        # Inputs and labels share the memory of one window.
         ids = torch.from_numpy(window)
         item = {"input_ids": ids[:-1], "shift_labels": ids[1:]}
         if self.token_bytes is not None:

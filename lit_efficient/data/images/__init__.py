@@ -1,1 +1,1 @@
-"""What image DataModules are made of."""
+"""Building blocks of the image DataModules."""

@@ -63,6 +63,7 @@ class AspectBuckets:
 
 def nearest_shapes(sizes: np.ndarray, shapes: list[Shape]) -> np.ndarray:
     """Return the number of the shape nearest to each size [N, 2] in log aspect [N]. A tie goes to the taller shape."""
+    # In log space 2:1 and 1:2 are equally far from a square.
     wanted = np.log(sizes[:, 1] / sizes[:, 0])
     offered = np.log([width / height for height, width in shapes])
     return np.abs(wanted[:, None] - offered[None]).argmin(axis=1)

@@ -67,6 +67,7 @@ def image_column(wanted: str, names: Sequence[str], holding: Sequence[str], wher
     Raises:
         ConfigurationError: If there is no such column, or several columns may hold the images.
     """
+    # The types say more than the names: a column "image" may hold paths.
     if wanted == AUTO and len(holding) == 1:
         return holding[0]
     if wanted == AUTO and holding:
@@ -86,6 +87,7 @@ def file_in(folder: Path, path: str, place: str) -> Path:
     Raises:
         ConfigurationError: If the file is outside the folder: a foreign data set could make us read any file.
     """
+    # normpath resolves ".." without following links, which the owner of the folder may have made.
     inside = os.path.abspath(folder)
     file = Path(os.path.normpath(os.path.join(inside, path)))
     if not file.is_relative_to(inside):

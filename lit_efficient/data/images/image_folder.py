@@ -112,6 +112,7 @@ class FolderTable:
             for place, row in _metadata_rows(file):
                 columns.update(dict.fromkeys(row))
                 rows.append((place, file.parent, row))
+        # Without this column no row could be matched with an image.
         if "file_name" not in columns:
             raise ConfigurationError(
                 f"ImageData: {where} has no column file_name. Its columns are {', '.join(columns) or 'none'}."
@@ -119,6 +120,7 @@ class FolderTable:
         for place, folder, row in rows:
             named = row.get("file_name")
             name = os.path.normpath(folder / str(named)) if named else ""
+            # One metadata file above the splits lists the images of all of them.
             if name in elsewhere:
                 continue
             if name not in here:
@@ -149,6 +151,7 @@ class FolderTable:
         if columns.caption is not None:
             files = _caption_files(self.files)
             if files:
+                # Captions of several lines become one line, as in other trainers.
                 self.captions = [" ".join(_text_of(file).split()) for file in files]
                 notes.append(f"captions: the {files[0].suffix} files beside them")
         return notes

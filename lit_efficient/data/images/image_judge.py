@@ -51,7 +51,7 @@ class ImageJudge:
         self._teacher = find_teacher(spec, [""], who=owner)
         self._real: Tensor | None = None
 
-    def show(self, real: Iterable[Tensor]) -> None:
+    def set_real_images(self, real: Iterable[Tensor]) -> None:
         """Set the real images to compare with, each [C, H, W] in [-1, 1]. Their sizes may differ."""
         self._real = torch.cat([self.features(image[None]) for image in real])
 
@@ -71,6 +71,6 @@ class ImageJudge:
 
     def distances(self, images: Tensor) -> dict[str, float]:
         """Return ``frechet_distance`` and ``kernel_distance`` of images [M, C, H, W] in [-1, 1], M >= 2."""
-        assert self._real is not None, "show() comes first"
+        assert self._real is not None, "set_real_images() comes first"
         generated = torch.cat([self.features(part) for part in images.cpu().float().split(32)])
         return distances_of_features(self._real, generated)

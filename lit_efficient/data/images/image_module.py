@@ -60,6 +60,7 @@ class KeyedModule(LightningDataModule):
         items = self.items
         if getattr(source, "preload", False):
             devices = getattr(self.trainer, "num_devices", 1)
+            # Training and validation share one store of items, and count against one limit of memory.
             if self._kept is None or self._kept.dataset is not items:
                 self._kept = Preloaded(items, type(source).__name__, devices)
             items = self._kept

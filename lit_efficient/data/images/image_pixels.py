@@ -53,11 +53,13 @@ def decode(content: bytes, channels: Channels = "rgb") -> Image:
     image = _opened(content)
     _trying(image.load)
     upright = ImageOps.exif_transpose(image)
+    # Pillow would cut these modes off at 255 instead of scaling them.
     if upright.mode.startswith("I;16") or (upright.mode == "I" and image.format == "PNG"):
         grey = np.asarray(upright).astype(np.uint32)
         return Images.fromarray(((grey * 255 + 32767) // 65535).astype(np.uint8)).convert(_MODES[channels])
     if upright.mode in ("I", "F"):
         raise UnreadableImage(f"{image.format} with 32 bits a pixel: it does not state which value is white")
+    # Without this step transparent pixels show the colour that happens to be stored under them.
     if upright.has_transparency_data:
         opaque = upright.convert("RGBA")
         upright = Images.alpha_composite(Images.new("RGBA", opaque.size, "white"), opaque)
@@ -105,6 +107,7 @@ def cover(image: Image, height: int, width: int, place: tuple[float, float], res
     from PIL.Image import Resampling
 
     top, left, kept_height, kept_width = covering((image.height, image.width), (height, width), place)
+    # Rounding may place an edge beyond the image by a tiny amount, which Pillow refuses.
     box = (left, top, min(left + kept_width, image.width), min(top + kept_height, image.height))
     return image.resize((width, height), Resampling[resample.upper()], box=box)
 

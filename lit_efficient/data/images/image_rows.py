@@ -51,6 +51,7 @@ class SavedTable:
             raise ConfigurationError(
                 f"ImageData: the column {self.image!r} of {path} must hold bytes or a struct with bytes, not {kind}."
             )
+        # Our own decoder applies the same rules to files and rows.
         if isinstance(features[self.image], datasets.Image):
             rows = rows.cast_column(self.image, datasets.Image(decode=False))
         self.name = path.name
@@ -90,6 +91,7 @@ class SavedTable:
         column = self._rows.data.column(self.image)
         if not pyarrow.types.is_struct(column.type) or column.type.get_field_index("path") < 0:
             return []
+        # Arrow finds these rows without loading the bytes of all others.
         absent = compute.is_null(compute.struct_field(column, "bytes"))
         paths = compute.filter(compute.struct_field(column, "path"), absent).to_pylist()
         return [file_in(self._folder, path, self.name) for path in paths if path]

@@ -45,7 +45,7 @@ class ImageSource(Protocol):
 
     @property
     def dataset(self) -> Any:
-        """The `KeyedImages` of all parts."""
+        """Data set of all parts, a `KeyedImages`."""
 
     @property
     def train_index(self) -> list[int]:

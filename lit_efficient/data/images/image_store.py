@@ -1,7 +1,7 @@
 """Tables of images with the size and the hash of every image, which are computed once and cached.
 
     folder = hash(contents of all files, image column, thoroughness)
-    sizes.npy [N, 2], digests.npy [N, 32], unreadable.json
+    sizes.npy [N, 2], digests.npy [N, 32], and unreadable images in manifest.json
 
 Damaged images are found here, before training.
 
@@ -9,7 +9,6 @@ Costs: reading every image once; of parquet files a second copy of the images on
 """
 
 import hashlib
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,12 @@ from lit_efficient.data.images.image_columns import ImageColumns
 from lit_efficient.data.images.image_pixels import UnreadableImage, upright_size
 from lit_efficient.data.images.image_tables import ImageTable, open_table
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.files.cache import cache_root, prepared_folder, read_json, write_json
-from lit_efficient.files.file_hashes import altered_file, hash_files
-from lit_efficient.files.sums import sha256_of
+from lit_efficient.files.cache import cache_folder, prepared_folder, read_manifest, seal
+from lit_efficient.files.file_hashes import broken_seal, hash_files
 
-FORMAT = 1  # part of every key; raise it when the meaning of the files changes
-_MANIFEST = "manifest.json"
+FORMAT = 2  # part of every key; raise it when the meaning of the files changes
 _SHOWN = 5
-_Unreadable = list[tuple[int, str]]  # rows, and the reason of each
+_Unreadable = list[list[Any]]  # [row, reason] of each image
 
 
 class StoredImages:
@@ -54,11 +51,11 @@ class StoredImages:
         # Names are part of the key because they decide the order. A relative name lets the folder be moved.
         names = [file.relative_to(root).as_posix() if root in file.parents else file.name for file in self.table.files]
         content = hash_files(root, self.table.files, cache_dir)
-        key = json.dumps([FORMAT, list(zip(names, content)), self.table.image, skip_unreadable])
-        folder = cache_root(cache_dir) / "images" / hashlib.sha256(key.encode()).hexdigest()[:32]
-        prepared_folder(folder, partial(_examine, table=self.table, skip=skip_unreadable), _fault)
-        unreadable = json.loads((folder / "unreadable.json").read_text("utf-8"))
-        self.unreadable: _Unreadable = [(row, reason) for row, reason in unreadable]
+        made_from = [FORMAT, list(zip(names, content)), self.table.image, skip_unreadable]
+        folder = cache_folder(cache_dir, "images", made_from)
+        build = partial(_examine, table=self.table, skip=skip_unreadable)
+        prepared_folder(folder, build, lambda path: broken_seal(path, FORMAT, thorough=True))
+        self.unreadable: _Unreadable = read_manifest(folder)["unreadable"]
         bad = {row for row, _ in self.unreadable}
         self.rows = np.array([row for row in range(len(self.table)) if row not in bad], dtype=np.int64)
         self.sizes: np.ndarray = np.load(folder / "sizes.npy")[self.rows]
@@ -77,6 +74,7 @@ class StoredImages:
         Raises:
             ConfigurationError: If its content has changed. The comparison takes a millisecond for 1 MB.
         """
+        # The comparison at every reading costs little, and latents may be cached under the hash.
         content = self.table.read(int(self.rows[number]))
         if hashlib.sha256(content).digest() != self.digests[number].tobytes():
             raise ConfigurationError(
@@ -91,7 +89,7 @@ class StoredImages:
             return values
         return [values[row] for row in self.rows]
 
-    def say(self) -> None:
+    def log_findings(self) -> None:
         """Log what was recognised and what was left out."""
         rank_zero_info(f"ImageData: {self.table.note}")
         if self.unreadable:
@@ -104,13 +102,14 @@ def _examine(folder: Path, table: ImageTable, skip: bool) -> None:
     sizes = np.zeros((len(table), 2), dtype=np.int32)
     digests = np.zeros((len(table), 32), dtype=np.uint8)
     unreadable: _Unreadable = []
+    # One image at a time: all of them may not fit into memory.
     for row in range(len(table)):
         content = table.read(row)
         digests[row] = np.frombuffer(hashlib.sha256(content).digest(), dtype=np.uint8)
         try:
             sizes[row] = upright_size(content, thorough=skip)
         except UnreadableImage as error:
-            unreadable.append((row, str(error)))
+            unreadable.append([row, str(error)])
     if unreadable and not skip:
         raise ConfigurationError(
             f"ImageData: found {_listed(table, unreadable)}\nRepair them, or leave them out with skip_unreadable: true."
@@ -119,9 +118,7 @@ def _examine(folder: Path, table: ImageTable, skip: bool) -> None:
         raise ConfigurationError(f"ImageData: no image is left: {_listed(table, unreadable)}")
     np.save(folder / "sizes.npy", sizes)
     np.save(folder / "digests.npy", digests)
-    (folder / "unreadable.json").write_text(json.dumps(unreadable))
-    files = {path.name: [path.stat().st_size, sha256_of(path)] for path in sorted(folder.iterdir())}
-    write_json(folder / _MANIFEST, files)
+    seal(folder, FORMAT, {"unreadable": unreadable})
 
 
 def _listed(table: ImageTable, unreadable: _Unreadable) -> str:
@@ -132,12 +129,3 @@ def _listed(table: ImageTable, unreadable: _Unreadable) -> str:
     if len(unreadable) > _SHOWN:
         lines.append(f"  and {len(unreadable) - _SHOWN} more")
     return "\n".join(lines)
-
-
-def _fault(folder: Path) -> str | None:
-    """Return a sentence about the damage of a cache, or None."""
-    try:
-        recorded = {name: (size, digest) for name, (size, digest) in read_json(folder / _MANIFEST).items()}
-    except (OSError, ValueError, AttributeError) as error:
-        return f"{_MANIFEST} cannot be read ({error})."
-    return altered_file(folder, recorded, thorough=True)

@@ -82,6 +82,7 @@ def open_table(name: str, split: str, columns: ImageColumns, cache_dir: str | No
         raise ConfigurationError(f"ImageData: {name} is a file that is neither .parquet nor .arrow. Name its folder.")
     if not path.is_dir():
         raise ConfigurationError(f"ImageData: no such folder or file: {name} (looked for {path.absolute()}).")
+    # These folders also hold .arrow files, so they must be recognised first.
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return SavedTable(path, split, columns)
     files = _files_in(path)
@@ -101,6 +102,7 @@ def open_table(name: str, split: str, columns: ImageColumns, cache_dir: str | No
 
 def _open_images(path: Path, images: list[Path], split: str, columns: ImageColumns) -> FolderTable:
     """Return the table of a folder, or of one of its subfolders if their names are those of splits."""
+    # Folders named train/ and validation/ are splits and no classes.
     top = sorted({image.parts[len(path.parts)] for image in images})
     if not all(_split_of(name) for name in top):
         return FolderTable(path, images, columns)

@@ -92,6 +92,7 @@ class ImageView:
         Top and left are in pixels of the resized image; if the image is flipped, of the flipped one.
         """
         top, left, height, width = covering(size, shape, self._place(key, seed))
+        # The conditioning describes the image as the network sees it.
         if self._flips(key):
             left = size[1] - width - left
         scale = shape[0] / height

@@ -74,7 +74,7 @@ class KeyedImageFiles:
         return item
 
 
-def forget_lone_class(stores: Sequence[StoredImages]) -> None:
+def drop_single_class(stores: Sequence[StoredImages]) -> None:
     """Remove the labels if all images are in one subfolder, as kohya's scripts have them: it is not a class."""
     tables = []
     labels: set[Label] = set()
@@ -87,7 +87,7 @@ def forget_lone_class(stores: Sequence[StoredImages]) -> None:
             table.labels = None
 
 
-def together(stores: Sequence[StoredImages], kind: Literal["labels", "captions"]) -> list[Any] | None:
+def collected(stores: Sequence[StoredImages], kind: Literal["labels", "captions"]) -> list[Any] | None:
     """Return labels or captions of all stores; None if no store has them.
 
     Raises:
@@ -120,10 +120,10 @@ def classes_of(stores: Mapping[str, Sequence[StoredImages]]) -> tuple[list[int] 
         ConfigurationError: If labels are numbers and names, or a class occurs that is not trained on.
     """
     every = [store for listed in stores.values() for store in listed]
-    labels = together(every, "labels")
+    labels = collected(every, "labels")
     if labels is None:
         return None, []
-    trained = together(stores["train"], "labels") or []
+    trained = collected(stores["train"], "labels") or []
     declared = {tuple(store.table.label_names) for store in every if store.table.label_names}
     if len({type(label) for label in labels}) > 1 or len(declared) > 1:
         allowed = "all numbers or all names, with the same classes everywhere"
@@ -131,10 +131,12 @@ def classes_of(stores: Mapping[str, Sequence[StoredImages]]) -> tuple[list[int] 
     number_of: dict[Label, int]
     if isinstance(labels[0], int):
         names = list(declared.pop()) if declared else [str(number) for number in range(max(trained) + 1)]
+        # Numbers are classes as they are, even if some of them never occur.
         number_of = {number: number for number in range(len(names))}
     else:
         names = sorted(set(trained))
         if all(name.isdigit() for name in names):
+            # "10" comes after "9", so that class numbers in folder names keep their meaning.
             names.sort(key=int)
         number_of = {name: number for number, name in enumerate(names)}
     for label in labels:

@@ -1,1 +1,1 @@
-"""What DataModules of latents are made of."""
+"""Building blocks of the DataModules of latents."""

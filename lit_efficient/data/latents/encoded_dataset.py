@@ -36,6 +36,7 @@ class EncodedRows:
         row, variant = key
         stored = self._row(row)
         latents = self._latents(stored)
+        # A batch stacks the items, so an odd shape is refused here, where its row can be named.
         for name, values in latents.items():
             if values.shape != self.shape:
                 raise ConfigurationError(
@@ -58,6 +59,7 @@ class EncodedRows:
         """Return mean and standard deviation of each channel [c], of up to 4096 evenly spaced rows."""
         count = min(len(rows), MEASURED_ROWS)
         parts = []
+        # Evenly spaced rows, because files are often sorted by class.
         for i in range(count):
             latents = self._latents(self._row(rows[i * len(rows) // count]))
             batch = {name: values[None] for name, values in latents.items()}
@@ -69,7 +71,7 @@ class EncodedRows:
     def _row(self, row: int, fields: Sequence[str] | None = None) -> dict[str, Value]:
         """Return the stored fields of a row; by default all fields that the configuration names."""
         if fields is None:
-            fields = list(self.names.asked().values())
+            fields = list(self.names.named().values())
         start = 0
         for source in self.sources:
             if row - start < len(source):

@@ -45,7 +45,7 @@ class EncodedFields:
     pooled: str | None = None
     features: str | None = None
 
-    def asked(self) -> dict[str, str]:
+    def named(self) -> dict[str, str]:
         """Return the fields that are not None, by argument."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value is not None}

@@ -75,8 +75,10 @@ class SafetensorsRows:
         self._tensors: dict[tuple[int, str], Any] = {}
         lengths = []
         for path in files:
+            # Only the header is read here. The tensors are mapped in the process that reads rows.
             with map_tensors(path) as file:
                 shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (no mapping)
+            # A tensor without axes is a number about the file, and no field of its rows.
             rows = {name: shape[0] for name, shape in shapes.items() if shape}
             self.fields = self.fields or sorted(rows)
             if not rows or sorted(rows) != self.fields:
@@ -118,6 +120,7 @@ class TableRows:
     """
 
     def __init__(self, layout: Literal["parquet", "webdataset"], files: Sequence[Path]) -> None:
+        # flatten() makes "json.label" of the entry "label" of a .json file.
         self._rows = map_table("EncodedData", layout, files).flatten()
         self._strip = layout == "webdataset"  # a text file ends with a newline
 

@@ -68,6 +68,7 @@ class MosaicShards:
         number, inside = locate(row, self._ends)
         shard = self._shards[number]
         data = self._bytes(number)
+        # The offsets of a sample are two of the uint32 numbers behind the number of samples.
         begin, end = data[4 * (1 + inside) : 4 * (3 + inside)].view("<u4").tolist()
         sample = data[begin:end].tobytes()
         position = 0
@@ -91,11 +92,13 @@ class MosaicShards:
     def _check_file(self, shard: dict[str, Any]) -> None:
         name = shard["raw_data"]["basename"]
         path = self._folder / name
+        # An index from somebody else could name any file of this machine.
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ConfigurationError(f"EncodedData: {self._folder / 'index.json'} lists {name!r}, which is not in it.")
         if not path.is_file():
             hint = "; unpack the compressed shards first (zstd -d *.zstd)" if shard["zip_data"] else ""
             raise ConfigurationError(f"EncodedData: the shard {path} is missing{hint}.")
+        # The reader finds samples by offsets, so a file that was cut off would give wrong rows instead of an error.
         if path.stat().st_size != shard["raw_data"]["bytes"]:
             raise ConfigurationError(
                 f"EncodedData: {path} is incomplete: its size is not the size in index.json. Download it again."

@@ -60,6 +60,7 @@ def open_encoded(
     root = Path(folder).expanduser()
     if not root.is_dir():
         raise ConfigurationError(f"EncodedData: there is no folder {root}.")
+    # One selection for all layouts: the shards of an MDS folder are chosen by their names, too.
     belongs = _selection(root, files, without)
     found = [path for path in root.rglob("*") if path.is_file() and belongs(path)]
     found.sort(key=natural_order)
@@ -112,6 +113,7 @@ def _selection(root: Path, files: str, without: str | None) -> Callable[[Path], 
     """Return a function that says whether a path below ``root`` is read: it matches ``files`` and is not left out."""
     if without is None:
         return lambda path: path.match(files)
+    # abspath and not resolve: a link inside the folder may lead to a file elsewhere, and still belongs to it.
     other = Path(os.path.abspath(root / Path(without).expanduser()))
     if other.is_dir():
         return lambda path: path.match(files) and not Path(os.path.abspath(path)).is_relative_to(other)
@@ -129,9 +131,9 @@ def natural_order(path: Path) -> list[tuple[int, int, str]]:
     return key
 
 
-def check_fields(source: EncodedSource, asked: Mapping[str, str], where: Path) -> None:
-    """Raise an error if a source lacks a field. ``asked`` maps arguments of `EncodedFields` to names of fields."""
-    for argument, field in asked.items():
+def check_fields(source: EncodedSource, named: Mapping[str, str], where: Path) -> None:
+    """Raise an error if a source lacks a field. ``named`` maps arguments of `EncodedFields` to names of fields."""
+    for argument, field in named.items():
         if field not in source.fields:
             raise ConfigurationError(
                 f"EncodedData: fields.{argument} is {field!r}, but {where} has {', '.join(map(repr, source.fields))}."

@@ -40,6 +40,7 @@ def quantize(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     flat = values.float().transpose(0, 1).flatten(1)  # [c, R h w]
     zero = flat.amin(1)
     scale = (flat.amax(1) - zero) / 255.0
+    # The scale of a constant channel is 0. A divisor of 1 gives it the codes 0, and `zero` keeps its value.
     divisor = torch.where(scale > 0, scale, torch.ones_like(scale))
     steps = (values.float() - _per_channel(zero)) / _per_channel(divisor)
     return steps.round_().clamp_(0, 255).to(torch.uint8), scale, zero
@@ -102,6 +103,7 @@ class Moments:
     @classmethod
     def of(cls, mean: Tensor, logvar: Tensor | None = None) -> Moments:
         """Return the moments of posteriors [R, c, h, w], in expectation over samples."""
+        # Sums over millions of positions lose digits in float32.
         mean = mean.to(widest_float(mean.device))
         squares = mean.square()
         if logvar is not None:

@@ -61,6 +61,7 @@ class LatentStore:
             raise ConfigurationError(
                 f"The latent cache {folder} is damaged: {fault} Make it again: {COMMAND} --overwrite"
             )
+        # Files are opened on demand: a worker may never need most of them.
         self._opened: dict[str, dict[str, Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -102,6 +103,7 @@ class LatentStore:
             )
         shard, row = places[index, variant].tolist()
         stored = read_row(self._open(shard_name(shard)), row)
+        # The key is stored beside each row: a mixed-up index would pair a latent with the label of another image.
         *found, label = stored["keys"].tolist()
         self._check_same(found, [index, variant], f"row {row} of shard {shard}")
         item: dict[str, Any] = {**decode_row(stored), "index": index, "variant": variant}

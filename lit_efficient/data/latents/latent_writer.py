@@ -146,6 +146,7 @@ def build_latents(
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
     ranks = ranks or Ranks()
+    # The plan depends on the source alone, so every process and every later run divides the work in the same way.
     plan = plan_shards(images, shard_rows)
     partial = folder.with_name(f".{folder.name}.building")
     build = _Build(partial, plan, images, encoders, batch_size, device_of(device), ranks)
@@ -159,15 +160,18 @@ def build_latents(
         if (folder / MANIFEST).is_file() and not overwrite:
             manifest = _checked(folder, identity)
         else:
+            # --overwrite with a wrong folder must not delete the photographs in it.
             if folder.exists() and not _is_cache(folder):
                 raise ConfigurationError(
                     f"{folder} is no latent cache and not empty. Nothing in it is changed. Give another folder."
                 )
+            # Checked on one image before all of them are encoded.
             if encoders.text is not None and "captions" not in images.dataset[plan[0][0]]:
                 raise ConfigurationError(
                     "LatentData: text_encoder needs images with captions, and these have none. Set text_encoder: null."
                 )
             settings = {**identity, "shard_rows": str(shard_rows)}
+            # The number of rows of a shard is part of the settings: other shards would not fit to those that exist.
             _begin(partial, settings, overwrite)
             ranks.wait()
             build.write(num_workers, progress)
@@ -238,6 +242,7 @@ class _Build:
                 if bar is not None:
                     bar.update(len(parts[-1]["index"]))
             self._write_shard(number, parts)
+        # The distinct captions are known only when the shards of all processes exist.
         self.ranks.wait()
         texts = list(enumerate(_chunks(self._texts(), TEXT_ROWS)))
         for number, captions in texts[self.ranks.rank :: self.ranks.count]:
@@ -248,6 +253,7 @@ class _Build:
     def finish(self, identity: Mapping[str, str], about: Mapping[str, str]) -> dict[str, Any]:
         """Write the index and the manifest of the files that all processes have written. Return the manifest."""
         texts = self._texts()
+        # All files exist now. The manifest comes last, because a folder with a manifest counts as complete.
         save_tensors(self.folder / INDEX, self._index(texts))
         names = [shard_name(number) for number in range(len(self.plan))]
         shapes: Counter[str] = Counter()
@@ -330,6 +336,7 @@ class _Build:
                     f"LatentData: the {name} of image {key} (index, variant) is not finite. An autoencoder that "
                     "overflows in float16 needs dtype float32 or bfloat16."
                 )
+        # -1 stands for no label, so that the keys of all caches have three columns.
         labels = rows.get("labels", torch.full((len(keys),), -1))
         tensors = encode_rows(rows["mean"], rows.get("logvar"), self.encoders.format, self.encoders.dtype)
         tensors["keys"] = torch.cat([keys, labels[:, None]], dim=1)

@@ -1,1 +1,1 @@
-"""What text DataModules are made of."""
+"""Building blocks of the text DataModules."""

@@ -50,7 +50,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides the tokens of rows."""
+    """Sources, tokenizer and settings that decide the tokens of a cache."""
 
     owner: str  # name of the DataModule, for messages
     sources: dict[str, list[Source]]  # sources of "train", and of "val" unless rows are held out
@@ -102,6 +102,8 @@ class Recipe:
             raise ConfigurationError(
                 f"{self.owner}: {len(ranks)} different rows cannot be split into training and validation. Set val."
             )
+        # A threshold above the lowest rank holds out at least one row, and one that does not exceed the highest rank
+        # leaves at least one row for training.
         second_lowest = sorted(ranks)[1]
         return min(max(self.val_fraction, second_lowest), max(ranks))
 
@@ -127,12 +129,14 @@ def prepare(recipe: Recipe, kind: str, cache_dir: str | None, thorough: bool) ->
     made_from = recipe.made_from()
     folder = cache_folder(cache_dir, kind, made_from)
     if not folder.exists():
+        # People wonder why a cache that exists is not used, so the reason is logged.
         changed = _changes(folder.parent, made_from)
         if changed:
             rank_zero_info(f"{recipe.owner}: making the cache again, because {changed}.")
     found = prepared_folder(
         folder, lambda target: _build(recipe, target), lambda path: broken_seal(path, FORMAT, thorough)
     )
+    # The name of the folder is a part of a hash only, so the content is compared as well.
     if read_manifest(found)["made_from"] != made_from:
         raise ConfigurationError(f"The cache {found} was made from other data or settings. Delete it and run again.")
     return found
@@ -167,6 +171,7 @@ def _build(recipe: Recipe, target: Path) -> None:
                     if isinstance(documents, MalformedRow):
                         seen.refuse(place, documents)
                         continue
+                    # The two documents of a pair get the same number in their files.
                     for document, writer in zip(documents, writers[split]):
                         left_out.update(document.left_out)
                         counts[split].turns += document.turns

@@ -14,7 +14,7 @@ from lit_efficient.data.text.arguments import ChatArguments, RowsArguments
 from lit_efficient.data.text.chat_cache import SPLITS, Recipe, prepare
 from lit_efficient.data.text.chat_tokenizer import load_chat_tokenizer
 from lit_efficient.data.text.reading import Reader, RowCount
-from lit_efficient.data.text.rows import Source, halves, open_sources
+from lit_efficient.data.text.rows import Source, open_sources, split_single_text
 from lit_efficient.data.text.truncation import Counts
 from lit_efficient.data.text.turn_spans import TrainOn
 from lit_efficient.errors import ConfigurationError, check_number, refusal
@@ -184,8 +184,9 @@ class ChatDataModule(LightningDataModule):
                 sources[name] = []
                 for entry in entries:
                     sources[name] += open_sources(entry, split=split, subset=self.rows.subset)
+        # A book is one row: held-out rows would leave nothing to train on.
         if list(sources) == ["train"] and len(sources["train"]) == 1:
-            parts = halves(sources["train"][0], self.val_fraction)
+            parts = split_single_text(sources["train"][0], self.val_fraction)
             if parts is not None:
                 return {"train": [parts[0]], "val": [parts[1]]}
         return sources
@@ -220,6 +221,7 @@ def check_length(data: LightningDataModule, name: str, length: int) -> None:
         name: Argument of the DataModule that sets the length of its rows.
         length: Tokens of a row.
     """
+    # Tokenising takes minutes, and the mismatch would otherwise show at the first batch.
     module = data.trainer.lightning_module if data.trainer is not None else None
     most = getattr(module, "max_length", None)
     if isinstance(most, int) and length > most:

@@ -59,7 +59,7 @@ class Document:
 
     @property
     def documents(self) -> tuple[Document, ...]:
-        """The documents of a row: this one."""
+        """Documents of a row, which is this document alone."""
         return (self,)
 
     @property
@@ -100,6 +100,7 @@ def recognise(rows: Iterable[Row], where: str, hint: str = "", among: Iterable[s
         for name, keys in formats.items():
             if not _missing(row, keys):
                 votes[name] += 1
+    # max() returns the first of equal votes, which is the earlier format.
     best = max(votes, key=lambda name: votes[name])
     if not votes[best]:
         known = "; ".join(f"{name} ({', '.join(keys)})" for name, keys in formats.items())
@@ -225,6 +226,7 @@ def _message(turn: object, name: str) -> Message:
     content = turn.get("content", turn.get("value"))
     if isinstance(content, list):
         content = "".join(_part(part, name) for part in content)
+    # A turn that only calls tools has no text.
     if content is None and kept.get("tool_calls"):
         content = ""
     if kept.get("weight", 1) not in (0, 1):

@@ -47,6 +47,7 @@ def load_chat_tokenizer(name: str, chat_template: str | None = None) -> Any:
             of a token).
     """
     path = Path(name).expanduser()
+    # A tokenizer that is damaged may still load, and give other ids.
     check_sums(path, weights=False)
     if not path.is_file():
         tokenizer = _pretrained(name)
@@ -100,6 +101,7 @@ def read_template(given: str) -> str:
 
 def fingerprint(tokenizer: Any) -> str:
     """Return a hash of all that decides the ids of a text: vocabulary, rules, special tokens and template."""
+    # The template is included, because it decides the text that is tokenised.
     about = [tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map, tokenizer.chat_template]
     return hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -118,6 +120,7 @@ def pack_tokenizer(tokenizer: Any, stop: Iterable[int] = ()) -> dict[str, Any]:
     if not hasattr(backend, "to_str"):
         allowed = "a tokenizers.Tokenizer or a fast tokenizer of transformers"
         raise refusal("data", "tokenizer", allowed, type(tokenizer).__name__)
+    # Strings and numbers only: a checkpoint is loaded with weights_only=True.
     packed: dict[str, Any] = {"json": backend.to_str(), "stop": sorted(stop)}
     if backend is not tokenizer:
         special = {name: getattr(tokenizer, name, None) for name in _SPECIAL}

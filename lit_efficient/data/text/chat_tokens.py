@@ -78,6 +78,7 @@ class ChatTokens:
         self.untrained_end = untrained_end
         added = tokenizer.added_tokens_decoder
         self.special_ids = {index for index, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+        # The token for unknown text is no control token: any text may contain its spelling.
         control = {str(added[i]) for i in self.special_ids if i in added} - {tokenizer.unk_token}
         self.turns = TurnSpans(tokenizer, train_on, sorted(control))
 
@@ -183,7 +184,7 @@ class ChatTokens:
         for index, document in enumerate(documents):
             try:
                 if document.messages:
-                    chats.append((index, *self.turns.of(document)))
+                    chats.append((index, *self.turns.find(document)))
                 else:
                     texts.append((index, encodable(document.text)))
             except MalformedRow as reason:
@@ -203,6 +204,7 @@ class ChatTokens:
         for turn in turns:
             for start, stop in turn:
                 first, beyond = (int(i) for i in np.searchsorted(starts, (start, stop)))
+                # An empty span, of an answer without text, must not take the token before it.
                 if start < stop:
                     first = _first_token(text, start, tokens)
                 trained[first:beyond] = True
@@ -229,6 +231,7 @@ class ChatTokens:
         The token that begins a text is no end.
         """
         ids, starts, stops = tokens
+        # Some tokenizers use one token for both, which then does end a turn.
         ends = self.special_ids - ({self.tokenizer.bos_token_id} - {self.tokenizer.eos_token_id})
         while place < len(ids):
             if int(ids[place]) in ends:
@@ -274,6 +277,7 @@ class ChatTokens:
         """Return the bytes of text of each token [n]. A space that belongs to no token counts for the next token."""
         points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
         lengths = 1 + (points >= 0x80) + (points >= 0x800) + (points >= 0x10000).astype(np.int64)  # in UTF-8
+        # The bytes up to the end of each token; the difference of neighbours is the size of a token.
         until = np.concatenate(([0], np.cumsum(lengths)))[np.maximum.accumulate(tokens.stops)]
         special = np.isin(tokens.ids, list(self.special_ids))
         return np.where(special, 0, np.diff(until, prepend=0))

@@ -49,6 +49,7 @@ def packed_batch(rows: Sequence[Sequence[TokensAndLabels]], length: int, pad_id:
             labels[row, begin : begin + 1] = IGNORE
             positions[row, begin:end] = np.arange(end - begin)
             begin = end
+        # Padding gets positions of its own, so that a model takes it for one more document.
         positions[row, begin:] = np.arange(length - begin)
     return _tensors(input_ids=ids, labels=labels, position_ids=positions)
 

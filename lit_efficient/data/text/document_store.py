@@ -37,6 +37,7 @@ class DocumentWriter:
 
     def add(self, document: Encoded) -> None:
         """Append a document."""
+        # ~id is below 0 for every id, also for 0.
         stored = np.where(document.trained, document.ids, ~document.ids)
         self._tokens.write(stored.astype(np.int32).tobytes())
         self._documents.write(np.array(facts(document), np.int64).tobytes())

@@ -61,6 +61,7 @@ def in_processes(
         while busy:
             worker, part = busy.popleft()
             result = worker.take()
+            # The next part is read and sent before the result is used, so the process does not wait for the caller.
             for following in islice(parts, 1):
                 worker.give(following)
                 busy.append((worker, following))

@@ -18,25 +18,26 @@ def left_out(document: Document, text: str) -> Counter[str]:
     """Return the parts with text that the rendered ``text`` lacks, and the number of turns that have them."""
     found: Counter[str] = Counter()
     for message in document.messages:
-        lacking = {part for part, words in _parts(message) if not stands(words, text)}
+        lacking = {part for part, words in _parts(message) if not occurs(words, text)}
         content = message["content"]
-        if not stands(content, text):
-            if _THOUGHT_ENDS in content and stands(spoken(content), text):
+        if not occurs(content, text):
+            if _THOUGHT_ENDS in content and occurs(without_thoughts(content), text):
                 lacking.add("thoughts")
             else:
                 lacking.add(f"the {message['role']}'s text")
         found.update(lacking)
     for tool in document.tools:
-        if isinstance(tool, Mapping) and not stands(str(tool.get("function", tool).get("name", "")), text):
+        if isinstance(tool, Mapping) and not occurs(str(tool.get("function", tool).get("name", "")), text):
             found["the tools"] = 1
     return found
 
 
-def stands(words: str, text: str) -> bool:
+def occurs(words: str, text: str) -> bool:
     """Return whether ``words`` occur in ``text``."""
     words = words.strip()
     if words in text:
         return True
+    # Templates write tool calls as JSON, in which the text is escaped.
     forms = [words, *_escaped(words)]
     if any(form in text for form in forms):
         return True
@@ -44,12 +45,12 @@ def stands(words: str, text: str) -> bool:
     return any(_squeezed(form) in squeezed for form in forms)
 
 
-def spoken(content: str) -> str:
+def without_thoughts(content: str) -> str:
     """Return an answer without the thoughts in it."""
     return content.rpartition(_THOUGHT_ENDS)[2]
 
 
-def call_words(message: Message) -> list[str]:
+def call_texts(message: Message) -> list[str]:
     """Return the names and the textual arguments of the tool calls of a message."""
     words: list[str] = []
     for call in message.get("tool_calls") or ():
@@ -65,7 +66,7 @@ def call_words(message: Message) -> list[str]:
 
 def _parts(message: Message) -> Iterator[tuple[str, str]]:
     """Yield names and texts of the parts of a message, except its content."""
-    for words in call_words(message):
+    for words in call_texts(message):
         yield "calls of tools", words
     for key, value in message.items():
         if isinstance(value, str) and key not in ("role", "content") and not key.endswith("id"):
@@ -94,4 +95,4 @@ def _squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-_squeezed_text = functools.lru_cache(maxsize=2)(_squeezed)  # `stands` is called for each part of one conversation
+_squeezed_text = functools.lru_cache(maxsize=2)(_squeezed)  # `occurs` is called for each part of one conversation

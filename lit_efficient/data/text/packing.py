@@ -84,6 +84,7 @@ def pack_lengths(lengths: ArrayLike, capacity: int) -> Bins:
             in_last = placed - each * (len(taken) - 1)  # items in the last bin
             rooms.put(space - each * length, taken[:-1])
             rooms.put(space - in_last * length, taken[-1:])
+    # A stable sort keeps the longest document of each bin first.
     by_bin = np.argsort(bin_of, kind="stable")
     starts = np.concatenate(([0], np.cumsum(np.bincount(bin_of, minlength=opened))))
     return Bins(order[by_bin], starts)

@@ -38,7 +38,7 @@ class Pair:
 
     @property
     def documents(self) -> tuple[Document, ...]:
-        """The documents of a row."""
+        """Documents of a row: the chosen and the rejected one."""
         return self.chosen, self.rejected
 
     @property
@@ -114,6 +114,7 @@ def read_pair(row: Row, kind: PairFormat, strings_as: StringsAs = "text") -> Pai
             raise MalformedRow(f"the last turn of {name} is not the assistant's")
         if document.messages and not document.messages[-1]["content"].strip():
             raise MalformedRow(f"the last turn of {name} is empty")
+    # The loss compares the two answers under one prompt.
     if chosen.messages[:-1] != rejected.messages[:-1]:
         raise MalformedRow("chosen and rejected differ before the last turn, so their answers cannot be compared")
     if len(chosen.messages) == 1:
@@ -152,6 +153,7 @@ def _turns_before(row: Row, prompt: object, answer: list[Any]) -> list[Any]:
         raise MalformedRow(f"prompt is a {type(prompt).__name__}, neither a text nor a list of turns")
     if len(answer) == 1:
         return [*system_message(row), {"role": "user", "content": prompt}]
+    # A conversation may include the prompt already. If it does not, it belongs to another prompt.
     for turn in answer:
         content = turn.get("content", turn.get("value")) if isinstance(turn, Mapping) else None
         if isinstance(content, str) and content.strip() == prompt.strip():

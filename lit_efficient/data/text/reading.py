@@ -81,6 +81,7 @@ class Reader:
         """Return a row with the keys of the format."""
         if not self._columns:
             return dict(row)
+        # A column that is mapped to another key must not also count under its own name.
         renamed = set(self._columns.values())
         result = {key: value for key, value in row.items() if key not in renamed}
         for key, name in self._columns.items():

@@ -72,6 +72,7 @@ def open_sources(
     Raises:
         ConfigurationError: If the source does not exist or is empty.
     """
+    # Built-in names come first, so that a folder of the same name cannot replace them.
     if name == STDLIB_INSTRUCTIONS:
         return [_of_memory(name, instructions())]
     if name == STDLIB_PREFERENCES:
@@ -85,6 +86,7 @@ def open_sources(
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             return [_saved(path, split)]
         return _folder(path, name)
+    # A misspelt path must not be looked up on the hub.
     if _suffix(path) in ROW_SUFFIXES + TEXT_SUFFIXES or path.is_absolute() or name.startswith((".", "~")):
         raise ConfigurationError(f"{name}: no such file or folder (looked for {path.absolute()}).")
     return [_hub(name, split, subset, streaming)]
@@ -94,6 +96,7 @@ def _folder(path: Path, name: str) -> list[Source]:
     """Return the sources of a folder: its files of rows, or else its texts and .json files."""
     found = sorted(file for file in path.rglob("*") if file.is_file())
     files = [file for file in found if _suffix(file) in ROW_SUFFIXES + TEXT_SUFFIXES]
+    # A .json file may be a description of the data, as in many folders of the hub.
     rows = [file for file in files if _suffix(file) in ROW_SUFFIXES and _suffix(file) != ".json"]
     files = rows or files  # with files of rows, texts such as a README are no data
     if not files:
@@ -124,7 +127,7 @@ def _stdlib_packages() -> Source:
     return Source(STDLIB_PACKAGES, partial(iter, rows), digest, is_text=True)
 
 
-def halves(source: Source, held_out: float) -> tuple[Source, Source] | None:
+def split_single_text(source: Source, held_out: float) -> tuple[Source, Source] | None:
     """Cut a source that is a single text in two, at the end of a line.
 
     Args:
@@ -338,6 +341,7 @@ def _saved(path: Path, split: str) -> Source:
         path = path / split
         found = found[split]
     digest = hashlib.sha256()
+    # The names are part of the hash, because they decide the order of the rows.
     for file in sorted(file for file in path.rglob("*") if file.is_file()):
         digest.update(file.relative_to(path).as_posix().encode())
         digest.update(bytes.fromhex(sha256_of(file)))

@@ -103,6 +103,7 @@ class StreamedRows(IterableDataset[PackedRow]):
             if isinstance(row, MalformedRow):
                 self._rows_read.refuse(place, row)
                 continue
+            # Every process reads the whole stream and keeps its part, so no row is lost or read twice.
             if number % parts == part:
                 waiting.append((place, row))
             number += 1
@@ -145,6 +146,7 @@ class StreamedRows(IterableDataset[PackedRow]):
             rows = [[items[i] for i in bin] for bin in pack_lengths(pieces.lengths, self.max_length)]
         else:
             rows = [[item] for item in items]
+        # Packed rows are sorted by length, and would otherwise come in this order.
         return [rows[i] for i in np.random.default_rng(seed).permutation(len(rows))]
 
 
@@ -174,6 +176,7 @@ class StreamLoader:
                 if isinstance(self.loader.dataset, StreamedRows):
                     self.loader.dataset.place = place_among_ranks()
                 self._stream = iter(self.loader)
+                # The stream is a function of the seed: reading the same number of batches restores its state.
                 for _ in range(self._yielded):
                     next(self._stream)
             batch = next(self._stream)

@@ -106,6 +106,7 @@ def continue_merges(
         new = ids.setdefault(token, len(spelling))
         spelling[new] = token
         merges.append((spelling[pair[0]], spelling[pair[1]]))
+        # Sorted, so that "aaa" is merged from the left, as the tokenizer does.
         for position in sorted(places.pop(pair)):
             following = after[position]
             if following < 0 or (symbol[position], symbol[following]) != pair:

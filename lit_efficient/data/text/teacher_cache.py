@@ -39,6 +39,7 @@ Answer = Callable[[Batch], tuple[Tensor, Tensor]]
 
 def row_keys(batch: Batch) -> list[bytes]:
     """Return 16 bytes for each row of a batch on the CPU. Padding (where ``attention_mask`` is 0) does not count."""
+    # The mask is enough: a label with a loss is the next token, which is hashed already.
     has_loss = targets_of(batch) != IGNORE
     parts = [batch[name].long() for name in ("input_ids", "position_ids") if name in batch]
     parts.append(has_loss)

@@ -27,6 +27,7 @@ def limited(template: str) -> Iterator[None]:
         raise ConfigurationError(
             "tokenizer: the chat template computes powers (**), which is not allowed. Give another chat_template."
         )
+    # The limit is on address space, of which the process already has some.
     before = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(OSError, ValueError):  # no /proc, or the limit is lower already
         pages = int(Path("/proc/self/statm").read_text().split()[0])

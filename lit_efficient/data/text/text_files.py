@@ -96,6 +96,7 @@ def read_texts(files: Iterable[tuple[str, Path]]) -> Texts:
             content = path.read_bytes()
         except OSError as error:
             raise ConfigurationError(f"paths: {path} cannot be read: {error}.") from error
+        # A file that occurs twice could be on both sides of the split.
         digest = hashlib.sha256(content).hexdigest()
         if digest in seen:
             duplicates.append(relative)

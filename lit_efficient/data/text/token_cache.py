@@ -40,6 +40,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, special: Sequence[str
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(special),
+        # All 256 bytes are in the vocabulary, so no text is unknown.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

@@ -80,6 +80,7 @@ def cut(documents: np.ndarray, max_length: int, side: Side, counts: Counts) -> P
     split = (length > max_length) & (cuttable == 1)
     truncated = (length > max_length) & (cuttable == 0)
     number = np.ones(len(documents), dtype=np.int64)  # pieces of each document
+    # Neighbouring pieces share one token: the last token of a piece predicts nothing in it, so it begins the next.
     number[split] = -(-(length[split] - 1) // (max_length - 1))
     if side == "drop":
         number[truncated] = 0
@@ -89,6 +90,7 @@ def cut(documents: np.ndarray, max_length: int, side: Side, counts: Counts) -> P
     if side == "left":
         start += np.where(truncated, length - max_length, 0)[of]
     stop = np.minimum(start + max_length, length[of])
+    # A piece counts only if a token with loss follows its first token.
     kept = np.where(start == 0, first[of] < stop, last[of] > start)
     dropped = np.bincount(of[kept], minlength=len(documents)) == 0
     lost = length if side == "drop" else length - max_length
@@ -115,6 +117,7 @@ def cut_pairs(chosen: np.ndarray, rejected: np.ndarray, max_length: int, too_lon
         The pieces of both sides, pair by pair. A pair is also left out if ``left`` would have to cut into an answer.
         The token before the first token with loss has to stay, because it predicts that token.
     """
+    # Both sides lose the same number of tokens, or their prompts would differ.
     excess = np.maximum(np.maximum(chosen[:, 0], rejected[:, 0]) - max_length, 0)
     answers = np.minimum(chosen[:, 1], rejected[:, 1])
     fits = excess == 0

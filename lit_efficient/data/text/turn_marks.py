@@ -35,7 +35,7 @@ class Placed:
     tail: int  # place of the text after the last message
 
 
-def place(
+def place_messages(
     template: str,
     messages: Sequence[Message],
     tools: Sequence[object],
@@ -55,6 +55,7 @@ def place(
     Raises:
         jinja2.TemplateError: If the template raises an error for the conversation.
     """
+    # The template gets exactly these objects, so that a mark can recognise a message by identity.
     seen = template_messages(messages)
     index_of = {id(message): index for index, message in enumerate(seen)}
     loops_at_message: set[int] = set()
@@ -132,6 +133,7 @@ def _marked(template: str) -> "Template":
 
     environment = chat_environment(template)
     tree = Marks().visit(environment.parse(template))
+    # Nodes that were made by hand have no line and no environment, which the compiler needs.
     for node in tree.find_all(nodes.Node):
         node.set_lineno(node.lineno or 1).set_environment(environment)
     return environment.from_string(tree)

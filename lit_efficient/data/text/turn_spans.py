@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from lit_efficient.data.text.chat_formats import Document, MalformedRow, Message
-from lit_efficient.data.text.left_out import call_words, spoken, stands
+from lit_efficient.data.text.left_out import call_texts, occurs, without_thoughts
 from lit_efficient.data.text.template_limits import limited
-from lit_efficient.data.text.turn_marks import Placed, place
+from lit_efficient.data.text.turn_marks import Placed, place_messages
 from lit_efficient.errors import ConfigurationError
 
 TrainOn = Literal["assistant", "completion", "all"]
@@ -32,7 +32,7 @@ ANSWERED: Message = {"role": "assistant", "content": PROBE}
 
 
 class _Inseparable(MalformedRow):
-    """The template writes a turn differently when more turns follow."""
+    """Error of a template that writes a turn differently when more turns follow."""
 
 
 class TurnSpans:
@@ -47,12 +47,13 @@ class TurnSpans:
     def __init__(self, tokenizer: Any, train_on: TrainOn, control: Sequence[str]) -> None:
         self.tokenizer = tokenizer
         self.train_on = train_on
+        # Longest first, so that the error names "<|end|>x" and not its prefix "<|end|>".
         longest_first = sorted(control, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first))) if control else None
 
     @functools.cached_property
     def template(self) -> str:
-        """The chat template."""
+        """Chat template of the tokenizer."""
         if self.tokenizer.chat_template is None:
             raise ConfigurationError(
                 "tokenizer: it has no chat template, and conversations need one. Set chat_template to the template "
@@ -65,7 +66,7 @@ class TurnSpans:
         """True if the template marks the text that the assistant writes."""
         return _GENERATION.search(self.template) is not None
 
-    def of(self, document: Document) -> tuple[str, list[Turn]]:
+    def find(self, document: Document) -> tuple[str, list[Turn]]:
         """Return the text of a conversation, and the turns that contribute to the loss.
 
         Raises:
@@ -181,12 +182,13 @@ class TurnSpans:
     def _placed(self, messages: Sequence[Message], tools: Sequence[Any], prompt: bool = False) -> Placed | None:
         template = str(self.tokenizer.get_chat_template(tools=list(tools) or None))
         with limited(template):
-            return place(template, messages, tools, self.tokenizer.special_tokens_map, prompt=prompt)
+            return place_messages(template, messages, tools, self.tokenizer.special_tokens_map, prompt=prompt)
 
     def _turns_by_marked_copy(self, document: Document, text: str, wanted: list[int]) -> list[Turn]:
         """Return the wanted turns by a copy of the template with marks; nothing if the copy does not show them."""
         messages = document.messages
         placed = self._placed(messages, document.tools)
+        # A template that writes something else with marks (for example by the length of a text) is not trusted.
         if placed is None or placed.text != text:
             return []
         for index, message in enumerate(messages):
@@ -198,6 +200,7 @@ class TurnSpans:
         turns: list[Turn] = []
         for index in wanted:
             before = messages[:index]
+            # Many templates raise an error without a user turn, so the probe's question stands in.
             if not any(message["role"] == "user" for message in before):
                 before = (ASKED,)
             asked = self._placed(before, document.tools, prompt=True)
@@ -205,13 +208,13 @@ class TurnSpans:
                 return []
             start, stop = placed.spans[index]
             turn = text[start:stop]
-            given = self._given(asked, before, turn, messages[index]["content"].strip())
+            given = self._prompt_length(asked, before, turn, messages[index]["content"].strip())
             if given is None:
                 return []
             turns.append([(start + given, start + len(turn.rstrip()))])
         return turns
 
-    def _given(self, asked: Placed, before: Sequence[Message], turn: str, content: str) -> int | None:
+    def _prompt_length(self, asked: Placed, before: Sequence[Message], turn: str, content: str) -> int | None:
         """Return the number of characters of a turn that the generation prompt writes; None if it is uncertain.
 
         White space at the beginning does not count, because templates may write it at another place. A template that
@@ -265,10 +268,10 @@ def _check_written(message: Message, index: int, text: str, turn: Turn) -> None:
     The beginning of the text may be in the generation prompt, before the turn.
     """
     own = "".join(text[start:stop] for start, stop in turn)
-    lacking = [f"the call of {words!r}" for words in call_words(message) if not stands(words, own)]
-    words = spoken(message["content"]).strip()
+    lacking = [f"the call of {words!r}" for words in call_texts(message) if not occurs(words, own)]
+    words = without_thoughts(message["content"]).strip()
     first = max(turn[0][0] - len(words) + 1, 0)
-    if not stands(words, text[first : turn[-1][1]]):
+    if not occurs(words, text[first : turn[-1][1]]):
         lacking.append("the text")
     if lacking:
         raise MalformedRow(f"the chat template leaves {lacking[0][:80]} in turn {index + 1} out")

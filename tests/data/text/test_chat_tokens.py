@@ -14,9 +14,9 @@ from lit_efficient.data.text.chat_tokenizer import (
     train_chat_tokenizer,
 )
 from lit_efficient.data.text.chat_tokens import ChatTokens, Encoded
-from lit_efficient.data.text.left_out import stands
+from lit_efficient.data.text.left_out import occurs
 from lit_efficient.data.text.truncation import Counts, Side, cut, facts
-from lit_efficient.data.text.turn_marks import place
+from lit_efficient.data.text.turn_marks import place_messages
 from lit_efficient.errors import ConfigurationError
 from tests.data.text.chat_kit import (
     ASKS_THOUGHTS,
@@ -126,7 +126,7 @@ def test_a_twin_writes_what_its_template_writes_and_says_where_messages_stand() 
     for template, messages, _ in TURNS_OF_TEMPLATES.values():
         made = tokenizer(template)
         for prompt in (False, True):
-            found = place(template, messages, (), made.special_tokens_map, prompt=prompt)
+            found = place_messages(template, messages, (), made.special_tokens_map, prompt=prompt)
             if template == NUMBERED:
                 assert found is None
                 continue
@@ -216,8 +216,8 @@ def test_parts_that_a_template_drops_without_a_word_are_counted() -> None:
 def test_words_are_found_however_they_are_written() -> None:
     words = 'Two "é"\n  lines'
     for text in (json.dumps([words]), json.dumps(json.dumps([words])), repr([words]), f"<{words.upper().title()}>"):
-        assert stands(words, text) == (text[0] != "<")
-    assert stands(words, 'Two "é"\nlines')
+        assert occurs(words, text) == (text[0] != "<")
+    assert occurs(words, 'Two "é"\nlines')
 
 
 def test_one_odd_conversation_is_a_malformed_row_where_others_can_be_told_apart() -> None:
