@@ -220,7 +220,7 @@ PUBLIC: dict[str, str] = {
     "AutoencoderConfig": "models.networks.autoencoder",
     "DiffusersAutoencoder": "models.libraries.autoencoders",
     "LatentCodec": "models.libraries.latent_codec",
-    "PreviewDecoder": "models.libraries.preview_decoder",
+    "PreviewDecoder": "models.libraries.latent_codec",
     "build_autoencoder": "models.libraries.autoencoders",
 }
 

@@ -196,7 +196,7 @@ from lit_efficient.models.networks.autoencoder import Autoencoder as Autoencoder
 from lit_efficient.models.networks.autoencoder import AutoencoderConfig as AutoencoderConfig
 from lit_efficient.models.libraries.autoencoders import DiffusersAutoencoder as DiffusersAutoencoder
 from lit_efficient.models.libraries.latent_codec import LatentCodec as LatentCodec
-from lit_efficient.models.libraries.preview_decoder import PreviewDecoder as PreviewDecoder
+from lit_efficient.models.libraries.latent_codec import PreviewDecoder as PreviewDecoder
 from lit_efficient.models.libraries.autoencoders import build_autoencoder as build_autoencoder
 
 PUBLIC: dict[str, str]

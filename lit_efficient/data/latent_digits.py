@@ -25,14 +25,13 @@ from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.files.cache import cache_root, digest_of
 from lit_efficient.files.sealed_folder import Contents, make_once, open_checked
 from lit_efficient.files.sums import sha256_of
-from lit_efficient.models.judges import digit_features
-from lit_efficient.models.judges.digit_features import DigitFeatures, judge_digits
+from lit_efficient.models.judges import conv_features
+from lit_efficient.models.judges.conv_features import DigitFeatures, judge_digits
 from lit_efficient.models.libraries.latent_codec import LatentCodec
 from lit_efficient.models.networks import autoencoder as autoencoder_module
-from lit_efficient.models.networks import conv_features
 from lit_efficient.models.networks.autoencoder import FACTOR, AutoencoderConfig, sample_posterior
 
-_CODE = (autoencoder_module, conv_features, digit_features, digits, stage_one)  # modules that stage one depends on
+_CODE = (autoencoder_module, conv_features, digits, stage_one)  # modules that stage one depends on
 
 
 class LatentDigits(DigitsDataModule):

@@ -33,10 +33,9 @@ from lit_efficient.files.cache import cache_root, digest_of
 from lit_efficient.files.sealed_folder import Contents, make_once, open_checked
 from lit_efficient.files.sums import sha256_of
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
-from lit_efficient.models.judges import sample_quality
+from lit_efficient.models.judges import conv_features, sample_quality
+from lit_efficient.models.judges.conv_features import ConvFeatures
 from lit_efficient.models.judges.sample_quality import distances_of_features
-from lit_efficient.models.networks import conv_features
-from lit_efficient.models.networks.conv_features import ConvFeatures
 
 _NAMES = ("temple", "flower")
 _BANDS = ("top", "middle", "bottom")

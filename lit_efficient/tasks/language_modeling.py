@@ -35,8 +35,7 @@ from lit_efficient.losses.next_token import IGNORE, sample_means, targets_of, to
 from lit_efficient.mechanisms.documents import DocumentRows
 from lit_efficient.models.generation.sampling import Sampling
 from lit_efficient.models.libraries import causal_lm
-from lit_efficient.models.libraries.causal_lm import CausalLMConfig
-from lit_efficient.models.libraries.learned_positions import learned_positions, positions_of
+from lit_efficient.models.libraries.causal_lm import CausalLMConfig, learned_positions, positions_of
 from lit_efficient.models.networks.gpt import GPT, GPTConfig
 from lit_efficient.optimizers.fused_adamw import FusedAdamW
 from lit_efficient.optimizers.schedules import warmup_cosine

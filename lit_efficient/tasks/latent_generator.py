@@ -30,8 +30,7 @@ from lit_efficient.losses.noise_process import DiffusionProcess, Schedule
 from lit_efficient.mechanisms.adapters.base import leaves_base_out
 from lit_efficient.models.libraries import backbones
 from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
-from lit_efficient.models.libraries.latent_codec import LatentCodec
-from lit_efficient.models.libraries.preview_decoder import PreviewDecoder
+from lit_efficient.models.libraries.latent_codec import LatentCodec, PreviewDecoder
 from lit_efficient.models.libraries.text_encoder import TextEncoder
 from lit_efficient.models.networks.backbone_shape import BackboneShape
 from lit_efficient.models.networks.class_token import apart, rows_of

@@ -35,7 +35,7 @@ from lit_efficient.errors import CheckpointError
 from lit_efficient.files.sums import write_sums
 from lit_efficient.losses.feature_matching import gradient_cosine
 from lit_efficient.mechanisms.alignment import make_head
-from lit_efficient.models.judges.digit_features import DigitFeatures
+from lit_efficient.models.judges.conv_features import DigitFeatures
 from lit_efficient.models.libraries.latent_codec import LatentCodec
 from lit_efficient.models.libraries.teachers import Teacher, find_teacher
 from lit_efficient.models.networks.autoencoder import Autoencoder

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lit_efficient.data.latents.latent_format import Moments
 from lit_efficient.losses.mse_adapter import weigh_mse_loss
-from lit_efficient.models.libraries.channel_statistics import ChannelStatistics
+from lit_efficient.models.libraries.latent_codec import ChannelStatistics
 from tests.cuda.fake_cuda import fake_cuda
 
 

@@ -9,7 +9,7 @@ from lit_efficient import AutoencoderConfig, LatentDigits
 from lit_efficient.data.digit_images import DigitImages, load_digit_images, stratified_split
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.sealed_folder import MANIFEST, make_once, open_checked
-from lit_efficient.models.judges.digit_features import DigitFeatures, judge_digits
+from lit_efficient.models.judges.conv_features import DigitFeatures, judge_digits
 
 TINY = {"image_size": 16, "autoencoder": AutoencoderConfig(latent_channels=2, width=8), "autoencoder_steps": 150}
 

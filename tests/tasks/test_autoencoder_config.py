@@ -51,7 +51,7 @@ def test_ours_is_written_as_before(tmp_path: Path) -> None:
 
 
 def test_a_model_of_diffusers_and_a_network_by_class_path(tmp_path: Path) -> None:
-    network = {"class_path": "lit_efficient.models.judges.digit_features.DigitFeatures"}
+    network = {"class_path": "lit_efficient.models.judges.conv_features.DigitFeatures"}
     perceptual = {"network": network, "layers": ["body.0", "body.2"], "weight": 0.5}
     arguments = {"autoencoder": {"config_fields": TINY}, "reconstruction": "smooth", "perceptual": perceptual}
     model = parts(tmp_path, {"class_path": "Autoencoding", "init_args": arguments})

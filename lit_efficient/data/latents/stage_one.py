@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lit_efficient.models.judges.conv_features import ConvFeatures
 from lit_efficient.models.networks.autoencoder import Autoencoder, AutoencoderConfig, autoencoder_loss
-from lit_efficient.models.networks.conv_features import ConvFeatures
 from lit_efficient.surgery import own_draws
 
 KL_WEIGHT = 1e-4

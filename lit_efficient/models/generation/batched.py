@@ -1,9 +1,11 @@
-"""Continue several sequences at once, of any lengths, with any causal network, each as if it were alone.
+"""Text generation for several sequences of any lengths in one batch, with any causal network.
 
-No row is filled up: all are read up to the end of the shortest, then token by token, where a longer one takes its own
-next token instead of a drawn one. So nothing has to be masked, which state-space models could not do, and every
-position is the one that the row has alone. Saves the weights' way through memory for each row but one; costs a step
-for each token by which the longest is longer than the shortest.
+Rows are not padded. All are read up to the end of the shortest, then token by token, where a longer prompt supplies its
+own next token in the place of a drawn one. Nothing has to be masked, which state-space models do not support, and every
+token has the position that it has alone.
+
+Saves: reading the weights from memory for every row but one
+Costs: one step for each token by which the longest prompt exceeds the shortest
 """
 
 import inspect
@@ -20,7 +22,7 @@ from lit_efficient.models.probes.output_head import hidden_states
 
 
 def longest_row(network: nn.Module) -> int:
-    """Most tokens that a `GPT` or a causal model of transformers reads."""
+    """Return the maximum number of tokens that a `GPT` or a causal model of transformers reads."""
     if isinstance(network, GPT):
         return network.config.max_length
     config: Any = network.config
@@ -29,7 +31,7 @@ def longest_row(network: nn.Module) -> int:
 
 
 def arguments_of(network: nn.Module) -> set[str]:
-    """What a call of it takes by name, by itself or by a class that it inherits from."""
+    """Return the argument names of a network's forward, including those of the classes that it inherits from."""
     forwards = [vars(kind)["forward"] for kind in type(network).__mro__ if "forward" in vars(kind)]
     return {name for forward in forwards for name in inspect.signature(forward).parameters}
 
@@ -45,21 +47,26 @@ def continue_rows(
     stop: set[int],
     written: Callable[[int, list[int]], bool] | None = None,
 ) -> list[list[int]]:
-    """What follows each prompt: at most ``max_new_tokens`` ids, up to the first of ``stop``, which is among them.
+    """Continue each prompt by at most ``max_new_tokens`` ids, up to and including the first id in ``stop``.
 
     Unlike ``generate`` of transformers it neither reads nor changes the global random state.
 
     Args:
         network: a `GPT`, or a causal model of transformers.
-        prompts: ids of each, at least one.
-        max_new_tokens: most tokens to add.
-        sampling: how the next token is drawn.
+        prompts: ids of each prompt, at least one.
+        max_new_tokens: maximum number of tokens to add.
+        sampling: parameters of sampling.
         generators: the only source of randomness of each prompt, on the device of the network.
         stop: ids that end a text.
-        written: called after each token with the number of its row and all that is new in it; true ends the row.
+        written: called after each token with the number of its row and all new ids of that row; if it returns true, the
+            row ends.
+
+    Returns:
+        The new ids of each prompt.
     """
     rows = [list(prompt) for prompt in prompts]
-    seen, most = min(map(len, rows)), max(map(len, rows)) + max_new_tokens
+    seen = min(map(len, rows))
+    most = max(map(len, rows)) + max_new_tokens
     ends = [len(row) + max_new_tokens for row in rows]
     device = generators[0].device
     with evaluating(network):
@@ -75,7 +82,7 @@ def continue_rows(
                     ends[i] = len(rows[i])
             if all(len(row) == end for row, end in zip(rows, ends)):
                 return [row[len(prompt) :] for row, prompt in zip(rows, prompts)]
-            # What has ended reads its last token again: nobody looks at it.
+            # A row that has ended reads its last token again, and its logits are ignored.
             pending = torch.tensor([row[min(seen, len(row) - 1)] for row in rows], device=device)[:, None]
             seen += 1
 
@@ -87,43 +94,52 @@ def _drawn(logits: Tensor, row: list[int], how: Sampling, generator: torch.Gener
 
 
 class _Reader:
-    """Reads rows bit by bit, with what the network carries from call to call.
+    """Reads rows piece by piece, and passes on the state that the network returns (keys and values, or recurrent
+    states).
 
-    That has other names for attention and for states of several kinds; it is what the output has and a call takes. Not
-    every network goes on from it as if it had read all at once: one that does not is given all anew for each token.
+    Names of states differ between models: every output that is also an argument is passed on. Some networks compute
+    other logits from a state than from the whole text. Such a network is given the whole text for each token.
     """
 
     def __init__(self, network: nn.Module, most: int, tokens: Tensor) -> None:
         self.network = network
-        self.caches = [KVCache(most) for _ in network.blocks] if isinstance(network, GPT) else None
+        self.caches = None
+        if isinstance(network, GPT):
+            self.caches = [KVCache(most) for _ in network.blocks]
         self.takes = arguments_of(network)
         self.carried: dict[str, Any] = {}
-        self.all: Tensor | None = None  # of a network that carries nothing
+        self.all: Tensor | None = None  # the text so far, for a network whose states are not passed on
         self.carries = self.caches is None and self._goes_on(tokens[torch.arange(12) % len(tokens)].view(2, 6))
 
     def read(self, pending: Tensor) -> Tensor:
-        """Logits ``[B, V]`` behind ``pending`` ``[B, T]``, which follow what was read before."""
+        """Return the logits ``[B, V]`` after ``pending`` ``[B, T]``, which follow the tokens read before."""
         if self.caches is not None:
             last_logits: Tensor = hidden_states(self.network, {"input_ids": pending, "cache": self.caches})[1]
             return last_logits[:, -1]
         if not self.carried:
-            self.all = pending = pending if self.all is None else torch.cat((self.all, pending), 1)
+            if self.all is not None:
+                pending = torch.cat((self.all, pending), 1)
+            self.all = pending
         last = {"logits_to_keep": 1} if "logits_to_keep" in self.takes else {}
         output = self.network(input_ids=pending, use_cache=self.carries, **last, **self.carried)
         if self.carries:
-            self.carried = {name: output[name] for name in output if name in self.takes and output[name] is not None}
+            states = {name: value for name, value in output.items() if name in self.takes}
+            self.carried = {name: value for name, value in states.items() if value is not None}
         logits: Tensor = output.logits[:, -1]
         return logits
 
     def _goes_on(self, rows: Tensor) -> bool:
+        """Return whether the network gives the same logits from its states as from the whole text."""
         self.carries = False
         whole = self.read(rows).float()
-        self.all, self.carries = None, True
+        self.all = None
+        self.carries = True
         try:
             parts = [self.read(part).float() for part in rows.split((4, 1, 1), 1)][-1]
         except Exception:  # each network fails in its own way
             return False
         finally:
-            self.all, self.carried = None, {}
+            self.all = None
+            self.carried = {}
         close = 1e-3 if whole_precision(self.network, rows.device) else 0.1
         return bool((parts - whole).abs().max() <= close * whole.abs().max())

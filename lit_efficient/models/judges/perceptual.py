@@ -1,11 +1,12 @@
-"""How far two images are in the features of a frozen network: what an autoencoder is to keep besides pixels.
+"""Perceptual distance: how different two images are in the features of a frozen network.
 
     d(x, y) = mean over layers of  mean over positions |n(f_l(x)) - n(f_l(y))|^2,    n(v) = v / sqrt(|v|^2 + 1e-6)
 
-With a network trained on images this is LPIPS without its learned weights. With random filters it compares edges and
-textures at three scales, needs no download, and is the weaker judge; it says so by its name.
+It is a term of an autoencoder's loss beside the error of pixels. With a network trained on images it is LPIPS without
+its learned weights. With random filters it compares edges and textures at three scales, needs no download, and is less
+informative.
 
-Costs: two forwards and one backward of the network a step.
+Costs: two forwards and one backward of the network per step.
 Source: Johnson et al. (2016), https://arxiv.org/abs/1603.08155; Zhang et al. (2018), https://arxiv.org/abs/1801.03924.
 """
 
@@ -23,22 +24,22 @@ from lit_efficient.losses.feature_matching import to_tokens
 from lit_efficient.models.libraries.teachers import Teacher, find_teacher
 
 RANDOM = "random"
-_EPS = 1e-6  # keeps the gradient finite where a position has no features at all
+_EPS = 1e-6  # keeps the gradient finite where all features of a position are zero
 _SEED = 0
 
 
 @dataclass(frozen=True)
 class Perceptual:
-    """A perceptual term: whose features, and how much they count.
+    """Options of a perceptual term.
 
     Args:
-        network: ``random``: three layers of fixed random filters, made here; a module, in code or by ``class_path``;
+        network: ``random``: three layers of fixed random filters, built here; a module, in code or by ``class_path``;
             ``data.NAME``, a network of the data module; the folder, hub name or ``config.json`` (random weights) of a
             transformers vision model.
-        layers: Patterns for the ends of the names of the layers to compare, each of one; ``""`` is the network's
-            output. Of ``random`` all three, unless some are named.
-        weight: What the term is multiplied by, at least 0; at 0 it is measured alone.
-        image_size: Side that images are resized to for the network; null: what its config says, else none.
+        layers: Patterns for the ends of the names of the layers to compare, one layer per pattern; ``""`` is the
+            network's output. For ``random`` the default is all three layers.
+        weight: Factor of the term, at least 0; with 0 it is only measured.
+        image_size: Side to which images are resized for the network; null: the size in its config, else no resizing.
     """
 
     network: str | nn.Module = RANDOM
@@ -56,7 +57,7 @@ class Perceptual:
 class RandomFeatures(nn.Module):
     """Fixed random 3x3 filters at full, half and quarter resolution, each followed by a ReLU.
 
-    Weights have the scale that keeps the size of features (He), and come from a generator of their own.
+    The scale of the weights preserves the scale of features (He). They are drawn from a generator of their own.
     """
 
     def __init__(self, channels: int, seed: int = _SEED) -> None:
@@ -72,27 +73,33 @@ class RandomFeatures(nn.Module):
             self.stages.append(nn.Sequential(convolution, nn.ReLU()))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images [B, C, H, W] to features [B, 64, H / 4, W / 4]."""
+        """Map images [B, C, H, W] to features [B, 64, H / 4, W / 4]."""
         for stage in self.stages:
             images = stage(images)
         return images
 
 
 def feature_distance(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Tensor:
-    """The distance of features by layer, each [B, D, H, W], [B, N, D] or [B, D]: a scalar, in [0, 4], in float32."""
+    """Return the distance of features by layer, each [B, D, H, W], [B, N, D] or [B, D], as a float32 scalar in [0,
+    4].
+    """
     return torch.stack(
         [(_direction(ours[layer]) - _direction(theirs[layer])).square().sum(-1).mean() for layer in theirs]
     ).mean()
 
 
 def perceptual_distance(network: Teacher, images: Tensor, target: Tensor) -> Tensor:
-    """The distance of images [B, C, H, W] in [-1, 1] to others; gradients flow to the first."""
+    """Return the distance of images [B, C, H, W] in [-1, 1] to ``target``, as a scalar. Gradients flow to ``images``
+    only.
+    """
     return feature_distance(network.of_images(images, gradients=True), network.of_images(target))
 
 
 def find_network(spec: Perceptual, channels: int, data: Any, who: str) -> Teacher:
-    """The frozen network that a term names; random filters need the channels of the images."""
-    network = RandomFeatures(channels) if spec.network == RANDOM else spec.network
+    """Return the frozen network of a perceptual term. Random filters need the channels of the images."""
+    network = spec.network
+    if network == RANDOM:
+        network = RandomFeatures(channels)
     layers = spec.layers or ["stages.0", "stages.1", "stages.2"]
     return find_teacher(
         network, layers, who=f"{who}: perceptual", data=data, image_size=spec.image_size, argument="layers"
@@ -106,13 +113,13 @@ def _direction(features: Tensor) -> Tensor:
 
 
 def pixel_distance(images: Tensor, target: Tensor, kind: str) -> Tensor:
-    """Mean over elements of a distance of pixels, in float32.
+    """Return the mean over elements of a distance of pixels, in float32.
 
     Args:
         images: Any shape.
         target: The same shape.
-        kind: ``l2``: e^2; ``l1``: |e|; ``smooth``: Huber's, quadratic up to an error of 0.1 (of a range of 2) and
-            linear from there, with the slope 1.
+        kind: ``l2``: e^2; ``l1``: |e|; ``smooth``: Huber's distance, quadratic up to an error of 0.1 (in a range of 2)
+            and linear beyond, with slope 1.
     """
     images, target = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (images, target))
     if kind == "l1":

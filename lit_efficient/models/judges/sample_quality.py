@@ -1,12 +1,13 @@
-"""How far generated images are from real ones, in the features of any network.
+"""Distances between sets of generated and of real images, in the features of any network.
 
     Fréchet   d^2 = |m1 - m2|^2 + trace(C1 + C2 - 2 (C1 C2)^(1/2))         means and covariances
-    kernel    E k(x, x') + E k(y, y') - 2 E k(x, y),   k = (x.y / D + 1)^3   unbiased, so right for few samples, too
+    kernel    E k(x, x') + E k(y, y') - 2 E k(x, y),   k = (x.y / D + 1)^3   unbiased, so valid for few samples, too
 
-Only with one particular Inception network as the features are these the FID and the KID; the names here say no more
-than is true. Values compare only with values of the same network.
+These are FID and KID only if the features are those of one particular Inception network, and are named differently
+here. Values are comparable only between runs with the same network.
 
-Source: Heusel et al. (2017), https://arxiv.org/abs/1706.08500; Binkowski et al. (2018), https://arxiv.org/abs/1801.01401.
+Source: Heusel et al. (2017), https://arxiv.org/abs/1706.08500; Binkowski et al. (2018),
+https://arxiv.org/abs/1801.01401.
 """
 
 import warnings
@@ -21,21 +22,21 @@ _KERNEL_SEED = 0
 
 @torch.no_grad()
 def feature_distances(features: nn.Module, real: Tensor, images: Tensor) -> dict[str, float]:
-    """Distances of generated images to real ones; torchmetrics computes them. Leaves the global generator alone.
+    """Return distances of generated images to real ones, by torchmetrics, without changing the global random state.
 
     Args:
-        features: Images [N, C, H, W] to features [N, D], in evaluation mode. It has ``num_features``, which is D.
-        real: Real images, [N, C, H, W], N >= 2, as ``features`` takes them.
+        features: Maps images [N, C, H, W] to features [N, D], in evaluation mode. Its ``num_features`` is D.
+        real: Real images, [N, C, H, W], N >= 2, in the format that ``features`` takes.
         images: Generated images, [M, C, H, W], M >= 2.
 
     Returns:
-        ``frechet_distance`` and ``kernel_distance``, lower is better. The latter is unbiased, and may fall below 0.
+        ``frechet_distance`` and ``kernel_distance``, lower is better. The latter is unbiased, and may be negative.
     """
     from torchmetrics.image.fid import FrechetInceptionDistance
     from torchmetrics.image.kid import KernelInceptionDistance
 
-    # Every process holds all samples. One subset of as many as both have: the estimate does not depend on the draw
-    # of generated images, and torchmetrics draws subsets from the global generator.
+    # Every process holds all samples, so that metrics are not synchronised. torchmetrics draws subsets from the global
+    # generator. One subset as large as the smaller set makes the estimate independent of that draw.
     size = min(len(real), len(images))
     frechet = FrechetInceptionDistance(feature=features, sync_on_compute=False)
     with warnings.catch_warnings():
@@ -50,7 +51,7 @@ def feature_distances(features: nn.Module, real: Tensor, images: Tensor) -> dict
 
 
 def distances_of_features(real: Tensor, generated: Tensor) -> dict[str, float]:
-    """The same of features that are computed already.
+    """Return the same distances for features that are computed already.
 
     Args:
         real: Features of real images, [N, D], N >= 2.
@@ -60,7 +61,7 @@ def distances_of_features(real: Tensor, generated: Tensor) -> dict[str, float]:
 
 
 class _Given(nn.Identity):
-    """A feature network for features."""
+    """Feature network that returns features unchanged."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__()

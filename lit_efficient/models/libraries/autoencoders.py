@@ -1,11 +1,11 @@
-"""Every autoencoder of images behind one interface: ours, and diffusers' AutoencoderKL, AutoencoderTiny, AutoencoderDC.
+"""Image autoencoders behind one interface: ours, and diffusers' AutoencoderKL, AutoencoderTiny and AutoencoderDC.
 
     encode: images [B, C, H, W] in [-1, 1] -> mean, logvar [B, c, H / f, W / f];    logvar None: a deterministic encoder
     decode: latents [B, c, h, w] -> images [B, C, f h, f w], about in [-1, 1]
 
-AutoencoderTiny imitates another VAE: what it encodes to and decodes from are that one's *scaled* latents.
+AutoencoderTiny imitates another VAE: it encodes to, and decodes from, that VAE's *scaled* latents.
 
-Costs: what the model holds; `encode` and `decode` take a batch whole, so the caller cuts it as memory allows.
+Costs: the model's memory; `encode` and `decode` process the whole batch, so the caller splits it as memory allows.
 Source: Rombach et al. (2022), https://arxiv.org/abs/2112.10752 (KL); https://github.com/madebyollin/taesd (Tiny); Chen
     et al. (2024), https://arxiv.org/abs/2410.10733 (DC).
 """
@@ -30,31 +30,33 @@ from lit_efficient.models.libraries.diffusers_model import (
 from lit_efficient.models.networks.autoencoder import Autoencoder, AutoencoderConfig, check_images, sample_posterior
 
 AutoencoderSpec = AutoencoderConfig | DiffusersModelConfig | str
-CHECKPOINT_KEY = "autoencoding"  # in checkpoints of `Autoencoding`: the `stored_config`
+CHECKPOINT_KEY = "autoencoding"  # key of the `stored_config` in checkpoints of `Autoencoding`
 _KINDS = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC")
 _WITH_POSTERIOR = ("AutoencoderKL",)
-# Fields that say how latents are used, not what encoder and decoder compute.
+# Fields that describe the use of latents, and do not change the results of encoder and decoder.
 _USAGE = {"scaling_factor", "shift_factor", "latents_mean", "latents_std", "sample_size", "force_upcast"}
 
 
 @runtime_checkable
 class ImageAutoencoder(Protocol):
-    """An ``nn.Module`` that turns images into latents and back."""
+    """Interface of an ``nn.Module`` that maps images to latents and back."""
 
     image_channels: int
     latent_channels: int
     factor: int  # pixels per latent position, on each side
-    source: DiffusersModelConfig | str | None  # what builds it again, weights included
+    source: DiffusersModelConfig | str | None  # description from which it can be built again, with its weights
 
     def encode(self, x: Tensor, /) -> tuple[Tensor, Tensor | None]:
-        """Images [B, C, H, W] in [-1, 1] to the posterior's mean and log-variance; None of a deterministic encoder."""
+        """Map images [B, C, H, W] in [-1, 1] to mean and log-variance of the posterior; None for a deterministic
+        encoder.
+        """
 
     def decode(self, z: Tensor, /) -> Tensor:
-        """Latents [B, c, h, w] to images [B, C, factor h, factor w]."""
+        """Map latents [B, c, h, w] to images [B, C, factor h, factor w]."""
 
 
 class DiffusersAutoencoder(nn.Module):
-    """One of diffusers' image autoencoders. Parameters are named ``network.<diffusers' names>``.
+    """Image autoencoder of diffusers. Parameters are named ``network.<diffusers' names>``.
 
     Args:
         network: An ``AutoencoderKL``, ``AutoencoderTiny`` or ``AutoencoderDC``.
@@ -72,27 +74,29 @@ class DiffusersAutoencoder(nn.Module):
 
     @property
     def deterministic(self) -> bool:
-        """Whether the encoder gives no variance."""
+        """Return whether the encoder returns no variance."""
         return _kind(self.network).__name__ not in _WITH_POSTERIOR
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Images [B, C, H, W] in [-1, 1] to mean and logvar (or None) [B, c, H / factor, W / factor]."""
+        """Map images [B, C, H, W] in [-1, 1] to mean and logvar (or None) [B, c, H / factor, W / factor]."""
         check_images(x, self, _kind(self.network).__name__)
         self._check_checkpointing()
         encoded = self.network.encode(self._as_weights(x), return_dict=False)[0]
-        return (encoded, None) if self.deterministic else (encoded.mean, encoded.logvar)
+        if self.deterministic:
+            return encoded, None
+        return encoded.mean, encoded.logvar
 
     def decode(self, z: Tensor) -> Tensor:
-        """Latents [B, c, h, w] to images [B, C, factor h, factor w], about in [-1, 1] (not clamped)."""
+        """Map latents [B, c, h, w] to images [B, C, factor h, factor w], about in [-1, 1] (not clamped)."""
         return self.network.decode(self._as_weights(z), return_dict=False)[0]
 
     def forward(self, x: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Images to (reconstruction through one posterior sample, mean, logvar or None)."""
+        """Return the reconstruction from one posterior sample, mean, and logvar or None of images."""
         mean, logvar = self.encode(x)
         return self.decode(sample_posterior(mean, logvar, generator)), mean, logvar
 
     def _check_checkpointing(self) -> None:
-        """Refuse what diffusers computes wrongly: a Tiny encoder that checkpoints itself gets images in [-1, 1]."""
+        """Refuse a Tiny encoder with gradient checkpointing: diffusers then computes another function."""
         encoder = self.network.encoder
         if _kind(encoder).__name__ == "EncoderTiny" and encoder.gradient_checkpointing and torch.is_grad_enabled():
             raise ConfigurationError(
@@ -101,23 +105,24 @@ class DiffusersAutoencoder(nn.Module):
             )
 
     def _as_weights(self, x: Tensor) -> Tensor:
-        """In the weights' format, unless autocast chooses one for each operation."""
+        """Convert ``x`` to the weights' format, unless autocast chooses a format for each operation."""
         device = x.device.type
-        chosen = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        return x if chosen else x.to(next(self.network.parameters()).dtype)
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            return x
+        return x.to(next(self.network.parameters()).dtype)
 
 
 def build_autoencoder(spec: AutoencoderSpec) -> ImageAutoencoder:
-    """The autoencoder that a specification describes, in training mode.
+    """Build the autoencoder that a specification describes, in training mode.
 
     Args:
-        spec: The shape of ours (random weights, from the global generator); a model of diffusers; or the path of a
-            checkpoint of `Autoencoding`, of either: with the weights that its ``state_dict`` holds, which are the
-            average in a checkpoint of weights alone of a run with `EMA`, and raw in a full one.
+        spec: The sizes of ours (random weights, from the global generator); a model of diffusers; or the path of a
+            checkpoint of `Autoencoding`, with either kind. The weights are those of the checkpoint's ``state_dict``: in
+            a run with `EMA` the average if the checkpoint holds weights only, and the raw weights if it is a full one.
 
     Raises:
-        ConfigurationError: For a class that is no image autoencoder.
-        CheckpointError: For a file that is no checkpoint of `Autoencoding`.
+        ConfigurationError: For a class that is not an image autoencoder.
+        CheckpointError: For a file that is not a checkpoint of `Autoencoding`.
     """
     if isinstance(spec, AutoencoderConfig):
         return Autoencoder(spec)
@@ -130,10 +135,10 @@ def build_autoencoder(spec: AutoencoderSpec) -> ImageAutoencoder:
 
 
 def check_kind(spec: DiffusersModelConfig) -> str:
-    """The name of the model's class, which must be an image autoencoder's.
+    """Return the name of the model's class, which must be an image autoencoder's.
 
     Raises:
-        ConfigurationError: If it is another one.
+        ConfigurationError: If it is another class.
     """
     name = str(resolve(spec)["_class_name"])
     check_choice("autoencoder", f"the _class_name of {spec.described!r}", name, _KINDS)
@@ -141,17 +146,21 @@ def check_kind(spec: DiffusersModelConfig) -> str:
 
 
 def is_deterministic(spec: AutoencoderConfig | DiffusersModelConfig) -> bool:
-    """Whether the encoder that is described gives no variance."""
+    """Return whether the encoder that is described returns no variance."""
     return isinstance(spec, DiffusersModelConfig) and check_kind(spec) not in _WITH_POSTERIOR
 
 
 def as_spec(stored: Mapping[str, Any]) -> AutoencoderConfig | DiffusersModelConfig:
-    """The specification that a checkpoint keeps as a dictionary."""
-    return AutoencoderConfig(**stored) if "latent_channels" in stored else DiffusersModelConfig(**stored)
+    """Return the specification that a checkpoint stores as a dictionary."""
+    if "latent_channels" in stored:
+        return AutoencoderConfig(**stored)
+    return DiffusersModelConfig(**stored)
 
 
 def whole_config(network: nn.Module) -> dict[str, Any]:
-    """A diffusers model's configuration with ``_class_name``, as JSON could hold it; `from_fields` builds it again."""
+    """Return the configuration of a diffusers model with ``_class_name``, in types that JSON has. `from_fields`
+    rebuilds the model.
+    """
     kind: Any = _kind(network)
     check_choice("autoencoder", "the model", kind.__name__, _KINDS)
     config: Any = network.config
@@ -160,7 +169,7 @@ def whole_config(network: nn.Module) -> dict[str, Any]:
 
 
 def stored_config(autoencoder: ImageAutoencoder) -> dict[str, Any]:
-    """What checkpoints keep, beside weights, to build it again: see `empty_autoencoder`."""
+    """Return the configuration that checkpoints store beside the weights, for `empty_autoencoder`."""
     if isinstance(autoencoder, DiffusersAutoencoder):
         return whole_config(autoencoder.network)
     assert isinstance(autoencoder, Autoencoder)
@@ -168,46 +177,47 @@ def stored_config(autoencoder: ImageAutoencoder) -> dict[str, Any]:
 
 
 def description(stored: Mapping[str, Any]) -> str:
-    """What besides the weights decides what a model of diffusers computes, as text; of ours the weights say all.
+    """Return, as text, all that decides the results of a diffusers model besides its weights; empty for ours.
 
-    Fields that have the class's default are left out: a later version of diffusers may add some.
+    Fields with the class's default are left out, because a later version of diffusers may add fields.
     """
     if "_class_name" not in stored:
         return ""
     usual = inspect.signature(model_class(stored["_class_name"]).__init__).parameters
-    own = {
-        name: value
-        for name, value in stored.items()
-        if name == "_class_name" or (name not in _USAGE and json.dumps(value) != json.dumps(usual[name].default))
-    }
+    own = {"_class_name": stored["_class_name"]}
+    for name, value in stored.items():
+        if name in usual and name not in _USAGE and json.dumps(value) != json.dumps(usual[name].default):
+            own[name] = value
     return json.dumps(own, sort_keys=True)
 
 
 def declared_statistics(autoencoder: ImageAutoencoder) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation [c] of latents that the model's configuration states; of ours 0 and 1.
+    """Return mean and standard deviation [c] of latents that the model's configuration declares; 0 and 1 for ours.
 
-    As in diffusers' pipelines: ``(z - latents_mean) scaling_factor / latents_std`` where these are given, and
-    ``(z - shift_factor) scaling_factor`` otherwise. AutoencoderTiny's latents are scaled as they are.
+    They are those of diffusers' pipelines: ``(z - latents_mean) scaling_factor / latents_std`` where these are given,
+    and ``(z - shift_factor) scaling_factor`` otherwise. AutoencoderTiny's latents are scaled already.
     """
     channels = autoencoder.latent_channels
     if not isinstance(autoencoder, DiffusersAutoencoder):
         return torch.zeros(channels), torch.ones(channels)
     config = whole_config(autoencoder.network)
     scale = float(config["scaling_factor"])
-    mean, std = config.get("latents_mean"), config.get("latents_std")
+    mean = config.get("latents_mean")
+    std = config.get("latents_std")
     if mean is not None and std is not None:
         return torch.tensor(mean, dtype=torch.float32), torch.tensor(std, dtype=torch.float32) / scale
-    return torch.full((channels,), float(config.get("shift_factor") or 0.0)), torch.full((channels,), 1.0 / scale)
+    shift = float(config.get("shift_factor") or 0.0)
+    return torch.full((channels,), shift), torch.full((channels,), 1.0 / scale)
 
 
 def _kind(network: nn.Module) -> type:
-    """Its class as diffusers has it, whatever techniques and FSDP have mixed in."""
+    """Return the network's class in diffusers, without the classes that techniques and FSDP have mixed in."""
     cls = type(network)
     return next((kind for kind in cls.__mro__ if kind.__module__.startswith("diffusers.")), cls)
 
 
 def _shape(config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Channels of images, channels of latents, and factor, of a whole configuration."""
+    """Return the channels of images, the channels of latents, and the factor of a whole configuration."""
     name = str(config["_class_name"])
     if name == "AutoencoderKL":
         down, up = (2 ** (len(config[key]) - 1) for key in ("down_block_types", "up_block_types"))
@@ -216,7 +226,8 @@ def _shape(config: Mapping[str, Any]) -> tuple[int, int, int]:
         up = config["upsampling_scaling_factor"] ** (len(config["decoder_block_out_channels"]) - 1)
     else:
         down, up = (2 ** _halvings(config[f"{side}_layers_per_block"]) for side in ("encoder", "decoder"))
-    taken, given = config["in_channels"], config.get("out_channels", config["in_channels"])
+    taken = config["in_channels"]
+    given = config.get("out_channels", taken)
     if (taken, down) != (given, up):
         raise ConfigurationError(
             f"{name}: the decoder must undo the encoder, which takes {taken} channels and makes them {down} times "
@@ -226,17 +237,22 @@ def _shape(config: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def _halvings(layers: Sequence[int]) -> int:
-    """Of AutoencoderDC: one after each stage but the last; a stage without layers has none, the first one its own."""
-    return sum(1 for count in layers[:-1] if count > 0) + (1 if layers[0] == 0 else 0)
+    """Return the number of halvings in AutoencoderDC: one after each stage but the last that has layers, and one more
+    in the first stage if that has none.
+    """
+    return sum(count > 0 for count in layers[:-1]) + (layers[0] == 0)
 
 
 def empty_autoencoder(stored: Mapping[str, Any], weights: Mapping[str, Tensor], source: str) -> ImageAutoencoder:
-    """An autoencoder around tensors that a file brings; draws no random number and copies nothing.
+    """Build an autoencoder around the tensors of a file, without drawing random numbers or copying.
 
-    ``stored`` has the fields of an `AutoencoderConfig`, or a whole configuration with ``_class_name``.
+    Args:
+        stored: Fields of an `AutoencoderConfig`, or a whole configuration with ``_class_name``.
+        weights: The tensors, by name.
+        source: Origin of the weights, for the error.
 
     Raises:
-        CheckpointError: If the weights, which are of ``source``, do not fit.
+        CheckpointError: If the weights do not fit.
     """
     made: Autoencoder | DiffusersAutoencoder
     with torch.device("meta"):
@@ -258,8 +274,7 @@ def _from_checkpoint(path: str) -> ImageAutoencoder:
     from lit_efficient.files.checkpoints import read
 
     checkpoint = read(path)
-    # Before there was a choice of autoencoders the hyper-parameters said all.
-    stored = checkpoint.get(CHECKPOINT_KEY) or checkpoint.get("hyper_parameters", {}).get("autoencoder")
+    stored = checkpoint.get(CHECKPOINT_KEY)
     prefix = "autoencoder."
     weights = {k.removeprefix(prefix): t for k, t in checkpoint["state_dict"].items() if k.startswith(prefix)}
     if not isinstance(stored, dict) or not weights:

@@ -1,4 +1,4 @@
-"""Every network that latent diffusion trains, behind two functions: one that builds it and one that calls it.
+"""Networks for latent diffusion behind two functions: one builds a network, the other calls it.
 
     prediction [B, C, H, W] = call_backbone(network, x, t, condition)
 
@@ -9,7 +9,7 @@
                  PixArtTransformer2DModel, SanaTransformer2DModel      text
                  SD3Transformer2DModel, FluxTransformer2DModel         text and pooled text
 
-The network is the model itself, with its own parameter names: checkpoints, adapters and exports are the model's.
+The network is the model itself, without a wrapper: checkpoints, adapters and exports have the model's parameter names.
 
 Source: https://huggingface.co/docs/diffusers/main/en/api/models/overview.
 """
@@ -33,42 +33,44 @@ BackboneSpec = DiTConfig | DiffusersModelConfig
 
 
 def build_backbone(spec: BackboneSpec, empty: bool = False) -> nn.Module:
-    """The network that ``spec`` describes, in training mode. Random weights come from torch's global generator.
+    """Build the network that ``spec`` describes, in training mode. Random weights come from torch's global generator.
 
-    ``empty`` leaves the weights, where that can be, to ``fill_waiting`` of
-    :mod:`lit_efficient.distributed.weight_slices`.
+    Args:
+        spec: Description of the network.
+        empty: Whether to leave the weights to ``fill_waiting`` of :mod:`lit_efficient.distributed.weight_slices`, where
+            the network supports that.
 
     Raises:
         ConfigurationError: For a model that cannot be a backbone, or cannot be built or loaded.
     """
     if isinstance(spec, DiTConfig):
         return built_empty(lambda: DiT(spec)) if empty else DiT(spec)
-    shape_of(spec)
-    return diffusers_backbones.prepared((build_empty(spec) if empty else None) or build(spec), spec)
+    shape_of(spec)  # refuses models that cannot be a backbone
+    network = build_empty(spec) if empty else None
+    return diffusers_backbones.prepared(network or build(spec), spec)
 
 
 def call_backbone(
     network: nn.Module, x: Tensor, t: Tensor, condition: Condition, process: Schedule | DiffusionProcess = "flow"
 ) -> Tensor:
-    """The prediction [B, C, H, W] of a network, without the channels of a learned variance.
+    """Return the prediction [B, C, H, W] of a network, without the channels of a learned variance.
 
     Args:
-        network: What `build_backbone` has built.
-        x: Noisy latents, [B, C, H, W], scaled as the network is to see them.
-        t: Times, [B] in [0, 1]; the network gets what it expects: ours the process's ``network_time``, those of
-            diffusers the ``timestep`` of its pipelines.
-        condition: What it gets besides; just what its `shape_of` asks for.
-        process: The process that it is trained on.
+        network: Result of `build_backbone`.
+        x: Noisy latents, [B, C, H, W], scaled for the network.
+        t: Times, [B] in [0, 1]. Our network receives the process's ``network_time``, networks of diffusers the
+            ``timestep`` of their pipelines.
+        condition: Conditions; exactly the parts that the network's `shape_of` names.
+        process: Diffusion process on which the network is trained.
     """
     process = as_process(process)
     if isinstance(network, DiT):
-        text = {} if condition.text is None else {"context": condition.text, "context_mask": condition.mask}
-        return network(x, process.network_time(t), condition.labels, **text)
+        return network(x, process.network_time(t), condition.labels, condition.text, condition.mask)
     return diffusers_backbones.call(network, x, process.timestep(t), condition)
 
 
 def shape_of(spec: BackboneSpec) -> BackboneShape:
-    """What a network takes, from its description alone: nothing is built.
+    """Return a network's inputs from its description, without building it.
 
     Raises:
         ConfigurationError: For a model that cannot be a backbone.
@@ -87,12 +89,16 @@ def shape_of(spec: BackboneSpec) -> BackboneShape:
 
 
 def as_spec(stored: Mapping[str, Any]) -> BackboneSpec:
-    """The description that a checkpoint holds as a dictionary."""
-    return rebuild(DiffusersModelConfig, stored) if "config_fields" in stored else rebuild(DiTConfig, stored)
+    """Return the description that a checkpoint holds as a dictionary."""
+    if "config_fields" in stored:
+        return rebuild(DiffusersModelConfig, stored)
+    return rebuild(DiTConfig, stored)
 
 
 def self_contained(spec: BackboneSpec) -> dict[str, Any]:
-    """The description as a dictionary that names no file: with it, a checkpoint with all weights is enough."""
+    """Return the description as a dictionary without paths, which together with all weights is enough to rebuild the
+    network.
+    """
     if isinstance(spec, DiTConfig):
         return asdict(spec)
     return asdict(diffusers_backbones.self_contained(spec))

@@ -1,4 +1,4 @@
-"""Captions as token ids of a fixed length, by any fast tokenizer; and one that needs no files: a token a byte."""
+"""Tokenizers of captions, which return ids of one fixed length; one of them needs no files and has a token per byte."""
 
 import warnings
 from pathlib import Path
@@ -12,9 +12,16 @@ from lit_efficient.files.sums import check_sums
 
 
 class CaptionTokens:
-    """A tokenizer of the library ``tokenizers`` that cuts and pads to one length, special tokens included.
+    """Tokenizer of the library ``tokenizers`` that truncates and pads to one length, special tokens included.
 
-    It warns once of captions that are cut; the token of the id ``end``, if there is one, ends a text.
+    It warns about the first caption that is truncated.
+
+    Args:
+        json: The tokenizer in the format of the library.
+        pad: Id of the padding.
+        end: Id of the token that ends a text, or ``None``.
+        length: Length of the result.
+        side: Side of the padding.
     """
 
     def __init__(self, json: str, pad: int, end: int | None, length: int, side: Literal["right", "left"]) -> None:
@@ -32,11 +39,14 @@ class CaptionTokens:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids."""
+        """Return the number of token ids."""
         return self._tokenizer.get_vocab_size()
 
     def encode(self, caption: str) -> tuple[Tensor, Tensor]:
-        """Ids [L] int64 and which of them are no padding [L] bool: one at least, or nothing could be attended to."""
+        """Return ids [L] int64, and true for tokens that are not padding [L] bool.
+
+        A caption without tokens gets one true padding token, since attention needs at least one.
+        """
         encoding = self._tokenizer.encode(caption)
         if encoding.overflowing and not self._warned:
             self._warned = True
@@ -47,22 +57,30 @@ class CaptionTokens:
             )
         ids = encoding.ids or [self.pad]
         missing = self.length - len(ids)
-        row, seen = torch.tensor(ids), torch.ones(len(ids), dtype=torch.bool)
+        row = torch.tensor(ids)
+        seen = torch.ones(len(ids), dtype=torch.bool)
         sides = (0, missing) if self.side == "right" else (missing, 0)
         return torch.nn.functional.pad(row, sides, value=self.pad), torch.nn.functional.pad(seen, sides)
 
     def state(self) -> dict[str, Any]:
-        """The arguments, as primitives."""
+        """Return the constructor's arguments."""
         return {name: getattr(self, name) for name in ("json", "pad", "end", "length", "side")}
 
 
 def load_tokenizer(
     name: str, subfolder: str, revision: str | None, length: int, side: Literal["right", "left"]
 ) -> CaptionTokens:
-    """The tokenizer of that name: ``bytes``, a ``tokenizer.json``, a folder, or a hub's name.
+    """Load a tokenizer.
+
+    Args:
+        name: ``bytes``, a ``tokenizer.json``, a folder, or a name on a hub.
+        subfolder: Folder of the tokenizer in a pipeline.
+        revision: Branch, tag or commit on a hub.
+        length: Length of encoded captions, in tokens.
+        side: Side of the padding.
 
     Raises:
-        ConfigurationError: If there is none, or it is not one of the library ``tokenizers``.
+        ConfigurationError: If there is no tokenizer, or it is not one of the library ``tokenizers``.
     """
     if name == "bytes":
         return CaptionTokens(_bytes(), 0, 1, length, side)
@@ -83,11 +101,15 @@ def load_tokenizer(
         raise refusal("TextEncoderConfig", "captions.tokenizer", allowed, f"{name}/{subfolder}".rstrip("/")) from error
     end = tokenizer.eos_token_id
     pad = tokenizer.pad_token_id
-    return CaptionTokens(json, pad if pad is not None else end or 0, end, length, side)
+    if pad is None:
+        pad = end or 0
+    return CaptionTokens(json, pad, end, length, side)
 
 
 def _bytes() -> str:
-    """Padding is 0, the end 1, and byte b is b + 2; the end closes every caption."""
+    """Return a tokenizer in which padding is 0, the end token 1, and byte b is b + 2. The end token follows every
+    caption.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
     symbols = _byte_symbols()
@@ -101,7 +123,9 @@ def _bytes() -> str:
 
 
 def _byte_symbols() -> list[str]:
-    """The visible character that ``tokenizers`` writes for each byte: itself where it is one, else from 256 on."""
+    """Return the visible character that ``tokenizers`` uses for each byte: itself if visible, else one from code 256
+    on.
+    """
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in visible else chr(next(others)) for byte in range(256)]

@@ -1,8 +1,9 @@
-"""Any causal language model of Hugging Face: its weights from a hub or a folder, or random ones for a configuration.
+"""Causal language models of transformers: weights from a hub or a folder, or random weights for a configuration.
 
 A folder's weights are read from safetensors into a model that was built on the meta device, so that they are in memory
-once; code that a repository brings along is never run. Costs what the model holds: 4, 2 or about 0.5 bytes a parameter
-in float32, bfloat16 or NF4.
+only once. Code in a repository is never run.
+
+Costs: the model's memory, 4, 2 or about 0.5 bytes per parameter in float32, bfloat16 or NF4
 Source: https://huggingface.co/docs/transformers/main/en/main_classes/model.
 """
 
@@ -26,32 +27,42 @@ from lit_efficient.internals.hugging_face import causal_model_of, from_config
 from lit_efficient.internals.hugging_face_loading import Replacing, empty_from_config, replacing_config
 from lit_efficient.internals.torch_fake import detect_fake_mode
 from lit_efficient.internals.torch_modules import exchange
-from lit_efficient.models.libraries.bounds import check_bounds
-from lit_efficient.models.libraries.config_fields import check_names, check_values, check_whole, meant, read_by_others
+from lit_efficient.models.libraries.config_fields import (
+    check_bounds,
+    check_names,
+    check_values,
+    check_whole,
+    meant,
+    read_by_others,
+)
 from lit_efficient.models.probes.read_weights import read_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 Primitive = bool | int | float | str | None
+_KEPT = 2  # maximum number of rows of a table that no position uses: OPT's first two, RoBERTa's for padding
 
 
 @dataclass(frozen=True)
 class CausalLMConfig:
-    """A causal language model of Hugging Face, by name or by configuration.
+    """Causal language model of transformers, by name or by configuration.
 
     Args:
-        name_or_path: a hub's name or a local folder; None builds from ``config_fields`` alone.
-        config_fields: fields of the model's configuration that replace the named one's; without ``name_or_path`` the
-            whole configuration, with ``model_type`` (``llama``, ``qwen3``, ...). ``vocab_size`` left out is the data's.
+        name_or_path: a name on a hub or a local folder; None builds the model from ``config_fields`` alone.
+        config_fields: fields that replace those of the named model's configuration; without ``name_or_path`` the whole
+            configuration, with ``model_type`` (``llama``, ``qwen3``, ...). Without ``vocab_size`` it is taken from the
+            data.
         random_weights: draw new weights although ``name_or_path`` has some.
-        revision: branch, tag or commit of a hub's repository; a commit is what never changes.
-        dtype: number format of the weights; ``auto`` is that of the files.
-        quantize: load the linear layers in 4 bits (NF4, double quantisation) or 8, without the float weights ever being
-            in memory whole; the head stays. Only for weights that are loaded; for random ones use `QuantizeBase`.
-        resize_vocabulary: give the embeddings and the head a row for each token id of the data that the model lacks; it
-            begins as the mean of the others. What LoRA leaves frozen is not learned: name them in ``modules_to_save``.
-        attention: kernel by transformers' name: ``sdpa``, ``eager``, ``flash_attention_2``, ...; None is its choice.
+        revision: branch, tag or commit of a hub's repository; only a commit never changes.
+        dtype: number format of the weights; ``auto`` is the format of the files.
+        quantize: load the linear layers in 4 bits (NF4, double quantisation) or 8, so that the float weights are never
+            in memory as a whole; the head stays in float. Only for weights that are loaded; use `QuantizeBase` for
+            random ones.
+        resize_vocabulary: add a row to embeddings and head for each token id of the data that the model lacks; a new
+            row starts as the mean of the others. LoRA freezes them unless ``modules_to_save`` names them.
+        attention: attention kernel by transformers' name: ``sdpa``, ``eager``, ``flash_attention_2``, ...; None is
+            transformers' choice.
     """
 
     name_or_path: str | None = None
@@ -82,20 +93,22 @@ class CausalLMConfig:
 
     @property
     def draws_weights(self) -> bool:
-        """Whether the weights are random."""
+        """Return whether the weights are random."""
         return self.name_or_path is None or self.random_weights
 
     @property
     def takes_vocabulary(self) -> bool:
-        """Whether the number of token ids is the data's."""
+        """Return whether the number of token ids is taken from the data."""
         return self.draws_weights and "vocab_size" not in (self.config_fields or {})
 
 
 def resolve(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) -> "PretrainedConfig":
-    """The whole configuration of the model that the user asked for.
+    """Return the whole configuration of the model that the user asked for.
 
-    ``from_data`` has ``vocab_size`` and ids of special tokens (``eos_token_id``, ...), taken where random weights are
-    drawn and ``spec.config_fields`` says nothing of them.
+    Args:
+        spec: Description of the model.
+        from_data: ``vocab_size`` and ids of special tokens (``eos_token_id``, ...), used for random weights where
+            ``spec.config_fields`` does not set them.
 
     Raises:
         ConfigurationError: for a name that has no configuration, or an unknown model type or field.
@@ -111,10 +124,11 @@ def resolve(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) ->
     declared = declared_fields(known)
     given = getattr(known, "__dataclass_fields__", {})
     check_values("CausalLMConfig", changed, {name: getattr(one, "default", None) for name, one in given.items()})
-    if spec.draws_weights:  # not every family has all special tokens
-        changed = {**{name: value for name, value in (from_data or {}).items() if name in declared}, **changed}
-    if "num_hidden_layers" in changed:  # derived from it again
-        stored.pop("layer_types", None)
+    if spec.draws_weights:
+        own = {name: value for name, value in (from_data or {}).items() if name in declared}  # a family may lack some
+        changed = own | changed
+    if "num_hidden_layers" in changed:
+        stored.pop("layer_types", None)  # transformers derives it from the new number of layers
     parts = [f"name_or_path {spec.name_or_path!r}"] * (spec.name_or_path is not None)
     parts += ["config_fields"] * bool(changed)
     with read_by_others(f"CausalLMConfig: {' and '.join(parts)} do not make a {kind}", changed):
@@ -129,13 +143,13 @@ def resolve(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) ->
 
 
 def declared_fields(kind: Any) -> set[str]:
-    """The fields that a class of configurations of transformers names."""
+    """Return the names of the fields that a configuration class of transformers declares."""
     parameters = inspect.signature(kind.__init__).parameters
     return {*dir(kind), *getattr(kind, "__dataclass_fields__", ()), *kind.attribute_map, *parameters}
 
 
 def _read_names(config: "PretrainedConfig") -> set[str]:
-    """What a model asks its configuration for while it is built: some fields are read and declared nowhere."""
+    """Return the names that a model reads from its configuration while it is built; some are declared nowhere."""
     asked = set[str]()
     kind = type(config)
 
@@ -156,7 +170,8 @@ def _read_names(config: "PretrainedConfig") -> set[str]:
 def _stored(spec: CausalLMConfig) -> dict[str, Any]:
     from transformers import PretrainedConfig
 
-    if (missing := missing_folder(spec.name_or_path or "")) is not None:
+    missing = missing_folder(spec.name_or_path or "")
+    if missing is not None:
         raise ConfigurationError(f"CausalLMConfig: name_or_path: {missing}")
     check_sums(spec.name_or_path, weights=False)
     with read_by_others(f"CausalLMConfig: name_or_path {spec.name_or_path!r} has no configuration that can be read"):
@@ -167,13 +182,16 @@ def _stored(spec: CausalLMConfig) -> dict[str, Any]:
 def build(
     spec: CausalLMConfig, from_data: Mapping[str, int] | None = None, replacing: Replacing | None = None
 ) -> "PreTrainedModel":
-    """The model, in training mode; random weights come from torch's global generator.
+    """Build the model, in training mode. Random weights come from torch's global generator.
 
-    ``replacing`` puts other layers in the place of linear ones as soon as their weights are read. Random weights, those
-    that ``spec`` or the files quantise, and embeddings that grow are left to whoever acts later.
+    Args:
+        spec: Description of the model.
+        from_data: As in :func:`resolve`.
+        replacing: Replaces linear layers as soon as their weights are read. It is not used for random weights, weights
+            that ``spec`` or the files quantise, and embeddings that grow: the caller then has to replace layers later.
 
     Raises:
-        ConfigurationError: if the data has more token ids than the model has rows, or nothing can be loaded.
+        ConfigurationError: if the data has more token ids than the model has rows, or the model cannot be loaded.
     """
     from transformers import AutoModelForCausalLM
 
@@ -188,16 +206,18 @@ def build(
         )
     options: dict[str, Any] = {} if spec.attention is None else {"attn_implementation": spec.attention}
     dtype = spec.dtype if spec.dtype == "auto" else getattr(torch, spec.dtype)
-    takes = not grows and spec.quantize is None and getattr(config, "quantization_config", None) is None
-    takes = takes and torch.get_default_device().type != "meta"
-    replaced = replacing_config(replacing) if replacing is not None and takes else None
-    fakes = detect_fake_mode() is not None  # which nothing is read into
+    plain = not grows and spec.quantize is None and getattr(config, "quantization_config", None) is None
+    replaced = None
+    if replacing is not None and plain and torch.get_default_device().type != "meta":
+        replaced = replacing_config(replacing)
+    fakes = detect_fake_mode() is not None  # tensors without memory, into which no file is read
     if fakes and spec.quantize is not None:
         raise refusal("plan", "model.quantize", "null; QuantizeBase in its place can be planned", spec.quantize)
     named = "the model" if spec.name_or_path is None else spec.name_or_path
     with read_by_others(f"CausalLMConfig: {named} cannot be built", spec.config_fields):
         if spec.draws_weights or fakes:
-            dtype = (config.dtype or torch.float32) if fakes and dtype == "auto" else dtype
+            if fakes and dtype == "auto":
+                dtype = config.dtype or torch.float32
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **options)
         else:
             check_sums(spec.name_or_path)
@@ -220,10 +240,10 @@ def build(
 
 
 def stored_folder(spec: CausalLMConfig) -> Path:
-    """The folder of a named model's files, which a hub's are fetched into.
+    """Return the folder of a named model's files; files on a hub are downloaded.
 
     Raises:
-        OSError, ValueError: If it cannot be had.
+        OSError, ValueError: If the files are not available.
     """
     folder = Path(spec.name_or_path or "")
     if folder.is_dir():
@@ -235,10 +255,11 @@ def stored_folder(spec: CausalLMConfig) -> Path:
 
 
 def build_empty(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) -> "PreTrainedModel | None":
-    """The model without memory for its weights, which :func:`fill_waiting` gives it when it has been sharded.
+    """Build the model without memory for its weights, which :func:`fill_waiting` reads after sharding.
 
     Returns:
-        ``None`` where :func:`build` has more to do than to read files under the network's own names.
+        The model in training mode. ``None`` where :func:`build` does more than read files under the network's own
+        names.
     """
     if spec.draws_weights or spec.quantize is not None:
         return None
@@ -250,16 +271,17 @@ def build_empty(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None
         folder = stored_folder(spec)
         stored = stored_places(folder).keys()
     except (OSError, ValueError, CheckpointError):
-        return None  # which `build` says
+        return None  # `build` raises the error
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(config, "dtype", None) if spec.dtype == "auto" else getattr(torch, spec.dtype)
     options: dict[str, Any] = {"dtype": dtype or torch.float32, "trust_remote_code": False}
-    options |= {} if spec.attention is None else {"attn_implementation": spec.attention}
+    if spec.attention is not None:
+        options["attn_implementation"] = spec.attention
     with torch.device("cpu"), DeferredDraws():
         model = empty_from_config(AutoModelForCausalLM, config, **options)
-    exchange(model, lambda p: p.to("meta"))  # small ones, too
-    # What is tied to another weight, and in the files beside it, may be another one there: `build` looks.
+    exchange(model, lambda p: p.to("meta"))  # DeferredDraws has made small tensors with memory
+    # A weight that is tied here may be stored with other numbers. `build` checks that.
     needed = {name for name in model.state_dict() if name not in model.all_tied_weights_keys}
     if needed != stored or any(buffer.device.type == "meta" for buffer in model.buffers()):
         return None
@@ -270,7 +292,7 @@ def build_empty(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None
 
 
 def widened(spec: CausalLMConfig) -> str | None:
-    """What to tell somebody whose model takes twice the memory of its files; None where it does not."""
+    """Return advice for a model that takes twice the memory of its files, or None."""
     if spec.draws_weights or spec.dtype != "float32" or spec.quantize is not None:
         return None
     stored = _stored(spec)
@@ -283,11 +305,11 @@ def widened(spec: CausalLMConfig) -> str | None:
 
 @torch.no_grad()
 def grow_vocabulary(model: "PreTrainedModel", size: int) -> None:
-    """Add rows up to ``size`` to the embeddings and the head, tied or not, in place; each is the mean of those that
-    were there.
+    """Add rows up to ``size`` to the embeddings and the head, tied or not, in place. A new row is the mean of the old
+    ones.
 
-    So a new token is at first as likely as others are on average, and what the model says of the old ones stays in
-    proportion. Source: Hewitt (2021), https://nlp.stanford.edu/~johnhew/vocab-expansion.html.
+    A new token is then at first as probable as the average token, and the proportions of the others do not change.
+    Source: Hewitt (2021), https://nlp.stanford.edu/~johnhew/vocab-expansion.html.
     """
     rows = int(model.config.get_text_config().vocab_size)
     model.resize_token_embeddings(size, mean_resizing=False)
@@ -320,7 +342,13 @@ def _quantization(spec: CausalLMConfig, dtype: Any, config: "PretrainedConfig") 
 
 
 def from_json(config: Mapping[str, Any], dtype: torch.dtype = torch.float32, whole: bool = True) -> "PreTrainedModel":
-    """A model for weights that a checkpoint brings, all if it is ``whole``, from its configuration as stored in it."""
+    """Build a model for the weights of a checkpoint, from the configuration stored in it.
+
+    Args:
+        config: The configuration.
+        dtype: Number format of the weights.
+        whole: Whether the checkpoint holds all weights, so that none have to be initialised.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -328,3 +356,38 @@ def from_json(config: Mapping[str, Any], dtype: torch.dtype = torch.float32, who
     fields = {key: value for key, value in config.items() if key not in ("model_type", "quantization_config")}
     make = empty_from_config if whole else from_config
     return make(AutoModelForCausalLM, CONFIG_MAPPING[kind](**fields), dtype=dtype, trust_remote_code=False)
+
+
+def positions_of(spec: CausalLMConfig) -> int | None:
+    """Return :func:`learned_positions` of the described model, which is built without weights if its configuration does
+    not decide.
+    """
+    config = resolve(spec)
+    text: Any = config.get_text_config()
+    kind = causal_model_of(config)
+    if kind is None or getattr(text, "max_position_embeddings", None) is None or getattr(text, "rope_parameters", None):
+        return None
+    with torch.device("meta"):
+        return learned_positions(from_config(kind, config))
+
+
+def learned_positions(network: Any) -> int | None:
+    """Return the number of positions of a network with a learned table of positions (GPT-2, OPT); ``None`` without one.
+
+    A lookup past the end of the table fails. Rotary positions (Llama) and ALiBi (BLOOM) have no such limit.
+
+    Example:
+        >>> from transformers import OPTConfig, OPTForCausalLM
+        >>> sizes = {"hidden_size": 8, "word_embed_proj_dim": 8, "ffn_dim": 8, "num_hidden_layers": 1}
+        >>> learned_positions(OPTForCausalLM(OPTConfig(**sizes, num_attention_heads=1, max_position_embeddings=16)))
+        16
+    """
+    most = getattr(network.config.get_text_config(), "max_position_embeddings", None)
+    words = network.get_input_embeddings()
+    if most is None:
+        return None
+    for part in network.modules():
+        if isinstance(part, nn.Embedding) and part is not words and 0 <= part.num_embeddings - most <= _KEPT:
+            kept = 0 if part.padding_idx is None else part.padding_idx + 1
+            return part.num_embeddings - int(getattr(part, "offset", kept))
+    return None

@@ -1,27 +1,37 @@
-"""What is wrong with fields of another package's configuration that this package takes, or fails on without a name."""
+"""Checks of the configurations of other packages' models, which would fail without naming a field, or not at all."""
 
 import contextlib
+import copy
 import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from lit_efficient.errors import ConfigurationError, LitEfficientError, did_you_mean, is_out_of_memory, refusal
+from lit_efficient.internals.hugging_face import from_config
 
 _MOST = 2**32
+# A model with fewer layers and parameters than these is built quickly, and passes in any case.
+_LAYERS = 1_000
+_PARAMETERS = 2**26
+_LAYER_BYTES = 64  # bytes of files per layer: less than the names of its tensors take
+_PER_BYTE = 8  # parameters per byte of the files: formats of one bit
 
 
 @contextlib.contextmanager
 def read_by_others(said: str, fields: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Put ``said`` before what another package raises over files or fields: each of its models fails in its own way.
+    """Turn exceptions that another package raises over files or fields into ConfigurationErrors that start with
+    ``said``.
 
-    Want of memory, and of weights on the meta device, stays what it is.
+    Each model fails in its own way, so that every exception is caught. Lack of memory, and of weights on the meta
+    device, is raised unchanged.
 
     Raises:
-        ConfigurationError: With the reason, and those of ``fields`` that may be it.
+        ConfigurationError: With the reason, and those of ``fields`` whose values are unusual.
     """
     try:
         yield
@@ -30,12 +40,14 @@ def read_by_others(said: str, fields: Mapping[str, Any] | None = None) -> Iterat
         if weightless or isinstance(error, LitEfficientError) or is_out_of_memory(error):
             raise
         reason = " ".join(str(error).split())[:300]
-        plain = reason if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {reason}"
-        raise ConfigurationError(f"{said}: {plain}{unusual(fields or {})}") from error
+        if not isinstance(error, OSError | ValueError):
+            reason = f"{type(error).__name__}: {reason}"
+        raise ConfigurationError(f"{said}: {reason}{unusual(fields or {})}") from error
 
 
 def check_values(owner: str, fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Refuse what is no number, numbers below 0 where the default is above it, and whole ones that are no size.
+    """Refuse values that are not a number, numbers below 0 where the default is above 0, and integers too large for a
+    size.
 
     Raises:
         ConfigurationError: Naming the field.
@@ -45,7 +57,7 @@ def check_values(owner: str, fields: Mapping[str, Any], defaults: Mapping[str, A
         least = isinstance(default, int | float) and default > 0
         if isinstance(value, int | float) and (math.isnan(value) or (least and value < 0)):
             raise refusal(owner, f"config_fields.{name}", "a number of at least 0" if least else "a number", value)
-        if isinstance(value, int) and value >= _MOST:  # layers, one by one, would be made for ever
+        if isinstance(value, int) and value >= _MOST:  # a number of layers would never be finished
             raise refusal(owner, f"config_fields.{name}", f"below {_MOST}", value)
 
 
@@ -53,7 +65,7 @@ def check_names(owner: str, fields: Iterable[str], known: Iterable[str], kind: s
     """Refuse fields that ``kind`` does not have.
 
     Raises:
-        ConfigurationError: Naming the first, and those that it may be meant for.
+        ConfigurationError: Naming the first such field, and similar ones that exist.
     """
     known = set(known)
     unknown = next((name for name in fields if name not in known), None)
@@ -66,29 +78,75 @@ def check_names(owner: str, fields: Iterable[str], known: Iterable[str], kind: s
 
 
 def meant(name: str, fields: Mapping[str, Any] | None) -> str:
-    """What to say behind the lack of a field, where another may be meant for it."""
-    return next((f": {one!r}{near}" for one in fields or {} if (near := did_you_mean(one, [name]))), "")
+    """Return a hint for a message about the missing field ``name``: the given field that may be a misspelling of it."""
+    for one in fields or {}:
+        near = did_you_mean(one, [name])
+        if near:
+            return f": {one!r}{near}"
+    return ""
 
 
 def unusual(fields: Mapping[str, Any]) -> str:
-    """The fields whose values few networks can have, in brackets behind a message; '' where there are none."""
-    odd = {
-        name: value
-        for name, value in fields.items()
-        if (isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < _MOST)
-        or (isinstance(value, list | tuple) and (not value or unusual(dict(enumerate(value)))))  # type: ignore[arg-type]
-    }
-    return f" ({', '.join(f'{name}: {value}' for name, value in odd.items())})" if odd else ""
+    """Return, in brackets for the end of a message, the fields with values that few networks can have, or an empty
+    string.
+    """
+    odd = [f"{name}: {value}" for name, value in fields.items() if _is_unusual(value)]
+    return f" ({', '.join(odd)})" if odd else ""
+
+
+def _is_unusual(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return not value or any(map(_is_unusual, value))
+    return isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < _MOST
 
 
 def check_whole(owner: str, model: nn.Module, fields: Mapping[str, Any]) -> None:
-    """Refuse a network with weights of no elements.
+    """Refuse a network that has weights without elements.
 
     Raises:
-        ConfigurationError: Naming the first such weight, and the fields that may be why.
+        ConfigurationError: Naming the first such weight, and the fields with unusual values.
     """
     empty = next((name for name, p in model.named_parameters() if p.numel() == 0 and unusual(fields)), None)
     if empty is not None:
         raise ConfigurationError(
             f"{owner}: config_fields make a {type(model).__name__} whose {empty} is empty{unusual(fields)}"
+        )
+
+
+def check_bounds(who: str, folder: str | None, config: Any, kind: Any, subfolder: str = "") -> None:
+    """Refuse a transformers configuration whose model would be far larger than the files beside it, before it is built.
+
+    Somebody else wrote the configuration. One number in it can make this process build layers until memory is
+    exhausted. Names on a hub are not checked.
+
+    Args:
+        who: Name of the class that reads the configuration, for the error.
+        folder: Folder of the model.
+        config: Its configuration.
+        kind: Class of the model, or an auto class.
+        subfolder: Place of the model in a pipeline's folder.
+
+    Raises:
+        ConfigurationError: With the number of layers or parameters, and the number of bytes.
+    """
+    place = Path(folder or "", subfolder or "").expanduser()
+    if not folder or not place.is_dir():
+        return
+    stored = sum(file.stat().st_size for file in place.glob("*.safetensors"))
+    parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
+    numbers = [getattr(part, "num_hidden_layers", 0) for part in parts]
+    asked = max((number for number in numbers if isinstance(number, int)), default=0)
+    what = "layers"
+    excess = asked > max(_LAYERS, stored // _LAYER_BYTES)
+    if not excess:
+        # A model that cannot be built raises its own error when it is built with weights.
+        with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.device("meta"):
+            network = from_config(kind, copy.deepcopy(config))
+            asked = sum(parameter.numel() for parameter in network.parameters())
+            what = "parameters"
+            excess = asked > max(_PARAMETERS, stored * _PER_BYTE)
+    if excess:
+        raise ConfigurationError(
+            f"{who}: the configuration in {place} asks for {asked:,} {what}, and its .safetensors files have "
+            f"{stored:,} bytes: they do not belong together"
         )

@@ -1,11 +1,11 @@
-"""diffusers' denoising networks as backbones: for each class what it takes, and how its own pipeline calls it.
+"""diffusers' denoising networks as backbones: the inputs of each class, and the call that its own pipeline makes.
 
-A class has one row in ``_ADAPTERS``: a function of its configuration and one of its inputs. Whatever its pipeline gives
-besides latents, time and text is given here as well: SDXL's and PixArt's sizes in pixels, those of the condition or
-eight times the latents'; Flux's positions and its patches of two by two latents.
+Each class has one row in ``_ADAPTERS``, with a function of its configuration and one of its inputs. The calls include
+all that the pipeline passes besides latents, time and text: sizes in pixels of SDXL and PixArt, which are those of the
+condition or eight times the latents', and the positions and patches of two by two latents of Flux.
 
-DiTTransformer2DModel hides labels by a draw of its own in each of its blocks, so that a block sees a label that the
-next one does not. Those draws are switched off: one draw a sample, outside, is what guidance needs.
+DiTTransformer2DModel drops labels by a draw in each of its blocks, so that one block sees a label and the next one does
+not. These draws are switched off: guidance needs one draw per sample, outside of the network.
 """
 
 import inspect
@@ -21,44 +21,41 @@ from lit_efficient.models.networks.backbone_shape import BackboneShape, Sides
 from lit_efficient.models.networks.condition import Condition
 from lit_efficient.surgery import moved
 
-_PIXELS = 8  # of an image for each position of a latent, where the condition has no sizes
+_PIXELS = 8  # pixels of an image per position of a latent, if the condition has no sizes
 
 Fields = Mapping[str, Any]
 
 
 class _Adapter(NamedTuple):
-    """How one class is used: shape from its fields, and keyword arguments of its forward."""
+    """Use of one class: sizes of the inputs from its fields, and keyword arguments of its forward."""
 
     shape: Callable[[Fields], dict[str, Any]]
     arguments: Callable[[Any, Tensor, Tensor, Condition], dict[str, Any]]
 
 
 def shape_of(spec: DiffusersModelConfig) -> BackboneShape:
-    """What the network takes that ``spec`` describes.
+    """Return the inputs of the network that ``spec`` describes.
 
     Raises:
-        ConfigurationError: For a class that has no adapter, or a configuration that it does not serve.
+        ConfigurationError: For a class without an adapter, or a configuration that its adapter does not support.
     """
     fields = _fields(spec)
     name = fields["_class_name"]
     check_choice("backbone", f"the _class_name of {spec.described!r}", name, _ADAPTERS)
     size = fields.get("sample_size")
     try:
-        return BackboneShape(
-            **{
-                "name": name,
-                "channels": fields["in_channels"],
-                "size": (size, size) if isinstance(size, int) else None if size is None else tuple(size),
-                "learned_variance": (fields.get("out_channels") or fields["in_channels"]) == 2 * fields["in_channels"],
-                **_ADAPTERS[name].shape(fields),
-            }
-        )
-    except (TypeError, LookupError, ArithmeticError) as error:  # of null, a list or 0 where a number is meant
+        channels = fields["in_channels"]
+        if size is not None:
+            size = (size, size) if isinstance(size, int) else tuple(size)
+        variance = (fields.get("out_channels") or channels) == 2 * channels
+        common = {"name": name, "channels": channels, "size": size, "learned_variance": variance}
+        return BackboneShape(**(common | _ADAPTERS[name].shape(fields)))
+    except (TypeError, LookupError, ArithmeticError) as error:  # null, a list or 0 in the place of a number
         raise misfit(fields, error) from error
 
 
 def prepared(network: Any, spec: DiffusersModelConfig) -> nn.Module:
-    """The network, with draws of its own switched off, and the guidance that it gets as an input beside it."""
+    """Switch the network's own label dropout off, and note on it the guidance that a distilled network receives."""
     network.given_guidance = spec.guidance
     for module in network.modules():
         if type(module).__name__ == "LabelEmbedding":
@@ -67,7 +64,7 @@ def prepared(network: Any, spec: DiffusersModelConfig) -> nn.Module:
 
 
 def call(network: Any, x: Tensor, timestep: Tensor, condition: Condition) -> Tensor:
-    """The prediction for noisy latents [B, C, H, W] at timesteps [B], as diffusers' pipelines pass them."""
+    """Return the prediction for noisy latents [B, C, H, W] at timesteps [B], called as in diffusers' pipelines."""
     name = next(kind.__name__ for kind in type(network).__mro__ if kind.__name__ in _ADAPTERS)
     dtype = next(parameter.dtype for parameter in network.parameters() if parameter.is_floating_point())
     cast = condition.map(lambda part: part.to(dtype) if part.is_floating_point() else part)
@@ -79,20 +76,21 @@ def call(network: Any, x: Tensor, timestep: Tensor, condition: Condition) -> Ten
 
 
 def self_contained(spec: DiffusersModelConfig) -> DiffusersModelConfig:
-    """The same network by its whole configuration."""
+    """Return a description of the same network by its whole configuration."""
     return DiffusersModelConfig(config_fields=resolve(spec), dtype=spec.dtype, guidance=spec.guidance)
 
 
 def _fields(spec: DiffusersModelConfig) -> dict[str, Any]:
-    """The configuration with the class's defaults."""
+    """Return the configuration, with the class's defaults filled in."""
     fields = resolve(spec)
     parameters = inspect.signature(model_class(fields["_class_name"]).__init__).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not p.empty} | fields
 
 
 def _classes(fields: Fields) -> int:
-    """Classes of a UNet, whose embedding has a last row for "no label"."""
-    name, rows = fields["_class_name"], fields.get("num_class_embeds")
+    """Return the number of classes of a UNet. The last row of its embedding means "no label"."""
+    name = fields["_class_name"]
+    rows = fields.get("num_class_embeds")
     if fields.get("class_embed_type") is not None:
         allowed = "null, with num_class_embeds for labels"
         raise refusal("backbone", f"class_embed_type of {name}", allowed, fields["class_embed_type"])
@@ -111,7 +109,8 @@ def _unet_2d(network: Any, x: Tensor, timestep: Tensor, condition: Condition) ->
 
 def _unet_condition_shape(fields: Fields) -> dict[str, Any]:
     name = fields["_class_name"]
-    added, hidden = fields["addition_embed_type"], fields["encoder_hid_dim_type"]
+    added = fields["addition_embed_type"]
+    hidden = fields["encoder_hid_dim_type"]
     if added not in (None, "text_time"):
         raise refusal("backbone", f"addition_embed_type of {name}", "null or text_time", added)
     if hidden not in (None, "text_proj"):
@@ -132,13 +131,13 @@ def _unet_condition(network: Any, x: Tensor, timestep: Tensor, condition: Condit
         "encoder_attention_mask": condition.mask,
         "class_labels": condition.labels,
     }
-    if condition.pooled is not None:  # SDXL: size of the original, offset of the crop, size of the result
+    if condition.pooled is not None:  # SDXL
         arguments["added_cond_kwargs"] = {"text_embeds": condition.pooled, "time_ids": _sizes(x, condition)}
     return arguments
 
 
 def _sizes(x: Tensor, condition: Condition) -> Tensor:
-    """Those of the condition, [B, 6], or of images that were neither scaled nor cropped."""
+    """Return the sizes of the condition, [B, 6], or those of images that were neither scaled nor cropped."""
     if condition.sizes is not None:
         return moved(condition.sizes, x.device, x.dtype)
     height, width = (_PIXELS * side for side in x.shape[2:])
@@ -219,7 +218,8 @@ def _flux_shape(fields: Fields) -> dict[str, Any]:
 
 def _flux(network: Any, x: Tensor, timestep: Tensor, condition: Condition) -> dict[str, Any]:
     assert condition.text is not None
-    height, width = x.shape[2] // 2, x.shape[3] // 2
+    height = x.shape[2] // 2
+    width = x.shape[3] // 2
     rows = torch.arange(height, device=x.device, dtype=x.dtype)[:, None].expand(height, width)
     columns = torch.arange(width, device=x.device, dtype=x.dtype).expand(height, width)
     positions = torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).reshape(height * width, 3)
@@ -236,13 +236,13 @@ def _flux(network: Any, x: Tensor, timestep: Tensor, condition: Condition) -> di
 
 
 def _unpacked(tokens: Tensor, height: int, width: int) -> Tensor:
-    """Flux's tokens [B, h w / 4, 4 c] to [B, c, h, w]."""
+    """Map Flux's tokens [B, h w / 4, 4 c] to [B, c, h, w]."""
     patches = tokens.reshape(len(tokens), height // 2, width // 2, -1, 2, 2)
     return patches.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), -1, height, width)
 
 
 def _guidance(network: Any, x: Tensor) -> dict[str, Tensor]:
-    """The guidance that a distilled network gets as an input, as its pipeline scales it: Flux does so itself."""
+    """Return the guidance input of a distilled network, scaled as in its pipeline. Flux scales it itself."""
     if not network.config.guidance_embeds:
         return {}
     scale = getattr(network.config, "guidance_embeds_scale", 1.0)

@@ -1,6 +1,8 @@
-"""Any model of diffusers: its weights from a hub or a folder, or random ones for a configuration.
+"""Models of diffusers: weights from a hub or a folder, or random weights for a configuration.
 
-Costs what the model holds. Weights are read from safetensors only; code that a repository brings along is never run.
+Weights are read from safetensors only. Code in a repository is never run.
+
+Costs: the model's memory
 Source: https://huggingface.co/docs/diffusers/main/en/api/models/overview.
 """
 
@@ -36,19 +38,19 @@ _OWNER = "DiffusersModelConfig"
 
 @dataclass(frozen=True)
 class DiffusersModelConfig:
-    """A model of diffusers, by name or by configuration.
+    """Model of diffusers, by name or by configuration.
 
     Args:
-        name_or_path: a hub's name or a local folder, of the model or of a pipeline (with ``subfolder``); None builds
-            from ``config_fields`` alone.
-        config_fields: fields of the model's configuration that replace the named one's; without ``name_or_path`` the
-            whole configuration, with ``_class_name`` (``AutoencoderKL``, ``UNet2DConditionModel``, ...).
-        subfolder: where in a pipeline the model is: ``vae``, ``unet``, ``transformer``.
+        name_or_path: a name on a hub or a local folder, of the model or of a pipeline (with ``subfolder``); None builds
+            the model from ``config_fields`` alone.
+        config_fields: fields that replace those of the named model's configuration; without ``name_or_path`` the whole
+            configuration, with ``_class_name`` (``AutoencoderKL``, ``UNet2DConditionModel``, ...).
+        subfolder: folder of the model in a pipeline: ``vae``, ``unet``, ``transformer``.
         random_weights: draw new weights although ``name_or_path`` has some.
-        revision: branch, tag or commit of a hub's repository; a commit is what never changes.
+        revision: branch, tag or commit of a hub's repository; only a commit never changes.
         dtype: number format of the weights.
-        guidance: the input of a network that was distilled to take the guidance as one (FLUX.1-dev), in training and
-            in sampling alike; other networks take none.
+        guidance: guidance scale that a guidance-distilled network (FLUX.1-dev) receives as an input, in training and in
+            sampling; other networks take none.
     """
 
     name_or_path: str | None = None
@@ -70,19 +72,19 @@ class DiffusersModelConfig:
 
     @property
     def draws_weights(self) -> bool:
-        """Whether the weights are random."""
+        """Return whether the weights are random."""
         return self.name_or_path is None or self.random_weights
 
     @property
     def described(self) -> str:
-        """The name, or the class."""
+        """Return the name of the model, or of its class."""
         if self.name_or_path is None:
             return str((self.config_fields or {})["_class_name"])
         return f"{self.name_or_path}/{self.subfolder}".rstrip("/")
 
 
 def resolve(spec: DiffusersModelConfig) -> dict[str, Any]:
-    """The whole configuration of the model, ``_class_name`` included, as JSON could hold it.
+    """Return the whole configuration of the model, including ``_class_name``, in types that JSON has.
 
     Raises:
         ConfigurationError: for a name that has no configuration, an unknown class or an unknown field.
@@ -100,17 +102,21 @@ def resolve(spec: DiffusersModelConfig) -> dict[str, Any]:
 
 
 def build(spec: DiffusersModelConfig) -> "ModelMixin":
-    """The model, in training mode. Random weights come from torch's global generator.
+    """Build the model, in training mode. Random weights come from torch's global generator.
 
     Raises:
-        ConfigurationError: if it cannot be built or loaded.
+        ConfigurationError: if the model cannot be built or loaded.
     """
     fields = resolve(spec)
-    kind, dtype = model_class(fields["_class_name"]), getattr(torch, spec.dtype)
+    kind = model_class(fields["_class_name"])
+    dtype = getattr(torch, spec.dtype)
     if spec.draws_weights:
-        drawn: Any = from_fields(fields) if dtype == torch.float32 else _converted(fields, dtype)
-        if dtype != torch.float32:
-            fill_waiting(drawn, torch.device("cpu"))  # each tensor is converted as soon as it is drawn
+        drawn: Any
+        if dtype == torch.float32:
+            drawn = from_fields(fields)
+        else:
+            drawn = _converted(fields, dtype)
+            fill_waiting(drawn, torch.device("cpu"))  # converts each tensor as soon as it is drawn
         return cast("ModelMixin", drawn.train())
     changed = {name: fields[name] for name in spec.config_fields or {} if name in fields and name != "_class_name"}
     check_sums(spec.name_or_path, spec.subfolder)
@@ -131,19 +137,21 @@ def build(spec: DiffusersModelConfig) -> "ModelMixin":
 
 
 def build_empty(spec: DiffusersModelConfig) -> "nn.Module | None":
-    """The model without memory for its weights, which ``fill_waiting`` gives it when it has been sharded.
+    """Build the model without memory for its weights, which ``fill_waiting`` reads after sharding.
 
     Returns:
-        ``None`` where :func:`build` has more to do than to read a folder's files under the network's own names.
+        The model in training mode. ``None`` where :func:`build` does more than read a folder's files under the
+        network's own names.
     """
     fields = resolve(spec)
     if spec.draws_weights:
         return _converted(fields, getattr(torch, spec.dtype)).train()
-    folder, dtype = Path(str(spec.name_or_path)).expanduser() / spec.subfolder, getattr(torch, spec.dtype)
+    folder = Path(str(spec.name_or_path)).expanduser() / spec.subfolder
+    dtype = getattr(torch, spec.dtype)
     try:
         stored = stored_places(folder).keys()
     except CheckpointError:
-        return None  # of a hub, of several variants, or for `build` to refuse
+        return None  # a name on a hub, a folder with several variants, or an error that `build` raises
     with torch.device("meta"):
         model: Any = nn.Module.to(cast(nn.Module, from_fields(fields)), dtype)
     held = model.state_dict().keys()
@@ -155,12 +163,16 @@ def build_empty(spec: DiffusersModelConfig) -> "nn.Module | None":
 
 
 def _converted(fields: dict[str, Any], dtype: torch.dtype) -> nn.Module:
-    """A network of random weights, which wait. Its own ``to`` would warn of formats, whatever the format."""
+    """Return a network of random weights in another format, whose weights wait. Its own ``to`` would warn about the
+    format.
+    """
     return built_empty(lambda: nn.Module.to(cast(nn.Module, from_fields(fields)), dtype))
 
 
 def from_fields(fields: dict[str, Any]) -> "ModelMixin":
-    """A model with random weights, from its whole configuration, as `resolve` gives it and checkpoints keep it."""
+    """Build a model with random weights from its whole configuration, as `resolve` returns it and checkpoints
+    store it.
+    """
     kind = model_class(str(fields.get("_class_name")))
     try:
         made = kind(**{name: value for name, value in fields.items() if not name.startswith("_")})
@@ -171,7 +183,9 @@ def from_fields(fields: dict[str, Any]) -> "ModelMixin":
 
 
 def misfit(fields: dict[str, Any], error: Exception) -> ConfigurationError:
-    """What to say of fields that make no model: the reason, and the fields that are unlike their defaults."""
+    """Return the error for fields that do not make a model: the reason, and the fields that are unlike their
+    defaults.
+    """
     kind = model_class(str(fields.get("_class_name")))
     taken = inspect.signature(kind.__init__).parameters
     odd = [
@@ -179,12 +193,13 @@ def misfit(fields: dict[str, Any], error: Exception) -> ConfigurationError:
         for name, value in fields.items()
         if name in taken and not _is_like(value, taken[name].default)
     ]
-    hint, reason = f" ({', '.join(odd)})" if odd else unusual(fields), " ".join(str(error).split())
+    hint = f" ({', '.join(odd)})" if odd else unusual(fields)
+    reason = " ".join(str(error).split())
     return ConfigurationError(f"{_OWNER}: config_fields do not make a {kind.__name__}: {reason}{hint}")
 
 
 def _is_like(value: Any, default: Any) -> bool:
-    """Whether a value is of the kind of a field's default; anything is of that of none."""
+    """Return whether a value has the type of a field's default. Every value does if there is no default."""
     if default is None or default is inspect.Parameter.empty:
         return value is not None or default is None
     kinds = ((int, float), (list, tuple), (str,), (dict,))
@@ -192,10 +207,10 @@ def _is_like(value: Any, default: Any) -> bool:
 
 
 def model_class(name: str) -> Any:
-    """The class of diffusers that has this name.
+    """Return the class of diffusers that has this name.
 
     Raises:
-        ConfigurationError: if there is none, or it is no model.
+        ConfigurationError: if there is none, or it is not a model.
     """
     import diffusers
 

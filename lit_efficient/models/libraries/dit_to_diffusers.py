@@ -1,10 +1,13 @@
-"""Our diffusion transformer as diffusers' ``DiTTransformer2DModel``: the same function, in a layout that others load.
+"""Conversion of our diffusion transformer to diffusers' ``DiTTransformer2DModel``, which computes the same function.
 
-Three things are written in another order there. A position's features are (column, row), each (sin, cos), where ours
-are (row, column), each (cos, sin): the features of all tokens are put into that order, which nothing between the first
-and the last layer can tell. A patch is (height, width, channel) where ours is (channel, height, width). Queries, keys
-and values are three layers. The embedding of time and class stands in every block there, and its table of labels is
-filled up with zeros to the row 1000 that ``DiTPipeline`` takes for "no label".
+The layouts differ in four ways:
+
+- The features of a position are (column, row), each (sin, cos), in diffusers and (row, column), each (cos, sin), here.
+  The features of all tokens are put into diffusers' order. Layers between the first and the last do not depend on it.
+- A patch is (height, width, channel) in diffusers and (channel, height, width) here.
+- Queries, keys and values are three layers in diffusers.
+- Every block of diffusers' network holds a copy of the embedding of time and class. Its table of labels is padded with
+  zeros up to row 1000, which ``DiTPipeline`` uses for "no label".
 
 Our time t is its timestep 1000 t, which may be fractional.
 
@@ -32,19 +35,20 @@ _MLP_RATIO = 4
 
 
 def to_diffusers(dit: DiT) -> "DiTTransformer2DModel":
-    """A model of diffusers that computes what ``dit`` does, in evaluation mode (in training it drops labels).
+    """Return a model of diffusers that computes the same as ``dit``, in evaluation mode (in training mode it drops
+    labels).
 
     Args:
-        dit: Without adapters: merge them first.
+        dit: Network without adapters: merge them first.
 
     Raises:
-        ConfigurationError: If the layout cannot hold the network; the message names the argument that is in the way.
+        ConfigurationError: If the layout cannot represent the network; the message names the argument.
     """
     return convert(dit.state_dict(), dit.config)
 
 
 def convert(state: Mapping[str, Tensor], config: DiTConfig) -> "DiTTransformer2DModel":
-    """As :func:`to_diffusers`, from the state of a network and its shape."""
+    """Return the model of :func:`to_diffusers` for the state of a network and its sizes."""
     fields = diffusers_fields(config)
     with torch.device("meta"):
         wanted = DiT(config).state_dict()
@@ -56,19 +60,19 @@ def convert(state: Mapping[str, Tensor], config: DiTConfig) -> "DiTTransformer2D
         )
     from diffusers import DiTTransformer2DModel
 
-    with own_draws():  # its weights are drawn, and replaced
+    with own_draws():  # the constructor draws weights, which are replaced
         model: Any = DiTTransformer2DModel(**fields)
-    # Copies: the blocks' embeddings would be one tensor, which can neither be saved nor trained as several.
+    # Without copies all blocks would share one embedding, which could be neither saved nor trained as several.
     copies = {name: tensor.detach().clone().contiguous() for name, tensor in converted_state(state, config).items()}
     model.load_state_dict(copies, assign=True)
     return cast("DiTTransformer2DModel", model.eval())
 
 
 def diffusers_fields(config: DiTConfig) -> dict[str, Any]:
-    """Arguments of ``DiTTransformer2DModel`` for a network of this shape.
+    """Return arguments of ``DiTTransformer2DModel`` for a network of these sizes.
 
     Raises:
-        ConfigurationError: If it cannot hold one.
+        ConfigurationError: If it cannot represent such a network.
     """
     obstacles = {
         "variant.positions": (
@@ -89,8 +93,8 @@ def diffusers_fields(config: DiTConfig) -> dict[str, Any]:
         "mlp_ratio": (config.mlp_ratio > _MLP_RATIO, f"its MLP has {_MLP_RATIO} times the width"),
         "num_classes": (config.num_classes > NULL_CLASS, f"DiTPipeline takes class {NULL_CLASS} for no label"),
     }
-    for name, (stands, reason) in obstacles.items():
-        if stands:
+    for name, (is_obstacle, reason) in obstacles.items():
+        if is_obstacle:
             raise ConfigurationError(
                 f"to_diffusers: DiTTransformer2DModel cannot hold {name}={attrgetter(name)(config)!r}: {reason}."
             )
@@ -98,7 +102,7 @@ def diffusers_fields(config: DiTConfig) -> dict[str, Any]:
         "num_attention_heads": config.heads,
         "attention_head_dim": config.width // config.heads,
         "in_channels": config.channels,
-        "out_channels": config.channels,  # the model fills it in, DiTPipeline does not
+        "out_channels": config.channels,  # the model has this default, but DiTPipeline reads the field
         "num_layers": config.depth,
         "sample_size": config.size,
         "patch_size": config.patch_size,
@@ -108,18 +112,18 @@ def diffusers_fields(config: DiTConfig) -> dict[str, Any]:
 
 
 def converted_state(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
-    """The weights of a ``DiT`` under the names, and in the order, of ``DiTTransformer2DModel``."""
-    stream = torch.arange(config.width).view(4, -1).flip(0).flatten()  # (row, column)(cos, sin), each turned round
+    """Return the weights of a ``DiT`` under the names, and in the order, of ``DiTTransformer2DModel``."""
+    stream = torch.arange(config.width).view(4, -1).flip(0).flatten()  # reverses (row, column) and (cos, sin)
 
     def rows(name: str, groups: int = 1) -> dict[str, Tensor]:
-        """A layer that writes tokens, or ``groups`` things of their size."""
+        """Return a layer whose output consists of ``groups`` vectors with the features of a token."""
         return {
             kind: state[f"{name}.{kind}"].unflatten(0, (groups, -1))[:, stream].flatten(0, 1)
             for kind in ("weight", "bias")
         }
 
     def columns(name: str) -> dict[str, Tensor]:
-        """A layer that reads tokens."""
+        """Return a layer whose input is a token."""
         return {"weight": state[f"{name}.weight"][:, stream], "bias": state[f"{name}.bias"]}
 
     layers = {"pos_embed.proj": rows("patch_in"), "proj_out_1": rows("modulation", 2)}
@@ -133,15 +137,17 @@ def converted_state(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str,
         "class_embedder.embedding_table": {"weight": _labels(state, config)},
     }
     for number in range(config.depth):
-        ours, theirs = f"blocks.{number}", f"transformer_blocks.{number}"
+        ours = f"blocks.{number}"
+        theirs = f"transformer_blocks.{number}"
         layers |= {f"{theirs}.norm1.emb.{name}": layer for name, layer in embeddings.items()}
         layers[f"{theirs}.norm1.linear"] = rows(f"{ours}.modulation", 6)
         qkv = columns(f"{ours}.attention.qkv")
         for part, name in enumerate(("to_q", "to_k", "to_v")):
             layers[f"{theirs}.attn1.{name}"] = {kind: tensor.chunk(3)[part] for kind, tensor in qkv.items()}
         layers[f"{theirs}.attn1.to_out.0"] = rows(f"{ours}.attention.out")
-        hidden, out = columns(f"{ours}.mlp.0"), rows(f"{ours}.mlp.2")
-        missing = (_MLP_RATIO - config.mlp_ratio) * config.width  # GELU(0) = 0: features that are not there
+        hidden = columns(f"{ours}.mlp.0")
+        out = rows(f"{ours}.mlp.2")
+        missing = (_MLP_RATIO - config.mlp_ratio) * config.width  # GELU(0) = 0: padded features change nothing
         layers[f"{theirs}.ff.net.0.proj"] = {
             "weight": F.pad(hidden["weight"], (0, 0, 0, missing)),
             "bias": F.pad(hidden["bias"], (0, missing)),
@@ -151,7 +157,7 @@ def converted_state(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str,
 
 
 def _labels(state: Mapping[str, Tensor], config: DiTConfig) -> Tensor:
-    """One row a label up to 999, and "no label"; without classes every row is nothing."""
+    """Return the table of labels: one row per label up to 999, and "no label". Without classes all rows are zero."""
     table = state["patch_out.weight"].new_zeros(NULL_CLASS + 1, config.width)
     if config.num_classes:
         table[: config.num_classes] = state["label.weight"][:-1]

@@ -1,11 +1,12 @@
-"""Put into the weights of diffusers' models what its pipelines have no argument for.
+"""Folding of statistics, timesteps and labels into the weights of diffusers' models, whose pipelines lack the
+arguments.
 
     statistics   decode(std z + mean):  W <- W diag(std), b <- b + W mean of the 1x1 convolution before the decoder
-                 (encode(x) - mean) / std in the one behind the encoder, and log-variance - 2 log std
-    timesteps    f(k + d) = R f(k):  W <- W R of the layer behind the sines and cosines f of the timestep k
+                 (encode(x) - mean) / std in the one after the encoder, and log-variance - 2 log std
+    timesteps    f(k + d) = R f(k):  W <- W R of the layer after the sines and cosines f of the timestep k
     labels       row "no label" of a table  ->  row 1000, where DiTPipeline looks for it
 
-All three are exact: what is folded into a linear layer next to it costs nothing and changes nothing.
+All three are exact, and cost nothing at inference.
 Source: the pipelines of diffusers, which multiply latents by one number and count timesteps from 0.
 """
 
@@ -21,19 +22,19 @@ from lit_efficient.surgery import own_draws
 
 
 def fold_statistics(vae: Any, mean: Tensor, std: Tensor) -> Any:
-    """An autoencoder of diffusers whose pipelines get normalised latents right.
+    """Return a copy of an autoencoder of diffusers whose pipelines handle normalised latents correctly.
 
     Args:
-        vae: An ``AutoencoderKL``, or another one if ``mean`` is 0 and ``std`` the same for all channels.
-        mean: Of the latents, [c].
-        std: Of the latents, [c].
+        vae: An ``AutoencoderKL``, or another autoencoder if ``mean`` is 0 and ``std`` the same for all channels.
+        mean: Mean of the latents, [c].
+        std: Standard deviation of the latents, [c].
 
     Returns:
-        A copy. With mean 0 and one std the weights are what they were, and ``scaling_factor`` says the std; otherwise
-        ``scaling_factor`` is 1 and the weights do.
+        The copy. With mean 0 and one std for all channels its weights are unchanged and ``scaling_factor`` holds the
+        std. Otherwise the weights hold the statistics and ``scaling_factor`` is 1.
 
     Raises:
-        ConfigurationError: For another autoencoder that has no such convolution.
+        ConfigurationError: For an autoencoder without such a convolution.
     """
     import diffusers
 
@@ -62,26 +63,31 @@ def fold_statistics(vae: Any, mean: Tensor, std: Tensor) -> Any:
 
 
 def _like(model: Any, **changed: Any) -> Any:
-    """Another model with some fields changed; ``from_config`` would take defaults for those that had been defaults."""
+    """Return another model with some fields changed. ``from_config`` would replace fields that were left at their
+    defaults.
+    """
     fields = {name: value for name, value in model.config.items() if not name.startswith("_")}
     with own_draws():
         return type(model)(**{**fields, **changed})
 
 
 def _before(weight: Tensor, bias: Tensor, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-    """A convolution that is given normalised latents instead of latents."""
+    """Return a convolution that takes normalised latents in the place of latents."""
     return weight * std[None, :, None, None], bias + weight[:, :, 0, 0] @ mean
 
 
 def _behind(weight: Tensor, bias: Tensor, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-    """A convolution that gives mean and log-variance of normalised latents instead of those of latents."""
+    """Return a convolution that computes mean and log-variance of normalised latents in the place of those of
+    latents.
+    """
     scale = torch.cat([1.0 / std, torch.ones_like(std)])
     shift = torch.cat([-mean / std, -2.0 * std.log()])
     return weight * scale[:, None, None, None], bias * scale + shift
 
 
 def fold_timesteps(model: nn.Module, later: float) -> tuple[str, ...]:
-    """Change a model of diffusers in place so that it takes timestep k for ``k + later``; the weights' names.
+    """Change a model of diffusers in place so that it treats timestep k as ``k + later``; return the names of the
+    changed weights.
 
     Raises:
         ConfigurationError: If it has no sinusoidal embedding of the timestep.
@@ -92,15 +98,14 @@ def fold_timesteps(model: nn.Module, later: float) -> tuple[str, ...]:
         embedding: Any = getattr(part, "timestep_embedder", None) or getattr(part, "time_embedding", None)
         if not hasattr(sinusoids, "flip_sin_to_cos") or not hasattr(embedding, "linear_1"):
             continue
-        turn = sinusoids(torch.tensor([float(later)])).double()[0].chunk(2)
-        cos, sin = turn if sinusoids.flip_sin_to_cos else turn[::-1]
+        order = 1 if sinusoids.flip_sin_to_cos else -1  # cosines before sines, or after them
+        cos, sin = sinusoids(torch.tensor([float(later)])).double()[0].chunk(2)[::order]
         weight = embedding.linear_1.weight
         found.append(weight)
-        halves = weight.detach().double().chunk(2, dim=1)
-        of_cos, of_sin = halves if sinusoids.flip_sin_to_cos else halves[::-1]
-        turned = (of_cos * cos + of_sin * sin, of_sin * cos - of_cos * sin)
+        of_cos, of_sin = weight.detach().double().chunk(2, dim=1)[::order]
+        rotated = (of_cos * cos + of_sin * sin, of_sin * cos - of_cos * sin)
         with torch.no_grad():
-            weight.copy_(torch.cat(turned if sinusoids.flip_sin_to_cos else turned[::-1], dim=1))
+            weight.copy_(torch.cat(rotated[::order], dim=1))
     if not found:
         raise ConfigurationError(
             f"export: {type(model).__name__} embeds the time in a way that cannot be shifted by a timestep"
@@ -109,7 +114,8 @@ def fold_timesteps(model: nn.Module, later: float) -> tuple[str, ...]:
 
 
 def fold_labels(model: Any, null_class: int) -> Any:
-    """A ``DiTTransformer2DModel`` whose table of labels has 1000 rows, zeros where there were none, then "no label".
+    """Return a copy of a ``DiTTransformer2DModel`` with 1000 rows of labels, zero where there were none, and then "no
+    label".
 
     Raises:
         ConfigurationError: If there are more classes than that.
@@ -120,11 +126,11 @@ def fold_labels(model: Any, null_class: int) -> Any:
             f"export: DiTPipeline takes class {null_class} for no label, and the network has {classes} classes"
         )
     result = _like(model, num_embeds_ada_norm=null_class)
-    state = {
-        name: torch.cat([F.pad(tensor[:-1], (0, 0, 0, null_class - classes)), tensor[-1:]])
-        if name.endswith("class_embedder.embedding_table.weight")
-        else tensor.clone()
-        for name, tensor in model.state_dict().items()
-    }
+    state = {}
+    for name, tensor in model.state_dict().items():
+        if name.endswith("class_embedder.embedding_table.weight"):
+            state[name] = torch.cat([F.pad(tensor[:-1], (0, 0, 0, null_class - classes)), tensor[-1:]])
+        else:
+            state[name] = tensor.clone()
     result.load_state_dict(state, assign=True)
     return result.eval()

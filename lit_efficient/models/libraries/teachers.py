@@ -1,7 +1,8 @@
-"""Frozen networks whose features another one learns from: found by name, shown images as they know them, never trained.
+"""Frozen networks whose features another network learns from. They are found by name and get images in their own
+format.
 
-A teacher is deliberately no ``nn.Module`` of the run: a LightningModule that uses one neither trains, counts, averages,
-saves nor shards it.
+A teacher is deliberately not an ``nn.Module``: a LightningModule that holds one does not train, count, average, save or
+shard it.
 """
 
 import hashlib
@@ -18,34 +19,33 @@ from torch import Tensor, nn
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.torch_trees import tree_map
-from lit_efficient.models.libraries.bounds import check_bounds
-from lit_efficient.models.libraries.config_fields import read_by_others
+from lit_efficient.models.libraries.config_fields import check_bounds, read_by_others
 from lit_efficient.surgery import match_modules, moved, own_draws
 
-_IN_CODE = "given in code: "  # what stands for such a teacher in a checkpoint
+_IN_CODE = "given in code: "  # prefix of the record of a module in a checkpoint
 _DATA = "data."
 _WIDTHS = ("hidden_size", "width", "dim", "d_model", "n_embd", "embed_dim")
-_WITHOUT = {"labels", "use_cache", "past_key_values"}  # a teacher gives features, not losses
+_WITHOUT = {"labels", "use_cache", "past_key_values"}  # arguments that a teacher does not need for its features
 
-
-CLASS = "class token"  # beside the layers' patterns
+CLASS = "class token"  # key of the class token in a result, beside the layers' patterns
 
 
 class Teacher:
-    """A frozen network and the layers whose features are wanted.
+    """Frozen network, and the layers whose features are used.
 
     Args:
-        network: It is put into evaluation mode and frozen, in place.
-        layers: Patterns of dotted names, each of one layer; an empty one stands for the network's output.
+        network: Put into evaluation mode and frozen, in place.
+        layers: Patterns of dotted names, each of one layer; an empty pattern is the network's output.
         who: Name of the technique that asks, for errors.
-        image_size: Side to which :meth:`of_images` resizes; ``None``: what the network says it was made for, and the
-            images as they are where it says none.
+        image_size: Side to which :meth:`of_images` resizes; ``None``: the size in the network's configuration, or no
+            resizing without one.
         statistics: Mean and standard deviation of each channel of images in [0, 1] that the network expects; ``None``:
-            what it says itself, as timm's models do; else it gets them in [-1, 1].
-        skip_tokens: How many tokens before those of the patches :meth:`of_images` leaves out; ``None``: as many as the
-            network says it has.
-        tokens: Whether an empty pattern stands, for :meth:`of_images`, for what a model of timm has before it pools.
-        class_layer: Of which :meth:`of_images` gives the class token, or the one vector an image, as ``CLASS``.
+            the network's own, as of timm's models; without any it receives images in [-1, 1].
+        skip_tokens: Number of tokens before those of the patches that :meth:`of_images` leaves out; ``None``: the
+            number that the network declares.
+        tokens: Whether an empty pattern means, for :meth:`of_images`, the tokens of a timm model before pooling.
+        class_layer: Layer of which :meth:`of_images` returns the class token, or one vector per image, as ``CLASS``.
+        argument: Name of the argument that holds the layers, for errors.
     """
 
     def __init__(
@@ -61,7 +61,8 @@ class Teacher:
         class_layer: str | None = None,
         argument: str = "teacher_layer",
     ) -> None:
-        layers = [*layers, *([] if class_layer is None else [class_layer])]
+        if class_layer is not None:
+            layers = [*layers, class_layer]
         self.class_layer = class_layer
         self.network = network.eval().requires_grad_(False)
         self.layers = {layer: only_module(network, layer, f"{who}: {argument}") for layer in layers}
@@ -69,11 +70,13 @@ class Teacher:
         self.image_size = image_size
         self.statistics = _own_statistics(network) if statistics is None else statistics
         self.skip_tokens = skip_tokens
-        self._has_gradient = False  # known to have one on this device
+        self._has_gradient = False  # whether a gradient is known to work on this device
         self.unpooled = tokens and "" in self.layers and callable(getattr(network, "forward_features", None))
 
     def features(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Features by layer's pattern, without gradients, of the arguments that the network's forward knows."""
+        """Return features by layer pattern, without gradients. Arguments that the network's forward does not take are
+        ignored.
+        """
         return self._features(self.network, args, kwargs, gradients=False)
 
     def _features(
@@ -86,20 +89,31 @@ class Teacher:
             for layer, name in self.layers.items():
                 hooks.enter_context(self.network.get_submodule(name).register_forward_hook(_keep(found, layer)))
             output = forward(*args, **_known(self.network, kwargs))
-        return found if forward is self.network else found | {"": feature_of(output)}
+        if forward is self.network:
+            return found
+        return found | {"": feature_of(output)}
 
     def of_images(self, images: Tensor, gradients: bool = False) -> dict[str, Tensor]:
-        """Features of images [B, C, H, W] in [-1, 1]; class and register tokens are left out where they are known.
+        """Return features of images [B, C, H, W] in [-1, 1], without class and register tokens where their number is
+        known.
 
-        Models of transformers and timm get as many channels as they have, their size and their normalisation.
+        Models of transformers and timm receive their own number of channels, size and normalisation.
 
         Args:
             images: The images.
-            gradients: Whether gradients flow to the images; the network is frozen in any case.
+            gradients: Whether gradients flow to the images. The network stays frozen.
+
+        Returns:
+            Features by layer pattern.
+
+        Raises:
+            ConfigurationError: If ``class_layer`` has no class token.
         """
-        config, embedding = (getattr(self.network, name, None) for name in ("config", "patch_embed"))
+        config = getattr(self.network, "config", None)
+        embedding = getattr(self.network, "patch_embed", None)
         own = _side(getattr(config, "image_size", None) or getattr(embedding, "img_size", None))
-        size, channels = self.image_size or own, getattr(config, "num_channels", None)
+        size = self.image_size or own
+        channels = getattr(config, "num_channels", None)
         if self.statistics is not None and channels is None:
             channels = input_width_of(self.network, "")
         kwargs: dict[str, Any] = {}
@@ -111,12 +125,17 @@ class Teacher:
         found = self._features(forward, (images,), kwargs, gradients)
         if gradients and images.requires_grad and torch.is_grad_enabled() and not self._has_gradient:
             self._check_gradient(images, list(found.values()))
-        if getattr(self.network, "output_fmt", None) == "NHWC":  # of timm's Swin, say
+        if getattr(self.network, "output_fmt", None) == "NHWC":  # timm's Swin, for example
             found = {k: t.permute(0, 3, 1, 2) if t.ndim == 4 else t for k, t in found.items()}
         patch = _side(getattr(config, "patch_size", None) or getattr(embedding, "patch_size", None))
-        patches = (images.shape[-2] // patch) * (images.shape[-1] // patch) if patch and images.ndim == 4 else 0
+        patches = 0
+        if patch and images.ndim == 4:
+            patches = (images.shape[-2] // patch) * (images.shape[-1] // patch)
         skipped = {k: self._skipped(t.shape[1], patches) if t.ndim == 3 else 0 for k, t in found.items()}
-        features = {k: t[:, skipped[k] :] if t.ndim == 3 else t for k, t in found.items()}
+        features = dict(found)
+        for key, tokens in found.items():
+            if tokens.ndim == 3:
+                features[key] = tokens[:, skipped[key] :]
         if self.class_layer is not None:
             one = found[self.class_layer]
             if one.ndim != 2 and not skipped[self.class_layer]:
@@ -128,7 +147,9 @@ class Teacher:
         return features
 
     def _check_gradient(self, images: Tensor, found: list[Tensor]) -> None:
-        """Refuse, before the run's own backward pass, what torch would refuse there in words of its own."""
+        """Raise an error with advice if the gradient has no deterministic kernel, before the run's own backward pass
+        fails.
+        """
         if torch.are_deterministic_algorithms_enabled() and images.device.type != "cpu":
             try:
                 torch.autograd.grad([feature.sum() for feature in found], images, retain_graph=True)
@@ -143,25 +164,29 @@ class Teacher:
         self._has_gradient = True
 
     def _skipped(self, count: int, patches: int) -> int:
-        """How many of a layer's tokens stand before those of the patches (0: their number is not known)."""
+        """Return how many of a layer's tokens precede those of the patches. ``patches`` is 0 if their number is
+        unknown.
+        """
         if self.skip_tokens is not None:
             return self.skip_tokens
-        known = getattr(self.network, "num_prefix_tokens", max(0, count - patches) if patches else 0)
-        return 0 if count == patches else int(known)
+        if count == patches:
+            return 0
+        surplus = max(0, count - patches) if patches else 0
+        return int(getattr(self.network, "num_prefix_tokens", surplus))
 
     def to(self, device: torch.device) -> None:
-        """Move the network."""
+        """Move the network to a device."""
         if _placed(self.network)[0] != device:
-            with torch.inference_mode(False):  # a validation's move makes weights that training could not use
+            with torch.inference_mode(False):  # in a validation the moved weights would be unusable for training
                 self.network.to(device)
 
     def width(self, layer: str) -> int | None:
-        """Width of a layer's features, where the network says it."""
+        """Return the width of a layer's features, or ``None`` if the network does not declare it."""
         return width_of(self.network, self.layers[layer])
 
 
 def find_teacher(spec: str | nn.Module, layers: Sequence[str], *, who: str, data: Any = None, **images: Any) -> Teacher:
-    """The teacher that an argument names.
+    """Return the teacher that an argument names.
 
     Args:
         spec: A module; ``data.NAME``, an attribute of the data module; the folder or name of a transformers model; or a
@@ -169,10 +194,10 @@ def find_teacher(spec: str | nn.Module, layers: Sequence[str], *, who: str, data
         layers: As in :class:`Teacher`.
         who: Name of the technique that asks, for errors.
         data: The data module, if there is one.
-        **images: ``image_size``, ``skip_tokens``, ``tokens`` and ``argument`` of :class:`Teacher`.
+        **images: ``image_size``, ``skip_tokens``, ``tokens``, ``class_layer`` and ``argument`` of :class:`Teacher`.
 
     Raises:
-        ConfigurationError: If there is no such thing.
+        ConfigurationError: If it does not exist.
     """
     if isinstance(spec, nn.Module):
         return Teacher(spec, layers, who=who, **images)
@@ -191,7 +216,9 @@ def find_teacher(spec: str | nn.Module, layers: Sequence[str], *, who: str, data
 
 
 def name_of(spec: str | nn.Module) -> str:
-    """What a checkpoint keeps of a teacher: its name, or for a module the class and a digest of its weights."""
+    """Return the record of a teacher for checkpoints: its name, or for a module its class and a digest of its
+    weights.
+    """
     if isinstance(spec, str):
         return spec
     digest = hashlib.sha256()
@@ -216,34 +243,45 @@ def _of_transformers(spec: str, who: str) -> nn.Module:
 
 
 def _statistics(spec: str) -> tuple[list[float], list[float]] | None:
-    """What the image processor beside a model of transformers normalises by, of a folder or a hub's name."""
+    """Return mean and standard deviation of the image processor beside a transformers model, in a folder or on a
+    hub.
+    """
     from transformers.image_processing_base import ImageProcessingMixin
 
     if spec.endswith(".json"):
         return None
     try:
         kept, _ = ImageProcessingMixin.get_image_processor_dict(spec)
-    except (OSError, ValueError):  # a model without one, as of text
+    except (OSError, ValueError):  # a model without an image processor, such as one of text
         return None
     if not kept.get("do_normalize", True):
         return [0.0], [1.0]
-    return (list(kept["image_mean"]), list(kept["image_std"])) if "image_mean" in kept else None
+    if "image_mean" not in kept:
+        return None
+    return list(kept["image_mean"]), list(kept["image_std"])
 
 
 def _own_statistics(network: nn.Module) -> tuple[list[float], list[float]] | None:
-    """What a network says itself: timm's ``pretrained_cfg``, open_clip's attributes, the folder a model came from."""
+    """Return the statistics that a network declares.
+
+    Sources are timm's ``pretrained_cfg``, open_clip's attributes, and the folder from which a transformers model was
+    loaded.
+    """
     kept: Any = getattr(network, "pretrained_cfg", None)
     if isinstance(kept, Mapping) and "mean" in kept and "std" in kept:
         return list(kept["mean"]), list(kept["std"])
-    mean, std = getattr(network, "image_mean", None), getattr(network, "image_std", None)
+    mean = getattr(network, "image_mean", None)
+    std = getattr(network, "image_std", None)
     if mean is not None and std is not None:
         return list(mean), list(std)
     name = getattr(getattr(network, "config", None), "name_or_path", None)
-    return _statistics(name) if name and hasattr(network, "save_pretrained") and Path(name).is_dir() else None
+    if name and hasattr(network, "save_pretrained") and Path(name).is_dir():
+        return _statistics(name)
+    return None
 
 
 def only_module(root: nn.Module, pattern: str, who: str) -> str:
-    """Dotted name of the one module that a pattern matches; an empty pattern is the root.
+    """Return the dotted name of the one module that a pattern matches; an empty pattern is the root.
 
     Raises:
         ConfigurationError: If it matches none, or several.
@@ -259,19 +297,19 @@ def only_module(root: nn.Module, pattern: str, who: str) -> str:
 
 
 def width_of(root: nn.Module, name: str) -> int | None:
-    """Number of features of a layer's output, as far as its class or a config around it tells; else ``None``."""
+    """Return the number of features of a layer's output, from its class or a config around it; ``None`` if unknown."""
     layer: Any = root.get_submodule(name)
     parent, _, last = name.rpartition(".")
     owner = root.get_submodule(parent)
     own = _own_width(layer)
     if own is None and isinstance(owner, nn.Sequential) and name and not any(True for _ in layer.parameters()):
-        own = _last_width(list(owner)[: int(last) + 1])  # an activation: as wide as what comes before it
+        own = _last_width(list(owner)[: int(last) + 1])  # an activation is as wide as the layer before it
     if own is not None:
         return own
     norms = [(part_name.count("."), part) for part_name, part in layer.named_modules() if "Norm" in type(part).__name__]
-    if name and norms and not isinstance(layer, nn.Sequential):  # of a residual block: as wide as its stream
-        norms.sort(key=lambda norm: norm[0])  # those of queries and keys lie deeper
-        return next(filter(None, (_own_width(part) for _, part in norms)), None)  # of adaptive ones the one inside
+    if name and norms and not isinstance(layer, nn.Sequential):  # a residual block is as wide as its norms
+        norms.sort(key=lambda norm: norm[0])  # outer norms first: inner ones may normalise heads of queries and keys
+        return next(filter(None, (_own_width(part) for _, part in norms)), None)
     parts = name.split(".") if name else []
     for i in range(len(parts), -1, -1):
         config = getattr(root.get_submodule(".".join(parts[:i])), "config", None)
@@ -283,7 +321,7 @@ def width_of(root: nn.Module, name: str) -> int | None:
 
 
 def input_width_of(root: nn.Module, name: str) -> int | None:
-    """Number of features of a layer's input, as far as the first layer in it tells; else ``None``."""
+    """Return the number of features of a layer's input, from the first layer in it; ``None`` if unknown."""
     for part in root.get_submodule(name).modules():
         for attribute in ("in_features", "in_channels"):
             if isinstance(getattr(part, attribute, None), int):
@@ -302,22 +340,27 @@ def _own_width(layer: Any) -> int | None:
     shape = getattr(layer, "normalized_shape", None)
     if shape:
         return int(shape[-1])
-    weight = getattr(layer, "weight", None)  # an RMS norm of whatever package
-    return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.ndim == 1 else None
+    weight = getattr(layer, "weight", None)
+    if isinstance(weight, Tensor) and weight.ndim == 1:  # an RMS norm of any package
+        return int(weight.shape[0])
+    return None
 
 
 def _last_width(layers: Iterable[nn.Module]) -> int | None:
-    """Width after layers in a row, unless one that changes shapes comes after the last that says its own."""
+    """Return the width after layers in a row, or ``None`` if a layer that changes shapes follows the last known
+    width.
+    """
     for layer in reversed(list(layers)):
         if isinstance(layer, nn.Flatten | nn.Unflatten | nn.PixelShuffle | nn.PixelUnshuffle):
             return None
-        if (width := _own_width(layer)) is not None:
+        width = _own_width(layer)
+        if width is not None:
             return width
     return None
 
 
 def feature_of(output: Any) -> Tensor:
-    """The features in what a layer returned: a tensor, the first one of a tuple, or ``last_hidden_state``.
+    """Return the features in a layer's output: a tensor, the first tensor of a tuple, or ``last_hidden_state``.
 
     Raises:
         ConfigurationError: If there is none.
@@ -326,7 +369,11 @@ def feature_of(output: Any) -> Tensor:
         return output
     if isinstance(output, Mapping) and isinstance(output.get("last_hidden_state"), Tensor):
         return output["last_hidden_state"]
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else ()
+    values: Iterable[object] = ()
+    if isinstance(output, Mapping):
+        values = output.values()
+    elif isinstance(output, list | tuple):
+        values = output
     for value in values:
         if isinstance(value, Tensor):
             return value
@@ -354,16 +401,20 @@ def _known(network: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _placed(network: nn.Module) -> tuple[torch.device | None, torch.dtype | None]:
     first = next((t for t in (*network.parameters(), *network.buffers()) if t.is_floating_point()), None)
-    return (None, None) if first is None else (first.device, first.dtype)
+    if first is None:
+        return None, None
+    return first.device, first.dtype
 
 
 def _on(tree: Any, device: torch.device | None, dtype: torch.dtype | None, detach: bool = True) -> Any:
-    """Tensors on the network's device, floats in its format."""
+    """Move tensors to the network's device, and floats to its format."""
 
     def move(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return moved(value.detach() if detach else value, device, dtype if value.is_floating_point() else None)
+        if detach:
+            value = value.detach()
+        return moved(value, device, dtype if value.is_floating_point() else None)
 
     return tree_map(move, tree)
 
@@ -375,7 +426,7 @@ def _side(value: Any) -> int | None:
 def _resized(images: Tensor, size: int) -> Tensor:
     if not (images.requires_grad and torch.are_deterministic_algorithms_enabled()):
         return F.interpolate(images, (size, size), mode="bicubic", align_corners=False, antialias=True)
-    # The same as products with two matrices: on CUDA the gradient of F.interpolate is not deterministic, and refused.
+    # On CUDA the gradient of F.interpolate is not deterministic. Products with two matrices compute the same.
     for _ in range(2):
         side = torch.eye(images.shape[-1], dtype=images.dtype, device=images.device)[None, None]
         rows = F.interpolate(side, (side.shape[-1], size), mode="bicubic", align_corners=False, antialias=True)[0, 0]
@@ -393,6 +444,7 @@ def _prepared(
     if statistics is None:
         return images
     mean, std = (moved(torch.tensor(s).view(1, -1, 1, 1), images.device) for s in statistics)
-    if images.shape[1] == 1:  # a network of one channel that has the statistics of three
-        mean, std = mean.mean(1, keepdim=True), std.mean(1, keepdim=True)
+    if images.shape[1] == 1:  # a network of one channel may declare the statistics of three
+        mean = mean.mean(1, keepdim=True)
+        std = std.mean(1, keepdim=True)
     return ((images + 1.0) / 2.0 - mean) / std

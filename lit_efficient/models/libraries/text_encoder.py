@@ -1,18 +1,21 @@
-"""Any text encoder of Hugging Face, frozen: captions to embeddings that a diffusion network attends to.
+"""Frozen text encoders of transformers, which map captions to embeddings that a diffusion network attends to.
 
-    hidden [B, L, D], mask [B, L], pooled [B, P] = encode(captions);      nothing = encode([""])
+    hidden [B, L, D], mask [B, L], pooled [B, P] = encode(captions);      unconditional: encode([""])
 
-Encoders of CLIP, T5 and its kin, BERT and its kin, and decoders (Gemma, Qwen, ...) whose hidden states serve as well.
-What comes out is what the pipelines of diffusers give their networks; where they differ, an argument says which:
+Supported are encoders of CLIP, T5 and relatives, BERT and relatives, and decoders (Gemma, Qwen, ...), whose hidden
+states serve as well. Embeddings equal those that the pipelines of diffusers give to their networks. Where pipelines
+differ, an argument decides:
 
     Stable Diffusion       layer -1 (with the final norm); clip skip n: layer -1 - n with ``final_norm``
-    SDXL, SD3, Flux        ``pipeline``: all of their encoders (:mod:`lit_efficient.models.libraries.text_joins`)
-    PixArt, Sana, ...      layer -1; padding is hidden from encoder and network
+    SDXL, SD3, Flux        ``pipeline``: all of their encoders, joined by :func:`join`
+    PixArt, Sana, ...      layer -1; encoder and network do not see padding
 
-Costs: once a caption, its encoding; then a look-up (L x D numbers a caption, the latest gigabyte of them in memory).
-Captions are encoded one by one, so that an embedding depends on its caption alone, to the last bit: a run that is
-resumed, or that reads the embeddings from a cache, trains on the same numbers. To encode ahead: ``cache-latents``.
-Source: Rombach et al. (2022), https://arxiv.org/abs/2112.10752; Saharia et al. (2022), https://arxiv.org/abs/2205.11487.
+Costs: each caption is encoded once, and then looked up (L x D numbers per caption, up to a gigabyte in memory).
+Captions are encoded one by one on the CPU, so that an embedding depends on its caption only, to the last bit. A run
+that is resumed, or that reads the embeddings from a cache, trains on the same numbers. ``cache-latents`` encodes ahead.
+Source: Rombach et al. (2022), https://arxiv.org/abs/2112.10752; Saharia et al. (2022),
+https://arxiv.org/abs/2205.11487;
+Podell et al. (2023), https://arxiv.org/abs/2307.01952; Esser et al. (2024), https://arxiv.org/abs/2403.03206.
 """
 
 import contextlib
@@ -20,12 +23,13 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.files.known_facts import beside_facts, content_key, known_facts, note_facts
@@ -33,24 +37,79 @@ from lit_efficient.files.records import rebuild
 from lit_efficient.files.tensors import load_tensors, save_tensors
 from lit_efficient.models.libraries.caption_tokens import CaptionTokens
 from lit_efficient.models.libraries.latent_codec import EMBEDDED_BYTES
-from lit_efficient.models.libraries.text_joins import join, members
 from lit_efficient.models.libraries.text_network import CaptionReading, TextEmbedding, TextEncoderConfig, TextNetwork
 
 __all__ = ["CaptionReading", "TextEmbedding", "TextEncoder", "TextEncoderConfig"]
 
-_REMEMBERED_BYTES = (2**28, 2**30)  # on a GPU, and on the CPU
+_REMEMBERED_BYTES = (2**28, 2**30)  # limits on a GPU, and on the CPU
+_CLIP_LENGTH = 77
+_KINDS = {"sdxl": ("clip", "clip"), "sd3": ("clip", "clip", "t5"), "flux": ("clip", "t5")}
+
+
+def members(spec: TextEncoderConfig) -> list[TextEncoderConfig]:
+    """Return the encoders of a pipeline, or ``spec`` itself if it names none.
+
+    The hidden states of CLIP in SDXL and SD3 are those of the layer before the last. No pipeline masks padding.
+    """
+    if spec.pipeline is None:
+        return [spec]
+    found = []
+    for number, kind in enumerate(_KINDS[spec.pipeline], start=1):
+        suffix = "" if number == 1 else f"_{number}"
+        length = spec.max_length
+        if kind == "clip" and spec.pipeline != "sdxl":
+            length = _CLIP_LENGTH
+        layer = -1
+        if kind == "clip" and spec.pipeline != "flux":
+            layer = -2
+        reading = CaptionReading(subfolder=f"tokenizer{suffix}", padding="seen")
+        subfolder = f"text_encoder{suffix}"
+        found.append(
+            replace(spec, pipeline=None, subfolder=subfolder, max_length=length, layer=layer, captions=reading)
+        )
+    return found
+
+
+def join(pipeline: str | None, parts: list[TextEmbedding]) -> TextEmbedding:
+    """Join the embeddings of a pipeline's encoders as diffusers does.
+
+        sdxl   hidden = [CLIP | CLIP-G] by features;  pooled = CLIP-G's
+        sd3    hidden = [CLIP | CLIP-G] by features, zeros up to T5's width, then T5's tokens;  pooled = [CLIP | CLIP-G]
+        flux   hidden = T5's;  pooled = CLIP's
+
+    Args:
+        pipeline: Name of the pipeline; ``None`` returns the only part.
+        parts: Embeddings of the encoders: hidden [..., L, D], mask [..., L], pooled [..., P].
+
+    Returns:
+        The joined embeddings.
+    """
+    if pipeline is None:
+        return parts[0]
+    if pipeline == "flux":
+        clip, t5 = parts
+        return TextEmbedding(t5.hidden, t5.mask, clip.pooled)
+    clips = torch.cat([parts[0].hidden, parts[1].hidden], dim=-1)
+    if pipeline == "sdxl":
+        return TextEmbedding(clips, parts[0].mask, parts[1].pooled)
+    t5 = parts[2]
+    padded: Tensor = F.pad(clips, (0, t5.hidden.shape[-1] - clips.shape[-1]))
+    pooled = [part.pooled for part in parts[:2] if part.pooled is not None]
+    return TextEmbedding(
+        torch.cat([padded, t5.hidden], -2), torch.cat([parts[0].mask, t5.mask], -1), torch.cat(pooled, -1)
+    )
 
 
 class TextEncoder:
-    """Frozen text encoder (or several, joined) with a memory of what it has encoded.
+    """Frozen text encoder, or several joined ones, which remembers the embeddings of captions.
 
-    Deliberately no ``nn.Module``, as ``LatentCodec``: a LightningModule that holds one neither trains, counts, averages
-    nor saves it as its own. It is on the device that it was last asked to encode for.
+    Like ``LatentCodec`` it is deliberately not an ``nn.Module``: a LightningModule that holds one does not train,
+    count, average or save it. It stays on the device of the last call of `encode`.
 
     Args:
-        spec: How it was asked for.
+        spec: Description of the encoder.
         parts: The networks, in the order in which their embeddings are joined; None: they are loaded when needed.
-        key: Under which facts about its files are known, of `content_key`; None: nothing is.
+        key: Key of `content_key` under which facts about the files are stored; None: there are none.
     """
 
     def __init__(self, spec: TextEncoderConfig, parts: list[TextNetwork] | None, key: str | None = None) -> None:
@@ -63,24 +122,27 @@ class TextEncoder:
 
     @classmethod
     def load(cls, spec: TextEncoderConfig) -> "TextEncoder":
-        """The encoder that ``spec`` names, on the CPU. Leaves torch's global generator as it is.
+        """Load the encoder that ``spec`` names, on the CPU. Torch's global generator does not change.
 
         Raises:
-            ConfigurationError: If it or its tokenizer cannot be built or loaded.
+            ConfigurationError: If the encoder or its tokenizer cannot be built or loaded.
         """
         return cls(spec, [TextNetwork.load(member) for member in members(spec)])
 
     @classmethod
     def find(cls, spec: TextEncoderConfig) -> "TextEncoder":
-        """As `load`; what is large, and was met before, waits on disk until a caption is to be encoded.
+        """Return the encoder as `load` does, but leave a large one that an earlier run has loaded on disk until it is
+        needed.
 
-        The empty caption's embedding, which hides captions in training, is kept with what is known of the files.
+        The embedding of the empty caption, which replaces dropped captions in training, is stored with the facts about
+        the files.
         """
         key = _key_of(spec)
         facts = known_facts(key)
         if {"fingerprint", "bytes", "hides_padding"} <= facts.keys() and facts["bytes"] > EMBEDDED_BYTES:
             found = cls(spec, None, key)
-            found._fingerprint, found._hides_padding = str(facts["fingerprint"]), bool(facts["hides_padding"])
+            found._fingerprint = str(facts["fingerprint"])
+            found._hides_padding = bool(facts["hides_padding"])
             return found
         loaded = cls.load(spec)
         if key is not None and loaded.nbytes > EMBEDDED_BYTES:
@@ -91,79 +153,87 @@ class TextEncoder:
 
     @property
     def parts(self) -> list[TextNetwork]:
-        """The networks; those that wait on disk are loaded now."""
+        """Return the networks; those on disk are loaded."""
         if self._parts is None:
             self._parts = type(self).load(self.spec).parts
         return self._parts
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights."""
+        """Return the number of bytes of all weights."""
         return sum(part.nbytes for part in self.parts)
 
     @property
     def network(self) -> nn.Module:
-        """The first network."""
+        """Return the first network."""
         return self.parts[0].network
 
     @property
     def tokens(self) -> CaptionTokens:
-        """The first tokenizer."""
+        """Return the first tokenizer."""
         return self.parts[0].tokens
 
-    @torch.inference_mode(False)  # what a validation embeds is remembered, and trained with later
+    @torch.inference_mode(False)  # embeddings from a validation are remembered, and used in training later
     @torch.no_grad()
     def encode(self, captions: Sequence[str], device: torch.device | str = "cpu") -> TextEmbedding:
-        """Embeddings of captions on ``device``, where the latest ones stay: one of them is not encoded again.
+        """Return embeddings of captions on ``device``, and remember the latest ones, which are not encoded again.
 
-        On the CPU each caption is encoded by itself and has the same numbers in any batch, as in a cache of latents; a
-        GPU takes all new ones at once, and the last bits of one are those of its batch.
+        On the CPU each caption is encoded by itself and has the same numbers in any batch, as in a cache of latents. A
+        GPU encodes all new captions together, and the last bits of an embedding depend on the batch.
         """
         device = torch.device(device)
         memory = self._memories.setdefault(device, _Memory(_REMEMBERED_BYTES[device.type == "cpu"]))
-        if "" in captions and memory.get("") is None and (nothing := self._kept_nothing(device)) is not None:
-            memory.put("", nothing)
+        if "" in captions and memory.get("") is None:
+            nothing = self._kept_nothing(device)
+            if nothing is not None:
+                memory.put("", nothing)
         found: dict[str, Any] = {caption: memory.get(caption) for caption in dict.fromkeys(captions)}
         new = [caption for caption, embedding in found.items() if embedding is None]
         keeps = self.key is not None and "" in new
-        for group in [[caption] for caption in new] if device.type == "cpu" else [new] if new else []:
+        groups = [[caption] for caption in new]
+        if device.type != "cpu" and new:
+            groups = [new]
+        for group in groups:
             joined: Any = join(self.spec.pipeline, [part.embed(group, device) for part in self.parts])
-            for number, caption in enumerate(group):  # copies: a row would hold on to its batch
+            for number, caption in enumerate(group):  # rows are copied, because a view would keep its batch in memory
                 row: list[Any] = [None if t is None else t[number].clone() for t in joined]
                 found[caption] = TextEmbedding(*row)
                 memory.put(caption, found[caption])
         if keeps:
             self._keep_nothing(device, found[""])
         among = [found[caption] for caption in captions]
-        hidden, mask = (torch.stack(parts) for parts in zip(*((one.hidden, one.mask) for one in among)))
+        hidden = torch.stack([one.hidden for one in among])
+        mask = torch.stack([one.mask for one in among])
         pooled = [one.pooled for one in among if one.pooled is not None]
         return TextEmbedding(hidden, mask, torch.stack(pooled) if pooled else None)
 
     @property
     def width(self) -> int:
-        """D, features of a token."""
+        """Return D, the number of features of a token."""
         return self.encode([""]).hidden.shape[-1]
 
     @property
     def max_length(self) -> int:
-        """L, tokens of an embedding."""
+        """Return L, the number of tokens of an embedding."""
         return self.encode([""]).hidden.shape[1]
 
     @property
     def pooled_width(self) -> int:
-        """P, features of the pooled embedding; 0 if there is none."""
+        """Return P, the number of features of the pooled embedding; 0 if there is none."""
         pooled = self.encode([""]).pooled
         return 0 if pooled is None else pooled.shape[-1]
 
     @property
     def hides_padding(self) -> bool:
-        """Whether masks leave the padding out; otherwise they are all true."""
+        """Return whether masks exclude padding; otherwise they are all true."""
         if self._hides_padding is None:
             self._hides_padding = any(part.hides_padding for part in self.parts)
         return self._hides_padding
 
     def _kept_nothing(self, device: torch.device) -> TextEmbedding | None:
-        """The empty caption's embedding, as it was computed on such a device before."""
+        """Return the stored embedding of the empty caption, as it was computed on a device of this type, or
+        ``None``.
+        """
         if self.key is None:
             return None
         try:
@@ -173,29 +243,31 @@ class TextEncoder:
             return None
 
     def _keep_nothing(self, device: torch.device, nothing: TextEmbedding) -> None:
+        """Store the embedding of the empty caption."""
         parts = {name: part.cpu() for name, part in zip(TextEmbedding._fields, nothing) if part is not None}
         with contextlib.suppress(OSError):  # a cache on a read-only disk
             save_tensors(beside_facts(self.key or "", f"{device.type}.safetensors"), parts)
 
     def fingerprint(self) -> str:
-        """SHA-256 of all that an embedding depends on: the weights, the tokenizers and how they are read."""
+        """Return a SHA-256 digest of all that an embedding depends on: weights, tokenizers and options."""
         if self._fingerprint is None:
             described = [self.spec.pipeline, *(part.digest() for part in self.parts)]
             self._fingerprint = hashlib.sha256(json.dumps(described).encode()).hexdigest()
         return self._fingerprint
 
     def state_dict(self) -> dict[str, Any]:
-        """Primitives and tensors only; large weights stay where they are, named and with their fingerprint."""
-        small = self._parts is not None and self.nbytes <= EMBEDDED_BYTES
-        parts = [part.state_dict() for part in self.parts] if small else None
+        """Return primitives and tensors. Large weights are not included, but named, with their fingerprint."""
+        parts = None
+        if self._parts is not None and self.nbytes <= EMBEDDED_BYTES:
+            parts = [part.state_dict() for part in self.parts]
         return {"spec": asdict(self.spec), "parts": parts, "fingerprint": self.fingerprint()}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> "TextEncoder":
-        """The encoder that ``state_dict`` was taken from. Leaves torch's global generator as it is.
+        """Return the encoder that ``state_dict`` was called on. Torch's global generator does not change.
 
         Raises:
-            CheckpointError: If its weights are to be found by name and are others now, or gone.
+            CheckpointError: If weights that are not included are missing or have changed.
         """
         spec = rebuild(TextEncoderConfig, state["spec"])
         if state["parts"] is None:
@@ -215,12 +287,13 @@ class TextEncoder:
         return encoder
 
     def __deepcopy__(self, memo: object) -> "TextEncoder":
-        """Itself: it never changes, and may be larger than what holds it."""
+        """Return the encoder itself: it never changes, and may be larger than the object that holds it."""
         return self
 
 
 def _key_of(spec: TextEncoderConfig) -> str | None:
-    reading, folder = spec.captions, Path(spec.name_or_path or "")
+    reading = spec.captions
+    folder = Path(spec.name_or_path or "")
     if spec.name_or_path is None or not folder.is_dir():
         return None
     parts = members(spec)
@@ -233,7 +306,7 @@ def _key_of(spec: TextEncoderConfig) -> str | None:
 
 
 class _Memory:
-    """The latest embeddings by caption, on one device, in so many bytes."""
+    """Latest embeddings by caption on one device, limited by their number of bytes."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

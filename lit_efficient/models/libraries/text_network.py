@@ -1,4 +1,4 @@
-"""One text encoder of Hugging Face with its tokenizer: how it is named, built, read and known from others."""
+"""One text encoder of transformers with its tokenizer: description, loading, embedding and digest."""
 
 import difflib
 import hashlib
@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, did_you_mean, refusal
 from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.hugging_face import from_config
-from lit_efficient.models.libraries.bounds import check_bounds
 from lit_efficient.models.libraries.caption_tokens import CaptionTokens, load_tokenizer
 from lit_efficient.models.libraries.causal_lm import Primitive, declared_fields
-from lit_efficient.models.libraries.config_fields import check_names, check_values, meant, read_by_others
+from lit_efficient.models.libraries.config_fields import check_bounds, check_names, check_values, meant, read_by_others
 from lit_efficient.surgery import moved, own_draws
 
 if TYPE_CHECKING:
@@ -29,15 +28,15 @@ _FINAL_NORMS = ("text_model.final_layer_norm", "final_layer_norm", "encoder.fina
 
 @dataclass(frozen=True)
 class CaptionReading:
-    """How captions become tokens.
+    """Options of a caption's tokens.
 
     Args:
-        tokenizer: a hub's name, a folder or a ``tokenizer.json``; ``bytes`` for one token a byte. None is the model's
-            own, or bytes without ``name_or_path``.
-        subfolder: where in a pipeline the tokenizer is: ``tokenizer``.
-        padding: whether the network sees the padding: ``hidden`` or ``seen``; ``auto`` is what the encoder was trained
-            with, ``seen`` for CLIP and ``hidden`` for the others.
-        padding_side: where it is.
+        tokenizer: a name on a hub, a folder or a ``tokenizer.json``; ``bytes`` for one token per byte. None is the
+            model's own, or bytes without ``name_or_path``.
+        subfolder: folder of the tokenizer in a pipeline: ``tokenizer``.
+        padding: whether the network sees the padding: ``hidden`` or ``seen``; ``auto`` is the setting of the encoder's
+            own training, ``seen`` for CLIP and ``hidden`` for the others.
+        padding_side: side of the padding.
     """
 
     tokenizer: str | None = None
@@ -52,22 +51,23 @@ class CaptionReading:
 
 @dataclass(frozen=True)
 class TextEncoderConfig:
-    """A text encoder of Hugging Face, by name or by configuration.
+    """Text encoder of transformers, by name or by configuration.
 
     Args:
-        name_or_path: a hub's name or a local folder, of the encoder or of a pipeline (with ``subfolder``); None builds
-            from ``config_fields`` alone, with random weights (always the same ones).
-        config_fields: fields of the model's configuration that replace the named one's; without ``name_or_path`` the
-            whole configuration, with ``model_type`` (``clip_text_model``, ``t5``, ...). ``architectures`` chooses the
-            class: ``[CLIPTextModelWithProjection]``.
-        subfolder: where in a pipeline the encoder is: ``text_encoder``.
-        max_length: tokens of a caption, special ones included; longer ones are cut, shorter ones padded.
-        layer: whose output: -1 is the last, after the final norm; -2 the one before it, and so on.
+        name_or_path: a name on a hub or a local folder, of the encoder or of a pipeline (with ``subfolder``); None
+            builds the encoder from ``config_fields`` alone, with random weights (always the same ones).
+        config_fields: fields that replace those of the named model's configuration; without ``name_or_path`` the whole
+            configuration, with ``model_type`` (``clip_text_model``, ``t5``, ...). ``architectures`` chooses the class:
+            ``[CLIPTextModelWithProjection]``.
+        subfolder: folder of the encoder in a pipeline: ``text_encoder``.
+        max_length: tokens of a caption, special tokens included; longer captions are truncated, shorter ones padded.
+        layer: layer whose output is used: -1 is the last, after the final norm; -2 the one before it, and so on.
         final_norm: apply the final norm to an earlier layer.
         captions: the tokenizer and its padding.
-        pipeline: all encoders of a pipeline's folder, joined as it joins them: ``sdxl``, ``sd3`` or ``flux``. What it
-            fixes is left unset then: tokenizers, subfolders, layers, padding; ``max_length`` is T5's, if it has one.
-        revision: branch, tag or commit of a hub's repository; a commit is what never changes.
+        pipeline: use all encoders of a pipeline's folder and join them as it does: ``sdxl``, ``sd3`` or ``flux``.
+            Options that the pipeline fixes are then left unset: tokenizers, subfolders, layers, padding; ``max_length``
+            is that of T5, if it has one.
+        revision: branch, tag or commit of a hub's repository; only a commit never changes.
         dtype: number format of the weights and of the embeddings.
     """
 
@@ -111,9 +111,9 @@ class TextEmbedding(NamedTuple):
     """Embeddings of B captions (or of one, without the first dimension).
 
     Args:
-        hidden: One for each token, [B, L, D].
-        mask: Which tokens the network may see, [B, L] bool.
-        pooled: One for each caption, [B, P]; None of an encoder that has none.
+        hidden: One vector per token, [B, L, D].
+        mask: True for tokens that the network may see, [B, L] bool.
+        pooled: One vector per caption, [B, P]; None for an encoder without.
     """
 
     hidden: Tensor
@@ -122,7 +122,7 @@ class TextEmbedding(NamedTuple):
 
 
 class TextNetwork:
-    """A frozen encoder with its tokenizer; the network is frozen and put in evaluation mode."""
+    """Encoder with its tokenizer. The network is frozen and put into evaluation mode."""
 
     def __init__(self, spec: TextEncoderConfig, network: nn.Module, tokens: CaptionTokens) -> None:
         self.spec = spec
@@ -131,10 +131,10 @@ class TextNetwork:
 
     @classmethod
     def load(cls, spec: TextEncoderConfig) -> "TextNetwork":
-        """The one that ``spec`` names, on the CPU. Leaves torch's global generator as it is.
+        """Load the encoder that ``spec`` names, on the CPU. Torch's global generator does not change.
 
         Raises:
-            ConfigurationError: If it or its tokenizer cannot be built or loaded.
+            ConfigurationError: If the encoder or its tokenizer cannot be built or loaded.
         """
         reading = spec.captions
         name = reading.tokenizer or spec.name_or_path or "bytes"
@@ -148,34 +148,36 @@ class TextNetwork:
         return loaded
 
     def embed(self, captions: Sequence[str], device: torch.device) -> TextEmbedding:
-        """Embeddings of captions, [n, ...], on ``device``."""
+        """Return embeddings of n captions, [n, ...], on ``device``."""
         ids, mask = (moved(torch.stack(rows), device) for rows in zip(*map(self.tokens.encode, captions)))
         if not self.hides_padding:
             mask = torch.ones_like(mask)
         options: dict[str, Any] = {"attention_mask": mask} if self.hides_padding else {}
         if self.spec.layer != -1:
             options["output_hidden_states"] = True
-        with torch.autocast(device.type, enabled=False):  # the same numbers in a training step as in a cache
+        with torch.autocast(device.type, enabled=False):  # a training step must compute the same numbers as a cache
             output = self.network.to(device)(input_ids=ids, return_dict=True, **options)
         if self.spec.layer == -1:
             hidden = output.last_hidden_state
         else:
             hidden = output.hidden_states[self.spec.layer]
-            hidden = self._final_norm()(hidden) if self.spec.final_norm else hidden
+            if self.spec.final_norm:
+                hidden = self._final_norm()(hidden)
         pooled = getattr(output, "text_embeds", None)
-        pooled = getattr(output, "pooler_output", None) if pooled is None else pooled
+        if pooled is None:
+            pooled = getattr(output, "pooler_output", None)
         return TextEmbedding(hidden, mask, pooled)
 
     @property
     def hides_padding(self) -> bool:
-        """Whether masks leave the padding out; otherwise they are all true."""
+        """Return whether masks exclude padding; otherwise they are all true."""
         config = self.network.config
         if self.spec.captions.padding == "auto":
             return config.model_type != "clip_text_model" or bool(getattr(config, "use_attention_mask", False))
         return self.spec.captions.padding == "hidden"
 
     def digest(self) -> str:
-        """SHA-256 of all that an embedding depends on: the weights, the tokenizer and how they are read."""
+        """Return a SHA-256 digest of all that an embedding depends on: weights, tokenizer and options."""
         reading = {name: getattr(self.spec, name) for name in ("layer", "final_norm", "dtype")}
         described = [reading, self.hides_padding, self.tokens.state()]
         digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
@@ -186,11 +188,11 @@ class TextNetwork:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights."""
+        """Return the number of bytes of the weights."""
         return sum(tensor.nbytes for tensor in self.network.state_dict().values())
 
     def state_dict(self) -> dict[str, Any]:
-        """Primitives and tensors only."""
+        """Return primitives and tensors."""
         return {
             "config": json.loads(self.network.config.to_json_string(use_diff=False)),
             "architecture": type(self.network).__name__,
@@ -200,7 +202,7 @@ class TextNetwork:
 
     @classmethod
     def from_state_dict(cls, spec: TextEncoderConfig, state: dict[str, Any]) -> "TextNetwork":
-        """The one that ``state_dict`` was taken from. Leaves torch's global generator as it is."""
+        """Return the encoder that ``state_dict`` was called on. Torch's global generator does not change."""
         from transformers import AutoConfig
 
         stored = {key: value for key, value in state["config"].items() if key != "model_type"}
@@ -215,7 +217,9 @@ class TextNetwork:
         return next(modules[name] for name in _FINAL_NORMS if name in modules)
 
     def _check(self) -> None:
-        """Refuse before any work what would fail at a caption: too many tokens, no such layer, no such norm."""
+        """Refuse, before any work, options that would fail at the first caption: too many tokens, a missing layer or
+        norm.
+        """
         config = self.network.config
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         positions = getattr(text, "max_position_embeddings", None)
@@ -223,7 +227,7 @@ class TextNetwork:
             if self.spec.max_length > positions:
                 allowed = f"at most {positions}, the positions of {type(self.network).__name__}"
                 raise refusal(_OWNER, "max_length", allowed, self.spec.max_length)
-            try:  # some count their positions from behind the padding's: RoBERTa has two fewer than it says
+            try:  # RoBERTa reserves positions for padding: it takes two tokens fewer than its configuration says
                 real = next(i for i in range(3) if i not in (self.tokens.pad, getattr(text, "pad_token_id", None)))
                 with torch.no_grad():
                     self.network(input_ids=torch.full((1, self.spec.max_length), real))
@@ -244,10 +248,11 @@ class TextNetwork:
 
 
 def _check_fields(fields: dict[str, Any]) -> None:
-    """Refuse fields whose names or values are none of their type's, before captions, which may come much later."""
+    """Refuse unknown fields and invalid values when the config is read, because captions may be encoded much later."""
     from transformers import CONFIG_MAPPING
 
-    if (kind := str(fields["model_type"])) not in CONFIG_MAPPING:
+    kind = str(fields["model_type"])
+    if kind not in CONFIG_MAPPING:
         allowed = f"a type that transformers knows{did_you_mean(kind, CONFIG_MAPPING).rstrip('?')}"
         raise refusal(_OWNER, "config_fields.model_type", allowed, kind)
     values = {name: value for name, value in fields.items() if name != "model_type"}
@@ -261,7 +266,7 @@ def _check_fields(fields: dict[str, Any]) -> None:
 def _check_names(kind: str, values: Iterable[str]) -> None:
     from transformers import CONFIG_MAPPING
 
-    declared = declared_fields(CONFIG_MAPPING[kind])  # others may be read and declared nowhere
+    declared = declared_fields(CONFIG_MAPPING[kind])  # other fields may be read although they are not declared
     typos = [name for name in values if name not in declared and difflib.get_close_matches(name, declared, 1, 0.8)]
     check_names(_OWNER, typos, declared, f"the model type {kind}")
 
@@ -275,7 +280,7 @@ def _configuration(spec: TextEncoderConfig, tokens: CaptionTokens) -> "Pretraine
     named = spec.name_or_path or spec.config_fields
     with read_by_others(f"{_OWNER}: {named} has no configuration that can be read"):
         if spec.name_or_path is None:
-            # What a configuration leaves out is the tokenizer's: CLIP looks for its end token to pool at.
+            # Missing special tokens are those of the tokenizer: CLIP pools at the end token.
             special = {"pad_token_id": tokens.pad, "bos_token_id": tokens.end, "eos_token_id": tokens.end}
             values = {"vocab_size": tokens.vocab_size} | special | values
             config = AutoConfig.for_model(str(values.pop("model_type")), **values)
@@ -285,13 +290,13 @@ def _configuration(spec: TextEncoderConfig, tokens: CaptionTokens) -> "Pretraine
             config = AutoConfig.from_pretrained(spec.name_or_path, **located)
             for name, value in values.items():
                 setattr(config, name, value)
-    if config.model_type == "clip":  # the encoder of text within a model of both
+    if config.model_type == "clip":  # a model of images and text
         return config.text_config
     return config
 
 
 def _architecture(config: "PretrainedConfig") -> Any:
-    """The class that reads text only, of those that transformers has for a configuration."""
+    """Return the class for a configuration that reads text only, if transformers has one."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING
 
@@ -304,7 +309,7 @@ def _architecture(config: "PretrainedConfig") -> Any:
 
 
 def _drawn(config: "PretrainedConfig", dtype: str) -> nn.Module:
-    """Random weights, always the same ones."""
+    """Build the encoder with random weights, always the same ones."""
     architecture = _architecture(config)
     config.use_cache = False
     with own_draws(0):
@@ -329,7 +334,7 @@ def _loaded(spec: TextEncoderConfig, config: "PretrainedConfig") -> nn.Module:
 
 
 def _reader(architecture: Any, model: Any) -> nn.Module:
-    """The half that reads, of a model of encoder and decoder; of some families transformers has a class for it."""
+    """Return the encoder of a model of encoder and decoder, or the model itself."""
     whole = architecture.__name__ == "AutoModel" and model.config.is_encoder_decoder
     reader: nn.Module = model.get_encoder() if whole else model
     return reader

@@ -1,4 +1,4 @@
-"""Evaluate for a moment, or without a network's deep path; how exactly a network computes."""
+"""Contexts in which a network evaluates or runs without its deep path, and the precision in which it computes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,8 +14,8 @@ from lit_efficient.errors import ConfigurationError
 def evaluating(module: nn.Module) -> Iterator[None]:
     """Run the body with ``module`` and all its submodules in eval mode.
 
-    Modes are remembered for each submodule: ``module.train(was_training)`` would wake up frozen parts (a batch norm
-    kept in eval mode, say) that share the module with training ones.
+    The mode of each submodule is restored by itself. ``module.train(was_training)`` would also put parts into training
+    mode that were kept in eval mode, such as a frozen batch norm.
     """
     modes = [(child, child.training) for child in module.modules()]
     module.eval()
@@ -28,20 +28,21 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def trying_out(device: torch.device) -> Iterator[None]:
-    """Run the body, a layer that is only tried, with gradients and without autocast; what it draws is given back."""
-    plain = nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad(), plain:
+    """Run the body, the trial of a layer, with gradients, without autocast, and without a trace in the random state."""
+    autocast = nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad(), autocast:
         yield
 
 
 def whole_precision(module: nn.Module, device: torch.device) -> bool:
-    """Whether ``module`` computes in float32 or more: no weight has fewer bits, and nothing is cast on the way."""
+    """Return whether ``module`` computes in float32 or more: no weight has fewer bits, and autocast is off."""
     dtypes = {parameter.dtype for parameter in module.parameters()}
     return not torch.is_autocast_enabled(device.type) and dtypes <= {torch.float32, torch.float64}
 
 
 def deep_path(network: nn.Module) -> list[nn.Module]:
-    """The blocks of a network that it has learned to go without: those whose ``path_left_out`` is no None.
+    """Return the blocks of a network that it has learned to do without: those with a ``path_left_out`` that is not
+    None.
 
     Raises:
         ConfigurationError: If there are none.
@@ -57,7 +58,7 @@ def deep_path(network: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def path_dropped(network: nn.Module) -> Iterator[None]:
-    """Run the body without the network's :func:`deep_path`."""
+    """Run the body without the blocks of the network's :func:`deep_path`."""
     blocks: list[Any] = deep_path(network)
     for block in blocks:
         block.path_left_out = True

@@ -1,9 +1,9 @@
-"""A causal language model in two halves: hidden states, and the head that makes logits of them.
+"""Split of a causal language model into hidden states and the head that computes logits from them.
 
-For losses that must not hold tokens x vocabulary. The network is called as it is, with all its hooks and auxiliary
-losses, except that its head is shown the last position only and what it would have been given is kept; the head is
-then called on a few tokens at a time. What networks do to logits after the head is repeated: a factor (Granite,
-Cohere) and a soft bound (Gemma); `check_head` finds what is not known here.
+It serves losses that must not hold tokens x vocabulary logits. The network is called as usual, with all its hooks and
+auxiliary losses, but its head receives only the last position. The full input of the head is kept, and the head is then
+called on a few tokens at a time. Operations on logits after the head are repeated: a factor (Granite, Cohere) and a
+soft cap (Gemma). `check_head` detects other operations.
 """
 
 from collections.abc import Mapping
@@ -23,27 +23,33 @@ _WANTED = "what can be split is a head that is called once, before a constant fa
 
 @dataclass(frozen=True)
 class OutputHead:
-    """From hidden states to logits."""
+    """Map from hidden states to logits."""
 
-    module: nn.Module  # the linear map, whatever techniques made of it
+    module: nn.Module  # the linear layer, possibly changed by techniques
     scale: float = 1.0  # factor on its output
-    softcap: float | None = None  # bound c of ``c tanh(x / c)``, after the factor; None for none
+    softcap: float | None = None  # limit c of ``c tanh(x / c)``, applied after the factor; None: no limit
 
     @property
     def rows(self) -> int:
-        """Number of logits."""
+        """Return the number of logits."""
         return int(self.module.out_features)  # type: ignore[arg-type]
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Logits ``[..., V]`` for ``[..., H]``."""
+        """Return logits ``[..., V]`` for hidden states ``[..., H]``."""
         logits: Tensor = self.module(hidden)
         if self.scale != 1:
             logits = logits * self.scale
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        if self.softcap is None:
+            return logits
+        return self.softcap * torch.tanh(logits / self.softcap)
 
 
 def output_head(network: nn.Module) -> OutputHead:
-    """The head of a `GPT` or of a causal model of transformers."""
+    """Return the head of a `GPT` or of a causal model of transformers.
+
+    Raises:
+        ConfigurationError: if the model has no output embeddings.
+    """
     if isinstance(network, GPT):
         return OutputHead(network.head)
     module = network.get_output_embeddings()  # type: ignore[operator]
@@ -56,10 +62,10 @@ def output_head(network: nn.Module) -> OutputHead:
 
 
 def hidden_states(network: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
-    """What the head would get, ``[B, T, H]``, and the network's output, with logits of the last position alone.
+    """Return the head's input ``[B, T, H]``, and the network's output with logits of the last position only.
 
     Raises:
-        ConfigurationError: if the head was not called.
+        ConfigurationError: if the head was not called exactly once.
     """
     seen: list[Tensor] = []
 
@@ -80,10 +86,10 @@ def hidden_states(network: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor
 def check_head(network: nn.Module, inputs: Mapping[str, Any]) -> None:
     """Compare the network's own logits of the last position with those of its `output_head`, on the first row.
 
-    It is run once in eval mode.
+    The network runs once in eval mode.
 
     Raises:
-        ConfigurationError: if they differ: the network does something to its logits that is not known here.
+        ConfigurationError: if they differ, so that the network does more to its logits than is repeated here.
     """
     with evaluating(network):
         first = {name: value[:1] if isinstance(value, Tensor) else value for name, value in inputs.items()}

@@ -1,8 +1,8 @@
-"""Linear layers that a network does not call: it reads their weight, and would read codes where that is quantised.
+"""Layers whose weights are read by other code than their own forward, which would read codes after quantisation.
 
-Mamba multiplies by ``dt_proj.weight`` itself, fused kernels take ``out_proj.weight``. A copy of the network on the meta
-device, which holds no numbers, is run once and tells. Others cast the input to ``wo.weight.dtype`` (T5 and its kin),
-which is that of the codes then: the source of a module tells.
+Mamba multiplies by ``dt_proj.weight`` itself, and fused kernels take ``out_proj.weight``. One run of a copy of the
+network on the meta device, which holds no numbers, finds such reads. Other models cast the input to ``wo.weight.dtype``
+(T5 and relatives), which would be the dtype of the codes. The source code of the module shows these.
 """
 
 import ast
@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lit_efficient.models.probes.silent_layers import Watched
 from lit_efficient.surgery import mix_in
 
 
 class _Guessing(TorchFunctionMode):
-    """Decisions that need numbers are no: without it most masks could not be made."""
+    """Mode that answers every question about a value with no: without it, most masks could not be built on meta."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in (Tensor.__bool__, Tensor.item):
@@ -29,28 +30,9 @@ class _Guessing(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-class Watched(nn.Module):
-    """Mix-in of a layer one of whose parameters other code may read than the layer's own forward."""
-
-    _runs: bool = False  # the own forward
-
-    def read_elsewhere(self, name: str, parameter: nn.Parameter) -> Tensor:
-        """What other code gets that reads a parameter."""
-        raise NotImplementedError
-
-    def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)
-        return value if self._runs or not isinstance(value, nn.Parameter) else self.read_elsewhere(name, value)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.__dict__["_runs"] = True
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            self.__dict__["_runs"] = False
-
-
 class _Noted(Watched):
+    """Mix-in that records reads of the weight."""
+
     _read = False
 
     def read_elsewhere(self, name: str, parameter: nn.Parameter) -> Tensor:
@@ -59,10 +41,12 @@ class _Noted(Watched):
 
 
 def read_layers(make: Callable[[], nn.Module]) -> list[str]:
-    """Names of the linear layers whose weight the causal language model that ``make`` gives reads by itself.
+    """Return the names of the linear layers whose weight a causal language model reads outside of the layer's forward.
 
-    Found in a training and an evaluation step, for every part of the same class at once: a step may break off where a
-    decision needs numbers.
+    Args:
+        make: Builds the model. It is run once in training and once in eval mode. A read found in one layer counts for
+            the layers of the same name in all modules of the same class, because a run may stop where a decision needs
+            numbers.
     """
     with torch.random.fork_rng(devices=[]), torch.device("meta"), torch.no_grad(), _Guessing():
         network = make()
@@ -70,25 +54,29 @@ def read_layers(make: Callable[[], nn.Module]) -> list[str]:
         for part in layers.values():
             mix_in(part, _Noted, _read=False)
         for training in (True, False):
-            with contextlib.suppress(Exception):  # what it has read until then counts
+            with contextlib.suppress(Exception):  # reads before the exception count
                 network.train(training)(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False)
-    owners = {name: (type(network.get_submodule(name.rpartition(".")[0])), name.rpartition(".")[2]) for name in layers}
-    read = {owners[name] for name, part in layers.items() if part.__dict__["_read"]}
-    return [name for name, owner in owners.items() if owner in read]
+    places = {}  # name of a layer -> class of the module around it, and its name there
+    for name in layers:
+        owner, _, last = name.rpartition(".")
+        places[name] = (type(network.get_submodule(owner)), last)
+    read = {places[name] for name, part in layers.items() if part.__dict__["_read"]}
+    return [name for name, place in places.items() if place in read]
 
 
 def cast_to(module: nn.Module) -> list[str]:
-    """Names of the parts of a module whose ``weight.dtype`` the code of the modules around them asks for."""
+    """Return the names of the parts whose ``weight.dtype`` is used by the code of the modules around them."""
     found = []
     for name, owner in module.named_modules():
         paths = {path for kind in type(owner).__mro__ for path in _asked_in(kind)}
-        found += [".".join(filter(None, (name, *end))) for path in sorted(paths) for end in _parts_at(owner, path)]
+        for path in sorted(paths):
+            found += [".".join((name, *end)).lstrip(".") for end in _parts_at(owner, path)]
     return found
 
 
 @functools.cache
 def _asked_in(kind: type) -> frozenset[tuple[str, ...]]:
-    """Of each ``self.a[0].b.weight.dtype`` in the source of a class ``a``, ``0`` and ``b``; ``*`` for any index."""
+    """Return the paths in a class's source: ``(a, 0, b)`` for each ``self.a[0].b.weight.dtype``; ``*`` is any index."""
     if kind.__module__.partition(".")[0] in ("builtins", "torch"):
         return frozenset()
     try:
@@ -97,10 +85,11 @@ def _asked_in(kind: type) -> frozenset[tuple[str, ...]]:
         return frozenset()
     asked = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "dtype"]
     weights = [node.value for node in asked if isinstance(node, ast.Attribute) and node.attr == "weight"]
-    return frozenset(path for node in weights if (path := _path(node)))
+    return frozenset(map(_path, weights)) - {()}
 
 
 def _path(node: ast.expr) -> tuple[str, ...]:
+    """Return the path of an expression that starts at ``self``, or an empty one."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute | ast.Subscript):
         if isinstance(node, ast.Attribute):
@@ -108,10 +97,13 @@ def _path(node: ast.expr) -> tuple[str, ...]:
         else:
             parts.append(str(node.slice.value) if isinstance(node.slice, ast.Constant) else "*")
         node = node.value
-    return tuple(reversed(parts)) if isinstance(node, ast.Name) and node.id == "self" else ()
+    if isinstance(node, ast.Name) and node.id == "self":
+        return tuple(reversed(parts))
+    return ()
 
 
 def _parts_at(owner: nn.Module, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Yield the names, as tuples, of the parts of ``owner`` that a path describes."""
     if not path:
         yield ()
         return

@@ -1,4 +1,4 @@
-"""Whether a network has been trained already, as far as its weights show it."""
+"""Evidence in a network's weights that it has been trained."""
 
 from torch import Tensor, nn
 
@@ -8,8 +8,9 @@ from lit_efficient.surgery import unmixed
 
 
 def sign_of_training(module: nn.Module) -> str | None:
-    """What shows that a network has been trained or read from files: its source, or norms that are not as they begin.
+    """Return evidence that a network has been trained or read from files, or ``None``.
 
+    Evidence is a source in its configuration, statistics of batches, or a norm whose weights are not all equal.
     ``None`` proves nothing: a network without norms may have been trained, too.
     """
     for name, part in module.named_modules():

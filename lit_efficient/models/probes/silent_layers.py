@@ -1,8 +1,9 @@
-"""Layers whose adapters have had no gradient yet: not used so far, or bypassed by code that reads the frozen weight.
+"""Adapters without a gradient so far: their layers were not used yet, or other code reads the frozen weight directly.
 
-A fused kernel that reads a layer's weight, and never calls the layer, trains no adapter of it; nor does a batch of
-another task. The weight tells which: code outside of the layer gets a parameter of the same memory that requires a
-gradient, and where that gets one, the loss depends on it. The layer's own stays frozen for whoever asks or copies.
+A fused kernel that reads a layer's weight and never calls the layer does not train the layer's adapter. Neither does a
+batch of another task. To tell them apart, code outside of the layer receives a stand-in parameter that shares the
+weight's memory and requires a gradient. If the stand-in gets a gradient, the loss depends on the weight. The layer's
+own parameter stays frozen, also in copies.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,22 +16,44 @@ from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_dispatch import backward_runs
-from lit_efficient.models.probes.read_weights import Watched
 from lit_efficient.surgery import mix_in, mix_out
 
 
+class Watched(nn.Module):
+    """Mix-in of a layer that notices when code outside of its own forward reads one of its parameters."""
+
+    _runs: bool = False  # whether the layer's own forward runs
+
+    def read_elsewhere(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """Return the tensor that other code receives in the place of ``parameter``."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if self._runs or not isinstance(value, nn.Parameter):
+            return value
+        return self.read_elsewhere(name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.__dict__["_runs"] = True
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.__dict__["_runs"] = False
+
+
 class _Likes:
-    """What readers of a layer's weights get instead, while the loss is computed; a copy of the layer has none."""
+    """Stand-ins for the weights of a layer, while the loss is computed. A copy of the layer starts without any."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, tuple[nn.Parameter, nn.Parameter | None]] | None = None
-        self.heard: list[str] = []  # names of those that have had a gradient
+        self.heard: list[str] = []  # names of stand-ins that have had a gradient
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return _Likes, ()
 
     def make(self, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        """One, of a frozen matrix that autograd takes as it is."""
+        """Return a stand-in for a frozen matrix, or ``None`` if autograd does not support its class or format."""
         plain = type(parameter) is nn.Parameter and parameter.is_floating_point() and parameter.itemsize > 1
         if not plain or parameter.ndim < 2 or parameter.requires_grad:
             return None
@@ -49,14 +72,22 @@ class _Watched(Watched):
     def read_elsewhere(self, name: str, parameter: nn.Parameter) -> Tensor:
         likes = self.silent_likes
         if not torch.is_grad_enabled() or (likes.by_name is None and not backward_runs()):
-            return parameter  # but a block that is recomputed in the backward pass must be as it was
-        own, like = (likes.by_name or {}).get(name, (None, None))  # made before, as no compiler makes one
-        like = like if own is parameter else likes.make(name, parameter)  # of what stands there for now: a whole shard
+            return parameter
+        # Stand-ins are made before the forward pass, because compiled code cannot make them.
+        own, like = (likes.by_name or {}).get(name, (None, None))
+        if own is not parameter:  # FSDP2 has put a gathered weight in the place of the shard, or a block is recomputed
+            like = likes.make(name, parameter)
         return parameter if like is None else like
 
 
 class SilentLayers:
-    """Watches layers, by name, until one of their adapters, which ``who`` has put there, has had a gradient."""
+    """Observes layers until one of their adapters has had a gradient.
+
+    Args:
+        who: Name of the technique that added the adapters, for messages.
+        adapters: Parameters of the adapters, by name of the layer.
+        layers: The layers, by name.
+    """
 
     def __init__(
         self, who: str, adapters: Mapping[str, Sequence[nn.Parameter]], layers: Mapping[str, nn.Module]
@@ -70,7 +101,9 @@ class SilentLayers:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """While the loss is computed."""
+        """Give code outside of the layers stand-ins for their weights in this context, in which the loss is
+        computed.
+        """
         for layer in self._layers.values():
             likes = layer.silent_likes
             likes.by_name = {n: (p, likes.make(n, p)) for n, p in layer.named_parameters(recurse=False)}
@@ -81,12 +114,14 @@ class SilentLayers:
                 layer.silent_likes.by_name = None
 
     def check(self, taken: Collection[Tensor] = ()) -> None:
-        """After a step: forget layers that learn, and refuse those whose weights were read and that do not.
+        """Drop layers whose adapters have a gradient, after a step, and refuse layers whose weights were read without
+        one.
 
-        ``taken`` had a gradient which is not there any more.
+        Args:
+            taken: Parameters that had a gradient which has been freed.
 
         Raises:
-            ConfigurationError: Naming the first of them.
+            ConfigurationError: Naming the first of the refused layers.
         """
         self.steps += 1
         learns = {name for name, own in self.waiting.items() if any(p.grad is not None or p in taken for p in own)}
@@ -103,7 +138,7 @@ class SilentLayers:
             )
 
     def described(self) -> str:
-        """Which layers are waiting."""
+        """Return a message that lists the layers without a gradient so far."""
         names = list(self.waiting)
         return (
             f"{self.who}: {len(names)} adapters had no gradient up to step {self.steps}: {', '.join(names[:5])}"
@@ -113,7 +148,7 @@ class SilentLayers:
 
 
 def unwatch(root: nn.Module) -> None:
-    """Leave all layers in ``root`` as they were before they were watched."""
+    """Remove the observation from all layers in ``root``."""
     for part in root.modules():
         if isinstance(part, _Watched):
             mix_out(part, _Watched)

@@ -1,4 +1,4 @@
-"""Which layer of a network turns tokens into vectors."""
+"""Search for the layer that maps token ids to vectors."""
 
 from typing import Any
 
@@ -8,11 +8,16 @@ from lit_efficient.errors import ConfigurationError
 
 
 def token_embeddings(root: nn.Module, *, who: str, argument: str) -> list[tuple[str, nn.Module]]:
-    """Names and layers: what transformers' models call their input embeddings, or the only ``nn.Embedding``.
+    """Return names and layers of the token embeddings: the input embeddings of transformers' models, or the only
+    ``nn.Embedding``.
+
+    Args:
+        root: Any module.
+        who: Name of the technique that asks, for the error.
+        argument: Argument in which its user names the layer, for the error.
 
     Raises:
-        ConfigurationError: Without such a layer, and where it is not known which of several it is, for ``who`` asks and
-            the argument in which its user names it.
+        ConfigurationError: Without such a layer, or with several ``nn.Embedding`` to choose from.
     """
     names = {id(module): name for name, module in root.named_modules()}
     found: dict[int, Any] = {}
@@ -21,7 +26,7 @@ def token_embeddings(root: nn.Module, *, who: str, argument: str) -> list[tuple[
             continue
         try:
             layer: Any = network.get_input_embeddings()  # type: ignore[operator]
-        except NotImplementedError:  # what sees images alone
+        except NotImplementedError:  # models of images
             continue
         if id(layer) in names and getattr(layer, "weight", None) is not None and layer.weight.ndim == 2:
             found[id(layer)] = layer

@@ -13,7 +13,7 @@ import torch
 from lit_efficient import AutoencoderConfig, ConfigurationError, DiffusersModelConfig, LatentCodec, build_autoencoder
 from lit_efficient.errors import CheckpointError
 from lit_efficient.models.libraries import latent_codec
-from lit_efficient.models.libraries.channel_statistics import ChannelStatistics
+from lit_efficient.models.libraries.latent_codec import ChannelStatistics
 from lit_efficient.models.networks.autoencoder import Autoencoder, sample_posterior
 from tests.models.libraries.diffusers_autoencoders import DC, KINDS, KL, TINY, images, small
 

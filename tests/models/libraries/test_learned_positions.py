@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from lit_efficient import CausalLMConfig
-from lit_efficient.models.libraries.causal_lm import build
-from lit_efficient.models.libraries.learned_positions import learned_positions, positions_of
+from lit_efficient.models.libraries.causal_lm import build, learned_positions, positions_of
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lit_efficient import ConfigurationError, DiffusersModelConfig, DiTConfig, LatentCodec, LatentDiffusion, Samples
 from lit_efficient.data.digit_images import TensorDictDataset
-from lit_efficient.models.libraries.preview_decoder import PreviewDecoder
+from lit_efficient.models.libraries.latent_codec import PreviewDecoder
 from tests.models.libraries.diffusers_autoencoders import DC, KL, TINY, small
 from tests.support import QUIET
 

@@ -24,7 +24,7 @@ from lit_efficient import (
     TokenRouting,
 )
 from lit_efficient.data.digit_images import TensorDictDataset
-from lit_efficient.models.judges.digit_features import DigitFeatures
+from lit_efficient.models.judges.conv_features import DigitFeatures
 from lit_efficient.models.libraries.dit_to_diffusers import to_diffusers
 from lit_efficient.models.libraries.teachers import CLASS, Teacher
 from lit_efficient.models.networks.class_token import apart, rows_of, with_token

@@ -7,7 +7,10 @@ KID: those names belong to one particular Inception network. Values are comparab
 network. The score of held-out real images is the lower limit to compare with.
 """
 
+import torch
 from torch import Tensor, nn
+
+from lit_efficient.models.judges.sample_quality import feature_distances
 
 
 class ConvFeatures(nn.Module):
@@ -39,3 +42,25 @@ class ConvFeatures(nn.Module):
     def classify(self, images: Tensor) -> Tensor:
         """Map images [B, C, H, W] in [-1, 1] to logits [B, num_classes]."""
         return self.head(self.body(images))
+
+
+class DigitFeatures(ConvFeatures):
+    """The classifier for grey images of ten classes."""
+
+    def __init__(self) -> None:
+        super().__init__(channels=1, num_classes=10)
+
+
+@torch.no_grad()
+def judge_digits(judge: DigitFeatures, real: Tensor, images: Tensor, labels: Tensor | None) -> dict[str, float]:
+    """Score generated digits [M, 1, H, W] beside real ones, M >= 2, by a trained classifier in evaluation mode.
+
+    Returns:
+        ``frechet_distance`` and ``kernel_distance`` (lower is better) and, with labels [M] of what each was meant to
+        be, ``sample_accuracy``, the share that the judge reads as meant.
+    """
+    distances = feature_distances(judge, real, images)
+    if labels is None:
+        return distances
+    accuracy = (judge.classify(images).argmax(dim=1) == labels).float().mean()
+    return {**distances, "sample_accuracy": float(accuracy)}
