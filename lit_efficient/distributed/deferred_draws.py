@@ -1,12 +1,15 @@
-"""Random weights of a network larger than a host: noted as it is built, drawn tensor by tensor where each is kept.
+"""Random weights of a network that is larger than a host: recorded while it is built, drawn when each shard is filled.
 
     with DeferredDraws() as draws: network = make()      # large tensors on the meta device
-    draws.note(network)  ->  shard  ->  draws.get_tensor(name) of one after the other (distributed/weight_slices.py)
+    draws.note(network)  ->  shard  ->  draws.get_tensor(name), one tensor after the other
+    (distributed/weight_slices.py)
 
-While the network is built, what it does to each large tensor is noted with the state of the generator before, and what
-would be drawn is drawn for nothing and freed, so that the generator goes on as ever. Filling it in repeats that for one
-tensor after the other and keeps this process's slice: the weights are those of a network that was built as usual, bit
-for bit, on the CPU. Costs: each tensor is drawn twice, by every process; in memory one tensor at a time.
+While the network is built, each operation on a large tensor is recorded with the state of the generator before it. Its
+random numbers are drawn and dropped, so that the generator advances as usual. Filling repeats the operations for one
+tensor after the other and keeps the slice of this process. The weights are those of a network that was built as usual
+on the CPU, bit for bit.
+
+Costs: each tensor is drawn twice, by every process; memory for one tensor at a time
 """
 
 from collections.abc import Callable, Iterator
@@ -31,13 +34,13 @@ from lit_efficient.internals.torch_trees import tree_leaves, tree_map
 
 _ATEN = torch.ops.aten
 _MAKE = {_ATEN.empty, _ATEN.empty_strided, _ATEN.zeros, _ATEN.ones, _ATEN.full, _ATEN.randn, _ATEN.rand}
-_ASKED = Tensor.is_meta.__get__  # type: ignore[attr-defined]
-_SMALL = 1024  # elements; what is smaller is made at once: code may ask for its numbers
+_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_SMALL = 1024  # elements; smaller tensors are built at once, because code may read their values
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor on the meta device was; code may give it another shape or other memory later."""
+    """Memory layout of a tensor on the meta device when it was recorded. Later code may change its shape or storage."""
 
     storage: Any
     size: torch.Size
@@ -55,7 +58,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Given:
-    """A tensor with numbers that an operation was given, and how often it had been changed by then."""
+    """Tensor with numbers that was an argument of an operation, and its version counter at that time."""
 
     tensor: Tensor
     version: int
@@ -63,7 +66,7 @@ class _Given:
 
 @dataclass(frozen=True)
 class _Note:
-    """What was done: arguments, result, random state before it, and the format of what named none."""
+    """Record of an operation: arguments, result, random state before it, and the default dtype."""
 
     func: Any
     args: Any
@@ -74,30 +77,34 @@ class _Note:
 
 
 class _Ordinary(TorchFunctionMode):
-    """What stands on the meta device says that it does not: initialisers of torch's do nothing there."""
+    """Mode in which tensors on the meta device report that they are not there: torch's initialisers skip meta
+    tensors.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return False if func == _ASKED else func(*args, **(kwargs or {}))
+        if func == _IS_META:
+            return False
+        return func(*args, **(kwargs or {}))
 
 
 class DeferredDraws(TorchDispatchMode):
-    """Build a network without memory for its large tensors; :meth:`get_tensor` gives the numbers of each."""
+    """Context that builds a network without memory for its large tensors; :meth:`get_tensor` computes each of them."""
 
     def __init__(self) -> None:
         super().__init__()
         self._notes: list[_Note] = []
-        self._named: dict[str, Any] = {}  # a place, or the tensor itself
-        self._beside = ExitStack()
+        self._named: dict[str, _Place | Tensor] = {}  # the tensor itself if it has numbers
+        self._modes = ExitStack()
 
     def __enter__(self) -> "DeferredDraws":
-        self._beside.enter_context(truncated_draws(self._truncated))
-        self._beside.enter_context(_Ordinary())
+        self._modes.enter_context(truncated_draws(self._truncated))
+        self._modes.enter_context(_Ordinary())
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._beside.close()
+        self._modes.close()
 
     def _truncated(self, draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def truncated(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -116,7 +123,7 @@ class DeferredDraws(TorchDispatchMode):
         makes = getattr(func, "overloadpacket", None) in _MAKE and not any(map(_is_meta, tree_leaves((args, kwargs))))
         if makes and kwargs.get("device") in (None, torch.device("cpu")) and _elements(func, args) >= _SMALL:
             kwargs["device"] = torch.device("meta")
-        as_given = _kept((args, kwargs))  # it may change them
+        as_given = _kept((args, kwargs))  # recorded before the call, which may change them in place
         result = func(*args, **kwargs)
         if not any(map(_is_meta, tree_leaves((args, kwargs, result)))):
             return result
@@ -131,24 +138,31 @@ class DeferredDraws(TorchDispatchMode):
         self._notes.append(_Note(func, args, kwargs, _kept(result), state, torch.get_default_dtype()))
 
     def note(self, module: nn.Module) -> None:
-        """Keep what stands for each parameter and buffer of a module, before it is sharded or moved."""
+        """Record the state of each parameter and buffer of a module, before it is sharded or moved."""
         named = _tensors(module)
-        self._named = {name: _place_of(t) if _is_meta(t) else t.detach().clone() for name, t in named.items()}
+        for name, tensor in named.items():
+            self._named[name] = _place_of(tensor) if _is_meta(tensor) else tensor.detach().clone()
 
     def noted(self) -> list[str]:
-        """The names of what stands for numbers."""
+        """Return the names of the recorded parameters and buffers."""
         return list(self._named)
 
     def __deepcopy__(self, memo: Any) -> "DeferredDraws":
+        """Return the object itself: records do not change."""
         return self  # what was noted does not change
 
     def get_tensor(self, name: str) -> Tensor:
-        """What would stand in a parameter or buffer that was noted, whole."""
+        """Return the whole tensor for a recorded parameter or buffer.
+
+        Raises:
+            ConfigurationError: If an argument of its operations was changed in place later.
+        """
         wanted = self._named[name]
         if not isinstance(wanted, _Place):
             return wanted
-        needed, chosen = {wanted.key}, []
-        for note in reversed(self._notes):
+        needed = {wanted.key}
+        chosen = []
+        for note in reversed(self._notes):  # operations on this tensor's storage, and on their arguments'
             given = _places((note.args, note.kwargs))
             written = given if changes_arguments(note.func) else []
             if any(place.key in needed for place in [*written, *_places(note.result)]):
@@ -160,16 +174,16 @@ class DeferredDraws(TorchDispatchMode):
             if isinstance(value, _Given):
                 if version(value.tensor) != value.version:
                     raise ConfigurationError(
-                        f"DeferredDraws: a tensor of {tuple(value.tensor.shape)} that weights were made of was changed "
-                        "after it: make them of a copy"
+                        f"DeferredDraws: weights were computed from a tensor of {tuple(value.tensor.shape)} that was "
+                        "changed in place afterwards: compute them from a copy"
                     )
                 return value.tensor
             return value.of(real[value.key]) if isinstance(value, _Place) else value
 
         for note in reversed(chosen):
             kwargs = _on_cpu(tree_map(realized, note.kwargs))
-            if note.state is not None:
-                kwargs = kwargs | ({"generator": torch.Generator()} if "generator" in kwargs else {})
+            if note.state is not None and "generator" in kwargs:
+                kwargs["generator"] = torch.Generator()
             with _as_then(note, _generator(kwargs)):
                 made = note.func(*tree_map(realized, note.args), **kwargs)
             for place, own in zip(tree_leaves(note.result), tree_leaves(made)):
@@ -180,8 +194,9 @@ class DeferredDraws(TorchDispatchMode):
 
 @contextmanager
 def _as_then(note: _Note, generator: torch.Generator) -> Iterator[None]:
-    """Draw as when a note was taken, and go on as before."""
-    state, dtype = generator.get_state(), torch.get_default_dtype()
+    """Run the body with the generator and the default dtype of a record, and restore both."""
+    state = generator.get_state()
+    dtype = torch.get_default_dtype()
     if note.state is not None:
         generator.set_state(note.state)
     torch.set_default_dtype(note.dtype)
@@ -197,14 +212,16 @@ def _place_of(tensor: Tensor) -> _Place:
 
 
 def _kept(tree: Any) -> Any:
-    """Arguments or results as they are now: places of meta tensors; of others small ones copied."""
+    """Return arguments or results in their current state: layouts of meta tensors, copies of small tensors."""
 
     def kept(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         if _is_meta(value):
             return _place_of(value)
-        return value.detach().clone() if value.numel() < _SMALL else _Given(value, version(value))
+        if value.numel() < _SMALL:
+            return value.detach().clone()
+        return _Given(value, version(value))
 
     return tree_map(kept, tree)
 
@@ -214,7 +231,7 @@ def _places(tree: Any) -> list[_Place]:
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    parameters = module.named_parameters(remove_duplicate=False)  # ``to_empty`` unties them
+    parameters = module.named_parameters(remove_duplicate=False)  # all names, because ``to_empty`` unties weights
     return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
 
 

@@ -1,4 +1,4 @@
-"""The norm of gradients that may be sharded."""
+"""Norm of gradients, sharded or not."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,18 +11,21 @@ from lit_efficient.surgery import is_sharded
 
 
 def gradient_norm(gradients: Iterable[Tensor]) -> Tensor | None:
-    """The 2-norm of all gradients together, as a scalar that is not waited for; ``None`` where there are none.
+    """Return the 2-norm of all gradients together as a scalar, without waiting for the device; ``None`` without
+    gradients.
 
-    Shards count as a whole, which all processes ask for together. Formats of 16 bits are summed in float32.
+    Shards count as a whole tensor, which all processes compute together. 16-bit formats are summed in float32.
     """
     kinds: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
-        mesh = getattr(values, "device_mesh", None)  # shards of several meshes are not summed together
+        mesh = getattr(values, "device_mesh", None)  # torch does not add shards of several meshes
         kinds.setdefault((is_sharded(values), values.device, values.dtype, mesh), []).append(values)
     norms: list[Tensor] = []
     for (sharded, _, dtype, _), tensors in kinds.items():
         wide = torch.float32 if dtype.itemsize < 4 else None
         norm: Any = torch.linalg.vector_norm(torch.stack(list(foreach_norm(tensors, 2.0, dtype=wide))))
         norms.append(norm.full_tensor() if sharded else norm)
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms])) if norms else None
+    if not norms:
+        return None
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]))

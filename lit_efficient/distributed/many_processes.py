@@ -1,7 +1,7 @@
-"""What would not work on many processes, found in one: rows that all would read, steps without rows, loggers.
+"""Checks, in one process, for a run on several: data that is not split, steps without rows, and loggers.
 
-Each of two processes is pretended, and reads its first batch with the same random draws: of data that is not split both
-read the same.
+Two processes are simulated, and each reads its first batch with the same random draws. If the data is not split, both
+batches are equal.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ TensorsIn: TypeAlias = Callable[[object], Iterator[Tensor]]  # the tensors of a 
 
 
 def check_loggers(trainer: Any) -> None:
-    """Refuse loggers that would write from each process.
+    """Refuse loggers that would write from every process.
 
     Raises:
-        ConfigurationError: Naming them.
+        ConfigurationError: Naming the first of them.
     """
     for logger in trainer.loggers if trainer.world_size > 1 else ():
         if not hasattr(type(logger).log_metrics, "__wrapped__"):
@@ -36,13 +36,21 @@ def check_loggers(trainer: Any) -> None:
 
 
 def check_split(trainer: Any, data: Any, tensors_in: TensorsIn) -> list[str]:
-    """Refuse training data that is not split among a trainer's processes; return what is to be known of its steps.
+    """Refuse training data that is not split among a trainer's processes.
+
+    Args:
+        trainer: The trainer.
+        data: The data module.
+        tensors_in: Yields the tensors of a batch.
+
+    Returns:
+        Notes on the number of rows and steps.
 
     Raises:
-        ConfigurationError: For a loader that gives processes the same rows, or none.
+        ConfigurationError: For a loader that gives all processes the same rows, or some processes none.
     """
     world = getattr(trainer.strategy, "distributed_sampler_kwargs", {}).get("num_replicas", trainer.world_size)
-    sharing = trainer.world_size // world  # so many processes share each row
+    sharing = trainer.world_size // world  # number of processes that share each row
     if world == 1:
         _loaders(trainer, data, 0, tensors_in)
         return []
@@ -51,7 +59,7 @@ def check_split(trainer: Any, data: Any, tensors_in: TensorsIn) -> list[str]:
 
 
 def _loaders(trainer: Any, data: Any, rank: int, tensors_in: TensorsIn) -> list[tuple[Any, list[Any]]]:
-    """Each training loader of a process, and the tensors of its first batch."""
+    """Return each training loader of the process ``rank``, and the tensors of its first batch."""
     environment = trainer.strategy.cluster_environment
     before = environment.global_rank()
     environment.set_global_rank(rank)
@@ -59,7 +67,7 @@ def _loaders(trainer: Any, data: Any, rank: int, tensors_in: TensorsIn) -> list[
         with pretended(rank, trainer.world_size):
             loaders = [prepared(trainer, loader) for loader in CombinedLoader(data.train_dataloader()).flattened]
             return [(loader, _first_batch(loader, tensors_in)) for loader in loaders]
-    except (TypeError, MisconfigurationException) as error:  # a sampler that Lightning cannot make for each process
+    except (TypeError, MisconfigurationException) as error:  # a sampler that Lightning cannot copy for each process
         raise ConfigurationError(f"{type(data).__name__}: {error}") from error
     finally:
         environment.set_global_rank(before)
@@ -71,7 +79,8 @@ def _first_batch(loader: Any, tensors_in: TensorsIn) -> list[Any]:
 
 
 def _of_loader(trainer: Any, one: tuple[Any, list[Any]], other: tuple[Any, list[Any]], world: int) -> list[str]:
-    (loader, mine), (_, its) = one, other
+    loader, mine = one
+    _, its = other
     dataset = getattr(loader, "dataset", None)
     name = f"the training data ({type(dataset).__name__})"
     if not mine or not its:
@@ -79,21 +88,21 @@ def _of_loader(trainer: Any, one: tuple[Any, list[Any]], other: tuple[Any, list[
     rows: int | None = None
     steps: int | None = None
     with contextlib.suppress(TypeError):
-        rows, steps = len(dataset), len(loader)  # type: ignore[arg-type]
+        rows = len(dataset)  # type: ignore[arg-type]
+        steps = len(loader)
     if rows is not None and rows < world:
         raise ConfigurationError(f"{name} has {rows} rows for {world} processes")
     if len(mine) == len(its) and all(map(torch.equal, mine, its)):
-        way_out = (
-            "split it in its __iter__ by rank and worker"
-            if isinstance(dataset, IterableDataset)
-            else ("leave trainer.use_distributed_sampler at true, or give the loader a DistributedSampler")
-        )
+        way_out = "leave trainer.use_distributed_sampler at true, or give the loader a DistributedSampler"
+        if isinstance(dataset, IterableDataset):
+            way_out = "split it in its __iter__ by rank and worker"
         raise ConfigurationError(
             f"{name} is not split: processes 0 and 1 of {world} read the same first batch; {way_out}"
         )
     if rows is None or steps is None:
         return []
-    window, limit = trainer.accumulate_grad_batches, trainer.limit_train_batches
+    window = trainer.accumulate_grad_batches
+    limit = trainer.limit_train_batches
     steps = min(steps, limit) if isinstance(limit, int) else int(steps * limit)
     if hasattr(trainer.strategy, "check_window"):
         trainer.strategy.check_window(steps, window)

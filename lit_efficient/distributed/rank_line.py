@@ -1,10 +1,11 @@
-"""A line between processes, on which each says how it ends: one that says nothing is noticed by its end of the line.
+"""Connections between processes, over which each reports how it ends. A lost connection reveals a process that is
+killed.
 
-    process 0 listens, and passes on;  every other one keeps a connection to it;  "RANK failed | left | done WHY"
+    process 0 accepts and forwards;  every other process keeps a connection to it;  "RANK failed | left | done WHY"
 
-The system closes the connections of a process that is killed, whatever it was doing. A machine that disappears closes
-nothing: idle connections are probed, and given up after half a minute. Whoever connects must know a key that travels
-through the process group; all that goes over the line is text.
+The operating system closes the connections of a killed process. A machine that disappears closes nothing: idle
+connections are probed, and closed after half a minute. A connecting process must know a key that is sent through the
+process group. Only text is sent over the connections.
 """
 
 import hmac
@@ -23,24 +24,26 @@ from torch import distributed
 from lit_efficient.distributed.ranks import gather_objects, join_ranks, place_among_ranks
 
 ENDED = "this process ends, as it would wait for ever: "
-"""Begins what is said, and noted on the error, where a process ends because another one has."""
-FAILED, LEFT, DONE = "failed", "left", "done"
+"""Beginning of the message, and of the note on the error, when a process ends because another one has ended."""
+FAILED = "failed"
+LEFT = "left"
+DONE = "done"
 _PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # seconds, seconds, how often
 WAIT = 30.0  # seconds for all to connect
-_LONGEST = 1000  # letters of a message
-_GRACE = 3.0  # seconds for a command to end by itself
+_LONGEST = 1000  # bytes of a message
+_GRACE = 3.0  # seconds that a command has to end by itself
 
 
 @contextmanager
 def together() -> Iterator[tuple[int, int]]:
-    """In a command: meet torchrun's other processes, as :func:`join_ranks`; where one of them fails, this one ends."""
+    """Join the processes of torchrun in a command, as :func:`join_ranks`, and end this process if another one fails."""
     rank, count = join_ranks()
     if count == 1:
         yield rank, count
         return
 
     def heard(number: int, how: str, why: str) -> None:
-        if how == FAILED:  # time to say the same mistake, which all may have found
+        if how == FAILED:  # all processes may have found the same mistake: each gets time to report it
             timer = threading.Timer(_GRACE, _end, (f"process {number} has failed ({why})",))
             timer.daemon = True
             timer.start()
@@ -49,7 +52,7 @@ def together() -> Iterator[tuple[int, int]]:
         try:
             yield rank, count
         except BaseException as error:
-            if isinstance(error, RuntimeError):  # as a collective's, of which another process's end is the reason
+            if isinstance(error, RuntimeError):  # a collective may have failed because another process has ended
                 threading.Event().wait(2 * _GRACE)
             line.say(FAILED, f"{type(error).__name__}: {error}")
             raise
@@ -62,21 +65,22 @@ def _end(why: str) -> None:
 
 
 class RankLine:
-    """Lets this process know how the others end. All processes of the group make theirs together.
+    """Connections that inform this process how the others end. All processes of the group must create theirs together.
 
     Args:
-        heard: Called in a thread of its own with a process's number, ``failed``, ``left`` or ``done``, and why. After
-            ``failed`` or ``done`` nothing more comes from it; one whose line ends before has failed.
-        host: Address of process 0, as the others reach it.
+        heard: Called in a thread of its own with a process's rank, ``failed``, ``left`` or ``done``, and the reason.
+            After ``failed`` or ``done`` no more calls follow for that process. A connection that ends without either
+            counts as ``failed``.
+        host: Address of process 0 for the others.
 
     Raises:
-        ConnectionError: On all processes alike, if one of them cannot reach process 0.
+        ConnectionError: In all processes, if one of them cannot reach process 0.
     """
 
     def __init__(self, heard: Callable[[int, str, str], None], host: str) -> None:
         self._heard = heard
         self._rank, self._world = place_among_ranks()
-        self._lines: dict[socket.socket, int] = {}  # to whom
+        self._lines: dict[socket.socket, int] = {}  # rank at the other end
         self._lock = threading.Lock()
         self._silent = False
         call: list[Any] = [0, ""]
@@ -99,7 +103,7 @@ class RankLine:
         problems = gather_objects(problem)
         if any(problems):
             self.close()
-            raise ConnectionError(next(filter(None, reversed(problems))))  # process 0 only misses one
+            raise ConnectionError(next(filter(None, reversed(problems))))  # process 0 reports only a missing connection
         for line in self._lines:
             _probe(line)
         threading.Thread(target=self._listen, name="lit_efficient.rank_line", daemon=True).start()
@@ -111,7 +115,7 @@ class RankLine:
                 line.settimeout(5)
                 try:
                     given, _, rank = line.recv(len(key) + 9, socket.MSG_WAITALL).decode(errors="replace").partition(" ")
-                except OSError:  # a stranger's
+                except OSError:  # another program has connected
                     line.close()
                     continue
                 if hmac.compare_digest(given.encode(), key.encode()):
@@ -120,11 +124,11 @@ class RankLine:
                     line.close()
 
     def say(self, how: str, why: str = "") -> None:
-        """Tell all others how this process ends."""
+        """Report to all others how this process ends."""
         self._send(f"{self._rank} {how} {' '.join(why.split())}", self._lines)
 
     def close(self) -> None:
-        """Hang up; what was said is delivered."""
+        """Close the connections; reports that were sent are still delivered."""
         self._silent = True
         for line in list(self._lines):
             line.close()
@@ -134,11 +138,11 @@ class RankLine:
             for line in list(lines):
                 try:
                     line.sendall(text.encode()[:_LONGEST] + b"\n")
-                except OSError:  # its end is noticed where it is listened to
+                except OSError:  # the listening thread notices the end of the connection
                     continue
 
     def _listen(self) -> None:
-        known: set[int] = set()  # how they end
+        known: set[int] = set()  # ranks that have reported their end
         rests = dict.fromkeys(self._lines, b"")
         with selectors.DefaultSelector() as selector:
             for each in self._lines:
@@ -148,7 +152,7 @@ class RankLine:
                     line: Any = key.fileobj
                     try:
                         read = line.recv(4096)
-                    except OSError:  # given up
+                    except OSError:  # the probes were not answered
                         read = b""
                     *texts, rest = (rests[line] + read).decode(errors="replace").split("\n")
                     rests[line] = rest.encode()
@@ -168,7 +172,7 @@ class RankLine:
 
 
 def _probe(line: socket.socket) -> None:
-    """Have the system probe the connection while nothing is said."""
+    """Let the operating system probe the connection while it is idle."""
     line.settimeout(None)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _PROBES.items():

@@ -1,4 +1,4 @@
-"""This process among those that train together."""
+"""Ranks: the place of this process among those that train together, and messages between them."""
 
 import atexit
 import os
@@ -15,17 +15,22 @@ from torch import distributed
 
 from lit_efficient.errors import ConfigurationError
 
-_PATIENCE = 30.0  # seconds
+_PATIENCE = 30.0  # seconds without a message
 
 
 @contextmanager
 def saying_who_waits(place: Any, limit: str) -> Iterator[None]:
-    """Say after half a minute that this process, at its ``place`` in a cluster, still waits inside for others to start.
+    """Print, after half a minute in this context, that this process still waits for others to start.
+
+    Args:
+        place: Lightning's cluster environment of this process.
+        limit: Limit of the waiting time, in words.
 
     Raises:
-        ConfigurationError: Where they have not come, or their address is taken.
+        ConfigurationError: If the others do not come, or the address is in use.
     """
-    who, where = f"process {place.global_rank()} of {place.world_size()}", f"{place.main_address}:{place.main_port}"
+    who = f"process {place.global_rank()} of {place.world_size()}"
+    where = f"{place.main_address}:{place.main_port}"
     said = f"{who} waits for the others to start and to reach {where}, {limit}"
     timer = threading.Timer(_PATIENCE, print, (said,), {"file": sys.stderr, "flush": True})
     timer.daemon = True
@@ -40,7 +45,7 @@ def saying_who_waits(place: Any, limit: str) -> Iterator[None]:
 
 
 def join_ranks() -> tuple[int, int]:
-    """In a command that torchrun started: meet its other processes, which wait for each other for as long as it takes.
+    """Join the other processes of a command that torchrun started. They wait for each other without a limit.
 
     Returns:
         As :func:`place_among_ranks`.
@@ -55,32 +60,37 @@ def join_ranks() -> tuple[int, int]:
 
 
 def place_among_ranks() -> tuple[int, int]:
-    """This process's number, and how many there are; (0, 1) where no group has been formed."""
+    """Return this process's rank and the number of processes; (0, 1) without a process group."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return 0, 1
     return distributed.get_rank(), distributed.get_world_size()
 
 
 def data_rank(trainer: Any) -> int:
-    """This process's number among those with batches of their own: processes of tensor parallelism share one."""
+    """Return this process's rank among those with batches of their own. Processes of tensor parallelism share a
+    batch.
+    """
     return int((trainer.distributed_sampler_kwargs or {}).get("rank", trainer.global_rank))
 
 
 def readers(trainer: Any) -> int:
-    """How many processes have tokens of their own: of those that share each layer, and so a batch, one."""
-    strategy, places = trainer.strategy, trainer.distributed_sampler_kwargs or {}
-    slices = getattr(getattr(strategy, "parallel", None), "context", 1)
+    """Return the number of processes with tokens of their own. Processes that share layers, and so a batch, count
+    once.
+    """
+    places = trainer.distributed_sampler_kwargs or {}
+    slices = getattr(getattr(trainer.strategy, "parallel", None), "context", 1)
     return int(places.get("num_replicas", trainer.world_size)) * slices
 
 
 def check_batches(trainer: Any) -> None:
-    """Refuse a fit whose processes have unlike numbers of batches, where these are known.
+    """Refuse a fit whose processes have different numbers of batches, where these are known.
 
     Raises:
-        ConfigurationError: On all processes, before one waits for the others.
+        ConfigurationError: In all processes, before one waits for the others.
     """
     counts = gather_objects((trainer.num_training_batches, trainer.num_val_batches))
-    steps, window = trainer.max_steps, trainer.accumulate_grad_batches
+    steps = trainer.max_steps
+    window = trainer.accumulate_grad_batches
     for part, which in enumerate(("training", "validation")):
         found = [one[part] for one in counts]
         reached = part or steps < 0 or steps * window > min(found)
@@ -92,7 +102,7 @@ def check_batches(trainer: Any) -> None:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Each process's value, in all of them."""
+    """Return the values of all processes, in every process."""
     _, size = place_among_ranks()
     found = [value] * size
     if size > 1:

@@ -1,4 +1,6 @@
-"""The reducer of DistributedDataParallel: made anew where what trains has changed, or kept in its first order."""
+"""Reducer of DistributedDataParallel: replaced when the trained parameters change, or kept in its first bucket
+order.
+"""
 
 from typing import Any
 
@@ -8,10 +10,10 @@ from lit_efficient.internals.wraps import inner_method, wrap_method
 
 
 def renew_reducer(strategy: Any) -> None:
-    """Wrap the module in a new DistributedDataParallel, which expects gradients of what requires one now.
+    """Wrap the module in a new DistributedDataParallel, which expects gradients of the parameters that require one now.
 
-    The old one would wait for gradients that never come, and knows nothing of parameters that were frozen when it was
-    made. Other strategies need nothing.
+    The old reducer would wait for gradients that never come, and does not know parameters that were frozen when it was
+    created. Other strategies are left unchanged.
     """
     old = strategy.model
     if not isinstance(old, DistributedDataParallel):
@@ -22,17 +24,18 @@ def renew_reducer(strategy: Any) -> None:
 
 
 def keep_order(strategy: Any) -> None:
-    """Let gradients travel in the buckets of the first step in all steps, whoever makes a reducer from now on.
+    """Keep the gradient buckets of the first step in all steps, for every reducer from now on.
 
-    It would sort them anew after its first step, by the order in which they came. Where they lie in a bucket decides in
-    which order three ranks or more add them, so that a resumed run's first step would be rounded otherwise.
+    DistributedDataParallel would rebuild its buckets after the first step, in the order in which gradients came. The
+    place in a bucket decides the order in which three or more ranks add their gradients, so that the first step of a
+    resumed run would round differently.
     """
     if hasattr(strategy, "configure_ddp"):
         wrap_method(strategy, "configure_ddp", configure_in_order)
 
 
 def configure_in_order(self: Any) -> None:
-    """Around ``strategy.configure_ddp``."""
+    """Wrap ``strategy.configure_ddp`` so that its reducer keeps its buckets."""
     inner_method(self, "configure_ddp", configure_in_order)()
     if isinstance(self.model, DistributedDataParallel):
         kept: Any = _InFirstOrder(self.model.reducer)
@@ -40,7 +43,7 @@ def configure_in_order(self: Any) -> None:
 
 
 class _InFirstOrder:
-    """A reducer without ``_rebuild_buckets``, which is called before each forward pass."""
+    """Reducer without ``_rebuild_buckets``, which DistributedDataParallel calls before each forward pass."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer

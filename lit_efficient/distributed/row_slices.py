@@ -1,10 +1,10 @@
-"""Rows of tokens cut along their length among n processes: context parallelism.
+"""Context parallelism: rows of tokens are split along their length among n processes.
 
     row:         2n pieces of equal length, after padding; process i has pieces i and 2n - 1 - i
     attention:   o_i = Attention(q_i, K, V),    K, V = all processes' keys and values, in the order of the row
 
-A causal row is cheap at its beginning and dear at its end: with one piece of each half, all processes have as many
-pairs of queries and keys.
+In causal attention the end of a row needs more work than its beginning. With one piece of each half, all processes have
+the same number of pairs of queries and keys.
 
 Saves: (n - 1)/n of the memory of activations
 Costs: a block gathers keys and values from all processes, and sums their gradients over them
@@ -23,31 +23,34 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_attention import attention_part, gradients_of_part, joined
 from lit_efficient.losses.next_token import IGNORE, targets_of
 
-ROW_POSITIONS = "row_positions"  # of a batch of slices: the positions of whole rows, [B, T]
-ROW_AMOUNT = "row_amount"  # what this process's share of the whole rows is measured by
-_sharing: list[Any] = []  # the group of processes that have the slices of a row, while there is one
+ROW_POSITIONS = "row_positions"  # key in a batch of slices: positions of the whole rows, [B, T]
+ROW_AMOUNT = "row_amount"  # key in a batch of slices: amount of work in this process's share of the whole rows
+_sharing: list[Any] = []  # the process group that shares rows, or nothing
 
 
 def share_rows(group: Any) -> None:
-    """Say which processes have the slices of a row, in their order; ``None``: each process has its rows whole."""
+    """Set the process group whose members hold the slices of a row, in their order; ``None``: every process has whole
+    rows.
+    """
     _sharing[:] = [] if group is None else [group]
 
 
 def own_places(length: int, device: torch.device) -> Tensor:
-    """Which tokens of a row of ``length`` this process has, in ascending order."""
-    count, rank = distributed.get_world_size(_sharing[0]), distributed.get_rank(_sharing[0])
+    """Return the positions of this process's tokens in a row of ``length``, ascending."""
+    count = distributed.get_world_size(_sharing[0])
+    rank = distributed.get_rank(_sharing[0])
     pieces = torch.arange(length, device=device).view(2 * count, -1)
     return torch.cat((pieces[rank], pieces[-1 - rank]))
 
 
 def own_slices(batch: Any) -> Any:
-    """This process's slices of the rows of a batch.
+    """Return this process's slices of the rows of a batch.
 
-    Tensors ``[B, T, ...]`` are cut alike. Labels are shifted before; positions are 0 where an ``attention_mask`` says
-    padding, so that nothing sees it. ``num_bytes`` counts in the first process alone.
+    All tensors ``[B, T, ...]`` are sliced alike. Labels are shifted before. Positions are 0 for padding of an
+    ``attention_mask``, so that no token attends to it. ``num_bytes`` counts in the first process only.
 
     Args:
-        batch: ``input_ids`` with ``labels`` or ``shift_labels``, and perhaps ``position_ids``, ``attention_mask``.
+        batch: ``input_ids`` with ``labels`` or ``shift_labels``, and optionally ``position_ids``, ``attention_mask``.
 
     Raises:
         ConfigurationError: For another batch.
@@ -61,7 +64,7 @@ def own_slices(batch: Any) -> Any:
     length = ids.shape[1]
     rest = {key: value for key, value in batch.items() if key not in ("labels", "attention_mask")}
     mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
-    positions = batch["position_ids"] if "position_ids" in batch else mask.cumsum(1) - 1
+    positions = batch.get("position_ids", mask.cumsum(1) - 1)
     rest |= {"shift_labels": targets_of(batch), "position_ids": torch.where(mask, positions, 0)}
     rest[ROW_POSITIONS] = rest["position_ids"]
     if "num_bytes" in rest and distributed.get_rank(_sharing[0]):
@@ -72,24 +75,26 @@ def own_slices(batch: Any) -> Any:
         if isinstance(value, Tensor) and value.shape[:2] == ids.shape:
             ends = [0, 0] * (value.ndim - 2) + [0, missing]
             longer = F.pad(value, ends, value=IGNORE if key == "shift_labels" else 0)
-            rest[key] = longer if key == ROW_POSITIONS else longer[:, places]
+            if key != ROW_POSITIONS:
+                longer = longer[:, places]
+            rest[key] = longer
     return rest
 
 
 def of_whole_rows(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values ``[B, heads, T, head_dim]`` of whole rows, of those of this process's slices."""
+    """Return keys and values ``[B, heads, T, head_dim]`` of whole rows, from those of this process's slices."""
     return _Gathered.apply(torch.stack((key, value)))
 
 
 def attend_slices(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float | None) -> Tensor:
-    """On a CPU, `attend_documents` of slices: neither the keys of whole rows nor a mask are kept."""
+    """Compute `attend_documents` for slices on a CPU, without storing the keys of whole rows or a mask."""
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (heads.to(torch.get_autocast_dtype("cpu")) for heads in (query, key, value))
     return _Slices.apply(query, torch.stack((key, value)), starts, scale)
 
 
 def _gather(own: Tensor) -> Tensor:
-    """What all processes have, in the order of the row."""
+    """Return the slices of all processes, in the order of the row."""
     count = distributed.get_world_size(_sharing[0])
     parts = own.new_empty(count, *own.shape)
     distributed.all_gather_into_tensor(parts.flatten(0, 1), own.contiguous(), _sharing[0])
@@ -98,7 +103,7 @@ def _gather(own: Tensor) -> Tensor:
 
 
 def _scatter(wanted: Tensor) -> Tensor:
-    """The sum, over all processes, of what is wanted of this one's part."""
+    """Return the sum over all processes of the gradients of this process's slices."""
     count = distributed.get_world_size(_sharing[0])
     pieces = wanted.chunk(2 * count, dim=-2)
     parts = torch.stack([torch.cat((pieces[i], pieces[-1 - i]), dim=-2) for i in range(count)])
@@ -119,7 +124,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Slices(torch.autograd.Function):
-    """Keys and values are gathered again for the backward pass."""
+    """Attention that gathers keys and values again in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, own: Tensor, starts: Tensor, scale: float | None) -> Tensor:
@@ -137,7 +142,8 @@ class _Slices(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *wanted: Tensor) -> tuple[Tensor, Tensor, None, None]:
         query, own, starts, out, lse = ctx.saved_tensors
-        whole, of_query = _gather(own), torch.zeros_like(query)
+        whole = _gather(own)
+        of_query = torch.zeros_like(query)
         of_whole = torch.zeros_like(whole)
         for row, queries, parts in _calls(starts):
             q, o, w = (heads[row, None, :, queries] for heads in (query, out, wanted[0]))
@@ -152,14 +158,14 @@ class _Slices(torch.autograd.Function):
 
 
 def _written_out(whole: Tensor, row: int, keys: slice, query: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values ``[1, heads, T, head_dim]``, a head for each of the queries'."""
+    """Return keys and values ``[1, heads, T, head_dim]`` of one row, repeated for every query head."""
     groups = query.shape[1] // whole.shape[2]
     key, value = whole[:, row, None, :, keys].repeat_interleave(groups, 2)
     return key, value
 
 
 def _calls(starts: Tensor) -> Iterator[tuple[int, slice, list[tuple[slice, bool]]]]:
-    """For each row, this process's pieces of its documents, and the keys of each: those before it, and its own."""
+    """Yield, for each row, this process's pieces of its documents, and the keys of each: earlier keys, and its own."""
     places = own_places(starts.shape[1], starts.device)
     for row, own in enumerate(starts[:, places]):
         cuts = ((own.diff() != 0) | (places.diff() != 1)).nonzero()[:, 0] + 1
@@ -167,12 +173,14 @@ def _calls(starts: Tensor) -> Iterator[tuple[int, slice, list[tuple[slice, bool]
         for begin, end in pairwise(bounds):
             first, last = int(places[begin]), int(places[end - 1]) + 1
             before = slice(int(own[begin]), first)
-            parts = [(before, False), (slice(first, last), True)]
-            yield row, slice(begin, end), parts if before.start < before.stop else parts[1:]
+            parts = [(slice(first, last), True)]
+            if before.start < before.stop:
+                parts.insert(0, (before, False))
+            yield row, slice(begin, end), parts
 
 
 def mean_over_rows(losses: Tensor, labels: Tensor) -> Tensor:
-    """The mean of `token_losses` of slices ``[B, T / n]`` over all tokens that count in whole rows."""
+    """Return the mean of `token_losses` of slices ``[B, T / n]`` over all labelled tokens of whole rows."""
     sums = torch.stack((losses.detach().sum().double(), (labels != IGNORE).sum().double()))
     distributed.all_reduce(sums, group=_sharing[0])
     return (sums[0] / sums[1].clamp(min=1)).float()

@@ -1,4 +1,4 @@
-"""Seeds of random draws: mixed from a run's seed, its step and a rank, and set for all global generators."""
+"""Seeds of random draws: mixed from a run's seed, a step and a rank, and set on all global generators."""
 
 import hashlib
 import random

@@ -1,14 +1,13 @@
-"""Sharded checkpoints: checked before torch reads them, which unpickles whatever they hold.
+"""Sharded checkpoints, checked before torch reads them, since torch unpickles everything in them.
 
-    folder:  .metadata (pickled: what lies where) | *.distcp (pieces that torch.save wrote) | meta.pt (what is no shard)
-             SHA256SUMS (what the command line adds: nothing else would tell of a changed place in .metadata)
+    folder:  .metadata (pickled: place of each piece) | *.distcp (pieces that torch.save wrote) | meta.pt (all else)
+             SHA256SUMS (added by the command line; without it a changed place in .metadata would stay unnoticed)
 
-Costs: one more read of the folder, and one when it is written.
+Costs: one more read of the folder when it is read, and one when it is written
 """
 
 import os
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +22,20 @@ from lit_efficient.files.sums import check_sums, sha256_of, write_sums
 from lit_efficient.files.tensors import zeros_in_file
 from lit_efficient.internals.torch_shards import shards_metadata
 from lit_efficient.internals.wraps import inner_method, wrap_method
+from lit_efficient.surgery import parents
 
-TIED = "tied"  # in meta.pt: names of weights that are other ones', which the shards hold under each name
+TIED = "tied"  # key in meta.pt: name of a tied weight -> the name under which the shards hold it
 
 
 def read_metadata(folder: Path) -> Any:
-    """What torch's ``FileSystemReader.read_metadata`` gives, from data alone.
+    """Return the result of torch's ``FileSystemReader.read_metadata``, read without running code in the file.
 
     Raises:
-        CheckpointError: If it is missing, damaged, or names classes that do not belong there.
+        CheckpointError: If it is missing, damaged, or names classes that do not belong in it.
     """
     try:
         found = shards_metadata(folder)
-        for index, place in found.storage_data.items():  # what is read of it: a flipped bit may leave another object
+        for index, place in found.storage_data.items():  # use every field: a flipped bit may leave another type
             _ = (f"{index.fqn}", folder / place.relative_path, range(place.offset, place.offset + place.length))
         return found
     except Exception as error:  # unpickling damaged bytes may raise anything
@@ -43,10 +43,16 @@ def read_metadata(folder: Path) -> Any:
 
 
 def write_shards(strategy: Any, target: Path, write: Callable[[Path], object]) -> None:
-    """Let all processes write what they hold into one folder, which appears whole, with the hashes of its files, or not
-    at all; it is the first process's ``target``.
+    """Write a checkpoint folder from all processes. It appears complete, with the hashes of its files, or not at all.
+
+    Args:
+        strategy: The trainer's strategy.
+        target: The folder; the value of process 0 counts.
+        write: Writes this process's part into a temporary folder.
     """
-    own = begin_folder(local_file(target)) if strategy.is_global_zero else target
+    own = target
+    if strategy.is_global_zero:
+        own = begin_folder(local_file(target))
     folder, target = map(Path, strategy.broadcast((str(own), str(target))))
     write(folder)
     strategy.barrier()
@@ -60,31 +66,45 @@ def write_shards(strategy: Any, target: Path, write: Callable[[Path], object]) -
 
 
 def check_everywhere(strategy: Any, path: Path, sums_alone: bool = False) -> None:
-    """Check a checkpoint that all processes are about to read, in the first of them; of DeepSpeed's the sums alone.
+    """Check, in process 0, a checkpoint that all processes are about to read.
+
+    Args:
+        strategy: The trainer's strategy.
+        path: A file or a folder.
+        sums_alone: Compare hashes only, for a checkpoint of DeepSpeed.
 
     Raises:
-        CheckpointError: In all of them, as of :func:`check_shards`, ``check_sums`` and ``load_verified``.
+        CheckpointError: In all processes, as in :func:`check_shards`, ``check_sums`` and ``load_verified``.
     """
-    said = ""
+    problem = ""
     if strategy.is_global_zero:
-        check = check_sums if sums_alone else check_shards if path.is_dir() else partial(load_verified, mapped=True)
         try:
-            check(path)
+            if sums_alone:
+                check_sums(path)
+            elif path.is_dir():
+                check_shards(path)
+            else:
+                load_verified(path, mapped=True)
         except CheckpointError as error:
-            said = str(error)
-    if said := strategy.broadcast(said):
-        raise CheckpointError(said)
+            problem = str(error)
+    problem = strategy.broadcast(problem)
+    if problem:
+        raise CheckpointError(problem)
 
 
 def kept_aside(path: Path) -> set[str]:
-    """Keys of what a checkpoint, a file or a folder of shards, holds beside the weights: what trained beside them."""
+    """Return the keys of a checkpoint's tensors that are needed in training only, such as projection heads."""
     meta = path / "meta.pt" if path.is_dir() else path
     return set(load_verified(meta, verify=False, mapped=True).get("lit_efficient", {}).get("training_only", ()))
 
 
 def read_checkpoint(path: str | os.PathLike[str], optimizers: bool = False) -> dict[str, Any]:
-    """As :func:`lit_efficient.files.checkpoints.read`, of folders of shards, too: their tensors are put together, with
-    ``optimizers`` those of the optimizers' states, too.
+    """Read a checkpoint as :func:`lit_efficient.files.checkpoints.read` does; a folder of shards is joined to whole
+    tensors.
+
+    Args:
+        path: A file, a folder of shards, or a run's folder.
+        optimizers: Whether to join the tensors of optimizer states as well.
     """
     place = local_file(path)
     last = place / LATEST / "last.ckpt" if (place / LATEST).exists() else place / "last.ckpt"
@@ -96,24 +116,34 @@ def read_checkpoint(path: str | os.PathLike[str], optimizers: bool = False) -> d
 
 
 def read_shards(folder: Path, optimizers: bool = True, in_file: bool = False) -> dict[str, Any]:
-    """A checkpoint of Lightning from the folder that holds it in shards, which has been checked; in one process.
+    """Return a checkpoint in Lightning's layout from a folder of shards that has been checked; in one process.
 
-    The states of optimizers get the numbers that their parameters have in the groups, as in a checkpoint of one file.
-    ``in_file``: tensors are in the pages of one, as an optimizer that goes on with them would not want its states.
+    Args:
+        folder: The folder.
+        optimizers: Whether to read optimizer states. Their parameters are numbered as in a checkpoint of one file.
+        in_file: Whether to place tensors in the pages of a temporary file, which saves memory. An optimizer that
+            continues training with them must not.
     """
-    metadata, pieces = read_metadata(folder), dict[str, list[Any]]()
+    metadata = read_metadata(folder)
+    pieces: dict[str, list[Any]] = {}
     for index, place in metadata.storage_data.items():
         pieces.setdefault(index.fqn, []).append((place, index.offset))
-    found = load_verified(folder / "meta.pt") if (folder / "meta.pt").exists() else {}
-    held, tied, kinds = dict[str, Any](), found.pop(TIED, {}), dict[str, Any]()
+    found: dict[str, Any] = {}
+    if (folder / "meta.pt").exists():
+        found = load_verified(folder / "meta.pt")
+    tied = found.pop(TIED, {})
+    kinds: dict[str, Any] = {}
     for key, kind in metadata.state_dict_metadata.items():
         path = metadata.planner_data[key]
-        if path[-1] not in tied if path[0] == "state_dict" else optimizers:
+        wanted = path[-1] not in tied if path[0] == "state_dict" else optimizers
+        if wanted:
             kinds[key] = kind
     wholes = {key: (kind.size, kind.properties.dtype) for key, kind in kinds.items() if hasattr(kind, "chunks")}
     tensors = dict(zip(wholes, zeros_in_file([*wholes.values()], folder.parent if in_file else None)))
+    held: dict[str, Any] = {}
     for key in kinds:
-        inner, (*parts, last) = held, metadata.planner_data[key]
+        inner = held
+        *parts, last = metadata.planner_data[key]
         for part in parts:
             inner = inner.setdefault(part, {})
         inner[last] = _filled(folder, key, pieces.get(key, ()), tensors.get(key))
@@ -125,15 +155,15 @@ def read_shards(folder: Path, optimizers: bool = True, in_file: bool = False) ->
 
 
 def _filled(folder: Path, key: str, pieces: Iterable[tuple[Any, Any]], whole: Tensor | None) -> Any:
-    """``whole`` with all its pieces, or what else was saved under a key."""
+    """Return ``whole`` with all its pieces, or the object that was saved under a key if it is not a tensor."""
     for place, offset in pieces:
         piece = _piece(folder / place.relative_path, place, key)
         if whole is None:
             return piece
         if type(piece) is not Tensor:
-            raise CheckpointError(f"{folder}: {key} is a {type(piece).__name__}, which is not made whole here")
+            raise CheckpointError(f"{folder}: {key} is a {type(piece).__name__}, whose shards cannot be joined")
         whole[tuple(slice(at, at + size) for at, size in zip(offset or (), piece.shape))] = piece
-        del piece  # before the next one is read
+        del piece  # frees its memory before the next piece is read
     return whole
 
 
@@ -151,16 +181,19 @@ def _numbered(optimizer: dict[str, Any]) -> dict[str, Any]:
 
 
 def states_in(folder: Path, optimizer: int) -> set[str]:
-    """Names of the parameters that a folder holds states of the given optimizer for, and parts of their names."""
-    prefix, found = f"optimizer_{optimizer}.state.", set()
+    """Return the names of parameters with states of the given optimizer in a folder, and all prefixes of these
+    names.
+    """
+    prefix = f"optimizer_{optimizer}.state."
+    found: set[str] = set()
     for key in read_metadata(folder).state_dict_metadata:
-        parts = key.removeprefix(prefix).split(".") if key.startswith(prefix) else []
-        found |= {".".join(parts[:n]) for n in range(1, len(parts))}
+        if key.startswith(prefix):
+            found.update(parents(key.removeprefix(prefix)))  # the last part is the name of the state
     return found
 
 
 def sum_shards(strategy: Any) -> None:
-    """Let a strategy that writes folders write the hashes of their files, too."""
+    """Make a strategy that writes folders write the hashes of their files, too."""
     if not getattr(strategy, "writes_sums", False):
         wrap_method(strategy, "save_checkpoint", _save_checkpoint)
 
@@ -175,15 +208,16 @@ def _save_checkpoint(self: Any, checkpoint: dict[str, Any], filepath: Any, *argu
 
 
 def is_deepspeeds(folder: Path) -> bool:
-    """Whether it is a checkpoint of DeepSpeed's, which nothing here reads."""
-    return not (folder / ".metadata").exists() and (folder / "latest").is_file()  # which a folder of runs has, too
+    """Return whether a folder is a checkpoint of DeepSpeed, which is never read here."""
+    # A folder of runs has an entry `latest`, too, but that is a folder.
+    return not (folder / ".metadata").exists() and (folder / "latest").is_file()
 
 
 def check_shards(folder: Path) -> None:
-    """Compare every piece with its checksum, and see that it holds tensors and primitives only.
+    """Compare every piece with its checksum, and check that it holds tensors and primitives only.
 
     Raises:
-        CheckpointError: Naming the file, and what is wrong.
+        CheckpointError: Naming the file and the problem.
     """
     if is_deepspeeds(folder):
         raise CheckpointError(

@@ -1,13 +1,13 @@
-"""Tensor parallelism: n processes share the layers of a network's plan, and see the same batch.
+"""Tensor parallelism: n processes share the layers of a network's plan, and compute on the same batch.
 
     colwise:  y_i = x W_i^T            W in n parts by rows; process i has the i-th part of y
     rowwise:  y = sum_i x_i W_i^T      W in n parts by columns; the sum is over all processes
 
-Saves: (n - 1)/n of the memory of these layers, of their gradients and states, and of what lies between two of them.
-Costs: a block sums its activations over the processes four times a step: after attention and MLP, and backward.
+Saves: (n - 1)/n of the memory of these layers, of their gradients and states, and of activations between two of them.
+Costs: a block sums its activations over the processes four times per step: after attention and MLP, and backward.
 Source: Shoeybi et al. (2019), https://arxiv.org/abs/1909.08053; torch.distributed.tensor.parallel
 
-A network declares its plan, as ``tp_plan``, in the words of Hugging Face: ``{"blocks.*.mlp.up": "colwise", ...}``.
+A network declares its plan as ``tp_plan``, in the terms of Hugging Face: ``{"blocks.*.mlp.up": "colwise", ...}``.
 """
 
 from collections import defaultdict
@@ -27,12 +27,12 @@ from lit_efficient.internals.torch_modules import tensor_tables
 from lit_efficient.surgery import local
 
 _HEADS = ("num_attention_heads", "num_key_value_heads", "num_heads", "kv_heads")
-# What goes in and comes out is whole: such a layer may as well stay whole itself.
+# The inputs and outputs of these styles are whole, so that such a layer may stay whole itself.
 _WHOLE = ("embedding_rowwise", "colwise_gather_output", "colwise_rep", "rowwise_split_input")
 
 
 def _style(name: str) -> Any:
-    if name == "replicated_with_grad_allreduce":  # a norm of heads: each process has gradients of its own heads
+    if name == "replicated_with_grad_allreduce":  # a norm of heads: each process computes gradients of its own heads
         return SequenceParallel(sequence_dim=0, use_local_output=True)
     if name.startswith("colwise"):
         return ColwiseParallel(output_layouts=None if name == "colwise" else Replicate())
@@ -44,13 +44,13 @@ _KNOWN = ("colwise", "rowwise", "replicated_with_grad_allreduce", *_WHOLE)
 
 @dataclass(frozen=True)
 class Parallel:
-    """What processes of `ShardedStrategy` share beside the shards; each number divides that of all processes.
+    """Forms of parallelism of `ShardedStrategy` besides sharding. Each number must divide the number of all processes.
 
     Args:
-        tensor: So many share each layer of the network's own plan (``tp_plan``: GPT, DiT, many of Hugging Face's) and
-            see the same batch.
-        context: So many share each row of tokens, of which each has a slice (context parallelism, for rows that are too
-            long for one): GPT, and Hugging Face's models whose tokens see others by causal attention alone.
+        tensor: Number of processes that share each layer of the network's own plan (``tp_plan``: GPT, DiT, many models
+            of Hugging Face) and compute on the same batch.
+        context: Number of processes that share each row of tokens and hold a slice of it (context parallelism, for rows
+            too long for one process): GPT, and Hugging Face's models with plain causal attention.
     """
 
     tensor: int = 1
@@ -64,10 +64,10 @@ class Parallel:
 
 
 def plan_of(root: nn.Module, processes: int) -> dict[str, str]:
-    """The layers of ``root`` that ``processes`` share, by their dotted names, and how.
+    """Return the layers of ``root`` that ``processes`` share, by dotted name, with their styles.
 
     Raises:
-        ConfigurationError: Without a plan, with one that has other styles, and for sizes that cannot be divided.
+        ConfigurationError: Without a plan, with a plan of other styles, and for sizes that cannot be divided.
         ConflictError: For a layer that a technique has changed.
     """
     found: dict[str, str] = {}
@@ -96,7 +96,7 @@ def plan_of(root: nn.Module, processes: int) -> dict[str, str]:
             f"ShardedStrategy: {type(root).__name__} has no network with a plan (tp_plan) for parallel.tensor="
             f"{processes}: set it to 1, which shards any network"
         )
-    for places in _shared(root):  # tied weights are divided in all places, by rows, or in none
+    for places in _shared(root):  # a tied weight must be divided by rows in all its layers, or in none
         if not all(found.get(place) in (*_WHOLE[:3], None) for place in places):
             raise ConfigurationError(f"ShardedStrategy: {places[0]!r} shares its weight: set parallel.tensor to 1")
         if not all(place in found for place in places):
@@ -106,10 +106,10 @@ def plan_of(root: nn.Module, processes: int) -> dict[str, str]:
 
 
 def parallelize(root: nn.Module, mesh: Any) -> int:
-    """Divide the layers of the plan of ``root`` among the processes of ``mesh``, in place; return how many.
+    """Divide the layers of the plan of ``root`` among the processes of ``mesh``, in place; return their number.
 
     Raises:
-        ConfigurationError, ConflictError: As of :func:`plan_of`.
+        ConfigurationError, ConflictError: As in :func:`plan_of`.
     """
     plan = plan_of(root, mesh.size())
     shared = _shared(root)
@@ -122,23 +122,27 @@ def parallelize(root: nn.Module, mesh: Any) -> int:
 
 
 def same_draws(mesh: Any) -> None:
-    """Have the processes of ``mesh`` draw alike from now on: what they compute together is of one batch."""
-    seed = torch.randint(2**62, (1,))
-    distributed.broadcast(there := seed.to(mesh.device_type), group=mesh.get_group(), group_src=0)
-    seed_all(int(there))
+    """Set one seed in the processes of ``mesh``, which compute on the same batch and must draw the same numbers."""
+    seed = torch.randint(2**62, (1,)).to(mesh.device_type)
+    distributed.broadcast(seed, group=mesh.get_group(), group_src=0)
+    seed_all(int(seed))
 
 
 def clip_by_norm(self: Any, optimizer: Any, clip_val: float) -> None:
-    """In the place of a precision's ``clip_grad_by_norm``, which adds up no norms of shards of several meshes."""
+    """Clip gradients in the place of a precision's ``clip_grad_by_norm``, which does not support shards of several
+    meshes.
+    """
     gradients = [p.grad for p in self.main_params(optimizer) if p.grad is not None]
-    if (norm := gradient_norm(gradients)) is not None:
-        scale = (clip_val / (norm + 1e-6)).clamp(max=1.0)  # as torch does
+    norm = gradient_norm(gradients)
+    if norm is not None:
+        scale = (clip_val / (norm + 1e-6)).clamp(max=1.0)  # torch adds 1e-6, too
         for gradient in map(local, gradients):
             gradient.mul_(scale.to(gradient))
 
 
 def _matches(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
+    parts = name.split(".")
+    wanted = pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
@@ -153,7 +157,9 @@ def _check_heads(network: Any, processes: int) -> None:
 
 
 def _divides(layer: Any, style: str, processes: int, name: str) -> bool:
-    """Whether a layer is divided; false for one that may stay whole, and is no plain one or of another size."""
+    """Return whether a layer is divided. A layer that may stay whole is not, if it is no plain layer or its size does
+    not fit.
+    """
     if style == "replicated_with_grad_allreduce":
         return True
     plain = type(layer) is (nn.Embedding if style == "embedding_rowwise" else nn.Linear)
@@ -172,9 +178,10 @@ def _divides(layer: Any, style: str, processes: int, name: str) -> bool:
 
 
 def _shared(root: nn.Module) -> list[list[str]]:
-    """The names of layers that share their weight."""
+    """Return groups of names of layers that share their weight."""
     places: defaultdict[int, list[str]] = defaultdict(list)
     for name, part in root.named_modules():
-        if isinstance(weight := tensor_tables(part)[0].get("weight"), nn.Parameter):
+        weight = tensor_tables(part)[0].get("weight")
+        if isinstance(weight, nn.Parameter):
             places[id(weight)].append(name)
     return [names for names in places.values() if len(names) > 1]

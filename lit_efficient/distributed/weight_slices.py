@@ -1,10 +1,12 @@
-"""Weights for a network larger than a host: each process reads from safetensors what it holds, and nothing else.
+"""Weights of a network that is larger than a host: each process reads only its slices from safetensors files.
 
     built_empty(make) -> change -> shard -> fill_waiting(network, device)
 
-Files are mapped, in one piece or in the several that an index of Hugging Face lists; of a shard only its own bytes are
-read. A layer that makes something else of a weight, codes or experts, is given it whole, and keeps its slices of that.
-Costs in memory: what the process holds, and one layer of those.
+Files are mapped, a single one or those listed in an index of Hugging Face, and only the bytes of a shard are read. A
+layer that converts a weight, to codes or to experts, receives the whole weight, and each process keeps its slices of
+the result.
+
+Costs: memory for the process's own slices, and for one such layer
 Source: https://huggingface.co/docs/safetensors/index.
 """
 
@@ -36,22 +38,22 @@ from lit_efficient.internals.torch_shards import own_slices
 from lit_efficient.surgery import is_sharded, local
 
 _INDEX = ".safetensors.index.json"
-WAITS = "_lit_efficient_weights"  # of a network that has been built empty: the note of its weights
-Noted = Callable[[str, torch.Tensor, torch.dtype], object]  # a tensor's name, its numbers, and its format in the module
+WAITS = "_lit_efficient_weights"  # attribute of a network that was built empty: its `Waiting`
+Noted = Callable[[str, torch.Tensor, torch.dtype], object]  # name, whole tensor, format in the module
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """Where the weights of an empty network lie, or what draws them, and the formats that it has been built in."""
+    """Source of the weights of an empty network, and the formats of its parameters."""
 
     source: str | DeferredDraws
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
 
 
 def built_empty(make: Callable[[], nn.Module]) -> nn.Module:
-    """The network that ``make`` gives, whose weights are drawn, but for small ones when all of it is sharded.
+    """Build a network whose large weights are drawn later, by :func:`fill_waiting`, after all of it is sharded.
 
-    Those of another device than the CPU are drawn at once; buffers, which every process holds, too.
+    Weights on another device than the CPU are drawn at once, and so are buffers, which every process holds.
     """
     if torch.get_default_device().type != "cpu":
         return make()
@@ -67,31 +69,34 @@ def built_empty(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def weights_wait(root: nn.Module) -> bool:
-    """Whether there is a network in ``root`` without its weights, which :func:`fill_waiting` gives it."""
+    """Return whether ``root`` holds a network without its weights, which :func:`fill_waiting` fills."""
     return any(WAITS in part.__dict__ for part in root.modules())
 
 
 def fill_waiting(root: nn.Module, device: torch.device, noted: Noted | None = None) -> int:
-    """Give memory and their weights to the networks in ``root`` that were built empty, when all of it is sharded.
+    """Allocate and fill the weights of all networks in ``root`` that were built empty, after all of it is sharded.
 
-    ``noted`` gets each tensor that is read, whole.
+    Args:
+        root: Any module.
+        device: Device of the weights.
+        noted: Called with the name of each tensor that is read, the whole tensor, and its format in the module.
 
     Returns:
-        How many there were.
+        The number of such networks.
 
     Raises:
-        CheckpointError: If a file is missing or damaged, or a tensor is missing or of another shape.
-        ConfigurationError: If a tensor holds codes in the place of numbers, or is sharded such that no process has a
-            slice of it.
+        CheckpointError: If a file is missing or damaged, or a tensor is missing or has another shape.
+        ConfigurationError: If a file holds codes in the place of numbers, or a tensor is sharded in strides.
     """
     waiting = [(name, network) for name, network in root.named_modules() if WAITS in network.__dict__]
     empty = [_on_meta(network) for _, network in waiting]
-    if waiting:  # of the whole: whoever has sharded it must see its new parameters
+    if waiting:  # on the whole root, because the wrapper that has sharded it must see the new parameters
         give_memory(root, device)
     for (prefix, network), names in zip(waiting, empty):
         note: Waiting = network.__dict__.pop(WAITS)
         found = _Reading(network, note.source, note.dtypes, names, noted, f"{prefix}." if prefix else "")
-        if missing := found.missing():
+        missing = found.missing()
+        if missing:
             raise CheckpointError(f"{note.source} lacks {len(missing)} tensors, first {missing[0]!r}")
     return len(waiting)
 
@@ -102,7 +107,7 @@ def _on_meta(network: nn.Module) -> set[str]:
 
 
 class _Reading:
-    """One pass over a network, which reads what is ``wanted`` of it."""
+    """One pass over a network that fills the tensors in ``wanted``."""
 
     @torch.no_grad()
     def __init__(
@@ -117,29 +122,33 @@ class _Reading:
         self.places: Mapping[str, Any]
         self.opened: dict[Any, Any] = {}
         if isinstance(source, DeferredDraws):
-            self.places, self.opened[source] = dict.fromkeys(source.noted(), source), source
+            self.places = dict.fromkeys(source.noted(), source)
+            self.opened[source] = source
         else:
             if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
                 check_sums(source)
             self.places = stored_places(Path(source))
-        self.dtypes, self.noted, self.prefix = dtypes, noted, prefix
-        self.loaded, self.lacking = set[int](), dict[str, int]()
+        self.dtypes = dtypes
+        self.noted = noted
+        self.prefix = prefix
+        self.loaded: set[int] = set()  # identities of filled tensors
+        self.lacking: dict[str, int] = {}  # names of tensors that the files lack -> identities
         for layer, part in network.named_modules(remove_duplicate=False):
             own = {name: f"{layer}.{name}" if layer else name for name in saved_names(part)}
             own = {name: full for name, full in own.items() if full in wanted}
             if own and (isinstance(part, Loads) or (isinstance(part, FollowsWeight) and part.made_of_weight)):
                 self._through(part, layer, own)
-                give_back()  # of codes and their making 20 MiB a block of a 1B network were kept
+                give_back()  # without it the allocator kept 20 MiB per block of a 1B network
             else:
                 for name, full in own.items():
                     self._slice(getattr(part, name), full)
 
     def missing(self) -> list[str]:
-        """What the files lack, and is not tied to what they have."""
+        """Return the names of tensors that the files lack, unless they are tied to a tensor that was filled."""
         return [name for name, tensor in self.lacking.items() if tensor not in self.loaded]
 
     def _file(self, name: str) -> Any:
-        """The file of a tensor; ``None`` where it is in none."""
+        """Return the file of a tensor, or ``None``."""
         if name not in self.places:
             return None
         place = self.places[name]
@@ -153,7 +162,7 @@ class _Reading:
         if file is None:
             self.lacking[name] = id(tensor)
             return
-        whole = file.get_tensor(name)  # of a file, whose pages are read where they are asked for
+        whole = file.get_tensor(name)  # mapped: pages are read when they are used
         if whole.is_floating_point() is not tensor.is_floating_point():
             raise ConfigurationError(f"{name!r} is {tensor.dtype} here and {whole.dtype} in {self.places[name]}")
         if whole.shape != tensor.shape:
@@ -161,18 +170,19 @@ class _Reading:
             raise CheckpointError(f"{name!r} is {tuple(tensor.shape)} here and {there}")
         if is_sharded(tensor) or tensor.requires_grad or (whole.dtype, whole.device) != (tensor.dtype, tensor.device):
             local(tensor).copy_(whole[_slices_of(tensor, name)])
-        else:  # frozen: its pages stay the file's
-            tensor.data = whole
+        else:
+            tensor.data = whole  # a frozen weight stays in the mapped pages of the file
         self.loaded.add(id(tensor))
         if self.noted is not None:
             self.noted(self.prefix + name, whole, tensor.dtype)
 
     def _through(self, part: Any, layer: str, own: Mapping[str, str]) -> None:
-        """What a layer makes of its weights, of which each process keeps its slices."""
+        """Let a layer convert its whole weights, and keep this process's slices of the result."""
         before = f"{layer}." if layer else ""
         state: dict[str, Any] = {}
         for full in own.values():
-            if (file := self._file(full)) is not None:
+            file = self._file(full)
+            if file is not None:
                 whole = file.get_tensor(full)
                 state[full] = whole.to(self.dtypes.get(full, whole.dtype))
         twin = whole_twin(part, own)
@@ -200,7 +210,11 @@ class _Reading:
 
 
 def stored_places(path: Path) -> dict[str, Path]:
-    """The file that each tensor of a folder lies in."""
+    """Return the file of each tensor in a folder.
+
+    Raises:
+        CheckpointError: If there is no safetensors file, or several without an index, or the index is damaged.
+    """
     indexes = sorted(path.glob(f"*{_INDEX}")) if path.is_dir() else []
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if len(indexes) > 1 or (not indexes and len(files) != 1) or (files and not files[0].is_file()):
@@ -212,14 +226,17 @@ def stored_places(path: Path) -> dict[str, Path]:
         return dict.fromkeys(map_tensors(files[0]).keys(), files[0])
     try:
         listed = json.loads(indexes[0].read_text("utf-8"))["weight_map"]
-        return {str(name): path / Path(str(file)).name for name, file in listed.items()}  # none lies elsewhere
+        # Only the name counts, so that an index cannot refer to files outside of the folder.
+        return {str(name): path / Path(str(file)).name for name, file in listed.items()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{indexes[0]} cannot be read ({error!r})") from error
 
 
 def _slices_of(tensor: Any, name: str) -> tuple[slice, ...]:
-    """What this process holds of a tensor."""
-    own = own_slices(tensor) if is_sharded(tensor) else tuple(slice(0, size) for size in tensor.shape)
+    """Return the slices of a tensor that this process holds."""
+    if not is_sharded(tensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    own = own_slices(tensor)
     if own is None:
         raise ConfigurationError(f"{name!r} is sharded in strides, which are no slices of a file")
     return own

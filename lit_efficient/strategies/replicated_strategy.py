@@ -1,15 +1,16 @@
-"""DDP with gradients held once, reduced in bfloat16, and a graph that is searched once.
+"""DDP that stores gradients once, averages them in bfloat16, and traverses the graph for unused parameters only once.
 
-    gradient of a bucket on rank r: g_r;    what all n ranks step with: sum_r bf16(g_r / n), summed in bf16
+    gradient of a bucket on rank r: g_r;    gradient that all n ranks step with: sum_r bf16(g_r / n), summed in bf16
 
-Saves: half the bytes that ranks exchange in a step; memory of one copy of the gradients, which are views of the buckets
-that travel; the search for parameters without a gradient, in each step.
-Costs: gradients are rounded to 8 bits of mantissa, and so is each sum of two ranks' ones (not by `compression: none`).
+Saves: half of the bytes that ranks exchange in a step; memory of one copy of the gradients, which are views of the
+buckets that are sent; the search for parameters without a gradient in each step.
+Costs: gradients are rounded to 8 bits of mantissa, and so is each sum of two ranks' gradients (not with `compression:
+none`).
 Source: Li et al. (2020), PyTorch Distributed, https://arxiv.org/abs/2006.15704.
 
-A static graph means that the same parameters get gradients in each step, by the same path. What thaws or freezes
-between two steps is seen, whoever does it: the reducer, which knows none of the new ones, is made anew. What draws its
-path in each step is refused.
+A static graph means that the same parameters get gradients in each step, by the same operations. Parameters that are
+thawed or frozen between two steps, by whatever code, are noticed: the reducer, which does not know the new ones, is
+replaced. Techniques that draw in each step which layers run are refused.
 """
 
 from collections.abc import Iterator
@@ -32,13 +33,13 @@ _COMPRESSIONS = ("bf16", "none")
 
 
 def reduce_in_bfloat16(state: object, bucket: distributed.GradBucket) -> torch.futures.Future[Tensor]:
-    """A communication hook of DistributedDataParallel: the mean of all ranks' gradients, by way of bfloat16.
+    """Communication hook of DistributedDataParallel that averages the gradients of all ranks in bfloat16.
 
-    Torch's own refuses backends other than NCCL and XCCL, by its name.
+    Torch's own hook refuses backends other than NCCL and XCCL by name.
 
     Args:
         state: Not used.
-        bucket: Gradients, flat; they become the mean.
+        bucket: Gradients, flat; they are replaced by the mean.
     """
     own = bucket.buffer()
     sent = (own / distributed.get_world_size()).bfloat16()
@@ -50,16 +51,16 @@ class ReplicatedStrategy(DDPStrategy):
     """Lightning's DDP with gradients as views of the buckets, bfloat16 between ranks and a static graph.
 
     Args:
-        compression: Number format in which gradients travel: ``bf16``, or ``none`` for their own.
-        static_graph: Whether each step's gradients are of the same parameters, by the same path. ``False`` for a module
-            that decides in each step what it runs.
-        bucket_mb: MiB of gradients that travel together, above 0.
-        process_group_backend: ``null``: by the device.
-        timeout: How long processes wait for each other.
+        compression: Number format in which gradients are sent: ``bf16``, or ``none`` for their own.
+        static_graph: Whether the same parameters get gradients in each step, by the same operations. ``False`` for a
+            module that decides in each step which layers run.
+        bucket_mb: MiB of gradients that are sent together, above 0.
+        process_group_backend: ``null``: chosen by the device.
+        timeout: Maximum time that processes wait for each other.
 
     Raises:
         ConfigurationError: For an argument out of range.
-        ConflictError: With a technique that draws in each step what runs, while the graph is static.
+        ConflictError: With a technique that draws in each step which layers run, while the graph is static.
     """
 
     helps: ClassVar[dict[str, tuple[int, str]]] = {
@@ -67,7 +68,7 @@ class ReplicatedStrategy(DDPStrategy):
         "memory": (14, "several devices that hold all of the model: one copy of the gradients less than plain DDP"),
     }
 
-    gradients_are_views = True  # of the buckets
+    gradients_are_views = True  # gradients are views of DDP's buckets
 
     def __init__(
         self,
@@ -90,16 +91,16 @@ class ReplicatedStrategy(DDPStrategy):
         self.compression = compression
         self.static_graph = static_graph
         self.bucket_mb = bucket_mb
-        self._reduced: list[nn.Parameter] = []  # what required a gradient when the reducer was made
-        self._traced = False  # whether the reducer has seen the graph
-        self._accumulates = False  # whether this batch is not its window's last one
+        self._reduced: list[nn.Parameter] = []  # parameters that required a gradient when the reducer was created
+        self._traced = False  # whether the reducer has recorded the graph
+        self._accumulates = False  # whether this batch is not the last of its window
 
     def setup(self, trainer: Any) -> None:
         self.check_network(self.lightning_module, trainer.world_size)
         super().setup(trainer)
 
     def check_network(self, module: Any, world: int) -> None:
-        """Refuse a static graph with a technique that draws in each step what runs."""
+        """Refuse a static graph with a technique that draws in each step which layers run."""
         drawing = [type(one).__name__ for one in techniques_of(module.trainer) if Trait.DRAWS_WORK in one.traits]
         if self.static_graph and drawing:
             raise ConflictError(
@@ -110,11 +111,12 @@ class ReplicatedStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         super().configure_ddp()
         forget_first_backward(self)
-        self._reduced, self._traced = self._trained(), False
+        self._reduced = self._trained()
+        self._traced = False
         self.model.register_comm_hook(None, self._reduce)  # type: ignore[union-attr, operator]
 
     def _reduce(self, state: object, bucket: distributed.GradBucket) -> torch.futures.Future[Tensor]:
-        """The mean of all ranks; within an accumulation, what the rank has."""
+        """Return the mean over all ranks, or within an accumulation window the rank's own gradients."""
         if self._accumulates:
             own: torch.futures.Future[Tensor] = torch.futures.Future()
             own.set_result(bucket.buffer())
@@ -126,7 +128,7 @@ class ReplicatedStrategy(DDPStrategy):
         return allreduce_hook(group, bucket)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Renew the reducer first, where what trains is not what it was made for."""
+        """Replace the reducer first if the trained parameters have changed since it was created."""
         now = self._trained()
         if len(now) != len(self._reduced) or any(one is not other for one, other in zip(now, self._reduced)):
             renew_reducer(self)
@@ -135,10 +137,11 @@ class ReplicatedStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Keep gradients with their rank until the window's last batch.
+        """Keep gradients on their rank until the window's last batch.
 
-        A reducer must see a static graph before it is left out, and sends nothing then: were it to reduce, the first
-        window after a start would be rounded otherwise than all others, and a resumed run would end elsewhere.
+        The reducer must run once with a static graph before it can be skipped, and then sends nothing. If it averaged,
+        the first window after a start would be rounded differently from all others, and a resumed run would end
+        elsewhere.
         """
         self._accumulates = True
         try:

@@ -1,11 +1,12 @@
 """Sharded training (FSDP2): each of N processes holds 1/N of weights, gradients and optimizer states.
 
-    before a block's forward and backward:  its weights are gathered from all processes, and dropped after it
+    before a block's forward and backward:  its weights are gathered from all processes, and freed after it
     after its backward:                     its gradients are averaged, and each process keeps its own part
     units:                                  each repeated block, embeddings, output heads, and the rest of the module
 
 Saves: (N - 1) / N of the memory of weights, gradients and optimizer states in each process
-Costs: each step receives the weights twice and sends the gradients once; half as much again as data parallelism
+Costs: each step receives the weights twice and sends the gradients once: 1.5 times the communication of data
+parallelism
 Source: Zhao et al. (2023), https://arxiv.org/abs/2304.11277; torch.distributed.fsdp.fully_shard
 """
 
@@ -20,7 +21,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -32,6 +33,13 @@ from lit_efficient.distributed.ranks import check_batches
 from lit_efficient.distributed.row_slices import ROW_AMOUNT, own_slices, share_rows
 from lit_efficient.distributed.shards import TIED, check_everywhere, kept_aside, states_in, write_shards
 from lit_efficient.distributed.tensor_parallel import Parallel, clip_by_norm, parallelize, plan_of, same_draws
+from lit_efficient.distributed.units import (
+    ends_of,
+    float32_parts,
+    gather_when_called,
+    owns_its_parameters,
+    same_everywhere,
+)
 from lit_efficient.distributed.weight_slices import fill_waiting
 from lit_efficient.errors import CheckpointError, ConfigurationError, ConflictError, check_choice, check_number, refusal
 from lit_efficient.files.checkpoints import load_verified
@@ -39,11 +47,9 @@ from lit_efficient.internals.lightning_loops import BEFORE_TRANSFER
 from lit_efficient.internals.lightning_sharding import ShardingBase, configure_model
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.internals.torch_fsdp import make_root, never_gathered, sharded_modules
-from lit_efficient.internals.torch_modules import StaysFloat32, tensor_tables
 from lit_efficient.internals.torch_optimizers import without_step_hooks
 from lit_efficient.internals.torch_tensors import gradient_hooks
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method, wrapped
-from lit_efficient.losses.deferred_logits import output_head
 from lit_efficient.mechanisms.adapters.base import has_frozen_base, noting_digests
 from lit_efficient.mechanisms.adapters.sharded import asking_for, check_adapters, check_surplus, checkpoint_keys
 from lit_efficient.mechanisms.averages.weights import placed_like
@@ -53,51 +59,51 @@ from lit_efficient.surgery import count, is_sharded, reshard
 from lit_efficient.traits import Trait
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_HALF = "bf16-mixed"
+_BF16_MIXED = "bf16-mixed"
 _ALONE = Parallel()
-_ADVICE = "Go on with the optimizer that wrote it, or from its weights alone: restore(module, path)"
+_ADVICE = "Continue with the optimizer that wrote it, or from its weights only: restore(module, path)"
 
 
 class ShardedStrategy(ShardingBase):
     """Shard any LightningModule over all processes, after all techniques have changed it.
 
-    Its repeated blocks are found as `StochasticDepth` and `ActivationCheckpointing` find them. Weights that several
-    units share are gathered with the rest of the module. All processes begin with the first one's weights. A module
-    that shards itself in ``configure_model`` is left as it is. Gradients are clipped by the norm of all shards.
+    Repeated blocks are found as in `StochasticDepth` and `ActivationCheckpointing`. Weights that several units share
+    are gathered with the rest of the module. All processes start with the weights of process 0. A module that shards
+    itself in ``configure_model`` is left unchanged. Gradients are clipped by the norm over all shards.
 
     Args:
         blocks: ``auto``, or regular expressions for the dotted names of the modules that are gathered one at a time.
-        reshard_after_forward: Drop a block's weights after its forward pass and gather them again for its backward
-            pass; false keeps them in between: less communication, more memory. A number: keep them in shards among
-            so many processes, such as those of a node.
+        reshard_after_forward: Free a block's weights after its forward pass and gather them again for its backward
+            pass; false keeps them in between: less communication, more memory. A number: keep them in shards among that
+            many processes, such as those of a node.
         replicas: Copies of the model, at least 1, each sharded over world size / ``replicas`` processes (hybrid
-            sharding: the fast network of a node gathers, and gradients alone cross the slow one).
+            sharding: weights are gathered over the fast network of a node, and only gradients cross the slow one).
         offload: Keep shards, gradients and optimizer states in CPU memory, where the optimizer steps.
-        gather_dtype: In which weights are gathered and used: ``auto`` is bfloat16 under ``precision: bf16-mixed``, else
-            what they are stored in.
-        reduce_dtype: In which gradients are averaged.
+        gather_dtype: Format in which weights are gathered and used: ``auto`` is bfloat16 under ``precision:
+            bf16-mixed``, else the stored format.
+        reduce_dtype: Format in which gradients are averaged.
         parallel: Processes that share each layer, or each row of tokens; all processes shard.
-        reduce_each_batch: Average gradients after each batch of an accumulation window, too. Without, they are sent
-            once a window, and each process holds whole gradients until then.
-        save_distributed_checkpoint: Each process writes its shards, into a folder; false: one file, which the first
-            process gathers.
-        timeout: How long processes wait for each other.
+        reduce_each_batch: Average gradients after each batch of an accumulation window, too. Otherwise they are sent
+            once per window, and each process holds whole gradients until then.
+        save_distributed_checkpoint: Each process writes its shards into a folder; false: process 0 gathers all and
+            writes one file.
+        timeout: Maximum time that processes wait for each other.
 
     Raises:
         ConfigurationError: For an argument out of range; for a module without blocks, with a parameter that is a
             scalar, or with trained weights of several formats in one block.
-        ConflictError: With ``precision: 16-mixed``, whose loss scaling is not made for shards here.
+        ConflictError: With ``precision: 16-mixed``, whose loss scaling does not support shards here.
     """
 
     helps: ClassVar[dict[str, tuple[int, str]]] = {
         "memory": (0, "1/N of weights, gradients and states in each of N processes")
     }
-    shards_itself = True  # what is not sharded yet is no error
+    shards_itself = True  # parameters that are not sharded yet when techniques are applied are no error
     writes_sums = True
 
     @property
     def reads_slices(self) -> bool:
-        """Whether a network may come without its weights, of which each process then reads its own slices."""
+        """Return whether networks may be built without weights, so that each process reads its own slices later."""
         return self.parallel.tensor == 1
 
     def __init__(
@@ -140,25 +146,28 @@ class ShardedStrategy(ShardingBase):
         self.reduce_dtype = reduce_dtype
         self.parallel = parallel
         self.reduce_each_batch = reduce_each_batch
-        self._mesh: Any = None  # over which parameters are sharded
+        self._mesh: Any = None  # device mesh over which parameters are sharded
 
     # Processes -------------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        self._check_sizes(world := self.num_nodes * self.num_processes)
+        world = self.num_nodes * self.num_processes
+        self._check_sizes(world)
         self.fix_sizes(self.parallel.tensor)
         super().setup_environment()
-        self._mesh, kind = self.device_mesh["data_parallel"], self.root_device.type
+        self._mesh = self.device_mesh["data_parallel"]
+        kind = self.root_device.type
         if self.replicas > 1:
-            shape, names = (self.replicas, world // self.replicas), ("replicate", "shard")
-            self._mesh = init_device_mesh(kind, shape, mesh_dim_names=names)
-        if (rows := self.parallel.context) > 1:
-            mesh = init_device_mesh(kind, (world // rows, rows), mesh_dim_names=("rows", "slices"))
+            shape = (self.replicas, world // self.replicas)
+            self._mesh = init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+        context = self.parallel.context
+        if context > 1:
+            mesh = init_device_mesh(kind, (world // context, context), mesh_dim_names=("rows", "slices"))
             share_rows(mesh["slices"].get_group())
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        shared = self.parallel.tensor * self.parallel.context  # processes that share a row read the same ones
+        shared = self.parallel.tensor * self.parallel.context  # processes that share a row read the same rows
         return {"num_replicas": self.world_size // shared, "rank": self.global_rank // shared}
 
     def setup(self, trainer: Any) -> None:
@@ -169,7 +178,7 @@ class ShardedStrategy(ShardingBase):
         self.model = self.precision_plugin.convert_module(module)
         if not any(map(is_sharded, module.parameters())):
             rank_zero_info(f"ShardedStrategy: {self._shard(module)}")
-            if hasattr(module, "on_sharded"):  # no checkpoint has been read
+            if hasattr(module, "on_sharded"):  # called before a checkpoint is read
                 module.on_sharded()
         with wrapped(module, configure_model, "configure_model"):
             super().setup(trainer)
@@ -180,7 +189,8 @@ class ShardedStrategy(ShardingBase):
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         super().pre_backward(closure_loss)
         if not self._has_stepped_back:
-            for part in never_gathered(self.lightning_module):  # no batch of the first window may run it
+            # torch fails for a unit that has never been gathered, which a batch of the first window may not run.
+            for part in never_gathered(self.lightning_module):
                 part.unshard()
                 part.reshard()
             self._has_stepped_back = True
@@ -196,18 +206,18 @@ class ShardedStrategy(ShardingBase):
         return self.lightning_module
 
     def model_to_device(self) -> None:
-        if not self.offload:  # else all is where it belongs since it was sharded
+        if not self.offload:  # offloaded shards are on the CPU, and stay there
             super().model_to_device()
 
     # The network -----------------------------------------------------------------------------------------------------
 
     def _shard(self, module: nn.Module) -> str:
-        """Shard ``module`` in place, and say how."""
+        """Shard ``module`` in place and return a description."""
         found, units, heads = self._units(module)
         wide = float32_parts(module, units, self._policy().param_dtype not in (None, torch.float32))
         check_formats(module, units, wide)
         for p in [p for p in module.parameters() if not p.is_contiguous()]:
-            p.data = p.data.contiguous()  # torch shards no others, such as channels-last ones
+            p.data = p.data.contiguous()  # torch does not shard channels-last and other strided parameters
         same_everywhere(module, self.root_device)
         divided = self._divide(module)
         how: dict[str, Any] = {"mesh": self._mesh, "mp_policy": self._policy(), "offload_policy": self._offload()}
@@ -215,16 +225,18 @@ class ShardedStrategy(ShardingBase):
             exact = MixedPrecisionPolicy(cast_forward_inputs=False)
             fully_shard(together, reshard_after_forward=self.reshard_after_forward, **how | {"mp_policy": exact})
         for unit in units:
-            # A head's backward pass comes right after its forward pass.
-            stays = any(unit is head for head in heads)
-            fully_shard(unit, reshard_after_forward=False if stays else self.reshard_after_forward, **how)
+            # A head's backward pass follows right after its forward pass: its weights stay gathered.
+            reshards = self.reshard_after_forward
+            if any(unit is head for head in heads):
+                reshards = False
+            fully_shard(unit, reshard_after_forward=reshards, **how)
         rest = count(module.parameters()) - count(p for unit in units for p in unit.parameters())
         fully_shard(module, reshard_after_forward=False, **how)
         fill_waiting(module, torch.device("cpu") if self.offload else self.root_device, noting_digests(module))
         gather_when_called(module, units)
         inside = {id(part) for unit in units for part in unit.modules()}
         for part in (together[0] for together in wide if id(together[0]) not in inside):
-            # Others read weights of the rest outside of its parts' forward passes.
+            # Networks read weights of the rest outside of its parts' forward passes.
             module.register_forward_pre_hook(partial(_gather, part))
         blocks = sum(any(unit is block for block in found) for unit in units)
         total = count(module.parameters())
@@ -237,9 +249,10 @@ class ShardedStrategy(ShardingBase):
         )
 
     def shard_frozen(self, network: nn.Module) -> None:
-        """Shard the blocks of a frozen network beside the module, which all processes call together; if it has any.
+        """Shard the blocks of a frozen network outside of the module, which all processes call together.
 
-        What is no block stays whole, as do blocks of codes, which have their scales beside them. What waits is read.
+        Modules outside of blocks stay whole. So do blocks of quantised codes, whose scales would not be sharded with
+        them. Weights that wait are read.
         """
         blocks: list[nn.Module] = []
         with contextlib.suppress(ConfigurationError):
@@ -249,12 +262,13 @@ class ShardedStrategy(ShardingBase):
                 fully_shard(block, mesh=self._mesh, reshard_after_forward=True, offload_policy=self._offload())
         if fill_waiting(network, torch.device("cpu") if self.offload else self.root_device):
             for tensor in (*network.parameters(), *network.buffers()):
-                tensor.data = tensor.data if is_sharded(tensor) else tensor.data.to(self.root_device)
+                if not is_sharded(tensor):
+                    tensor.data = tensor.data.to(self.root_device)
         for block in sharded_modules(network):
-            make_root(block)  # now: copies that probes make would be taken for parts of it
+            make_root(block)  # at once, because torch would take a later copy of the block for a part of it
 
     def _divide(self, module: nn.Module) -> str:
-        """Have processes share the layers of the network's plan, and say how many."""
+        """Divide the layers of the network's plan among processes and return a description."""
         if self.parallel.tensor == 1:
             return ""
         mesh = self.device_mesh["tensor_parallel"]
@@ -264,7 +278,7 @@ class ShardedStrategy(ShardingBase):
         return f"; {layers} layers are each shared by {self.parallel.tensor} processes"
 
     def check_network(self, module: nn.Module, world: int) -> None:
-        """Refuse what ``world`` processes could not shard, where there is one yet.
+        """Refuse a network that ``world`` processes could not shard, if there is one already.
 
         Raises:
             ConfigurationError: As when it is sharded.
@@ -278,16 +292,17 @@ class ShardedStrategy(ShardingBase):
             check_slices(module, trainer_of(module))
 
     def _check_sizes(self, world: int) -> None:
-        sizes = {f"parallel.{name}": size for name, size in vars(self.parallel).items()} | {"replicas": self.replicas}
-        for name, size in sizes.items():
+        sizes = {"parallel.tensor": self.parallel.tensor, "parallel.context": self.parallel.context}
+        for name, size in {**sizes, "replicas": self.replicas}.items():
             if world % size:
                 raise refusal("ShardedStrategy", name, f"a divisor of the world size ({world})", size)
-        shards, kept = world // (self.replicas * self.parallel.tensor), self.reshard_after_forward
+        shards = world // (self.replicas * self.parallel.tensor)
+        kept = self.reshard_after_forward
         if shards % (int(kept) or 1):
             raise refusal("ShardedStrategy", "reshard_after_forward", f"a divisor of the shards ({shards})", kept)
 
     def _units(self, module: nn.Module) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
-        """The blocks, what is gathered at a time, and the heads among that."""
+        """Return the blocks, the units that are gathered one at a time, and the heads among the units."""
         named = module.named_parameters()
         scalar = next((name for name, p in named if p.ndim == 0 or (p.requires_grad and not p.numel())), None)
         if scalar is not None:
@@ -317,13 +332,15 @@ class ShardedStrategy(ShardingBase):
                 "ShardedStrategy: precision='16-mixed' scales the loss by a plugin that knows no shards: use bf16-mixed"
             )
         wanted: str = self.gather_dtype
-        if wanted == "auto":
-            wanted = "bfloat16" if precision == _HALF else ""
-        # Autocast, which the precision brings, decides of inputs.
+        if wanted == "auto" and precision == _BF16_MIXED:
+            wanted = "bfloat16"
+        # Inputs are not cast here, because the precision plugin's autocast does it.
         return MixedPrecisionPolicy(_DTYPES.get(wanted), _DTYPES[self.reduce_dtype], cast_forward_inputs=False)
 
     def _offload(self) -> OffloadPolicy:
-        return CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda") if self.offload else OffloadPolicy()
+        if self.offload:
+            return CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda")
+        return OffloadPolicy()
 
     def on_train_start(self) -> None:
         check_batches(self._module.trainer)
@@ -344,7 +361,7 @@ class ShardedStrategy(ShardingBase):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Leave gradients where they are, in all but the last batch of an accumulation window."""
+        """Keep gradients local in all but the last batch of an accumulation window."""
         parts = [] if self.reduce_each_batch else sharded_modules(self._module)
         for part in parts:
             part.set_requires_gradient_sync(False, recurse=False)
@@ -364,11 +381,11 @@ class ShardedStrategy(ShardingBase):
                 f"ShardedStrategy: a step of {type(optimizer).__name__} has an operation that shards do not have: use "
                 f"an optimizer that steps them (GroupedAdafactor for Adafactor), or strategy='ddp'"
             ) from error
-        reshard(self._module)  # a hook may have gathered weights that are old now
+        reshard(self._module)  # hooks may have gathered weights, which the step has made outdated
         return stepped
 
     def on_validation_start(self) -> None:
-        reshard(self._module)  # callbacks may have put other weights in their place
+        reshard(self._module)  # a callback may have replaced the shards, by averaged weights for example
 
     on_validation_end = on_test_start = on_test_end = on_predict_start = on_predict_end = on_validation_start
 
@@ -378,16 +395,22 @@ class ShardedStrategy(ShardingBase):
         if not self.in_shards or storage_options is not None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        save, state, firsts = super().save_checkpoint, checkpoint["state_dict"], dict[int, str]()
-        named = [item for item in self._module.named_parameters(remove_duplicate=False) if item[0] in state]
-        checkpoint[TIED] = {name: first for name, p in named if (first := firsts.setdefault(id(p), name)) != name}
+        save = super().save_checkpoint
+        firsts: dict[int, str] = {}
+        checkpoint[TIED] = {}
+        for name, p in self._module.named_parameters(remove_duplicate=False):
+            if name in checkpoint["state_dict"] and firsts.setdefault(id(p), name) != name:
+                checkpoint[TIED][name] = firsts[id(p)]
         write_shards(self, Path(filepath), lambda folder: save(checkpoint, folder))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        path, module = Path(self.broadcast(checkpoint_path)), self._module
+        path = Path(self.broadcast(checkpoint_path))
+        module = self._module
         check_everywhere(self, path)
         aside = kept_aside(path)
-        present = checkpoint_keys(path) if aside or path.is_dir() else set()
+        present: set[str] = set()
+        if aside or path.is_dir():
+            present = checkpoint_keys(path)
         if path.is_dir():
             check_surplus(module, present - aside, path)
         if aside and not has_frozen_base(module):
@@ -409,15 +432,15 @@ class ShardedStrategy(ShardingBase):
 
 @contextmanager
 def expecting(optimizer: Any, module: nn.Module, named: Collection[str]) -> Iterator[None]:
-    """Have torch, which asks a folder for the states of all that trains, ask for those of these parameters alone."""
+    """Make torch ask a folder for the states of these parameters only, in the place of all that train."""
     names = {id(p): name for name, p in module.named_parameters()}
     before = [(p, p.requires_grad) for group in optimizer.param_groups for p in group["params"]]
     for p, _ in before:
         p.requires_grad_(names.get(id(p)) in named)
-    if hasattr(optimizer, "moved_weights"):  # which refuses a step otherwise, by which torch makes states to fill
+    if hasattr(optimizer, "moved_weights"):  # ScheduleFree refuses a step in eval mode, and torch steps to make states
         optimizer.train()
     try:
-        with without_step_hooks(optimizer):  # what happens after steps does not after this one
+        with without_step_hooks(optimizer):  # techniques must not act on torch's step
             yield
     finally:
         for p, trains in before:
@@ -425,7 +448,7 @@ def expecting(optimizer: Any, module: nn.Module, named: Collection[str]) -> Iter
 
 
 def load_file(path: Path, module: Any, optimizers: Sequence[Any]) -> dict[str, Any]:
-    """Fill shards from a checkpoint of one file, whichever strategy wrote it, and return the rest of it.
+    """Fill shards from a checkpoint in one file, written by any strategy, and return the rest of the checkpoint.
 
     Raises:
         CheckpointError: If weights or states do not fit.
@@ -433,15 +456,18 @@ def load_file(path: Path, module: Any, optimizers: Sequence[Any]) -> dict[str, A
     checkpoint = load_verified(path, verify=False, mapped=True)
     if "pytorch-lightning_version" not in checkpoint:
         raise CheckpointError(
-            f"{path} is none of Lightning's: load its weights into the module, and name no checkpoint"
+            f"{path} is not a checkpoint of Lightning: load its weights into the module, without ckpt_path"
         )
-    saved, own = checkpoint.pop("state_dict"), module.state_dict()
-    if missing := [name for name in own if name not in saved] if module.strict_loading else []:
+    saved = checkpoint.pop("state_dict")
+    own = module.state_dict()
+    missing = [name for name in own if name not in saved]
+    if missing and module.strict_loading:
         raise CheckpointError(f"{path} lacks {len(missing)} tensors of the module: {', '.join(missing[:3])}")
     check_surplus(module, saved, path)
     found = {}
-    for name in filter(saved.__contains__, own):  # in one order: processes place each tensor together
-        found[name] = _placed(saved[name], own[name], f"{path}: {name!r}")
+    for name in own:  # the same order in all processes, which place each tensor together
+        if name in saved:
+            found[name] = _placed(saved[name], own[name], f"{path}: {name!r}")
     module.load_state_dict(found, strict=False)
     states = checkpoint.get("optimizer_states", [])
     for optimizer, state in zip(optimizers, states, strict=False):
@@ -453,16 +479,21 @@ def load_file(path: Path, module: Any, optimizers: Sequence[Any]) -> dict[str, A
                 f"{path}: its optimizer has groups of {sizes[0]} parameters, and this one of {sizes[1]}. {_ADVICE}"
             )
         like = dict(zip(chain(*kept), chain(*given), strict=True))
-        of = {key: {k: _state_of(like[key], v) for k, v in one.items()} for key, one in state["state"].items()}
+        sharded = {}
+        for key, values in state["state"].items():
+            sharded[key] = {name: _state_of(like[key], value) for name, value in values.items()}
         needed = optimizer.param_groups[0].keys()
-        optimizer.load_state_dict({**state, "state": of})
-        if missing := sorted(needed - optimizer.param_groups[0].keys() & optimizer.defaults.keys()):
-            raise CheckpointError(f"{path}: its optimizer has no {missing[0]!r}, which this one needs. {_ADVICE}")
+        optimizer.load_state_dict({**state, "state": sharded})
+        lacking = sorted(needed - optimizer.param_groups[0].keys() & optimizer.defaults.keys())
+        if lacking:
+            raise CheckpointError(f"{path}: its optimizer has no {lacking[0]!r}, which this one needs. {_ADVICE}")
     return checkpoint
 
 
 def _state_of(parameter: Any, value: Any) -> Any:
-    """A state as its parameter lies: where it has only one row, or column, for those that are shards, it is whole."""
+    """Return a state sharded like its parameter. A dimension in which the state is smaller, such as one row, stays
+    whole.
+    """
     if not isinstance(value, Tensor) or not value.ndim == parameter.ndim > 0 or not is_sharded(parameter):
         return value
     differs = [n for n, (own, of) in enumerate(zip(value.shape, parameter.shape)) if own != of]
@@ -476,126 +507,47 @@ def _placed(tensor: Tensor, like: Any, what: str) -> Tensor:
     return placed_like(tensor, like, tensor.dtype)
 
 
-def ends_of(module: nn.Module, blocks: list[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Embeddings and output heads outside of ``blocks`` that are a quarter of one or more, and the heads among them."""
-    inside = {id(part) for block in blocks for part in block.modules()}
-    outside = [part for part in module.modules() if id(part) not in inside]
-    networks = (output_head(part) for part in outside if part is not module)
-    heads = {id(head): head for head in networks if isinstance(head, nn.Linear)}
-    least = min((count(block.parameters()) for block in blocks), default=0) / 4
-    ends = [part for part in outside if isinstance(part, nn.Embedding) or id(part) in heads]
-    ends = [end for end in ends if count(end.parameters()) >= least]
-    return ends, [end for end in ends if id(end) in heads]
-
-
-def owns_its_parameters(unit: nn.Module, root: nn.Module) -> bool:
-    """Whether a module has parameters, and no module outside of it has one of them, too."""
-    own = {id(p) for p in unit.parameters()}
-    seen, waiting = {id(unit)}, [root]  # not through the unit: what lies in it may lie elsewhere, too
-    while own and waiting:
-        part = waiting.pop()
-        if id(part) not in seen:
-            seen.add(id(part))
-            waiting.extend(part.children())
-            if any(id(p) in own for p in part.parameters(recurse=False)):
-                return False
-    return bool(own)
-
-
-@torch.no_grad()
-def same_everywhere(module: nn.Module, device: torch.device) -> None:
-    """Give all processes the first one's parameters and buffers."""
-    if distributed.get_world_size() == 1:
-        return
-    for tensor in {id(t): t for t in (*module.parameters(), *module.buffers())}.values():
-        if tensor.is_meta:
-            continue
-        there = tensor.data.to(device).contiguous()
-        distributed.broadcast(there, 0)
-        if there.data_ptr() != tensor.data_ptr():
-            tensor.data.copy_(there)
-
-
-def gather_when_called(root: Any, units: Sequence[Any]) -> None:
-    """Let what is called outside of its unit's forward pass find its weights gathered.
-
-    Outside of a step, as generation in a callback is, these are weights of the rest; in a step, parts of a block that
-    the network calls by themselves, as diffusers' DiT does with the first block's embedding.
-    """
-
-    def gather(*_: Any) -> None:
-        root.unshard()
-
-    for part in _outside(root):
-        if any(True for _ in part.parameters()):
-            part.register_forward_pre_hook(torch.compiler.disable(gather))
-    for unit in units:
-        for part in unit.modules():
-            if part is not unit and tensor_tables(part)[0]:
-                part.register_forward_pre_hook(partial(_gather_part, unit))
-
-
-def _gather(part: Any, *_: object) -> None:
-    part.unshard()
-
-
-def _gather_part(unit: Any, part: nn.Module, _: object) -> None:
-    if not torch.compiler.is_compiling() and any(map(is_sharded, tensor_tables(part)[0].values())):
-        unit.unshard()
-
-
-def _outside(root: nn.Module) -> Iterator[nn.Module]:
-    """The modules in ``root`` that are gathered with it."""
-    for part in root.children():
-        if not hasattr(part, "unshard"):
-            yield part
-            yield from _outside(part)
-
-
 def _cut(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """A batch's slices of this process, on the host, after hooks have had it whole and before anything counts it."""
+    """Return this process's slices of a batch, on the host, after hooks have had the whole batch and before it is
+    counted.
+    """
     batch = inner_method(self, BEFORE_TRANSFER, _cut)(batch, *args, **kwargs)
     if self.trainer.predicting:
         return batch
     return own_slices(batch) | {ROW_AMOUNT: measure(batch)[0] / self.trainer.strategy.parallel.context}
 
 
+def _gather(part: Any, *_: object) -> None:
+    part.unshard()
+
+
 def check_slices(module: Any, trainer: Any) -> None:
-    """Refuse a module, or a technique of its trainer, that looks at whole rows, by a `ConflictError` that says why."""
+    """Refuse a module, or a technique of its trainer, that needs whole rows.
+
+    Raises:
+        ConflictError: With the reason.
+    """
     if not getattr(module, "takes_slices", False):
         raise ConflictError(
             f"ShardedStrategy: {type(module).__name__} does not say that it trains on slices of rows (takes_slices): "
             "set parallel.context to 1"
         )
-    for one in [] if trainer is None else techniques_of(trainer):
-        own = "it weighs the losses of whole rows" if overrides(one, "sample_weights") else ""
-        reasons = one.reasons
-        why = reasons.get(Trait.NEEDS_WHOLE_ROWS) or reasons.get(Trait.NEEDS_WHOLE_BATCH) or own
+    if trainer is None:
+        return
+    for one in techniques_of(trainer):
+        why = one.reasons.get(Trait.NEEDS_WHOLE_ROWS) or one.reasons.get(Trait.NEEDS_WHOLE_BATCH)
+        if not why and overrides(one, "sample_weights"):
+            why = "it weighs the losses of whole rows"
         if why:
             raise ConflictError(
                 f"ShardedStrategy: rows are cut among processes, and {type(one).__name__} cannot work on slices: {why}"
             )
 
 
-def float32_parts(module: nn.Module, units: list[nn.Module], low: bool) -> list[list[nn.Module]]:
-    """What stays in float32 in each unit and in the rest of the module, if it trains beside other formats there, or the
-    unit is gathered in one of 16 bits (``low``): it is gathered apart.
-    """
-    wide: list[nn.Module] = [part for part in module.modules() if isinstance(part, StaysFloat32) and "" in part.float32]
-    left = {id(part): part for part in wide if part not in units and owns_its_parameters(part, module)}
-    seen, found = set[int](), []
-    for unit in (*units, module):
-        parts = [left.pop(id(part)) for part in unit.modules() if id(part) in left]
-        seen |= {id(p) for part in parts for p in part.parameters()}
-        mixed = (p.dtype != torch.float32 for p in unit.parameters() if p.requires_grad and id(p) not in seen)
-        if parts and (low or any(mixed)):
-            found.append(parts)
-        seen |= {id(p) for p in unit.parameters()}
-    return found
-
-
 def check_formats(module: nn.Module, units: list[nn.Module], wide: list[list[nn.Module]]) -> None:
-    """Refuse trained parameters of several formats in what is gathered together: a unit, or the rest of the module."""
+    """Refuse trained parameters of several formats that are gathered together, in a unit or in the rest of the
+    module.
+    """
     apart = {id(p) for together in wide for part in together for p in part.parameters()}
     inside = {id(p) for unit in units for p in unit.parameters()}
     parts = [(f"{type(unit).__name__}, a unit,", [*unit.parameters()]) for unit in units]

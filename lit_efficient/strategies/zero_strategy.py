@@ -1,15 +1,15 @@
-"""DeepSpeed's ZeRO: optimizer states, gradients and weights in shards, which may lie in host memory or on NVMe.
+"""DeepSpeed's ZeRO: optimizer states, gradients and weights in shards, on the GPU, in host memory or on NVMe.
 
-    stage 1: states / N;   stage 2: gradients / N, too;   stage 3: weights / N, too
+    stage 1: states / N;   stage 2: also gradients / N;   stage 3: also weights / N
 
-Saves: (N - 1) / N of the memory of what is sharded in each of N processes; with offloading all of it on the GPU.
-Costs: stage 3 half as much communication again as data parallelism; offloading waits for the host's memory, or a disk;
-each process builds the network whole in the host's memory before it keeps its shard.
+Saves: (N - 1) / N of the memory of the sharded tensors in each of N processes; with offloading all of it on the GPU.
+Costs: stage 3 needs 1.5 times the communication of data parallelism; offloading waits for the host's memory, or a disk;
+each process builds the whole network in host memory before it keeps its shard.
 Source: Rajbhandari et al. (2020), https://arxiv.org/abs/1910.02054; ZeRO-Infinity: https://arxiv.org/abs/2104.07857;
 ZeRO++: https://arxiv.org/abs/2306.10209.
 
-What the trainer and the techniques say holds: accumulation, clipping and precision are the trainer's, the optimizer is
-the config's; a setting of DeepSpeed's own that contradicts them is refused.
+Settings of the trainer and of techniques take effect: accumulation, clipping and precision are the trainer's, the
+optimizer is the config's. A DeepSpeed setting that contradicts them is refused.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from lit_efficient.errors import ConfigurationError, ConflictError, check_choice
 from lit_efficient.internals.lightning_sharding import ZeroBase
 
 _PLACES = ("gpu", "cpu", "nvme")
-# What the trainer and the module say, and DeepSpeed's name for it.
+# DeepSpeed's keys for settings that the trainer, the module or the data decide.
 _TRAINERS = {
     "gradient_accumulation_steps": "trainer.accumulate_grad_batches",
     "gradient_clipping": "trainer.gradient_clip_val",
@@ -37,7 +37,7 @@ _TRAINERS = {
 }
 
 _MATRICES = "looks at whole matrices, and DeepSpeed steps pieces of one long vector: use AdamW, or ShardedStrategy"
-# Optimizers, and what techniques make of one.
+# Classes of optimizers, and mix-ins that techniques add to one.
 _REFUSED = {
     **dict.fromkeys(("Adafactor", "GroupedAdafactor", "Muon", "MuonAdamW"), _MATRICES),
     "ScheduleFreeAdamW": "switches weights, of which DeepSpeed has copies: use AdamW, or ShardedStrategy",
@@ -45,7 +45,7 @@ _REFUSED = {
     "Streamed": "keeps states in CPU memory by itself: leave OffloadOptimizer out, and set states_on to cpu",
 }
 
-# They read weights, or leave layers out, where stage 3 gathers and frees them.
+# These read weights, or skip layers, while stage 3 gathers and frees weights around each layer.
 _NOT_IN_THIRD = {"CheckpointAverage", "Compile", "ContrastiveFlowMatching", "EMA", "FeatureMatching", "HiddenAlignment"}
 _NOT_IN_THIRD |= {"LatentAlignment", "PowerEMA", "StochasticDepth", "TokenRouting"}
 
@@ -58,12 +58,12 @@ def zero_config(
     node_size: int = 1,
     quantized: bool = False,
 ) -> dict[str, Any]:
-    """The part of DeepSpeed's configuration that says what is sharded and where it lies.
+    """Return the part of DeepSpeed's configuration that decides what is sharded and where it is stored.
 
     Arguments are those of :class:`ZeroStrategy`.
 
     Raises:
-        ConfigurationError: For an argument out of range, or one that its stage does not know.
+        ConfigurationError: For an argument out of range, or one that the stage does not support.
     """
     check_choice("ZeroStrategy", "stage", stage, (1, 2, 3))
     check_choice("ZeroStrategy", "states_on", states_on, _PLACES)
@@ -71,41 +71,44 @@ def zero_config(
     check_number("ZeroStrategy", "node_size", node_size, least=1, whole=True)
     third = {"weights_on": weights_on != "gpu", "node_size": node_size > 1, "quantized": quantized}
     third["states_on='nvme'"] = states_on == "nvme"
-    if stage < 3 and (given := [name for name, is_given in third.items() if is_given]):
-        raise refusal("ZeroStrategy", "stage", f"3 with {given[0]}, which DeepSpeed has there alone", stage)
+    given = [name for name, is_given in third.items() if is_given]
+    if stage < 3 and given:
+        raise refusal("ZeroStrategy", "stage", f"3 with {given[0]}, which DeepSpeed supports in stage 3 only", stage)
     if "nvme" in (states_on, weights_on):
         if not nvme_path:
-            raise refusal("ZeroStrategy", "nvme_path", "a folder on NVMe, as something is to lie there", nvme_path)
+            raise refusal("ZeroStrategy", "nvme_path", "a folder on NVMe for states_on or weights_on nvme", nvme_path)
     elif nvme_path:
-        raise refusal("ZeroStrategy", "nvme_path", "null, as nothing is to lie there", nvme_path)
+        raise refusal("ZeroStrategy", "nvme_path", "null without states_on or weights_on nvme", nvme_path)
     zero: dict[str, Any] = {"stage": stage, "contiguous_gradients": True, "overlap_comm": True}
     for key, place in {"offload_optimizer": states_on, "offload_param": weights_on}.items():
         if place != "gpu":
-            zero[key] = {"device": place, "pin_memory": True} | ({"nvme_path": nvme_path} if place == "nvme" else {})
+            zero[key] = {"device": place, "pin_memory": True}
+        if place == "nvme":
+            zero[key]["nvme_path"] = nvme_path
     zero |= {"stage3_gather_16bit_weights_on_model_save": stage == 3, "zero_hpz_partition_size": node_size}
     if quantized:
         zero |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
-    # Else DeepSpeed refuses optimizers that are not its own or Adam, and, where states are not on the GPU, all but its
-    # own; and Lightning cannot evaluate under stage 3.
+    # Without the two keys below DeepSpeed refuses optimizers other than its own and Adam, and with offloaded states all
+    # but its own. Lightning cannot evaluate under stage 3 without stage3_gather_16bit_weights_on_model_save.
     return {"zero_optimization": zero, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
 
 
 class ZeroStrategy(ZeroBase):
-    """Lightning's DeepSpeedStrategy by a few arguments; needs the package deepspeed and GPUs.
+    """Lightning's DeepSpeedStrategy with a few arguments; needs the package deepspeed and GPUs.
 
     Args:
         stage: 1, 2 or 3: what is sharded.
-        states_on: Where optimizer states lie, and the optimizer steps: ``gpu``, ``cpu`` or ``nvme`` (stage 3).
-        weights_on: Where weights lie that are not needed: ``gpu``, ``cpu`` or ``nvme``; in stage 3.
-        nvme_path: Folder on NVMe, where something lies there.
-        node_size: Processes of a node, which gather weights from each other (ZeRO++, stage 3); 1: from all.
+        states_on: Place of the optimizer states, and of the optimizer's step: ``gpu``, ``cpu`` or ``nvme`` (stage 3).
+        weights_on: Place of weights that are not in use: ``gpu``, ``cpu`` or ``nvme``; stage 3.
+        nvme_path: Folder on NVMe, if states or weights are stored there.
+        node_size: Number of processes of a node, which gather weights from each other (ZeRO++, stage 3); 1: from all.
         quantized: Send weights in 8 bits and gradients in 4 (ZeRO++, stage 3).
-        extra: Further keys of DeepSpeed's configuration; none that the trainer says.
+        extra: Further keys of DeepSpeed's configuration; none that the trainer sets.
 
     Raises:
-        ConfigurationError: For an argument out of range or one that its stage does not know; for a key that contradicts
-            the trainer's; without the package.
-        ConflictError: With an optimizer that cannot step pieces of a vector.
+        ConfigurationError: For an argument out of range or one that the stage does not support; for a key that
+            contradicts the trainer; without the package.
+        ConflictError: With an optimizer that cannot step parts of a flat vector.
     """
 
     writes_sums = True
@@ -126,10 +129,8 @@ class ZeroStrategy(ZeroBase):
         config = zero_config(stage, states_on, weights_on, nvme_path, node_size, quantized)
         for key in extra or {}:
             if key in _TRAINERS or key in config:
-                source = _TRAINERS.get(key, "this strategy's other arguments")
-                raise refusal(
-                    "ZeroStrategy", "extra", f"without {key}, which {source} say{'s' * (key in _TRAINERS)}", extra
-                )
+                source = _TRAINERS.get(key, "another argument of this strategy")
+                raise refusal("ZeroStrategy", "extra", f"without {key}, which is set by {source}", extra)
         check_installed("ZeroStrategy", "deepspeed")
         if nvme_path and not Path(nvme_path).is_dir():
             raise refusal("ZeroStrategy", "nvme_path", "a folder that exists", nvme_path)
@@ -147,7 +148,9 @@ class ZeroStrategy(ZeroBase):
         super().setup(trainer)
 
     def check_network(self, module: Any, world: int) -> None:
-        """Refuse what of a module and its trainer DeepSpeed would do otherwise, or not at all, in so many processes."""
+        """Refuse settings of a module and its trainer that DeepSpeed ignores or handles differently, on ``world``
+        processes.
+        """
         trainer = module.trainer
         kinds = (kind.__name__ for one in trainer.callbacks for kind in type(one).__mro__ if self.stage == 3)
         for name in filter(_NOT_IN_THIRD.__contains__, kinds):
@@ -157,18 +160,23 @@ class ZeroStrategy(ZeroBase):
         if world % self.node_size:
             raise refusal("ZeroStrategy", "node_size", f"a divisor of the {world} processes", self.node_size)
         by_value = trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value"
-        plugin, known = type(trainer.precision_plugin), isinstance(trainer.precision_plugin, DeepSpeedPrecision)
-        faults = [
-            (by_value, "DeepSpeed clips by norm: set trainer.gradient_clip_algorithm to norm"),
-            (not known, f"{plugin.__name__} sends no gradients to DeepSpeed: set trainer.precision"),
-            (module.automatic_optimization is False, "DeepSpeed steps by itself: set automatic_optimization to true"),
-        ]
-        for _, fault in (pair for pair in faults if pair[0]):
+        plugin = trainer.precision_plugin
+        fault = ""
+        if by_value:
+            fault = "DeepSpeed clips by norm: set trainer.gradient_clip_algorithm to norm"
+        elif not isinstance(plugin, DeepSpeedPrecision):
+            fault = f"{type(plugin).__name__} sends no gradients to DeepSpeed: set trainer.precision"
+        elif module.automatic_optimization is False:
+            fault = "DeepSpeed steps by itself: set automatic_optimization to true"
+        if fault:
             raise ConfigurationError(f"ZeroStrategy: {fault}")
 
     def check_window(self, batches: float, window: int) -> None:
-        """Refuse an epoch that ends within an accumulated window, at which Lightning steps and DeepSpeed does not."""
-        if (rest := batches % window) > 0:
+        """Refuse an epoch that ends within an accumulation window: Lightning would step there, and DeepSpeed does
+        not.
+        """
+        rest = batches % window
+        if rest > 0:
             raise ConfigurationError(
                 f"ZeroStrategy: the last {rest} of {batches} batches are no window of {window} "
                 "(trainer.accumulate_grad_batches), and DeepSpeed makes no step of them: set limit_train_batches to "
@@ -189,7 +197,9 @@ class ZeroStrategy(ZeroBase):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Nothing: what is built in shards has no numbers where weights are drawn, read or changed right after."""
+        """Do nothing: parameters that are built as shards have no values for code that draws, reads or changes
+        weights.
+        """
         yield
 
     def on_train_start(self) -> None:

@@ -140,7 +140,7 @@ def test_weights_of_numbers_that_changed_later_are_refused() -> None:
             network.weight.add_(numbers)
         numbers.zero_()
     draws.note(network)
-    with pytest.raises(ConfigurationError, match=r"a tensor of \(64, 64\) that weights were made of was changed"):
+    with pytest.raises(ConfigurationError, match=r"weights were computed from a tensor of \(64, 64\) that was changed"):
         draws.get_tensor("weight")
 
 

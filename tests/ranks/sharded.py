@@ -351,12 +351,12 @@ def other_optimizers() -> None:
                 r"param_groups\.1\.lr" if in_shards else r"has groups of \[28\] parameters, and this one of \[2, 26\]",
             ),
         ):
-            with pytest.raises(CheckpointError, match=f"{path}.*{said}.*Go on with the optimizer that wrote it"):
+            with pytest.raises(CheckpointError, match=f"{path}.*{said}.*Continue with the optimizer that wrote it"):
                 stepped(make, in_shards, path)
     if dist.get_rank() == 0:
         torch.save({"state_dict": {}}, "foreign.ckpt")
     dist.barrier()
-    with pytest.raises(CheckpointError, match=r"foreign\.ckpt is none of Lightning's: load its weights"):
+    with pytest.raises(CheckpointError, match=r"foreign\.ckpt is not a checkpoint of Lightning: load its weights"):
         stepped(adam, True, "foreign.ckpt")
 
 

@@ -22,9 +22,9 @@ from lit_efficient.__main__ import main
 from lit_efficient.catalog import PACKAGE
 from lit_efficient.commands.average import average_files
 from lit_efficient.distributed.shards import read_checkpoint
+from lit_efficient.distributed.units import owns_its_parameters
 from lit_efficient.errors import CheckpointError
 from lit_efficient.strategies import sharded_strategy
-from lit_efficient.strategies.sharded_strategy import owns_its_parameters
 from tests.contract.table import CASES
 from tests.processes import run_ranks
 from tests.ranks import row_slices, sharded

@@ -69,8 +69,11 @@ def test_the_overlays_are_the_presets() -> None:
         ({"stage": 3, "states_on": "nvme"}, "nvme_path must be a folder on NVMe"),
         ({"stage": 3, "nvme_path": "/x"}, "nvme_path must be null"),
         ({"stage": 1, "quantized": True}, "stage must be 3 with quantized"),
-        ({"extra": {"gradient_clipping": 1.0}}, "without gradient_clipping, which trainer.gradient_clip_val says"),
-        ({"extra": {"zero_optimization": {}}}, "without zero_optimization, which this strategy's other arguments say"),
+        ({"extra": {"gradient_clipping": 1.0}}, "without gradient_clipping, which is set by trainer.gradient_clip_val"),
+        (
+            {"extra": {"zero_optimization": {}}},
+            "without zero_optimization, which is set by another argument of this strategy",
+        ),
     ],
 )
 def test_what_contradicts_is_refused_before_the_package_is_asked_for(arguments: dict[str, Any], said: str) -> None:

@@ -116,7 +116,7 @@ def gathered_bytes(module: nn.Module, traits: Traits, precision: str = "") -> in
     with contextlib.suppress(ConfigurationError):  # without blocks, the network is one unit
         units = [block for _, block in find_blocks(module, who="plan", every=True)]
     if traits.shards_itself:
-        from lit_efficient.strategies.sharded_strategy import ends_of, owns_its_parameters
+        from lit_efficient.distributed.units import ends_of, owns_its_parameters
 
         units += ends_of(module, units)[0]
         units = [unit for unit in units if owns_its_parameters(unit, module)]

@@ -85,7 +85,7 @@ def attend_documents(
         grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped, **how)
     if takes and (compiling or _flex_works(query.dtype, query.shape[-1])):
-        flex = flex_attention if compiling else _flex()
+        flex: Any = flex_attention if compiling else _flex()
         return _in_blocks(query, key, value, starts, flex, scale, places)
     index = torch.arange(length, device=starts.device)
     mask = (index >= starts[:, :, None]).tril()[:, None]
