@@ -124,7 +124,8 @@ def slices(folder: Path, layers: int) -> Found:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from lit_efficient.distributed.weight_slices import WAITS, Waiting, fill_waiting
+    from lit_efficient.distributed.weight_slices import Waiting, fill_waiting
+    from lit_efficient.surgery import WAITS
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "base"), dtype=torch.bfloat16)

@@ -355,6 +355,14 @@ def _counted(step: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
+WAITS = "_lit_efficient_weights"  # attribute of a network that was built empty: the source of its weights
+
+
+def weights_wait(root: nn.Module) -> bool:
+    """Return whether ``root`` holds a network without its weights, which are read after it has been sharded."""
+    return any(WAITS in part.__dict__ for part in root.modules())
+
+
 def count(parameters: Iterable[nn.Parameter]) -> int:
     """Number of elements, tied parameters once."""
     return sum({id(parameter): parameter.numel() for parameter in parameters}.values())

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.distributed.ranks import readers
-from lit_efficient.distributed.weight_slices import weights_wait
 from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number, refusal
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_foreach import foreach_add_, foreach_copy_, foreach_mul_
@@ -44,7 +43,7 @@ from lit_efficient.mechanisms.adapters.targets import (
     other_targets,
 )
 from lit_efficient.mechanisms.adapters.technique import AdapterTechnique
-from lit_efficient.surgery import call_layers, count, expert_stacks, local, match_modules
+from lit_efficient.surgery import call_layers, count, expert_stacks, local, match_modules, weights_wait
 from lit_efficient.traits import Trait
 
 

@@ -28,6 +28,7 @@ from lit_efficient.declaration import Phase, Report
 from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.mechanisms.blocks.block_map import BlockMap, find_blocks, trained_blocks
+from lit_efficient.mechanisms.blocks.residual import why_not_residual
 from lit_efficient.mechanisms.side_terms import SideTerms, parts_of
 from lit_efficient.models.libraries.teachers import width_of
 from lit_efficient.models.networks.depth_routing import DepthRouted
@@ -121,7 +122,7 @@ class MixtureOfDepths(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
             raise refusal("MixtureOfDepths", "every", f"at most {len(found)}, the number of blocks", self.every)
         block_map = BlockMap(module)
         for name, block in chosen:
-            if (why := block_map.why_not_residual(block)) is not None:
+            if (why := why_not_residual(block_map, block)) is not None:
                 raise ConfigurationError(f"MixtureOfDepths: block {name!r} cannot run on part of the tokens: {why}")
         before = count(module.parameters())
         for i, (name, block) in enumerate(chosen):

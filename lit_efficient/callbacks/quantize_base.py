@@ -21,7 +21,6 @@ from torch import nn
 
 from lit_efficient.application.checkpoints import CheckpointHooks
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.distributed.weight_slices import weights_wait
 from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_installed, check_number, refusal
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.mechanisms.adapters.quantized import (
@@ -35,7 +34,7 @@ from lit_efficient.mechanisms.adapters.quantized import (
 from lit_efficient.mechanisms.blocks.block_map import note_trained
 from lit_efficient.models.networks.expert_layers import ExpertLinear
 from lit_efficient.models.probes.read_weights import cast_to, read_layers
-from lit_efficient.surgery import call_layers, expert_stacks, name_pattern
+from lit_efficient.surgery import call_layers, expert_stacks, name_pattern, weights_wait
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
 

@@ -22,7 +22,13 @@ from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, listed
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map
 from lit_efficient.mechanisms.blocks.block_map import BlockMap, find_blocks, trained_blocks
-from lit_efficient.mechanisms.blocks.residual import Streams, probe_streams, without_cache
+from lit_efficient.mechanisms.blocks.residual import (
+    Streams,
+    known_streams,
+    probe_streams,
+    why_not_residual,
+    without_cache,
+)
 from lit_efficient.surgery import mix_in, moved
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
@@ -260,7 +266,7 @@ class StochasticDepth(Technique):
             rates = [linear_rates(self.rate, size)[place] for place, size in block_map.depths(found)]
         chosen = {name: (block, rate) for (name, block), rate in zip(found, rates, strict=True) if name not in left_out}
         for name, (block, rate) in chosen.items():
-            streams = block_map.streams(block)
+            streams = known_streams(block_map, block)
             state = {"_drop_rate": rate, "_drop_by": self.skip, "_drop_streams": streams, "_drop_name": name}
             mix_in(block, _Droppable, **state, _drop_now=None, _drop_seed=None, _drop_rows=None)
         kinds = ", ".join(sorted({type(block).__name__ for block, _ in chosen.values()}))
@@ -287,7 +293,7 @@ class StochasticDepth(Technique):
                     "(batch_first=False): build it with batch_first=True, or use skip='batch'"
                 )
         block_map = BlockMap(module)
-        left_out = {name: why for name, block in found if (why := block_map.why_not_residual(block)) is not None}
+        left_out = {name: why for name, block in found if (why := why_not_residual(block_map, block)) is not None}
         if left_out and (self.blocks != "auto" or len(left_out) == len(found)):
             raise ConfigurationError(
                 f"StochasticDepth: blocks that cannot be skipped: {_reasons(left_out)}; name others with blocks="

@@ -109,9 +109,10 @@ def _fit_without_steps(cli: Any, device: str, prepared: bool) -> list[str]:
     from lit_efficient.cli.rehearsal import check_parts, steps_guessed
     from lit_efficient.declaration import Phase, techniques_of
     from lit_efficient.distributed.many_processes import check_loggers, check_split
-    from lit_efficient.distributed.weight_slices import WAITS, Waiting
+    from lit_efficient.distributed.weight_slices import Waiting
     from lit_efficient.internals.lightning_trainer import begin_fit
     from lit_efficient.mechanisms.moving import tensors_in
+    from lit_efficient.surgery import WAITS
 
     trainer, module, data = cli.trainer, cli.model, cli.datamodule
     left = [] if prepared else [f"the data: {type(data).__name__} was not prepared (--with_data does)"]
@@ -234,7 +235,7 @@ def _give_memory(module: Any) -> None:
 def _lines(cli: Any, device: str, prepared: bool, left: list[str]) -> list[str]:
     from lit_efficient.application.ledger import reports_of
     from lit_efficient.declaration import techniques_of
-    from lit_efficient.distributed.weight_slices import weights_wait
+    from lit_efficient.surgery import weights_wait
 
     module, techniques = cli.model, techniques_of(cli.trainer)
     count = sum(p.numel() for p in module.parameters() if p.requires_grad)

@@ -35,10 +35,9 @@ from lit_efficient.internals.torch_modules import (
     whole_twin,
 )
 from lit_efficient.internals.torch_shards import own_slices
-from lit_efficient.surgery import is_sharded, local
+from lit_efficient.surgery import WAITS, is_sharded, local
 
 _INDEX = ".safetensors.index.json"
-WAITS = "_lit_efficient_weights"  # attribute of a network that was built empty: its `Waiting`
 Noted = Callable[[str, torch.Tensor, torch.dtype], object]  # name, whole tensor, format in the module
 
 
@@ -66,11 +65,6 @@ def built_empty(make: Callable[[], nn.Module]) -> nn.Module:
     dtypes = {name: p.dtype for name, p in network.named_parameters(remove_duplicate=False)}
     network.__dict__[WAITS] = Waiting(draws, dtypes)
     return network
-
-
-def weights_wait(root: nn.Module) -> bool:
-    """Return whether ``root`` holds a network without its weights, which :func:`fill_waiting` fills."""
-    return any(WAITS in part.__dict__ for part in root.modules())
 
 
 def fill_waiting(root: nn.Module, device: torch.device, noted: Noted | None = None) -> int:

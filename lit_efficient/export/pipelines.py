@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lit_efficient.application.recorded import arguments_behind, converters
 from lit_efficient.distributed.shards import read_checkpoint
-from lit_efficient.distributed.weight_slices import WAITS, built_empty
+from lit_efficient.distributed.weight_slices import built_empty
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice
 from lit_efficient.export.check import check_tensors, digests, refuse_own_layers
 from lit_efficient.files.atomic_file import check_new_folder, write_folder
@@ -29,7 +29,7 @@ from lit_efficient.mechanisms.adapters.diffusers_lora import diffusers_class, wr
 from lit_efficient.mechanisms.adapters.merge import dequantize_layers, merge_adapters, whole_state, without_adapters
 from lit_efficient.mechanisms.adapters.peft_format import to_peft
 from lit_efficient.mechanisms.restore import Asked, Weights, take_weights, wanted_weights
-from lit_efficient.surgery import own_draws, unmixed
+from lit_efficient.surgery import WAITS, own_draws, unmixed
 
 Lora = Literal["merged", "diffusers"]
 

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from lit_efficient.distributed.weight_slices import weights_wait
 from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.losses.preference import reward_loss
 from lit_efficient.models.libraries.causal_lm import CausalLMConfig
 from lit_efficient.models.networks import reward
 from lit_efficient.models.networks.gpt import GPTConfig
+from lit_efficient.surgery import weights_wait
 from lit_efficient.tasks.language_modeling import _DEFAULT_MODEL
 from lit_efficient.tasks.pair_task import PairTask
 from lit_efficient.tasks.pairs import Comparison, joined, pairs_of

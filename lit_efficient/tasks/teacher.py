@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from lit_efficient.data.text.chat_tokenizer import token_ids, unpack_tokenizer
-from lit_efficient.distributed.weight_slices import fill_waiting, weights_wait
+from lit_efficient.distributed.weight_slices import fill_waiting
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.cache import digest_of
 from lit_efficient.files.checkpoints import missing_folder
 from lit_efficient.files.sums import sha256_of
 from lit_efficient.models.libraries import causal_lm
 from lit_efficient.models.libraries.causal_lm import CausalLMConfig, stored_folder
-from lit_efficient.surgery import own_draws
+from lit_efficient.surgery import own_draws, weights_wait
 from lit_efficient.tasks.loading import hugging_face_tokenizer, load_language_model, read_language_model
 
 

@@ -28,8 +28,6 @@ from lit_efficient.internals.torch_fx import (
     read_forward,
     runs_in_chain,
 )
-from lit_efficient.mechanisms.blocks import residual
-from lit_efficient.mechanisms.blocks.residual import Streams
 from lit_efficient.surgery import count, match_modules, parents, unmixed
 
 Named = list[tuple[str, nn.Module]]  # dotted names and modules
@@ -193,16 +191,6 @@ class BlockMap:
             positions.append((seen[network], sizes[network]))
             seen[network] += 1
         return positions
-
-    def why_not_residual(self, block: nn.Module) -> str | None:
-        """Return why a block cannot be skipped, or ``None``; see :func:`residual.why_not_residual`."""
-        shapes = tuple(tuple(p.shape) for p in block.parameters())
-        key = ("residual", self._settings(block, inside=True), shapes)
-        return self._memory.once(key, lambda: residual.why_not_residual(block, self.forward(block)))
-
-    def streams(self, block: nn.Module) -> Streams | None:
-        """Return the residual streams of a block if its code shows them; see :func:`residual.known_streams`."""
-        return residual.known_streams(block, self.forward(block))
 
     def forward(self, module: nn.Module, adding: Collection[int] = ()) -> Forward:
         """Return what a trace of a module's forward pass shows; modules with equal settings are traced once."""

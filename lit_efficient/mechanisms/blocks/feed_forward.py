@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.distributed.weight_slices import weights_wait
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_fx import has_parts
 from lit_efficient.mechanisms.blocks.block_map import find_blocks, trained_blocks
 from lit_efficient.mechanisms.trials.memory import SavedTensors
 from lit_efficient.models.networks.expert_layers import is_linear, width_of
 from lit_efficient.models.probes.modes import evaluating, trying_out
-from lit_efficient.surgery import endings, expert_stacks, match_modules
+from lit_efficient.surgery import endings, expert_stacks, match_modules, weights_wait
 
 
 def find_feed_forwards(root: nn.Module, patterns: str | Sequence[str], *, who: str) -> list[tuple[str, nn.Module]]:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.internals.torch_fx import Forward, adds_to_input
+from lit_efficient.internals.torch_fx import adds_to_input
+from lit_efficient.mechanisms.blocks.block_map import BlockMap
 from lit_efficient.surgery import is_sharded, weightless
 
 
@@ -71,7 +72,7 @@ class Streams:
         return [source for source in self.sources if source is not None]
 
 
-def known_streams(block: nn.Module, forward: Forward) -> Streams | None:
+def known_streams(block_map: BlockMap, block: nn.Module) -> Streams | None:
     """The streams of a block whose code adds to its first argument and returns the sum, or ``None``: a call shows them.
 
     So must one of a block with a stride: the sum may be smaller than the argument.
@@ -79,6 +80,7 @@ def known_streams(block: nn.Module, forward: Forward) -> Streams | None:
     strides: list[Any] = [getattr(part, "stride", 1) for part in block.modules()]
     if any(max(stride) > 1 if isinstance(stride, tuple) else stride != 1 for stride in strides):
         return None
+    forward = block_map.forward(block)
     if not forward.adds or not forward.returns_one:
         return None
     return Streams(((0, next(iter(inspect.signature(block.forward).parameters))),), bare=True)
@@ -176,12 +178,12 @@ def _no_cache(value: Any) -> Any:
     return None
 
 
-def why_not_residual(block: nn.Module, forward: Forward) -> str | None:
+def why_not_residual(block_map: BlockMap, block: nn.Module) -> str | None:
     """Why a block cannot be skipped, or ``None``: what it returns is not its input plus something, or of another shape.
 
     A block that needs more than one argument shows its shape in its first call only.
     """
-    if not forward.adds and adds_to_input(block, whole=True) is False:
+    if not block_map.forward(block).adds and adds_to_input(block, whole=True) is False:
         return "it changes its input before it adds to it, or adds nothing"
     return "it changes the shape" if _changes_shape(block) else None
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lit_efficient.distributed.deferred_draws import DeferredDraws
-from lit_efficient.distributed.weight_slices import WAITS, Waiting, stored_places
+from lit_efficient.distributed.weight_slices import Waiting, stored_places
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice, check_installed, refusal
 from lit_efficient.files.checkpoints import missing_folder
 from lit_efficient.files.sums import check_sums
@@ -36,6 +36,7 @@ from lit_efficient.models.libraries.config_fields import (
     read_by_others,
 )
 from lit_efficient.models.probes.read_weights import read_layers
+from lit_efficient.surgery import WAITS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import nn
 
-from lit_efficient.distributed.weight_slices import WAITS, Waiting, built_empty, fill_waiting, stored_places
+from lit_efficient.distributed.weight_slices import Waiting, built_empty, fill_waiting, stored_places
 from lit_efficient.errors import (
     CheckpointError,
     ConfigurationError,
@@ -29,6 +29,7 @@ from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.hugging_face import keeps_float32
 from lit_efficient.models.libraries.causal_lm import Primitive
 from lit_efficient.models.libraries.config_fields import check_names, check_values, check_whole, meant, unusual
+from lit_efficient.surgery import WAITS
 
 if TYPE_CHECKING:
     from diffusers import ModelMixin
