@@ -109,6 +109,6 @@ def _of_loader(trainer: Any, one: tuple[Any, list[Any]], other: tuple[Any, list[
     notes = [f"{rows:,} rows, {steps:,} batches an epoch for each of {world} processes"]
     if steps % window:
         notes.append(
-            f"the last {steps % window} of {steps:,} batches are a window of their own, of {window} accumulated"
+            f"the last {steps % window} of {steps:,} batches form a shorter window; others accumulate {window}"
         )
     return notes

@@ -23,7 +23,7 @@ from torch import distributed
 
 from lit_efficient.distributed.ranks import gather_objects, join_ranks, place_among_ranks
 
-ENDED = "this process ends, as it would wait for ever: "
+ENDED = "this process ends, because it would wait forever: "
 """Beginning of the message, and of the note on the error, when a process ends because another one has ended."""
 FAILED = "failed"
 LEFT = "left"
@@ -159,7 +159,8 @@ class RankLine:
                     if not read:
                         selector.unregister(line)
                         del rests[line]
-                        texts = [f"{self._lines[line]} {FAILED} it ended without a word, as a killed process does"]
+                        why = "its connection ended without a message, as that of a killed process"
+                        texts = [f"{self._lines[line]} {FAILED} {why}"]
                     for text in texts if not self._silent else ():
                         rank, how, why = (text + "  ").split(" ", 2)
                         if int(rank) in known:

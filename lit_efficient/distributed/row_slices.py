@@ -59,7 +59,7 @@ def own_slices(batch: Any) -> Any:
     if not isinstance(ids, Tensor) or ids.ndim != 2 or {"labels", "shift_labels"}.isdisjoint(batch):
         held = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
         raise ConfigurationError(
-            f"ShardedStrategy: parallel.context cuts batches with input_ids and labels [B, T] in slices, got {held}"
+            f"ShardedStrategy: parallel.context needs batches with input_ids and labels [B, T], got {held}"
         )
     length = ids.shape[1]
     rest = {key: value for key, value in batch.items() if key not in ("labels", "attention_mask")}

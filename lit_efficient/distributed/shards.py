@@ -221,8 +221,8 @@ def check_shards(folder: Path) -> None:
     """
     if is_deepspeeds(folder):
         raise CheckpointError(
-            f"{folder} is a checkpoint of DeepSpeed, which unpickles it, and that can run code: turn it into one file "
-            "with its zero_to_fp32.py, where you trust it"
+            f"{folder} is a checkpoint of DeepSpeed, whose loading unpickles it, which can run code: convert it into "
+            "one file with its zero_to_fp32.py, if you trust it"
         )
     check_sums(folder)
     if (folder / "meta.pt").exists():
@@ -230,7 +230,7 @@ def check_shards(folder: Path) -> None:
     for index, place in read_metadata(folder).storage_data.items():
         file = folder / place.relative_path
         if not file.resolve().is_relative_to(folder.resolve()):
-            raise CheckpointError(f"{folder} names {place.relative_path!r}, which does not lie in it")
+            raise CheckpointError(f"{folder} names {place.relative_path!r}, which is outside of it")
         try:
             if not 0 <= place.offset <= place.offset + place.length <= file.stat().st_size:
                 raise DamagedError(f"{file} ends before {index.fqn}")

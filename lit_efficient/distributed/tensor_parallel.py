@@ -86,8 +86,8 @@ def plan_of(root: nn.Module, processes: int) -> dict[str, str]:
                     continue
                 if style not in _KNOWN:
                     raise ConfigurationError(
-                        f"ShardedStrategy: {type(network).__name__} plans {style!r} for {one!r}, which is not made "
-                        "here: set parallel.tensor to 1, which shards any network"
+                        f"ShardedStrategy: {type(network).__name__} plans {style!r} for {one!r}, which is not "
+                        "supported: set parallel.tensor to 1, which shards any network"
                     )
                 if _divides(network.get_submodule(one), style, processes, prefix + one):
                     found[prefix + one] = style
@@ -174,7 +174,9 @@ def _divides(layer: Any, style: str, processes: int, name: str) -> bool:
             f"ShardedStrategy: {name!r} is a {type(layer).__name__}, and tensor parallelism divides plain linear "
             "layers: set parallel.tensor to 1, or leave out what has changed it"
         )
-    raise ConfigurationError(f"ShardedStrategy: {name!r} has {by}={size}, which {processes} processes do not divide")
+    raise ConfigurationError(
+        f"ShardedStrategy: {name!r} has {by}={size}, which is not divisible by {processes} processes"
+    )
 
 
 def _shared(root: nn.Module) -> list[list[str]]:

@@ -232,5 +232,5 @@ def _slices_of(tensor: Any, name: str) -> tuple[slice, ...]:
         return tuple(slice(0, size) for size in tensor.shape)
     own = own_slices(tensor)
     if own is None:
-        raise ConfigurationError(f"{name!r} is sharded in strides, which are no slices of a file")
+        raise ConfigurationError(f"{name!r} is sharded in strides, which cannot be read as slices of a file")
     return own

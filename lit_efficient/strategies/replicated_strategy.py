@@ -104,8 +104,8 @@ class ReplicatedStrategy(DDPStrategy):
         drawing = [type(one).__name__ for one in techniques_of(module.trainer) if Trait.DRAWS_WORK in one.traits]
         if self.static_graph and drawing:
             raise ConflictError(
-                f"ReplicatedStrategy: {drawing[0]} draws in each step what runs, and static_graph=True promises that "
-                "each step runs the same: set static_graph to false"
+                f"ReplicatedStrategy: {drawing[0]} draws in each step which layers run, and static_graph=True promises "
+                "the same in each step: set static_graph to false"
             )
 
     def configure_ddp(self) -> None:

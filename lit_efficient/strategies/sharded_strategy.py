@@ -243,7 +243,7 @@ class ShardedStrategy(ShardingBase):
         kinds = ", ".join(sorted({type(unit).__name__.removeprefix("FSDP") for unit in units[:blocks]}))
         return (
             f"{total:,} parameters in {self._mesh.size() // self.replicas} shards: {blocks} blocks ({kinds or 'none'})"
-            f", {len(units) - blocks} embeddings and heads, and {rest:,} parameters of the rest"
+            f", {len(units) - blocks} embeddings and heads, and {rest:,} other parameters"
             + (f"; {self.replicas} replicas" if self.replicas > 1 else "")
             + divided
         )
@@ -307,13 +307,14 @@ class ShardedStrategy(ShardingBase):
         scalar = next((name for name, p in named if p.ndim == 0 or (p.requires_grad and not p.numel())), None)
         if scalar is not None:
             raise ConfigurationError(
-                f"ShardedStrategy: {scalar!r} is a scalar, or empty, and has no shards: make it a tensor of one element"
+                f"ShardedStrategy: {scalar!r} is a scalar, or empty, and cannot be sharded: make it a tensor of one "
+                "element"
             )
         hooked = next((name for name, p in module.named_parameters() if gradient_hooks(p)), None)
         if hooked is not None:
             raise ConfigurationError(
-                f"ShardedStrategy: a hook on the gradient of {hooked!r} would be lost, for a shard takes the place of "
-                "the parameter: use strategy='ddp', or register it in on_fit_start, if parts of gradients will do"
+                f"ShardedStrategy: a hook on the gradient of {hooked!r} would be lost, because a shard replaces "
+                "the parameter: use strategy='ddp', or register it in on_fit_start, where it receives shards"
             )
         found = [block for _, block in find_blocks(module, self.blocks, who="ShardedStrategy", every=True)]
         ends, heads = ends_of(module, found)
@@ -329,7 +330,8 @@ class ShardedStrategy(ShardingBase):
         precision = str(self.precision_plugin.precision)
         if precision.startswith("16-mixed"):
             raise ConflictError(
-                "ShardedStrategy: precision='16-mixed' scales the loss by a plugin that knows no shards: use bf16-mixed"
+                "ShardedStrategy: precision='16-mixed' scales the loss by a plugin that does not support shards: use "
+                "bf16-mixed"
             )
         wanted: str = self.gather_dtype
         if wanted == "auto" and precision == _BF16_MIXED:
@@ -378,8 +380,8 @@ class ShardedStrategy(ShardingBase):
             if "Sharding propagation failed" not in str(error):
                 raise
             raise ConflictError(
-                f"ShardedStrategy: a step of {type(optimizer).__name__} has an operation that shards do not have: use "
-                f"an optimizer that steps them (GroupedAdafactor for Adafactor), or strategy='ddp'"
+                f"ShardedStrategy: a step of {type(optimizer).__name__} uses an operation without support for shards: "
+                "use an optimizer that does (GroupedAdafactor for Adafactor), or strategy='ddp'"
             ) from error
         reshard(self._module)  # hooks may have gathered weights, which the step has made outdated
         return stepped
@@ -476,7 +478,8 @@ def load_file(path: Path, module: Any, optimizers: Sequence[Any]) -> dict[str, A
         sizes = [[*map(len, groups)] for groups in (kept, given)]
         if sizes[0] != sizes[1]:
             raise CheckpointError(
-                f"{path}: its optimizer has groups of {sizes[0]} parameters, and this one of {sizes[1]}. {_ADVICE}"
+                f"{path}: its optimizer has groups of {sizes[0]} parameters, and this optimizer has groups "
+                f"of {sizes[1]}. {_ADVICE}"
             )
         like = dict(zip(chain(*kept), chain(*given), strict=True))
         sharded = {}
@@ -529,18 +532,19 @@ def check_slices(module: Any, trainer: Any) -> None:
     """
     if not getattr(module, "takes_slices", False):
         raise ConflictError(
-            f"ShardedStrategy: {type(module).__name__} does not say that it trains on slices of rows (takes_slices): "
-            "set parallel.context to 1"
+            f"ShardedStrategy: {type(module).__name__} does not declare that it trains on slices of rows "
+            "(takes_slices): set parallel.context to 1"
         )
     if trainer is None:
         return
     for one in techniques_of(trainer):
         why = one.reasons.get(Trait.NEEDS_WHOLE_ROWS) or one.reasons.get(Trait.NEEDS_WHOLE_BATCH)
         if not why and overrides(one, "sample_weights"):
-            why = "it weighs the losses of whole rows"
+            why = "it weights the losses of whole rows"
         if why:
             raise ConflictError(
-                f"ShardedStrategy: rows are cut among processes, and {type(one).__name__} cannot work on slices: {why}"
+                f"ShardedStrategy: rows are divided among processes, and {type(one).__name__} cannot work on "
+                f"slices: {why}"
             )
 
 
@@ -557,6 +561,6 @@ def check_formats(module: nn.Module, units: list[nn.Module], wide: list[list[nn.
         formats = sorted({str(p.dtype).removeprefix("torch.") for p in trained})
         if len(formats) > 1:
             raise ConfigurationError(
-                f"ShardedStrategy: trained parameters of {what} are {' and '.join(formats)}, and what is gathered "
-                "together has one format: train them in one, or name smaller units with blocks="
+                f"ShardedStrategy: trained parameters of {what} are {' and '.join(formats)}, and a unit "
+                "must have one format: train them in one, or name smaller units with blocks="
             )

@@ -36,7 +36,7 @@ _TRAINERS = {
     "scheduler": "the config's lr_scheduler",
 }
 
-_MATRICES = "looks at whole matrices, and DeepSpeed steps pieces of one long vector: use AdamW, or ShardedStrategy"
+_MATRICES = "needs whole matrices, and DeepSpeed steps parts of one flat vector: use AdamW, or ShardedStrategy"
 # Classes of optimizers, and mix-ins that techniques add to one.
 _REFUSED = {
     **dict.fromkeys(("Adafactor", "GroupedAdafactor", "Muon", "MuonAdamW"), _MATRICES),
@@ -155,7 +155,7 @@ class ZeroStrategy(ZeroBase):
         kinds = (kind.__name__ for one in trainer.callbacks for kind in type(one).__mro__ if self.stage == 3)
         for name in filter(_NOT_IN_THIRD.__contains__, kinds):
             raise ConflictError(
-                f"ZeroStrategy: {name} finds no weights where stage 3 has freed them: use stage 2, or ShardedStrategy"
+                f"ZeroStrategy: {name} reads weights that stage 3 has freed: use stage 2, or ShardedStrategy"
             )
         if world % self.node_size:
             raise refusal("ZeroStrategy", "node_size", f"a divisor of the {world} processes", self.node_size)
@@ -178,8 +178,8 @@ class ZeroStrategy(ZeroBase):
         rest = batches % window
         if rest > 0:
             raise ConfigurationError(
-                f"ZeroStrategy: the last {rest} of {batches} batches are no window of {window} "
-                "(trainer.accumulate_grad_batches), and DeepSpeed makes no step of them: set limit_train_batches to "
+                f"ZeroStrategy: the last {rest} of {batches} batches are not a whole window of {window} "
+                "(trainer.accumulate_grad_batches), and DeepSpeed does not step after them: set limit_train_batches to "
                 f"{batches - rest}"
             )
 

@@ -139,7 +139,9 @@ def test_trained_weights_are_kept_unless_told() -> None:
     assert sign_of_training(trained) is None
     with torch.no_grad():
         trained[1].weight[2] = 1.5
-    with pytest.raises(ConfigurationError, match="the norm 1 is not as norms begin, and its weights would be lost"):
+    with pytest.raises(
+        ConfigurationError, match="the norm 1 does not have initial weights, and its weights would be lost"
+    ):
         apply(trained, [Initialise(residual="same")])
     apply(trained, [Initialise(residual="same", pretrained=True)])
     network = decoder("Llama")

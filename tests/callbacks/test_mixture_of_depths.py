@@ -310,7 +310,7 @@ def test_refuses_by_a_sentence() -> None:
 
     blocks = nn.Sequential(*(Mixing() for _ in range(2)))
     MixtureOfDepths().transform(blocks)
-    with pytest.raises(ConfigurationError, match="'1' cannot run on part of the tokens: on its first tokens alone"):
+    with pytest.raises(ConfigurationError, match="'1' cannot run on part of the tokens: without the last token"):
         blocks(torch.randn(2, 5, 16))
     wide = copy.deepcopy(Toy(network=AttentionNet).net)
     MixtureOfDepths(blocks=[r"blocks\.0"]).transform(wide)

@@ -12,7 +12,7 @@ from tests.ranks import watching
 SAID = {
     "raised": "failed (KeyError: 'a row that is not there')",
     "left": "left training (it ended its training after 3 steps)",
-    "killed": "failed (it ended without a word, as a killed process does)",
+    "killed": "failed (its connection ended without a message, as that of a killed process)",
     "terminated": "failed (it was sent SIGTERM)",  # and Lightning would wait, in the signal's handler, for the others
 }
 
@@ -26,7 +26,7 @@ def test_a_process_that_is_left_alone_ends_with_a_sentence(how: str, tmp_path: P
         codes = {"killed": [1], "terminated": [1, 2]}.get(how, [2])  # its collectives notice an end, perhaps first
         assert first.exitcode in codes, logs[0].read_text()[-4000:]
         said = logs[0].read_text()
-        assert f"this process ends, as it would wait for ever: process 1 has {SAID[how]}" in said, said[-4000:]
+        assert f"this process ends, because it would wait forever: process 1 has {SAID[how]}" in said, said[-4000:]
         assert ("Traceback" in said) == (first.exitcode == 1)
         if how in watching.SIGNALS:
             second.join(20)
@@ -47,7 +47,7 @@ def test_a_process_that_is_killed_while_data_are_prepared_is_waited_for_by_nobod
     await_ends(ranks, 60)
     said = logs[1 - victim].read_text()
     assert (ranks[victim].exitcode, ranks[1 - victim].exitcode) == (-signal.SIGKILL, 1), said[-4000:]
-    assert "this process ends, as it would wait for ever: another process has ended" in said, said[-4000:]
+    assert "this process ends, because it would wait forever: another process has ended" in said, said[-4000:]
 
 
 @pytest.mark.turns(3, family="ranks", always=["False"])
@@ -67,7 +67,7 @@ def test_a_connection_that_is_closed_by_an_earlier_end_is_explained(tmp_path: Pa
     ranks, logs = start_ranks(watching.outlasted, tmp_path, 1)
     await_ends(ranks, 60)
     assert [rank.exitcode for rank in ranks] == [1, 0], logs[0].read_text()[-4000:]
-    said = "would wait for ever: process 1 has left training (its epoch ends after 3 batches)"
+    said = "would wait forever: process 1 has left training (its epoch ends after 3 batches)"
     assert said in logs[0].read_text()
 
 

@@ -340,7 +340,7 @@ def test_sampling_guides_by_the_dropped_path_for_less_work() -> None:
             one.sample(labels, torch.Generator().manual_seed(0))
         work.append(counter.get_total_flops())
     assert work[0] < 0.75 * work[1]  # 6 blocks and 2 of 12
-    with pytest.raises(ConfigurationError, match="this one has not learned to go without"):
+    with pytest.raises(ConfigurationError, match="this network was not trained to run without"):
         LatentDiffusion(DiTConfig(), sampler=Sampler(path_drop=True)).on_fit_start()
     with pytest.raises(ConfigurationError, match="path_drop must be false at guidance_scale 1"):
         LatentDiffusion(DiTConfig(), guidance_scale=1.0, sampler=Sampler(path_drop=True))

@@ -300,7 +300,7 @@ def test_what_it_cannot_scale_is_refused() -> None:
     network = gpt(64)
     with torch.no_grad():
         network.norm.weight[3] = 1.5
-    with pytest.raises(ConfigurationError, match="the norm norm is not as norms begin"):
+    with pytest.raises(ConfigurationError, match="the norm norm does not have initial weights"):
         apply(network, [WidthTransfer(32)])
     network = gpt(64)
     apply(network, [WidthTransfer(32)])

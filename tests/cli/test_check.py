@@ -389,7 +389,7 @@ def test_what_works_on_many_devices_is_said_to(capsys):
     assert check(*MANY, "--with_data", "--data.rows=72", "--trainer.accumulate_grad_batches=2") == 0
     said = capsys.readouterr().out
     assert "72 rows, 5 batches an epoch for each of 8 processes" in said
-    assert "the last 1 of 5 batches are a window of their own, of 2 accumulated" in said
+    assert "the last 1 of 5 batches form a shorter window; others accumulate 2" in said
     assert "the 8 processes: this is one" in said
 
 
@@ -404,7 +404,7 @@ UNEVEN = ["--with_data", "--data.rows=72", "--trainer.accumulate_grad_batches=2"
         (["--trainer.strategy.node_size=3"], "node_size must be a divisor of the 8 processes"),
         (["--trainer.gradient_clip_val=1", "--trainer.gradient_clip_algorithm=value"], "DeepSpeed clips by norm"),
         (["--optimizer=MuonAdamW"], "ZeroStrategy: MuonAdamW looks at whole matrices"),
-        (UNEVEN, "the last 1 of 5 batches are no window of 2"),
+        (UNEVEN, "the last 1 of 5 batches are not a whole window of 2"),
     ],
 )
 def test_what_deepspeed_would_refuse_in_each_process_is_refused_without_them(arguments, said, capsys, monkeypatch):

@@ -79,7 +79,7 @@ def test_torchrun_starts_again_and_ends_as_an_undisturbed_run(words: list[str]) 
     done = launched("torchrun.sh", words, DEVICES="2", RESTARTS="1")
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     assert Path("died").exists()
-    assert "error: this process ends, as it would wait for ever: process 1 has failed" in done.stderr
+    assert "error: this process ends, because it would wait forever: process 1 has failed" in done.stderr
     runs = [run for run in Path("runs/toy").iterdir() if not run.is_symlink()]
     assert len(runs) == 1  # the second attempt went on in the folder of the first
     for rank, state in enumerate(weights_of_ranks()):

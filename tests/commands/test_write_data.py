@@ -130,7 +130,7 @@ def test_where_a_process_is_killed_the_other_ends_with_a_sentence(home: Path, tm
         rank.join(60)
     assert [rank.exitcode for rank in ranks] == [2, -signal.SIGKILL]
     said = logs[0].read_text()
-    assert "process 1 has failed (it ended without a word, as a killed process does)" in said
+    assert "process 1 has failed (its connection ended without a message, as that of a killed process)" in said
     assert "Traceback" not in said
 
 

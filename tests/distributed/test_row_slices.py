@@ -40,7 +40,7 @@ def test_slices_of_all_processes_are_the_rows_once():
     assert all(torch.equal(own[ROW_POSITIONS], whole["position_ids"]) for own, _ in found)
     assert [own["num_bytes"].tolist() for own, _ in found] == [[5, 6], [0, 0], [0, 0]]
     for other in (ids, {"input_ids": ids}, {"labels": ids}):
-        with pytest.raises(ConfigurationError, match=r"cuts batches with input_ids and labels \[B, T\] in slices, got"):
+        with pytest.raises(ConfigurationError, match=r"needs batches with input_ids and labels \[B, T\], got"):
             of_each(other, 2)
 
 

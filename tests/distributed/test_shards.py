@@ -142,11 +142,11 @@ def test_a_place_outside_a_missing_file_and_deepspeed_are_refused(folder: Path, 
     for place in metadata.storage_data.values():
         place.relative_path = "../outside.distcp"
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=r"names '\.\./outside\.distcp', which does not lie in it"):
+    with pytest.raises(CheckpointError, match=r"names '\.\./outside\.distcp', which is outside of it"):
         check_shards(folder)
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "latest").write_text("global_step1")
-    with pytest.raises(CheckpointError, match=r"DeepSpeed, which unpickles it, .* zero_to_fp32\.py"):
+    with pytest.raises(CheckpointError, match=r"DeepSpeed, whose loading unpickles it, .* zero_to_fp32\.py"):
         read(str(tmp_path / "theirs"), "fit")
     with pytest.warns(UserWarning, match="DeepSpeed.*None is left"), pytest.raises(CheckpointError, match="DeepSpeed"):
         read_last([tmp_path / "theirs"])  # a job that is queued again would begin anew

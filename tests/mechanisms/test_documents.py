@@ -176,7 +176,7 @@ def test_a_layer_that_wants_more_than_documents_is_not_given_their_starts() -> N
     document_attention.read_starts()
     x = torch.zeros(1, 4, 5, 8)
     for more in ({"sliding_window": 3}, {"position_bias": x}, {"is_causal": False}):
-        with pytest.raises(ValueError, match="stand for no mask"):
+        with pytest.raises(ValueError, match="cannot replace the mask"):
             AttentionInterface()["sdpa"](attention, x, x, x, torch.zeros(1, 1, 1, 5, dtype=torch.int64), **more)
 
 

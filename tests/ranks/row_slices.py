@@ -180,9 +180,9 @@ def numbers_memory_and_refusals() -> None:
     for made, config, said in cases:
         with pytest.raises(LitEfficientError, match=said):
             fit((partial(list, made), config, plain, {}), rows=2)
-    with pytest.raises(ConfigurationError, match=r"parallel.context cuts batches with input_ids and labels \[B, T\]"):
+    with pytest.raises(ConfigurationError, match=r"parallel.context needs batches with input_ids and labels \[B, T\]"):
         fit((list, OURS, lambda index: {"input_ids": plain(index)["input_ids"]}, {}), rows=2)
-    with pytest.raises(LitEfficientError, match="Trained does not say that it trains on slices of rows"):
+    with pytest.raises(LitEfficientError, match="Trained does not declare that it trains on slices of rows"):
         fit_toy(list, Net, sharding={"parallel": Parallel(context=2)})
 
 

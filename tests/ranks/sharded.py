@@ -340,7 +340,7 @@ def other_optimizers() -> None:
         run.fit(Stepped("init", network=Net), data(), ckpt_path=path)
         return run
 
-    with pytest.raises(ConflictError, match="a step of Adafactor has an operation that shards do not have"):
+    with pytest.raises(ConflictError, match="a step of Adafactor uses an operation without support for shards"):
         stepped(torch.optim.Adafactor, True)
     for in_shards, path in ((True, "folder.ckpt"), (False, "file.ckpt")):
         stepped(adam, in_shards).save_checkpoint(path)
@@ -348,7 +348,7 @@ def other_optimizers() -> None:
             (sgd, "does not fit module or optimizer: .*momentum_buffer" if in_shards else "has no 'dampening', which"),
             (
                 halves,
-                r"param_groups\.1\.lr" if in_shards else r"has groups of \[28\] parameters, and this one of \[2, 26\]",
+                r"param_groups\.1\.lr" if in_shards else r"groups of \[28\] parameters, .* has groups of \[2, 26\]",
             ),
         ):
             with pytest.raises(CheckpointError, match=f"{path}.*{said}.*Continue with the optimizer that wrote it"):

@@ -115,9 +115,9 @@ def agree(run: Any, node_size: int = 1, stage: int = 2) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (MuonAdamW, "MuonAdamW looks at whole matrices"),  # died in the first step
-        (GroupedAdafactor, "GroupedAdafactor looks at whole matrices"),  # trained otherwise, silently
-        (torch.optim.Adafactor, "Adafactor looks at whole matrices"),
+        (MuonAdamW, "MuonAdamW needs whole matrices"),  # died in the first step
+        (GroupedAdafactor, "GroupedAdafactor needs whole matrices"),  # trained otherwise, silently
+        (torch.optim.Adafactor, "Adafactor needs whole matrices"),
         (ScheduleFreeAdamW, "ScheduleFreeAdamW switches weights"),
         (lambda p: rounded(torch.optim.AdamW(p)), "AdamW.* rounds bfloat16 weights"),  # DeepSpeed's are float32
         (lambda p: streamed(torch.optim.AdamW(p)), "keeps states in CPU memory by itself"),
@@ -276,7 +276,7 @@ def test_an_epoch_that_ends_within_a_window_is_refused() -> None:
     strategy = ZeroStrategy.__new__(ZeroStrategy)
     strategy.check_window(8, 4)
     strategy.check_window(float("inf"), 4)
-    with pytest.raises(ConfigurationError, match=r"the last 2 of 8 batches are no window of 3 .* to 6$"):
+    with pytest.raises(ConfigurationError, match=r"the last 2 of 8 batches are not a whole window of 3 .* to 6$"):
         strategy.check_window(8, 3)
 
 

@@ -207,7 +207,7 @@ def test_a_head_that_cannot_be_split_is_refused() -> None:
         return output
 
     network.forward = shifted
-    with pytest.raises(ConfigurationError, match="changes its logits after the head in a way that is not known"):
+    with pytest.raises(ConfigurationError, match="changes its logits after the head in a way that is not supported"):
         task.training_step(batch(), 0)
 
 

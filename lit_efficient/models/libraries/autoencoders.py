@@ -278,7 +278,7 @@ def _from_checkpoint(path: str) -> ImageAutoencoder:
     prefix = "autoencoder."
     weights = {k.removeprefix(prefix): t for k, t in checkpoint["state_dict"].items() if k.startswith(prefix)}
     if not isinstance(stored, dict) or not weights:
-        raise CheckpointError(f"{path} is not a checkpoint of Autoencoding: it holds no autoencoder")
+        raise CheckpointError(f"{path} is not a checkpoint of Autoencoding: it contains no autoencoder")
     autoencoder = empty_autoencoder(stored, weights, path)
     autoencoder.source = path
     return autoencoder

@@ -65,7 +65,9 @@ def call_backbone(
     """
     process = as_process(process)
     if isinstance(network, DiT):
-        return network(x, process.network_time(t), condition.labels, condition.text, condition.mask)
+        return network(
+            x, process.network_time(t), condition.labels, context=condition.text, context_mask=condition.mask
+        )
     return diffusers_backbones.call(network, x, process.timestep(t), condition)
 
 

@@ -51,8 +51,8 @@ class CaptionTokens:
         if encoding.overflowing and not self._warned:
             self._warned = True
             warnings.warn(
-                f"A caption has more than max_length={self.length} tokens and is cut; so will others be, without "
-                f"further notice: {caption[:80]!r}",
+                f"A caption has more than max_length={self.length} tokens and is truncated. Others will be, too, "
+                f"without further warnings: {caption[:80]!r}",
                 stacklevel=2,
             )
         ids = encoding.ids or [self.pad]

@@ -213,7 +213,7 @@ def build(
         replaced = replacing_config(replacing)
     fakes = detect_fake_mode() is not None  # tensors without memory, into which no file is read
     if fakes and spec.quantize is not None:
-        raise refusal("plan", "model.quantize", "null; QuantizeBase in its place can be planned", spec.quantize)
+        raise refusal("plan", "model.quantize", "null (use QuantizeBase, which can be planned)", spec.quantize)
     named = "the model" if spec.name_or_path is None else spec.name_or_path
     with read_by_others(f"CausalLMConfig: {named} cannot be built", spec.config_fields):
         if spec.draws_weights or fakes:
@@ -301,7 +301,10 @@ def widened(spec: CausalLMConfig) -> str | None:
     kind = next(filter(None, kinds), None)
     if kind not in ("bfloat16", "float16"):
         return None
-    return f"{spec.name_or_path} holds {kind}, and the model is built in float32: dtype: auto takes it as it is"
+    return (
+        f"{spec.name_or_path} holds {kind}, and the model is built in float32, which takes twice the memory: set "
+        "dtype: auto to keep the format"
+    )
 
 
 @torch.no_grad()

@@ -72,8 +72,8 @@ def check_names(owner: str, fields: Iterable[str], known: Iterable[str], kind: s
     if unknown is not None:
         near = difflib.get_close_matches(unknown, known, n=3)
         raise ConfigurationError(
-            f"{owner}: config_fields has {unknown!r}, which is no field of {kind}"
-            f"{'; near ones: ' + ', '.join(near) if near else ''}."
+            f"{owner}: config_fields has {unknown!r}, which is not a field of {kind}"
+            f"{'; similar fields: ' + ', '.join(near) if near else ''}."
         )
 
 

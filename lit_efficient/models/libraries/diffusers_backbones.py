@@ -92,10 +92,12 @@ def _classes(fields: Fields) -> int:
     name = fields["_class_name"]
     rows = fields.get("num_class_embeds")
     if fields.get("class_embed_type") is not None:
-        allowed = "null, with num_class_embeds for labels"
+        allowed = "null (num_class_embeds is supported for labels)"
         raise refusal("backbone", f"class_embed_type of {name}", allowed, fields["class_embed_type"])
     if rows is not None and rows < 2:
-        raise refusal("backbone", f"num_class_embeds of {name}", "the number of classes and 1 more, for no label", rows)
+        raise refusal(
+            "backbone", f"num_class_embeds of {name}", "at least 2: the number of classes, and 1 for no label", rows
+        )
     return 0 if rows is None else int(rows) - 1
 
 

@@ -219,7 +219,7 @@ def model_class(name: str) -> Any:
     if not (isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin)):
         models = [known for known in dir(diffusers) if known.endswith(("Model", "ModelV2")) or "Autoencoder" in known]
         near = difflib.get_close_matches(name, models, n=3)
-        hint = f" (near ones: {', '.join(near)})" if near else ""
+        hint = f" (similar names: {', '.join(near)})" if near else ""
         raise refusal(_OWNER, "_class_name", f"a model of diffusers{hint}", name)
     return kind
 

@@ -55,7 +55,7 @@ def convert(state: Mapping[str, Tensor], config: DiTConfig) -> "DiTTransformer2D
     if wanted.keys() != state.keys():
         odd = sorted(wanted.keys() ^ state.keys())[0]
         raise ConfigurationError(
-            f"to_diffusers: the weights are not those of a DiT alone, {odd!r} is missing or too much: merge adapters "
+            f"to_diffusers: the weights are not those of a plain DiT: {odd!r} is missing or unexpected. Merge adapters "
             "and quantised weights first."
         )
     from diffusers import DiTTransformer2DModel
@@ -77,14 +77,14 @@ def diffusers_fields(config: DiTConfig) -> dict[str, Any]:
     obstacles = {
         "variant.positions": (
             config.variant.positions != "sincos",
-            "it adds sine-cosine positions to the tokens and turns nothing",
+            "it adds sine-cosine positions to the tokens and has no rotary positions",
         ),
         "variant.qk_norm": (config.variant.qk_norm, "its attention normalises neither queries nor keys"),
-        "variant.class_token": (config.variant.class_token.features > 0, "its samplers draw latents, and no token"),
+        "variant.class_token": (config.variant.class_token.features > 0, "its samplers generate latents only"),
         "context_width": (
             config.context_width > 0,
-            "it has no attention to text, and PixArtTransformer2DModel, which has, shares one modulation among all "
-            "blocks where ours has one each",
+            "it has no attention to text. PixArtTransformer2DModel has, but shares one modulation among all blocks, "
+            "and this network has one for each",
         ),
         "variant.time_embedding": (
             config.variant.time_embedding != "diffusers",

@@ -48,7 +48,7 @@ def fold_statistics(vae: Any, mean: Tensor, std: Tensor) -> Any:
     if not isinstance(vae, kind):
         raise ConfigurationError(
             f"export: the latents of {type(vae).__name__} have a mean and a scale for each channel, which its layout "
-            "cannot say (AutoencoderKL can): train on the statistics that its configuration declares"
+            "cannot represent (AutoencoderKL can): train on the statistics that its configuration declares"
         )
     result = _like(vae, **fields, scaling_factor=1.0, use_quant_conv=True, use_post_quant_conv=True)
     state = {name: tensor.clone() for name, tensor in vae.state_dict().items()}
@@ -108,7 +108,7 @@ def fold_timesteps(model: nn.Module, later: float) -> tuple[str, ...]:
             weight.copy_(torch.cat(rotated[::order], dim=1))
     if not found:
         raise ConfigurationError(
-            f"export: {type(model).__name__} embeds the time in a way that cannot be shifted by a timestep"
+            f"export: {type(model).__name__} has no sinusoidal embedding of the time to shift by a timestep"
         )
     return tuple(name for name, parameter in model.named_parameters() if any(parameter is one for one in found))
 

@@ -80,7 +80,9 @@ class ChannelStatistics:
             ConfigurationError: For fewer than two elements, and for a channel that is constant or not finite.
         """
         if self.count < 2:
-            raise ConfigurationError(f"ChannelStatistics: at least two elements a channel are needed, got {self.count}")
+            raise ConfigurationError(
+                f"ChannelStatistics: at least two elements per channel are needed, got {self.count}"
+            )
         std = (self._squares / (self.count - 1)).sqrt()
         resolution = torch.finfo(torch.float32).eps * self.mean.abs()  # a smaller deviation is rounding
         unusable = (~(std > resolution) | ~std.isfinite()).nonzero().flatten().tolist()
@@ -326,7 +328,7 @@ class LatentCodec:
             kind = "diffusers" if "_class_name" in stored else "config"
             return {kind: stored, "weights": weights, **statistics}
         if source is None:
-            allowed = "true for an autoencoder of no folder, hub or checkpoint, whose weights are nowhere else"
+            allowed = "true for an autoencoder that was not loaded from a folder, hub or checkpoint"
             raise refusal("LatentCodec", "embed", allowed, embed)
         named = source if isinstance(source, str) else asdict(source)
         return {"source": named, "fingerprint": self.fingerprint(), **statistics}
@@ -358,9 +360,9 @@ def _from_source(cls: type[LatentCodec], state: dict[str, Any]) -> LatentCodec:
     if codec.fingerprint() != state["fingerprint"]:
         described = spec if isinstance(spec, str) else spec.described
         raise CheckpointError(
-            f"The autoencoder of {described!r} is no longer the one that the latents are of (fingerprint "
-            f"{codec.fingerprint()[:12]}, expected {state['fingerprint'][:12]}): give back the original weights, or "
-            "name the hub's commit as revision."
+            f"The autoencoder of {described!r} is not the one that has encoded the latents (fingerprint "
+            f"{codec.fingerprint()[:12]}, expected {state['fingerprint'][:12]}): restore the original weights, or "
+            "set revision to the hub's commit."
         )
     return codec
 

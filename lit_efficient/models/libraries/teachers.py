@@ -141,7 +141,8 @@ class Teacher:
             if one.ndim != 2 and not skipped[self.class_layer]:
                 raise ConfigurationError(
                     f"{self.who}: head.class_layer {self.class_layer!r} of {type(self.network).__name__} gives "
-                    f"{list(one.shape)}, and no class token or one vector an image: name another layer"
+                    f"{list(one.shape)}, which is neither tokens with a class token nor one vector per image: name "
+                    "another layer"
                 )
             features[CLASS] = one if one.ndim == 2 else one[:, 0]
         return features
@@ -202,7 +203,9 @@ def find_teacher(spec: str | nn.Module, layers: Sequence[str], *, who: str, data
     if isinstance(spec, nn.Module):
         return Teacher(spec, layers, who=who, **images)
     if spec.startswith(_IN_CODE):
-        raise ConfigurationError(f"{who}: teacher was {spec!r}, which no config can name: give the module again")
+        raise ConfigurationError(
+            f"{who}: teacher was {spec!r}, which a config cannot name: pass the module in code again"
+        )
     if spec.startswith(_DATA):
         network = getattr(data, spec.removeprefix(_DATA), None)
         if not isinstance(network, nn.Module):
@@ -378,7 +381,7 @@ def feature_of(output: Any) -> Tensor:
         if isinstance(value, Tensor):
             return value
     raise ConfigurationError(
-        f"a layer returned a {type(output).__name__}, in which there are no features: name another"
+        f"a layer returned a {type(output).__name__}, which contains no features: name another layer"
     )
 
 

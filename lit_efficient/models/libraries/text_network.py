@@ -94,7 +94,7 @@ class TextEncoderConfig:
         check_number(_OWNER, "max_length", self.max_length, least=2, whole=True)
         check_number(_OWNER, "layer", self.layer, most=-1, whole=True)
         if self.final_norm and self.layer == -1:
-            raise refusal(_OWNER, "final_norm", "false for layer -1, which has it", self.final_norm)
+            raise refusal(_OWNER, "final_norm", "false for layer -1, which includes the final norm", self.final_norm)
         check_choice(_OWNER, "dtype", self.dtype, ("float32", "bfloat16", "float16"))
 
     def _check_pipeline(self) -> None:
@@ -239,11 +239,14 @@ class TextNetwork:
             allowed = f"-1 to {-1 - layers}, as {type(self.network).__name__} has {layers} layers"
             raise refusal(_OWNER, "layer", allowed, self.spec.layer)
         if self.spec.final_norm and not set(_FINAL_NORMS) & set(dict(self.network.named_modules())):
-            raise ConfigurationError(f"{_OWNER}: final_norm: {type(self.network).__name__} has none that is known.")
+            raise ConfigurationError(
+                f"{_OWNER}: final_norm: {type(self.network).__name__} has no final norm with a known name."
+            )
         rows = getattr(text, "vocab_size", None)
         if rows is not None and rows < self.tokens.vocab_size:
             raise ConfigurationError(
-                f"{_OWNER}: the tokenizer has {self.tokens.vocab_size} token ids and the encoder {rows}: use its own."
+                f"{_OWNER}: the tokenizer has {self.tokens.vocab_size} token ids and the encoder has {rows}: "
+                "use the encoder's own tokenizer."
             )
 
 

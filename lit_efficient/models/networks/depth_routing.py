@@ -97,7 +97,7 @@ class DepthRouted(StaysFloat32):
             if isinstance(y, tuple):
                 y = y[0] if all(item is None for item in y[1:]) else None
             if not isinstance(y, Tensor) or y.shape != tokens.shape:
-                raise _refusal(self, "it does not return a tensor of its input's shape, and nothing else")
+                raise _refusal(self, "it must return one tensor of its input's shape")
             return y
 
         y = self._routed(block, x, named)
@@ -110,7 +110,7 @@ class DepthRouted(StaysFloat32):
         past = 0 if cache is None else _length(named[cache], self)
         if self.training or cache is None:
             if past:
-                raise _refusal(self, "in training it was given keys and values of earlier tokens")
+                raise _refusal(self, "in training it received keys and values of earlier tokens")
             named = {key: _without(value, key) for key, value in named.items()}
             self._learn_dims(block, x, named)
         if self.training:
@@ -209,7 +209,9 @@ class DepthRouted(StaysFloat32):
             if not value.is_floating_point() and value.dtype != torch.bool and place != (_STARTS,):
                 other = {key: _map(_changed(place), item, (key,)) for key, item in named.items()}
                 if not _same(functools.partial(_first, block, x, other), whole):
-                    raise _refusal(self, f"it reads {_named(place)}, numbers of tokens, which a part has others of")
+                    raise _refusal(
+                        self, f"it reads {_named(place)}, whose values would be others for part of the tokens"
+                    )
                 options.append([(-1,)])
                 continue
             dims = [i for i, size in enumerate(value.shape) if size == length and i]
@@ -224,7 +226,7 @@ class DepthRouted(StaysFloat32):
                 self._check_order(block, x, named, whole)
                 return
             self.depth_dims = before
-        raise _refusal(self, "on its first tokens alone it computes something else than on all: it is not causal")
+        raise _refusal(self, "without the last token it computes other results for the first ones: it is not causal")
 
     def _check_order(self, block: Any, x: Tensor, named: dict[str, Any], whole: Tensor) -> None:
         """Refuse a block in which the last token changes the others by less than the first comparison tolerates."""
@@ -259,7 +261,7 @@ class DepthRouted(StaysFloat32):
             if mask is None:
                 mask = torch.ones(length, past + length, dtype=torch.bool, device=x.device).tril(past)
             if mask.shape[-1] != past + length:
-                raise _refusal(self, "its cache has places for other tokens: use the dynamic cache")
+                raise _refusal(self, "its cache has a fixed size: use the dynamic cache")
             named = named | {masks[0] if masks else "attention_mask": only_kept(mask, kept)}
         y = block(x, named)
         _keep_in(held, self, kept)
@@ -342,7 +344,7 @@ def _without(value: Any, key: str) -> Any:
 def _layer(block: Any) -> int:
     found = [part.layer_idx for part in block.modules() if isinstance(getattr(part, "layer_idx", None), int)]
     if not found:
-        raise _refusal(block, "none of its parts says which layer of the cache is its own (layer_idx)")
+        raise _refusal(block, "no part has a layer_idx, which names its layer of the cache")
     return int(found[0])
 
 

@@ -181,12 +181,14 @@ def _flex_tried(dtype: torch.dtype, head_dim: int) -> bool:
             expected = F.scaled_dot_product_attention(x[:, :, 100:], x[:, :, 100:], x[:, :, 100:], is_causal=True)
             assert x.grad is not None
             close = bool((out[:, :, 100:] - expected).abs().max() < 0.05 and x.grad.isfinite().all())
-        reason = "" if close else "it gives other numbers than torch's attention"
+        reason = "" if close else "its results differ from torch's attention"
     except Exception as error:  # the parts of the compiler raise unrelated classes
         first_line = str(error).strip().partition("\n")[0]
         reason = f"{type(error).__name__}: {first_line}"
     if reason:
-        warnings.warn(f"packed rows take a mask of T x T: FlexAttention does not run here ({reason})", stacklevel=2)
+        warnings.warn(
+            f"packed rows use a mask of T x T, because FlexAttention does not run here ({reason})", stacklevel=2
+        )
     return not reason
 
 
@@ -223,7 +225,9 @@ def read_starts() -> None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         further = [name for name in _UNKNOWN if kwargs.get(name) is not None]
         if further or not causal or query.shape[2] != key.shape[2] or attention_mask.shape[1:3] != (1, 1):
-            raise ValueError(f"starts of documents stand for no mask here: {further or 'not plainly causal'}")
+            raise ValueError(
+                f"starts of documents cannot replace the mask of this layer: {further or 'not plainly causal'}"
+            )
         mixed = attend_documents(query, key, value, attention_mask[:, 0, 0], dropout, scaling)
         return mixed.transpose(1, 2).contiguous(), None
 

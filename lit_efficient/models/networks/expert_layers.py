@@ -168,7 +168,7 @@ class GroupedLayer(Loads):
     def known_groups(self) -> Groups:
         """Return the groups of the rows; raise RuntimeError outside of the module around the layer."""
         if self.groups is None:
-            raise RuntimeError("a layer of experts is called by the feed-forward module around it alone")
+            raise RuntimeError("a layer of experts can be called only by the feed-forward module around it")
         return self.groups
 
     def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:

@@ -82,7 +82,9 @@ class GPTConfig:
                 most = 10_000  # building that many blocks takes long, even without weights
             check_number("GPTConfig", name, getattr(self, name), least=1, most=most, whole=True, null=null)
         if self.dim % (2 * self.num_heads):
-            allowed = f"a multiple of 2 * num_heads = {2 * self.num_heads} (rotary positions turn pairs within a head)"
+            allowed = (
+                f"a multiple of 2 * num_heads = {2 * self.num_heads} (rotary positions rotate pairs within a head)"
+            )
             raise refusal("GPTConfig", "dim", allowed, self.dim)
         if self.num_heads % self.kv_heads:
             raise refusal("GPTConfig", "num_kv_heads", f"a divisor of num_heads = {self.num_heads}", self.num_kv_heads)
@@ -371,7 +373,7 @@ class GPT(nn.Module):
         stop = start + (input_ids if position_ids is None else position_ids).shape[1]
         if stop > self.config.max_length:
             raise ConfigurationError(
-                f"GPT: input_ids hold at most max_length = {self.config.max_length} tokens, got {stop}."
+                f"GPT: input_ids can hold at most max_length = {self.config.max_length} tokens, got {stop}."
             )
         if position_ids is not None and cache is not None:
             raise ConfigurationError("GPT: position_ids of packed documents cannot be combined with a cache.")

@@ -50,8 +50,8 @@ def deep_path(network: nn.Module) -> list[nn.Module]:
     found = [part for part in network.modules() if getattr(part, "path_left_out", None) is not None]
     if not found:
         raise ConfigurationError(
-            "Sampler: path_drop guides by a network without its deep path, and this one has not learned to go without "
-            "one: train it with a technique that has a path_drop above 0, or leave path_drop false"
+            "Sampler: path_drop guides with the network without its deep path, and this network was not trained to run "
+            "without it: train it with a technique that has a path_drop above 0, or leave path_drop false"
         )
     return found
 

@@ -18,7 +18,7 @@ from lit_efficient.models.networks.gpt import GPT
 from lit_efficient.models.probes.modes import evaluating
 
 _OWNER = "OutputHead"
-_WANTED = "what can be split is a head that is called once, before a constant factor and a bound c tanh(x / c)"
+_WANTED = "supported is a head that is called once, followed by a constant factor and a soft cap c tanh(x / c)"
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,6 @@ def check_head(network: nn.Module, inputs: Mapping[str, Any]) -> None:
         ours = output_head(network)(hidden[:, -1:]).float()
     if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=2e-2, atol=2e-2 * float(theirs.abs().max())):
         raise ConfigurationError(
-            f"{_OWNER}: {type(network).__name__} changes its logits after the head in a way that is not known here; "
+            f"{_OWNER}: {type(network).__name__} changes its logits after the head in a way that is not supported; "
             f"{_WANTED}."
         )

@@ -19,9 +19,9 @@ def sign_of_training(module: nn.Module) -> str | None:
             return f"{name or type(part).__name__} was read from {source!r}"
         seen = getattr(part, "num_batches_tracked", None)
         if isinstance(seen, Tensor) and has_values(seen) and int(seen):
-            return f"{name} has gathered statistics of {int(seen)} batches"
+            return f"{name} holds statistics of {int(seen)} batches"
         vectors = [p for p in part.parameters(recurse=False) if has_values(p)]
         is_norm = "norm" in unmixed(part).__name__.lower() and all(p.ndim == 1 for p in vectors)
         if is_norm and any(len(p.detach().unique()) > 1 for p in vectors):
-            return f"the norm {name} is not as norms begin"
+            return f"the norm {name} does not have initial weights"
     return None

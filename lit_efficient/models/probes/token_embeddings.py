@@ -35,7 +35,7 @@ def token_embeddings(root: nn.Module, *, who: str, argument: str) -> list[tuple[
         if len(found) != 1:
             listed = ", ".join(names[key] for key in found) or "there are none"
             raise ConfigurationError(
-                f"{who}: {type(root).__name__} has {len(found)} embeddings, and it is not known which is that of the "
+                f"{who}: {type(root).__name__} has {len(found)} embeddings, and it is unknown which of them embeds "
                 f"tokens: name it with {argument}= ({listed})"
             )
     return [(names[key], layer) for key, layer in found.items()]

@@ -228,8 +228,9 @@ def test_a_model_that_is_built_wider_than_its_files_says_so(tmp_path: Path) -> N
     assert causal_lm.widened(spec) is None
     build(spec).bfloat16().save_pretrained(tmp_path)
     named = CausalLMConfig(str(tmp_path))
-    assert causal_lm.widened(named) == f"{tmp_path} holds bfloat16, and the model is built in float32: " + (
-        "dtype: auto takes it as it is"
+    assert causal_lm.widened(named) == (
+        f"{tmp_path} holds bfloat16, and the model is built in float32, which takes twice the memory: set dtype: auto "
+        "to keep the format"
     )
     assert causal_lm.widened(replace(named, dtype="auto")) is None
     assert build(replace(named, dtype="auto")).dtype == torch.bfloat16

@@ -63,9 +63,9 @@ def test_the_format_of_the_numbers(folder: str) -> None:
     [
         ({}, "name_or_path must be .* has no _class_name, got None"),
         ({"config_fields": VAE, "dtype": "int8"}, "dtype must be one of float32, bfloat16, float16, got 'int8'"),
-        ({"config_fields": {"_class_name": "AutoencoderKl"}}, "near ones: AutoencoderKL"),
+        ({"config_fields": {"_class_name": "AutoencoderKl"}}, "similar names: AutoencoderKL"),
         ({"config_fields": {"_class_name": "DDIMScheduler"}}, "must be a model of diffusers"),
-        ({"config_fields": {**VAE, "latent_chanels": 4}}, "near ones: latent_channels"),
+        ({"config_fields": {**VAE, "latent_chanels": 4}}, "similar fields: latent_channels"),
         ({"config_fields": {**VAE, "norm_num_groups": 3}}, "do not make a AutoencoderKL"),
         ({"config_fields": {**VAE, "norm_num_groups": 0}}, r"do not make a AutoencoderKL: .* \(norm_num_groups: 0"),
         ({"config_fields": {**VAE, "layers_per_block": -7}}, r"config_fields\.layers_per_block must be .* got -7"),

@@ -71,7 +71,7 @@ def test_merged_adapters_are_converted_and_others_refused():
     for name, parameter in ours.named_parameters():
         if "lora_" in name:
             nn.init.normal_(parameter, std=0.2)
-    with pytest.raises(ConfigurationError, match=r"'blocks.0.attention.out.lora_A' is missing or too much: merge"):
+    with pytest.raises(ConfigurationError, match=r"'blocks.0.attention.out.lora_A' is missing or unexpected. Merge"):
         to_diffusers(ours)
     merge_adapters(ours)
     check(ours, [0, 3, 5], [0.2, 0.7])
@@ -109,7 +109,7 @@ def test_precision_and_random_numbers_are_left_alone():
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"variant": DiTVariant("rope"), "heads": 2}, "variant.positions='rope': .*turns nothing"),
+        ({"variant": DiTVariant("rope"), "heads": 2}, "variant.positions='rope': .*no rotary positions"),
         ({"variant": DiTVariant(qk_norm=True)}, "variant.qk_norm=True: .*normalises neither"),
         ({"context_width": 8}, "context_width=8: .*PixArtTransformer2DModel, which has, shares one modulation"),
         (

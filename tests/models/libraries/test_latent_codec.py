@@ -83,7 +83,7 @@ def test_what_never_varies_or_was_never_seen_is_refused() -> None:
     dead.network.encoder.layers[-1].weight.data.zero_()  # the bias stays: constants that float64 rounds in the mean
     with pytest.raises(ConfigurationError, match=r"channels \[0, 1, 2\] are constant"):
         LatentCodec.measured(dead, [images(3)])
-    with pytest.raises(ConfigurationError, match="at least two elements a channel are needed, got 0"):
+    with pytest.raises(ConfigurationError, match="at least two elements per channel are needed, got 0"):
         LatentCodec.measured(small(TINY), [])
     with pytest.raises(ConfigurationError, match=r"must be 3 values each.* got \(\[0.0\], \[1.0\]\)"):
         LatentCodec(small(TINY), torch.zeros(1), torch.ones(1))
@@ -201,7 +201,7 @@ def test_a_named_one_is_found_again_and_recognised(tmp_path: Path) -> None:
     assert torch.equal(other.encode(images())[0], codec.encode(images())[0])
     assert other.state_dict(embed=False)["source"] == state["source"]
     named(tmp_path, seed=1)
-    with pytest.raises(CheckpointError, match=r"is no longer the one that the latents are of .*revision"):
+    with pytest.raises(CheckpointError, match=r"is not the one that has encoded the latents .*revision"):
         reload(state, tmp_path)
 
 

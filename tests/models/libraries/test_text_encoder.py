@@ -219,7 +219,10 @@ def test_large_weights_are_named_and_verified(tmp_path, monkeypatch):
     [
         ({"config_fields": {}}, "name_or_path must be .* has no model_type"),
         ({"config_fields": {"model_type": "clap2"}}, "config_fields.model_type must be .* did you mean 'clap', got"),
-        ({"config_fields": {**CLIP, "hiden_size": 3}}, "'hiden_size', which is no field .* near ones: hidden_size"),
+        (
+            {"config_fields": {**CLIP, "hiden_size": 3}},
+            "'hiden_size', which is not a field .* similar fields: hidden_size",
+        ),
         ({"config_fields": {**CLIP, "hidden_size": 0}}, "config_fields.hidden_size must be a number of at least 1"),
         ({"name_or_path": "./nothing"}, "no configuration that can be read|cannot be read"),
         ({"config_fields": CLIP, "max_length": 17}, "max_length must be at most 16, the positions of CLIPTextModel"),
@@ -238,7 +241,7 @@ def test_large_weights_are_named_and_verified(tmp_path, monkeypatch):
         ),
         ({"pipeline": "flux"}, "name_or_path must be the pipeline's folder or name"),
         ({"config_fields": CLIP, "final_norm": True}, "final_norm must be false for layer -1"),
-        ({"config_fields": CLIP | {"vocab_size": 99}, "max_length": 9}, "258 token ids and the encoder 99"),
+        ({"config_fields": CLIP | {"vocab_size": 99}, "max_length": 9}, "258 token ids and the encoder has 99"),
         (
             {"config_fields": CLIP, "captions": CaptionReading("./nothing")},
             "captions.tokenizer must be bytes, a tokenizer.json, a folder",

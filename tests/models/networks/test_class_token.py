@@ -191,7 +191,7 @@ def test_hidden_alignment_gives_the_encoders_vector_in_training_and_validation()
     assert float(trainer.callback_metrics["val/class_loss"]) > 0
     assert torch.equal(technique.class_token(module, rows), judge(rows["images"]))
     refused = DigitFeatures().body[:1]
-    with pytest.raises(ConfigurationError, match=r"no class token or one vector an image"):
+    with pytest.raises(ConfigurationError, match=r"neither tokens with a class token nor one vector per image"):
         Teacher(refused, [], who="HiddenAlignment", class_layer="0").of_images(rows["images"])
 
 
