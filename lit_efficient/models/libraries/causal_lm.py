@@ -29,10 +29,10 @@ from lit_efficient.internals.torch_fake import detect_fake_mode
 from lit_efficient.internals.torch_modules import exchange
 from lit_efficient.models.libraries.config_fields import (
     check_bounds,
+    check_is_whole,
     check_names,
     check_values,
     check_whole,
-    meant,
     read_by_others,
 )
 from lit_efficient.models.probes.read_weights import read_layers
@@ -77,10 +77,8 @@ class CausalLMConfig:
 
     def __post_init__(self) -> None:
         owner = "CausalLMConfig"
-        if self.name_or_path is None and "model_type" not in (self.config_fields or {}):
-            lacks = f"has no model_type{meant('model_type', self.config_fields)}"
-            allowed = f"a hub's name or a folder, as config_fields={self.config_fields!r} {lacks}"
-            raise refusal(owner, "name_or_path", allowed, None)
+        if self.name_or_path is None:
+            check_is_whole(owner, "model_type", self.config_fields or {})
         check_choice(owner, "dtype", self.dtype, ("float32", "bfloat16", "float16", "auto"))
         check_choice(owner, "quantize", self.quantize, ("nf4", "int8"), null=True)
         check_installed(owner, "transformers", *(["bitsandbytes"] if self.quantize else []))
@@ -123,8 +121,7 @@ def resolve(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) ->
         raise refusal("CausalLMConfig", "model_type", "a type that transformers knows", kind)
     known = CONFIG_MAPPING[kind]
     declared = declared_fields(known)
-    given = getattr(known, "__dataclass_fields__", {})
-    check_values("CausalLMConfig", changed, {name: getattr(one, "default", None) for name, one in given.items()})
+    check_values("CausalLMConfig", changed, declared_defaults(known))
     if spec.draws_weights:
         own = {name: value for name, value in (from_data or {}).items() if name in declared}  # a family may lack some
         changed = own | changed
@@ -141,6 +138,12 @@ def resolve(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) ->
     read = _read_names(config) if undeclared else set()
     check_names("CausalLMConfig", sorted(set(changed) - read), declared, f"the model type {kind}")
     return config
+
+
+def declared_defaults(kind: Any) -> dict[str, Any]:
+    """Return the defaults of the fields of a configuration class of transformers."""
+    fields = getattr(kind, "__dataclass_fields__", {})
+    return {name: field.default for name, field in fields.items()}
 
 
 def declared_fields(kind: Any) -> set[str]:

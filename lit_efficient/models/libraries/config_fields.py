@@ -77,13 +77,24 @@ def check_names(owner: str, fields: Iterable[str], known: Iterable[str], kind: s
         )
 
 
-def meant(name: str, fields: Mapping[str, Any] | None) -> str:
+def meant(name: str, fields: Iterable[str]) -> str:
     """Return a hint for a message about the missing field ``name``: the given field that may be a misspelling of it."""
-    for one in fields or {}:
+    for one in fields:
         near = did_you_mean(one, [name])
         if near:
             return f": {one!r}{near}"
     return ""
+
+
+def check_is_whole(owner: str, key: str, fields: Mapping[str, Any]) -> None:
+    """Refuse a whole configuration without the field ``key``, which names the class of the model.
+
+    Raises:
+        ConfigurationError: With a field that may be a misspelling of ``key``.
+    """
+    if key not in fields:
+        allowed = f"a hub's name or a folder, as config_fields={fields or None!r} has no {key}{meant(key, fields)}"
+        raise refusal(owner, "name_or_path", allowed, None)
 
 
 def unusual(fields: Mapping[str, Any]) -> str:

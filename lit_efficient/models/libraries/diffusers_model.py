@@ -28,7 +28,7 @@ from lit_efficient.errors import (
 from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.hugging_face import keeps_float32
 from lit_efficient.models.libraries.causal_lm import Primitive
-from lit_efficient.models.libraries.config_fields import check_names, check_values, check_whole, meant, unusual
+from lit_efficient.models.libraries.config_fields import check_is_whole, check_names, check_values, check_whole, unusual
 from lit_efficient.surgery import WAITS
 
 if TYPE_CHECKING:
@@ -63,10 +63,8 @@ class DiffusersModelConfig:
     guidance: float = 3.5
 
     def __post_init__(self) -> None:
-        if self.name_or_path is None and "_class_name" not in (self.config_fields or {}):
-            lacks = f"has no _class_name{meant('_class_name', self.config_fields)}"
-            allowed = f"a hub's name or a folder, as config_fields={self.config_fields!r} {lacks}"
-            raise refusal(_OWNER, "name_or_path", allowed, None)
+        if self.name_or_path is None:
+            check_is_whole(_OWNER, "_class_name", self.config_fields or {})
         check_choice(_OWNER, "dtype", self.dtype, ("float32", "bfloat16", "float16"))
         check_number(_OWNER, "guidance", self.guidance, least=0)
         check_installed(_OWNER, "diffusers")

@@ -15,8 +15,14 @@ from lit_efficient.errors import ConfigurationError, check_choice, check_number,
 from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.hugging_face import from_config
 from lit_efficient.models.libraries.caption_tokens import CaptionTokens, load_tokenizer
-from lit_efficient.models.libraries.causal_lm import Primitive, declared_fields
-from lit_efficient.models.libraries.config_fields import check_bounds, check_names, check_values, meant, read_by_others
+from lit_efficient.models.libraries.causal_lm import Primitive, declared_defaults, declared_fields
+from lit_efficient.models.libraries.config_fields import (
+    check_bounds,
+    check_is_whole,
+    check_names,
+    check_values,
+    read_by_others,
+)
 from lit_efficient.surgery import moved, own_draws
 
 if TYPE_CHECKING:
@@ -85,12 +91,10 @@ class TextEncoderConfig:
     def __post_init__(self) -> None:
         if self.pipeline is not None:
             self._check_pipeline()
-        elif self.name_or_path is None and "model_type" not in (self.config_fields or {}):
-            lacks = f"has no model_type{meant('model_type', self.config_fields)}"
-            allowed = f"a hub's name or a folder, as config_fields={self.config_fields!r} {lacks}"
-            raise refusal(_OWNER, "name_or_path", allowed, None)
-        elif self.name_or_path is None and find_spec("transformers"):
-            _check_fields(self.config_fields or {})
+        elif self.name_or_path is None:
+            check_is_whole(_OWNER, "model_type", self.config_fields or {})
+            if find_spec("transformers"):
+                _check_fields(self.config_fields or {})
         check_number(_OWNER, "max_length", self.max_length, least=2, whole=True)
         check_number(_OWNER, "layer", self.layer, most=-1, whole=True)
         if self.final_norm and self.layer == -1:
@@ -260,8 +264,7 @@ def _check_fields(fields: dict[str, Any]) -> None:
         raise refusal(_OWNER, "config_fields.model_type", allowed, kind)
     values = {name: value for name, value in fields.items() if name != "model_type"}
     _check_names(kind, values)
-    given = getattr(CONFIG_MAPPING[kind], "__dataclass_fields__", {})
-    check_values(_OWNER, values, {name: getattr(one, "default", None) for name, one in given.items()})
+    check_values(_OWNER, values, declared_defaults(CONFIG_MAPPING[kind]))
     for name in (name for name in values if name.endswith(("_size", "_heads")) and values[name] == 0):
         raise refusal(_OWNER, f"config_fields.{name}", "a number of at least 1", 0)
 

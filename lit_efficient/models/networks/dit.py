@@ -87,11 +87,10 @@ class DiTConfig:
     variant: DiTVariant = DiTVariant()
 
     def __post_init__(self) -> None:
-        for name in ("channels", "size", "patch_size", "width", "depth", "heads", "mlp_ratio"):
-            most = None
-            if name == "depth":
-                most = 10_000  # building that many blocks takes long, even without weights
-            check_number("DiTConfig", name, getattr(self, name), least=1, most=most, whole=True)
+        # Building more blocks takes long, even without weights.
+        check_number("DiTConfig", "depth", self.depth, least=1, most=10_000, whole=True)
+        for name in ("channels", "size", "patch_size", "width", "heads", "mlp_ratio"):
+            check_number("DiTConfig", name, getattr(self, name), least=1, whole=True)
         for name in ("num_classes", "context_width"):
             check_number("DiTConfig", name, getattr(self, name), least=0, whole=True)
         if self.size % self.patch_size:

@@ -92,9 +92,15 @@ def attend_documents(
     if places is not None:
         mask = mask[:, :, places]
     # CUDA's kernel for masks needs one key head per query head. Otherwise torch stores all scores.
+    key, value = repeated_heads(query, key, value)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **how)
+
+
+def repeated_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values ``[B, kv_heads, T, head_dim]`` with one head for each head of the queries."""
     groups = query.shape[1] // key.shape[1]
     key, value = (heads.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for heads in (key, value))
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **how)
+    return key, value
 
 
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, **how: Any) -> Tensor:

@@ -20,7 +20,7 @@ from lit_efficient.distributed.row_slices import own_places
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.losses.next_token import token_losses
 from lit_efficient.models.generation.sampling import sample_token
-from lit_efficient.models.networks.document_attention import attend_documents, document_starts
+from lit_efficient.models.networks.document_attention import attend_documents, document_starts, repeated_heads
 from lit_efficient.models.probes.modes import evaluating
 
 
@@ -75,12 +75,11 @@ class GPTConfig:
     constants: GPTConstants = GPTConstants()
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "dim", "depth", "num_heads", "num_kv_heads", "hidden_dim", "max_length"):
+        # Building more blocks takes long, even without weights.
+        check_number("GPTConfig", "depth", self.depth, least=1, most=10_000, whole=True)
+        for name in ("vocab_size", "dim", "num_heads", "num_kv_heads", "hidden_dim", "max_length"):
             null = name in ("vocab_size", "num_kv_heads", "hidden_dim")
-            most = None
-            if name == "depth":
-                most = 10_000  # building that many blocks takes long, even without weights
-            check_number("GPTConfig", name, getattr(self, name), least=1, most=most, whole=True, null=null)
+            check_number("GPTConfig", name, getattr(self, name), least=1, whole=True, null=null)
         if self.dim % (2 * self.num_heads):
             allowed = (
                 f"a multiple of 2 * num_heads = {2 * self.num_heads} (rotary positions rotate pairs within a head)"
@@ -260,8 +259,7 @@ class GPTAttention(nn.Module):
                 mask = only_kept(mask, kept)
             if self.grouped:
                 # CUDA's kernel for masks needs one key head per query head. Otherwise torch stores all scores.
-                groups = query.shape[1] // key.shape[1]
-                key, value = (heads.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for heads in (key, value))
+                key, value = repeated_heads(query, key, value)
         return F.scaled_dot_product_attention(
             query,
             key,

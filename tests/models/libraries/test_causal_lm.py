@@ -211,7 +211,7 @@ def test_fields_that_a_model_reads_are_fields_whether_declared_or_not(kind: str)
     fields = {key: value for key, value in SMALL.items() if key != "vocab_size"} | {"model_type": kind}
     config = resolve(CausalLMConfig(config_fields=fields), {"vocab_size": 50})
     assert config.to_dict()["head_dim"] == 8
-    with pytest.raises(ConfigurationError, match="'haed_dim', which is no field"):
+    with pytest.raises(ConfigurationError, match="'haed_dim', which is not a field"):
         resolve(CausalLMConfig(config_fields={**fields, "haed_dim": 8}))
 
 

@@ -133,7 +133,7 @@ def test_a_gpu_takes_all_new_captions_at_once_and_keeps_them_there():
 
 def test_a_caption_that_is_cut_is_said_once():
     ours = encoder(CLIP)
-    with pytest.warns(UserWarning, match="more than max_length=12 tokens and is cut"):
+    with pytest.warns(UserWarning, match="more than max_length=12 tokens and is truncated"):
         found = ours.encode(["a" * 50])
     assert torch.equal(found.hidden, encoder(CLIP).encode(["a" * 11]).hidden)
     with warnings.catch_warnings():
