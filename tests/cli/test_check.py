@@ -333,7 +333,7 @@ MANY = ["--devices", "4", "--nodes", "2"]
         ),
         (
             ["--trainer.strategy=ReplicatedStrategy", "--model", f"{HERE}.Deep", "-c", "stochastic_depth"],
-            "ReplicatedStrategy: StochasticDepth draws in each step what runs",
+            "ReplicatedStrategy: StochasticDepth draws in each step which layers run",
         ),
         (["--devices", "0"], "--devices must be a whole number of at least 1, got 0"),
         (
@@ -400,10 +400,10 @@ UNEVEN = ["--with_data", "--data.rows=72", "--trainer.accumulate_grad_batches=2"
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["-c", "ema"], "EMA finds no weights where stage 3 has freed them"),
+        (["-c", "ema"], "EMA reads weights that stage 3 has freed"),
         (["--trainer.strategy.node_size=3"], "node_size must be a divisor of the 8 processes"),
         (["--trainer.gradient_clip_val=1", "--trainer.gradient_clip_algorithm=value"], "DeepSpeed clips by norm"),
-        (["--optimizer=MuonAdamW"], "ZeroStrategy: MuonAdamW looks at whole matrices"),
+        (["--optimizer=MuonAdamW"], "ZeroStrategy: MuonAdamW needs whole matrices"),
         (UNEVEN, "the last 1 of 5 batches are not a whole window of 2"),
     ],
 )

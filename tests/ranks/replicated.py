@@ -84,7 +84,7 @@ def renews_what_thaws() -> None:
     module, seen = fit(ReplicatedStrategy(compression="none"), ThawsByItself())
     assert ["net.stem.weight" in step for step in seen.steps] == [False, False, True, True]
     assert len({str(step) for step in everyones(seen.steps)}) == 1
-    with pytest.raises(ConflictError, match="StochasticDepth draws in each step what runs"):
+    with pytest.raises(ConflictError, match="StochasticDepth draws in each step which layers run"):
         fit(ReplicatedStrategy(), StochasticDepth(0.5))
     fit(ReplicatedStrategy(static_graph=False), StochasticDepth(0.5))
 

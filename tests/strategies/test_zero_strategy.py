@@ -152,7 +152,7 @@ def test_what_stage_3_leaves_without_weights_is_refused(technique: Any) -> None:
     run = types.SimpleNamespace(gradient_clip_val=None, world_size=2, precision_plugin=plugin)
     run.lightning_module, run.callbacks = module, [LoRA(), technique]
     agree(run, stage=2)
-    with pytest.raises(ConflictError, match=r"(EMA|Depth|LatentAlignment) finds no weights where stage 3 has freed"):
+    with pytest.raises(ConflictError, match=r"(EMA|Depth|LatentAlignment) reads weights that stage 3 has freed"):
         agree(run, stage=3)
 
 

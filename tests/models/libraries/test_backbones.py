@@ -308,7 +308,7 @@ def test_what_checkpoints_keep_names_no_file(tmp_path):
     [
         ({"_class_name": "AutoencoderKL"}, "_class_name of 'Autoenc.*' must be one of UNet2DModel, .*, got 'Autoenc"),
         ({**UNET, "class_embed_type": "timestep"}, "class_embed_type of UNet2DModel must be null"),
-        ({**UNET, "num_class_embeds": 1}, "num_class_embeds of UNet2DModel must be the number of classes and 1 more"),
+        ({**UNET, "num_class_embeds": 1}, "num_class_embeds of UNet2DModel must be at least 2: the number of classes"),
         ({**SDXL, "addition_embed_type": "image"}, "addition_embed_type .* must be null or text_time, got 'image'"),
         ({**CONDITIONED, "encoder_hid_dim_type": "image_proj"}, "encoder_hid_dim_type .* must be null or text_proj"),
         ({**UNET, "in_channels": None}, "do not make a UNet2DModel: .*in_channels: null"),

@@ -111,7 +111,7 @@ def test_precision_and_random_numbers_are_left_alone():
     [
         ({"variant": DiTVariant("rope"), "heads": 2}, "variant.positions='rope': .*no rotary positions"),
         ({"variant": DiTVariant(qk_norm=True)}, "variant.qk_norm=True: .*normalises neither"),
-        ({"context_width": 8}, "context_width=8: .*PixArtTransformer2DModel, which has, shares one modulation"),
+        ({"context_width": 8}, "context_width=8: .*PixArtTransformer2DModel has, but shares one modulation"),
         (
             {"variant": DiTVariant()},
             "variant.time_embedding='compact': .*train with variant.time_embedding='diffusers'",

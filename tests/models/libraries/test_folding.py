@@ -68,7 +68,7 @@ def test_a_timestep_is_taken_for_a_later_one(flip):
     fold_timesteps(model, 1)
     torch.testing.assert_close(model(x, torch.tensor([3, 500])).sample, later, rtol=1e-4, atol=1e-4)
     assert (later - before).abs().max() > 0.01
-    with pytest.raises(ConfigurationError, match="Linear embeds the time in a way"):
+    with pytest.raises(ConfigurationError, match="Linear has no sinusoidal embedding of the time"):
         fold_timesteps(nn.Linear(1, 1), 1)
 
 
