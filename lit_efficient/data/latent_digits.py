@@ -113,7 +113,9 @@ class LatentDigits(DigitsDataModule):
         self.judge = judge.eval().requires_grad_(False)
         latents = files["latents.safetensors"]
         if not torch.equal(latents["labels"], labels):  # a row is a dataset index, so labels must be on the same rows
-            raise ConfigurationError(f"The latents in {self._folder(key)} have other labels. Delete it and run again.")
+            raise ConfigurationError(
+                f"The latents in {self._folder(key)} have other labels. Delete the folder and run again."
+            )
         mean, logvar = self.codec.normalize(latents["mean"], latents["logvar"])
         assert logvar is not None  # our autoencoder has a posterior
         self.dataset = TensorDictDataset(

@@ -1,4 +1,3 @@
-import json
 import os
 
 import numpy as np
@@ -8,6 +7,7 @@ import torch
 from lit_efficient import AutoencoderConfig, LatentDigits
 from lit_efficient.data.digit_images import DigitImages, load_digit_images, stratified_split
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.files.cache import write_json
 from lit_efficient.files.sealed_folder import MANIFEST, make_once, open_checked
 from lit_efficient.models.judges.conv_features import DigitFeatures, judge_digits
 
@@ -176,7 +176,7 @@ def test_a_sealed_folder_is_made_once(tmp_path):
         (lambda f: (f / "a.safetensors").unlink(), r"a\.safetensors is missing"),
         (lambda f: (f / MANIFEST).write_text("{"), r"manifest\.json cannot be read"),
         (lambda f: (f / MANIFEST).write_text("[]"), r"manifest\.json cannot be read"),
-        (lambda f: (f / MANIFEST).write_text(json.dumps({"key": "other", "files": {}})), r"other data or settings"),
+        (lambda f: write_json(f / MANIFEST, {"key": "other", "files": {}}), r"other data or settings"),
     ],
 )
 def test_a_damaged_folder_is_refused_with_the_way_out(tmp_path, damage, message):

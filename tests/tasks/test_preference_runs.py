@@ -76,7 +76,7 @@ def test_a_language_models_checkpoint_gives_weights_and_tokenizer_to_what_follow
 
 def test_what_is_no_language_models_checkpoint_has_no_tokenizer(tmp_path: Path) -> None:
     torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
-    with pytest.raises(ConfigurationError, match="no checkpoint of LanguageModeling, or one without a tokenizer"):
+    with pytest.raises(ConfigurationError, match="no checkpoint of LanguageModeling, or has no tokenizer"):
         load_chat_tokenizer(str(tmp_path / "other.ckpt"))
 
 

@@ -129,11 +129,13 @@ class FolderTable:
                 raise ConfigurationError(f"ImageData: {place}: the image {named!r} is listed twice. Remove one line.")
             listed[here[name]] = place, row
         if not listed:
-            raise ConfigurationError(f"ImageData: {where} lists no image of {self._root}.")
+            raise ConfigurationError(
+                f"ImageData: {where} lists no image of {self._root}. Check the paths in file_name."
+            )
         return listed, list(columns)
 
     def _read_names(self, columns: ImageColumns) -> list[str]:
-        """Take labels from subfolders and captions from the files beside the images. Return notes."""
+        """Take labels from subfolders and captions from the files beside the images. Return notes for the log."""
         for kind in ("label", "caption"):
             wanted = getattr(columns, kind)
             if wanted not in (None, AUTO):

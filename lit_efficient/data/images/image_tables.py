@@ -139,7 +139,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _split_of(name: str) -> str | None:
-    """Return the split that a word stands for."""
+    """Return the split that a word names, or None."""
     for split, words in _SPLITS.items():
         if name.lower() in words:
             return split

@@ -138,7 +138,9 @@ class TableRows:
                 raise pickled(f"the file .{field}")
             scalar = self._rows.data.column(field)[row]
             if not scalar.is_valid:
-                raise ConfigurationError(f"EncodedData: row {row} has no {field!r}.")
+                raise ConfigurationError(
+                    f"EncodedData: row {row} has no {field!r}. Every row needs the fields that `fields` names."
+                )
             value = _value_of(scalar)
             if self._strip and isinstance(value, str):
                 value = value.strip()

@@ -100,7 +100,7 @@ def _folder(path: Path, name: str) -> list[Source]:
     rows = [file for file in files if _suffix(file) in ROW_SUFFIXES and _suffix(file) != ".json"]
     files = rows or files  # with files of rows, texts such as a README are no data
     if not files:
-        raise ConfigurationError(f"{name}: the folder holds no data: {READ} are read.")
+        raise ConfigurationError(f"{name}: the folder holds no data. Supported are {READ}.")
     taken = set(files)
     passed = [file.name for file in found if file not in taken and not file.name.startswith(".")]
     if passed:
@@ -208,7 +208,7 @@ def _file(path: Path, name: str) -> Source:
     reader = _READERS.get(_suffix(path))
     if reader is None:
         raise ConfigurationError(
-            f"{path} is no data that is read: {READ} are. Give a text for training the suffix .txt."
+            f"{path} has an unsupported suffix. Supported are {READ}. A text for training needs the suffix .txt."
         )
     try:
         large = path.stat().st_size > _LARGE

@@ -24,7 +24,7 @@ EXCLUDE = (
 
 @dataclass(frozen=True)
 class TextFile:
-    """Readable file."""
+    """File that was read as UTF-8 text."""
 
     path: str  # relative to the folder that was named
     text: str

@@ -195,7 +195,7 @@ class TurnSpans:
             content = message["content"].strip()
             if index not in placed.spans and message["role"] != "system" and content:
                 if content not in text:
-                    raise MalformedRow(f"the chat template leaves turn {index + 1} out, of the role {message['role']}")
+                    raise MalformedRow(f"the chat template omits turn {index + 1}, of the role {message['role']}")
                 return []  # it is written elsewhere, perhaps inside an assistant turn
         turns: list[Turn] = []
         for index in wanted:
@@ -274,7 +274,7 @@ def _check_written(message: Message, index: int, text: str, turn: Turn) -> None:
     if not occurs(words, text[first : turn[-1][1]]):
         lacking.append("the text")
     if lacking:
-        raise MalformedRow(f"the chat template leaves {lacking[0][:80]} in turn {index + 1} out")
+        raise MalformedRow(f"the chat template omits {lacking[0][:80]} of turn {index + 1}")
 
 
 def encodable(text: str) -> str:

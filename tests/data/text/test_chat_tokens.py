@@ -167,13 +167,13 @@ def test_a_template_whose_turns_cannot_be_told_apart_is_refused() -> None:
 @pytest.mark.parametrize(
     ("template", "messages", "reason"),
     [
-        (PLAIN, [ASK, CALL], "leaves the call of 'sum' in turn 2 out"),
-        (CONTINUES, [ASK, {**CALL, "content": "I add."}, RESULT, SURE], "leaves the text in turn 2 out"),
-        (PLAIN.replace("m['content'] +", "m['content'][:2] +"), [ASK, TURNS[2]], "leaves the text in turn 2 out"),
+        (PLAIN, [ASK, CALL], "omits the call of 'sum' of turn 2"),
+        (CONTINUES, [ASK, {**CALL, "content": "I add."}, RESULT, SURE], "omits the text of turn 2"),
+        (PLAIN.replace("m['content'] +", "m['content'][:2] +"), [ASK, TURNS[2]], "omits the text of turn 2"),
         (
             PLAIN.replace("for m in messages", "for m in messages if m['role'] != 'tool'"),
             [ASK, TURNS[2], RESULT, TURNS[4]],
-            "leaves turn 3 out, of the role tool",
+            "omits turn 3, of the role tool",
         ),
         (
             CONTINUES,

@@ -136,9 +136,11 @@ def test_files_of_other_kinds_are_no_text_by_themselves(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / name).write_text("- {text: a}\n")
-    with pytest.raises(ConfigurationError, match=rf"{name} is no data that is read: .*\.jsonl, .*\.txt, .*\.xz"):
+    with pytest.raises(
+        ConfigurationError, match=rf"{name} has an unsupported suffix. Supported are .*\.jsonl, .*\.txt, .*\.xz"
+    ):
         open_sources(str(tmp_path / name))
-    with pytest.raises(ConfigurationError, match=r"holds no data: files that end with \.jsonl"):
+    with pytest.raises(ConfigurationError, match=r"holds no data. Supported are files that end with \.jsonl"):
         open_sources(str(tmp_path))
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "book").write_text("a text")  # as data sets of text are called, without any suffix
