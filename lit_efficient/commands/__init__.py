@@ -1,6 +1,6 @@
-"""Subcommands of ``python -m lit_efficient`` that are not Lightning's: each file has ``run(argv) -> exit code``.
+"""Subcommands of ``python -m lit_efficient``. Each file has ``run(argv) -> exit code``.
 
-``argv`` is what follows the subcommand's name. Errors are raised: the caller prints those that the user can mend.
+``argv`` holds the words after the subcommand's name. Commands raise errors, and the caller prints user errors.
 """
 
 RUNS = ("fit", "validate", "test", "predict")

@@ -1,4 +1,4 @@
-"""``python -m lit_efficient average CKPT... --output X``: the weighted mean of checkpoints, one file at a time."""
+"""``python -m lit_efficient average CKPT... --output X``: compute the weighted mean of checkpoints."""
 
 import argparse
 from collections.abc import Sequence
@@ -21,32 +21,35 @@ _STATISTICS = ("running_mean", "running_var")
 def average_files(
     paths: Sequence[str | Path], weights: Sequence[float] | str = "uniform", of: Weights = "auto"
 ) -> dict[str, Any]:
-    """The weighted mean of the weights in files, in the memory of one of them, however many there are.
+    """Return the weighted mean of the weights in files. One file at a time is in memory.
 
-    Floating-point entries are added up in float32 at least and returned in their own format; others, such as counters,
-    are those of the last file.
+    Floating-point entries are added in float32 or float64 and returned in their own number format. Other entries, such
+    as counters, come from the last file.
 
     Args:
-        paths: Checkpoints of Lightning or ``.safetensors`` files, oldest first, at least one.
-        weights: One number a file, divided by their sum, or ``uniform``, ``linear`` or ``exponential`` as in
+        paths: Lightning checkpoints or ``.safetensors`` files, oldest first, at least one.
+        weights: One number per file, normalised by their sum, or ``uniform``, ``linear`` or ``exponential`` as in
             :func:`lit_efficient.mechanisms.averages.weights.position_weights`.
-        of: Which weights of each file, as :func:`lit_efficient.restore` takes them: ``auto`` are those that its run
-            validated.
+        of: Kind of weights to take from each file, as for :func:`lit_efficient.restore`. ``auto``: the weights that the
+            file's run validated.
 
     Returns:
-        The last file's checkpoint with the mean in ``state_dict``, without optimizer states; ``weights`` says of what.
+        The last file's checkpoint with the mean in ``state_dict`` and without optimizer states.
+        ``["lit_efficient"]["weights"]`` describes the mean.
 
     Raises:
-        ConfigurationError: If the files' weights differ in kind, names or shapes or are quantised, or if numbers and
-            files do not match.
-        CheckpointError: If a file is damaged or lacks the weights that are wanted.
+        ConfigurationError: If the files' weights differ in kind, names or shapes or are quantised, or if the numbers
+            of weights and files differ.
+        CheckpointError: If a file is damaged or lacks the requested weights.
     """
     check_choice("average", "weights_of", of, get_args(Weights))
-    shares, kinds = _shares(len(paths), weights), list[str]()
+    shares = _shares(len(paths), weights)
+    kinds: list[str] = []
     total: dict[str, Tensor] = {}
     checkpoint: dict[str, Any] = {}
     for number, (path, share) in enumerate(zip(paths, shares)):
-        chosen, state, checkpoint = dict[str, Tensor](), dict[str, Tensor](), {}  # frees the one before
+        # The previous file's tensors must be freed before the next file is read.
+        chosen = state = checkpoint = {}
         checkpoint = read_checkpoint(path)
         try:
             chosen, kind = weights_of(checkpoint, of)
@@ -55,8 +58,8 @@ def average_files(
         kinds.append(kind)
         if kind != kinds[0]:
             raise ConfigurationError(
-                f"{path} would give its weights {kind!r}, and {paths[0]} {kinds[0]!r}: a mean of both is neither. "
-                "Leave one kind of files out, or take --weights-of raw of all"
+                f"{path} has weights of the kind {kind!r}, and {paths[0]} of the kind {kinds[0]!r}, which cannot be "
+                "averaged together: leave the files of one kind out, or add --weights-of raw"
             )
         state = {name: tensor for name, tensor in chosen.items() if isinstance(tensor, Tensor)}
         if not total:
@@ -66,8 +69,10 @@ def average_files(
             raise ConfigurationError(f"{path} and {paths[0]} differ in {len(different)} names: {min(different)!r}")
         for name, tensor in state.items():
             _add(total, name, tensor, share, not number, str(path))
-    mean, tied = dict[str, Tensor](), dict[object, str]()
-    for name, summed_ in total.items():  # tied weights are one again
+    mean: dict[str, Tensor] = {}
+    tied: dict[object, str] = {}
+    for name, summed_ in total.items():
+        # Weights that were tied in the last file and are equal are one tensor again.
         first = tied.setdefault(memory_of(state[name]), name)
         same = first != name and bool((total[first] == summed_).all())
         mean[name] = mean[first] if same else summed_.to(state[name].dtype)
@@ -85,37 +90,51 @@ def _shares(count: int, weights: Sequence[float] | str) -> list[float]:
 
 
 def _kind(tensor: Tensor) -> str:
-    """What has a mean is ``complex`` or ``real``; integers have none, nor have floats of one byte, which are codes."""
-    return "complex" if tensor.is_complex() else "real" * (tensor.is_floating_point() and tensor.itemsize > 1)
+    """Return "complex" or "real" for tensors that have a mean, else "": integers, and floats of one byte, are codes."""
+    if tensor.is_complex():
+        return "complex"
+    if tensor.is_floating_point() and tensor.itemsize > 1:
+        return "real"
+    return ""
 
 
 def _add(total: dict[str, Tensor], name: str, tensor: Tensor, share: float, first: bool, path: str) -> None:
     before = total.get(name)
     if before is not None and (before.shape != tensor.shape or _kind(before) != _kind(tensor)):
-        one, other = (f"{list(t.shape)} of {t.dtype}" for t in (tensor, before))
-        raise ConfigurationError(f"{path}: {name!r} is {one}, and {other} in the others")
+        raise ConfigurationError(
+            f"{path}: {name!r} is {list(tensor.shape)} of {tensor.dtype}, and {list(before.shape)} of {before.dtype} "
+            "in the other files"
+        )
     if before is not None and _kind(tensor):
         return add_share(before, tensor, share, first)
     if before is not None and tensor.numel() > 1 and not bool((before == tensor).all()):
         raise ConfigurationError(
             f"{path}: {name!r} holds {tensor.dtype} and differs between files: quantised weights have no mean; "
-            "dequantise them first"
+            "dequantise them first, for example by export --format merged"
         )
     total[name] = tensor
 
 
 def run(argv: list[str]) -> int:
-    """Answer ``average``."""
-    parser = argparse.ArgumentParser("python -m lit_efficient average", description=__doc__, allow_abbrev=False)
+    """Run ``average``."""
+    parser = argparse.ArgumentParser(
+        "python -m lit_efficient average",
+        description="Write the weighted mean of checkpoints. One file at a time is in memory.",
+        allow_abbrev=False,
+    )
     parser.add_argument("files", nargs="+", metavar="CKPT", help="checkpoints or .safetensors files, oldest first")
-    parser.add_argument("--output", required=True, help="file to write: .ckpt, or .safetensors for weights alone")
-    parser.add_argument("--weights", default="uniform", help="uniform, linear, exponential, or numbers: 0.2,0.3,0.5")
+    parser.add_argument("--output", required=True, help="file to write: .ckpt, or .safetensors for only the weights")
+    parser.add_argument(
+        "--weights",
+        default="uniform",
+        help="uniform (default), linear, exponential, or one number per file: 0.2,0.3,0.5",
+    )
     parser.add_argument(
         "--weights_of",
         "--weights-of",
         choices=get_args(Weights),
         default="auto",
-        help="which of each file's weights; auto: those that validation used, the average if its run kept one",
+        help="kind of weights; auto: the weights that validation used, which are the average if the run kept one",
     )
     options = parser.parse_args(argv)
     checkpoint = average_files(options.files, _parse(options.weights), options.weights_of)
@@ -123,7 +142,7 @@ def run(argv: list[str]) -> int:
     kind = checkpoint["lit_efficient"]["weights"].removeprefix("average of ")
     print(f"Wrote the {options.weights} mean of {len(options.files)} files to {options.output} ({kind} weights).")
     if any(name.endswith(_STATISTICS) for name in checkpoint["state_dict"]):
-        print("The network has BatchNorm: its statistics were averaged, too, which is not what the mean weights have.")
+        print("The network has BatchNorm: the averaged statistics are not those of the averaged weights.")
     return 0
 
 
@@ -133,4 +152,6 @@ def _parse(weights: str) -> str | list[float]:
     try:
         return [float(part) for part in weights.split(",")]
     except ValueError as error:
-        raise refusal("average", "--weights", "uniform, linear, exponential or numbers with commas", weights) from error
+        raise refusal(
+            "average", "--weights", "uniform, linear, exponential or numbers separated by commas", weights
+        ) from error

@@ -1,9 +1,8 @@
-"""``python -m lit_efficient cache-latents --config X``: encode the images of a config once, for all runs to come.
+"""``python -m lit_efficient cache-latents --config X``: encode the images of a config once for all runs.
 
-X is the very config that ``fit`` runs, with ``data: LatentData``. Under torchrun each process encodes its part of the
-shards, on one machine or on several that share the folder (``torchrun --nproc-per-node 8 -m lit_efficient cache-latents
-...``); how many there are may change when it is gone on with. A run that was killed is gone on with by the same
-command; a cache that is there already is checked from end to end.
+X is the config for ``fit``, with ``data: LatentData``. Under torchrun each process encodes a part of the shards, on one
+machine or on several that share the folder (``torchrun --nproc-per-node 8 -m lit_efficient cache-latents ...``). The
+same command continues after a kill, with any number of processes. An existing cache is checked completely.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from lit_efficient.errors import check_number, refusal
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write a cache."""
+    """Run ``cache-latents``."""
     parser = argparse.ArgumentParser(
         "lit_efficient cache-latents",
-        description="Encode the images, captions and teacher's features of a config's LatentData into its cache. Takes "
-        "the options of fit as well: -c CONFIG.yaml [-c OVERLAY.yaml ...] [--data.folder DIR ...].",
+        description="Encode the images, captions and teacher's features of a config's LatentData into its cache. The "
+        "options of fit are accepted, too: -c CONFIG.yaml [-c OVERLAY.yaml ...] [--data.folder DIR ...].",
         allow_abbrev=False,
     )
     parser.add_argument(
         "--batch_size",
         type=int,
-        help="images that are encoded at once (default: as training on images does, the data's up to 32)",
+        help="images per forward pass of the autoencoder (default: the data's batch size, at most 32)",
     )
     parser.add_argument("--num_workers", type=int, default=0, help="processes that read images (default: 0)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, mps, ...; auto: the accelerator, if there is one")
-    parser.add_argument("--shard_rows", type=int, default=1024, help="images a file (default: 1024)")
-    parser.add_argument("--overwrite", action="store_true", help="replace a cache that is there, and what was begun")
+    parser.add_argument("--shard_rows", type=int, default=1024, help="images per file (default: 1024)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing or unfinished cache")
     options, rest = parser.parse_known_args(argv)
     check_number("cache-latents", "--batch_size", options.batch_size, least=1, whole=True, null=True)
     check_number("cache-latents", "--num_workers", options.num_workers, least=0, whole=True, null=True)
@@ -62,7 +61,9 @@ def _cache(options: argparse.Namespace, rest: list[str], rank: int, count: int) 
         ranks.wait()
         data.images.setup("fit")
     bar = Bar()
-    given = {"batch_size": options.batch_size} if options.batch_size else {}
+    given = {}
+    if options.batch_size:  # else write_cache chooses
+        given["batch_size"] = options.batch_size
     manifest = data.write_cache(
         **given,
         num_workers=options.num_workers,
@@ -72,13 +73,14 @@ def _cache(options: argparse.Namespace, rest: list[str], rank: int, count: int) 
         progress=None if rank else bar,
         ranks=ranks,
     )
-    for line in () if rank else summary(data.cache_folder(), manifest, bar):
-        print(line)
+    if rank == 0:
+        for line in summary(data.cache_folder(), manifest, bar):
+            print(line)
     return 0
 
 
 class Bar:
-    """A progress bar of images on a terminal, and what it measured."""
+    """Progress bar that counts encoded images and seconds. It is visible only on a terminal."""
 
     def __init__(self) -> None:
         self.encoded = 0
@@ -87,7 +89,7 @@ class Bar:
         self._last = 0.0
 
     def __call__(self, total: int, done: int) -> Bar:
-        """Begin; an earlier run has encoded ``done`` of all images."""
+        """Start the bar for ``total`` images, of which an earlier run encoded ``done``."""
         from tqdm import tqdm
 
         self._bar = tqdm(total=total, initial=done, desc="encoding", unit="img", disable=None)  # terminals only
@@ -95,28 +97,30 @@ class Bar:
         return self
 
     def update(self, count: int) -> None:
-        """So many images more are encoded."""
+        """Add ``count`` encoded images."""
         self.encoded += count
         now = time.monotonic()
-        self.seconds, self._last = self.seconds + now - self._last, now
+        self.seconds += now - self._last
+        self._last = now
         self._bar.update(count)
         if self._bar.n >= self._bar.total:
             self._bar.close()
 
 
 def summary(folder: Path, manifest: Mapping[str, Any], bar: Bar) -> Iterator[str]:
-    """Yield the lines that tell what is in a cache."""
-    rows, size = manifest["rows"], manifest["rows"] * manifest["bytes_per_row"]
+    """Yield lines that describe a cache."""
+    rows = manifest["rows"]
+    size = rows * manifest["bytes_per_row"]
     yield f"cache        {folder}"
     if not bar.encoded:
-        yield "             nothing to encode: it was there, and every file is what was written"
+        yield "             nothing to encode: the cache exists, and every file is undamaged"
     shapes = ", ".join(f"{count} of {shape}" for shape, count in manifest["latents"].items())
     yield f"latents      {rows} of {manifest['count']} images and their variants: {shapes}"
     if manifest["texts"]:
-        yield f"captions     {manifest['texts']} different ones"
-    yield f"size         {size / 1e6:.1f} MB, {manifest['bytes_per_row']:.0f} bytes an image"
+        yield f"captions     {manifest['texts']} different"
+    yield f"size         {size / 1e6:.1f} MB, {manifest['bytes_per_row']:.0f} bytes per image"
     for name in ("mean", "std"):
         yield f"channel {name:<4} " + " ".join(f"{value:.4f}" for value in manifest["statistics"][name])
-    yield f"PSNR         {manifest['reconstruction_psnr_db']:.1f} dB, of a few images decoded again"
+    yield f"PSNR         {manifest['reconstruction_psnr_db']:.1f} dB, for a few images decoded again"
     if bar.seconds > 0:
         yield f"speed        {bar.encoded / bar.seconds:.1f} images/s"

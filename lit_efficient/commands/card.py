@@ -1,4 +1,4 @@
-"""What a card of the catalogue looks like, in the terminal's width. Standard library only."""
+"""Text of a card of the catalogue, in the terminal's width. Uses only the standard library."""
 
 import json
 import re
@@ -10,9 +10,12 @@ from lit_efficient.commands.card_python import python_lines
 
 
 def card_text(card: Card, cards: Sequence[Card] = (), width: int = 80) -> str:
-    """Everything that a card knows, with the lines of YAML and Python that use it.
+    """Return the full text of a card, with YAML and Python for using the class.
 
-    The others are asked for what is related to it, and for conflicts that they declare.
+    Args:
+        card: The card.
+        cards: All cards, for related classes and for conflicts that other techniques declare.
+        width: Width in letters.
     """
     place = "a block of arguments" if card.is_block else f"slot {card.slot}"
     lines = [f"{card.name}   ({place})", "", *wrapped(card.summary, width), ""]
@@ -36,7 +39,7 @@ def card_text(card: Card, cards: Sequence[Card] = (), width: int = 80) -> str:
 
 
 def argument_lines(text: str, width: int) -> Iterator[str]:
-    """The explanations of the arguments, each a paragraph; the items of a list within one stay apart."""
+    """Yield wrapped lines of the arguments' explanations; items of a list stay on lines of their own."""
     for part in re.split(r"\n(?=\S|\s+[-*] |\s*\n)", text):
         depth = len(part) - len(part.lstrip(" "))
         if part.strip():
@@ -44,13 +47,13 @@ def argument_lines(text: str, width: int) -> Iterator[str]:
 
 
 def measured(card: Card) -> str:
-    """The figure that was measured of it: what ``measured.json`` in the package says, where that is there."""
+    """Return the measured figures of a technique from ``measured.json`` in the package, or ""."""
     file = PACKAGE / "measured.json"
     return str(json.loads(file.read_text("utf-8")).get(card.name, "")) if file.is_file() else ""
 
 
 def excluded(card: Card, known: Mapping[tuple[str, str], str]) -> dict[str, str]:
-    """Whom a card excludes or is excluded by, maybe at some setting, with the reason."""
+    """Return the reason for each class that excludes this one or is excluded, with the setting, if any, in the key."""
     found = {}
     for (a, b), text in known.items():
         if card.name in (a, b):
@@ -64,7 +67,7 @@ def excluded(card: Card, known: Mapping[tuple[str, str], str]) -> dict[str, str]
 
 
 def related(card: Card, cards: Sequence[Card]) -> list[str]:
-    """Those that a card names, and those whose cards name it."""
+    """Return the names of classes that a card mentions, or whose cards mention it."""
     texts = {one.name: " ".join([one.summary, *one.facts.values(), one.arguments]) for one in [*cards, card]}
 
     def names(text: str, name: str) -> bool:
@@ -83,13 +86,13 @@ def _yaml(card: Card) -> str:
     *parents, key = card.slot.split(".")
     lines = [f"{'  ' * depth}{parent}:" for depth, parent in enumerate(parents)]
     indent = "  " * len(parents)
-    if key in ("callbacks", "plugins"):  # lists: the plus sign appends to what earlier files gave
+    if key in ("callbacks", "plugins"):  # the plus sign appends to the lists of earlier files
         return "\n".join([*lines, f"{indent}{key}+:", f"{indent}  - class_path: {card.name}"])
     return "\n".join([*lines, f"{indent}{key}:", f"{indent}  class_path: {card.name}"])
 
 
 def wrapped(text: str, width: int, indent: str = "", start: str = "") -> list[str]:
-    """The lines of a text, each behind ``start``, those after the first behind ``indent``, too."""
+    """Wrap a text; ``start`` precedes each line, and ``indent`` follows it from the second line on."""
     return [
         start + line
         for line in textwrap.wrap(

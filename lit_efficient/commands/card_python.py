@@ -1,25 +1,23 @@
-"""The lines of Python on a technique's card, from what its class and its bases define. Standard library only."""
+"""Lines of Python on a technique's card, derived from its source. Uses only the standard library."""
 
 import ast
 
 from lit_efficient import PUBLIC
 from lit_efficient.catalog import Card, source
 
-_CONTRACT = (
-    "lit_efficient.declaration",
-    "lit_efficient.technique",
-    "lit_efficient.application",
-)  # what it defines says nothing of one technique
-_IN_RUNS = {"prepare_parameters", "sample_weights", "extra_loss", "after_step"}  # what only a trainer has done
+# Modules whose classes are bases of all techniques.
+_CONTRACT = ("lit_efficient.declaration", "lit_efficient.technique", "lit_efficient.application")
+_IN_RUNS = {"prepare_parameters", "sample_weights", "extra_loss", "after_step"}  # methods that only a trainer calls
 
 
 def python_lines(card: Card) -> list[str]:
-    """How a module of one's own gets it, and the weights of its runs; arguments that must be given are names.
+    """Return the lines that use a technique in Python; required arguments appear as variables.
 
-    ``apply`` is there for what does all of its work on the network; ``restore`` for adapters, averages and whatever
-    else no other way of loading a checkpoint knows.
+    ``apply`` is shown for techniques that do all of their work on the network, and ``restore`` for techniques whose
+    checkpoints ``load_from_checkpoint`` cannot load, such as adapters and averages.
     """
-    key, path = card.slot.rpartition(".")[2], source(card.module)
+    key = card.slot.rpartition(".")[2]
+    path = source(card.module)
     if path is None or key not in ("callbacks", "plugins", "strategy", "optimizer", "lr_scheduler"):
         return []
     defined = _defined(card.name, ast.parse(path.read_text(encoding="utf-8")))
@@ -29,13 +27,13 @@ def python_lines(card: Card) -> list[str]:
     part = f"{card.name}({', '.join(f'{name}={name}' for name in needed)})"
     uses = [f"trainer = Trainer({key}={part if key == 'strategy' else f'[{part}]'})"]
     if key == "optimizer":
-        uses = [f"optimizer = {card.name}(module.parameters())  # which configure_optimizers returns"]
+        uses = [f"optimizer = {card.name}(module.parameters())  # returned by configure_optimizers"]
     elif key == "lr_scheduler":
-        uses = [f"lr_scheduler = {part}  # which configure_optimizers returns, too, with the interval 'step'"]
+        uses = [f"lr_scheduler = {part}  # returned by configure_optimizers with the interval 'step'"]
     elif applies:
         uses = [f"apply(module, [{part}])  # or in a run: Trainer({key}=[{part}])"]
     if restores:
-        uses.append('module = restore(new_module, "best.ckpt")  # new_module: as its class builds it')
+        uses.append('module = restore(new_module, "best.ckpt")  # new_module: a new instance of your class')
     home = card.module if card.distribution else "lit_efficient"
     imports = {"lightning.pytorch": ["Trainer"] * uses[0].startswith("trainer"), home: [card.name]}
     imports["lit_efficient"] = imports.get("lit_efficient", []) + ["apply"] * applies + ["restore"] * restores
@@ -43,7 +41,7 @@ def python_lines(card: Card) -> list[str]:
 
 
 def _defined(name: str, tree: ast.Module) -> dict[str, ast.expr]:
-    """What a class and its bases define, attributes and methods; what all techniques inherit is not among it."""
+    """Return attributes and methods that a class and its bases define, without the bases of all techniques."""
     node = next((n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name), None)
     if node is None:
         modules = [n.module for n in tree.body if isinstance(n, ast.ImportFrom) and name in {a.name for a in n.names}]
@@ -65,7 +63,7 @@ def _defined(name: str, tree: ast.Module) -> dict[str, ast.expr]:
 
 
 def _texts(value: ast.expr | None) -> list[str]:
-    """The texts in a tuple as it is written; what somebody else's class computes is not known."""
+    """Return the texts in a tuple literal; the value of other expressions is unknown."""
     return [part.value for part in getattr(value, "elts", ()) if isinstance(getattr(part, "value", None), str)]
 
 

@@ -1,4 +1,4 @@
-"""A conversation in the terminal: ``generate --chat`` without a prompt."""
+"""Conversation in the terminal, for ``generate --chat`` without a prompt."""
 
 import contextlib
 import sys
@@ -9,34 +9,43 @@ from lit_efficient.models.generation.batched import longest_row
 from lit_efficient.models.generation.sampling import Sampling
 from lit_efficient.tasks.text_generation import as_chat, length_of, room_for
 
-with contextlib.suppress(ImportError):  # Windows has none
-    import readline  # noqa: F401 (input() edits lines by it)
+with contextlib.suppress(ImportError):  # not available on Windows
+    import readline  # noqa: F401 (gives input() line editing)
 
-_MOST = 512  # tokens of an answer, where nothing is said
-_ENDED = 130  # by Ctrl-C
+_MOST = 512  # default limit of an answer, in tokens
+_ENDED = 130  # exit code after Ctrl-C
 
 
 class Conversation:
-    """What was said, and how to go on: answers of at most 512 tokens (or half of what the model reads) if no number is
-    given, the first one by the seed, each later one by the next.
+    """Conversation with a language model.
+
+    Args:
+        model: Module with a tokenizer that writes text.
+        sampling: How tokens are drawn.
+        max_new_tokens: Limit of an answer. None: 512 tokens, or half of the model's longest row if that is less.
+        endings: Texts that end an answer.
+        seed: Seed of the first answer; each later answer uses the next number.
     """
 
     def __init__(
         self, model: Any, sampling: Sampling, max_new_tokens: int | None, endings: Sequence[str], seed: int
     ) -> None:
-        self.model, self.tokenizer = model, model.tokenizer
-        how: dict[str, Any] = {"max_new_tokens": 1, "sampling": sampling, "seeds": [], "endings": endings}
-        model.continuations(self.tokenizer, [], **how)  # or it says why it cannot
-        self.sampling, self.endings, self.seed = sampling, endings, seed
+        self.model = model
+        self.tokenizer = model.tokenizer
+        self.sampling = sampling
+        self.endings = endings
+        self.seed = seed
+        # Without prompts this only checks the arguments.
+        model.continuations(self.tokenizer, [], max_new_tokens=1, sampling=sampling, seeds=[], endings=endings)
         self.most = min(_MOST, longest_row(model.network) // 2) if max_new_tokens is None else max_new_tokens
         self.room = room_for(model.network, self.most)
         as_chat(self.tokenizer, "", "generate: --chat")
         self.turns: list[dict[str, str]] = []
-        self.interrupted = False  # and nothing typed since
+        self.interrupted = False  # Ctrl-C was pressed since the last line
 
     def hold(self) -> int:
-        """Answer each line that is typed, until there are no more; return the program's exit code."""
-        _say("/reset forgets what was said, /quit or Ctrl-D ends; Ctrl-C stops an answer, and once more it ends.")
+        """Answer each typed line until the input ends; return the program's exit code."""
+        _say("/reset clears the conversation, /quit or Ctrl-D ends; Ctrl-C stops an answer, a second Ctrl-C ends.")
         while True:
             try:
                 line = _read().strip()
@@ -45,7 +54,7 @@ class Conversation:
                     return 0
                 if line == "/reset":
                     self.turns = []
-                    _say("(forgotten)")
+                    _say("(conversation cleared)")
                 elif line and self._fits(line):
                     self._answer()
             except EOFError:
@@ -54,29 +63,31 @@ class Conversation:
                 if self.interrupted:
                     return _ENDED
                 self.interrupted = True
-                _say("\n(Ctrl-C once more ends)")
+                _say("\n(press Ctrl-C again to end)")
 
     def _fits(self, line: str) -> bool:
-        """Add the user's turn, and take the oldest ones away that leave no room."""
+        """Add the user's turn and drop the oldest turns if the prompt is too long; return whether the turn fits."""
         turns = [*self.turns, {"role": "user", "content": line}]
         count = len(turns)
         while (length := length_of(self.tokenizer, as_chat(self.tokenizer, turns))) > self.room:
             if len(turns) == 1:
-                _say(f"(that has {length} tokens, and there is room for {self.room}: say it in fewer words)")
+                _say(f"(the message has {length} tokens, and the limit is {self.room}: shorten it)")
                 return False
             turns = turns[2:]
         if len(turns) < count:
-            _say(f"(the oldest {count - len(turns)} turns are dropped: there is room for {self.room} tokens)")
+            _say(f"(the oldest {count - len(turns)} turns are dropped: the limit is {self.room} tokens)")
         self.turns = turns
         return True
 
     def _answer(self) -> None:
-        """Print the answer to the last turn while it is written, and add it, stopped or not."""
-        written, shown = "", 0
+        """Print the answer to the last turn while it is generated, and add it to the turns, even if it was stopped."""
+        written = ""
+        shown = 0
 
         def watch(_: int, text: str) -> None:
             nonlocal written, shown
-            written, safe = text, len(text) - _unsure(text, self.endings)
+            written = text
+            safe = len(text) - _unsure(text, self.endings)
             if safe > shown:
                 print(text[shown:safe], end="", flush=True)
                 shown = safe
@@ -98,17 +109,17 @@ class Conversation:
         self.seed += 1
         print(written[shown:], flush=True)
         if self.interrupted:
-            _say("(stopped; Ctrl-C once more ends)")
+            _say("(stopped; press Ctrl-C again to end)")
 
 
 def _unsure(text: str, endings: Sequence[str]) -> int:
-    """How many letters at the end of a text may still become an ending, or another letter."""
+    """Return how many letters at a text's end may still change: a begun ending, or an incomplete character."""
     begun = [n for ending in endings for n in range(1, len(ending)) if text.endswith(ending[:n])]
     return max([len(text) - len(text.rstrip("\ufffd")), *begun])
 
 
 def _read() -> str:
-    if sys.stdin is None:  # closed
+    if sys.stdin is None:  # the stream is closed
         raise EOFError
     return input("> " if sys.stdin.isatty() and sys.stdout.isatty() else "")
 

@@ -1,1 +1,1 @@
-"""From a checkpoint to what other programs load."""
+"""Exports of checkpoints for other programs."""

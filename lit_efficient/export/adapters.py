@@ -1,6 +1,6 @@
-"""Checkpoint -> what others can load: a PEFT adapter, a merged transformers model, or plain safetensors.
+"""Exports of a checkpoint: an adapter for peft, a merged model for transformers, or plain safetensors.
 
-Everything is written into a temporary folder beside the target, checked there, and moved when it is whole.
+The files are written into a temporary folder beside the target, checked there, and renamed when they are complete.
 """
 
 import json
@@ -39,7 +39,7 @@ from lit_efficient.mechanisms.restore import Asked, Weights, wanted_weights, wei
 from lit_efficient.surgery import memory_of, unmixed
 
 FORMATS = ("peft", "merged", "safetensors")
-_SHARD = "5GB"  # of a merged model's files: one of them can be fetched again, or read on a small machine
+_SHARD = "5GB"  # largest file of a merged model, so that a download can be repeated in part
 
 
 def export_checkpoint(
@@ -50,31 +50,35 @@ def export_checkpoint(
     weights: Asked | None = "auto",
     check: bool = True,
 ) -> Path:
-    """Turn a checkpoint into one of three formats; return the folder, which has hashes of its files in it.
+    """Export a checkpoint in one of three formats.
 
     Args:
         path: A Lightning checkpoint.
-        output: A folder that does not exist yet, or is empty.
-        format: ``peft``: the adapter, for ``PeftModel.from_pretrained``; of a network of diffusers also for
-            ``pipeline.load_lora_weights(folder)``, and of a UNet in kohya's form. ``merged``: a folder that
-            ``AutoModelForCausalLM.from_pretrained`` loads, of a checkpoint with adapters or without; one of
-            ``LanguageModeling`` brings its tokenizer. ``safetensors``: ``model.safetensors`` with the names of the
-            module, adapters merged; QA-LoRA's weights stay in int4.
-        base: What the adapters stand beside, where the checkpoint neither holds it (``save_base=True``) nor names it:
-            the folder of a transformers model, or a checkpoint or safetensors file (``safetensors``).
-        weights: ``auto`` or None: those that validation used, the ``average`` (or ``ema``) of a run that kept one, else
-            the ``raw`` ones.
-        check: Let the library that the folder is for load it, in a fresh process, and compare it with what was trained.
-            It needs memory for the model once more.
+        output: A new or empty folder.
+        format: ``peft``: the adapter for ``PeftModel.from_pretrained``; for a network of diffusers also for
+            ``pipeline.load_lora_weights(folder)``, and for a UNet in kohya's format. ``merged``: a folder for
+            ``AutoModelForCausalLM.from_pretrained``, with or without adapters in the checkpoint; checkpoints of
+            ``LanguageModeling`` add their tokenizer. ``safetensors``: ``model.safetensors`` with the module's names
+            and merged adapters; QA-LoRA's weights stay in int4.
+        base: Base model below the adapters, if the checkpoint neither contains it (``save_base=True``) nor names it:
+            the folder of a transformers model, or (``safetensors``) a checkpoint or safetensors file.
+        weights: ``average`` (or ``ema``) or ``raw``. ``auto`` or None: the weights that validation used, which are the
+            average if the run kept one.
+        check: Let the target library load the folder in a new process and compare it with the trained model. This
+            needs memory for a second copy of the model.
+
+    Returns:
+        The folder, which contains hashes of its files.
 
     Raises:
-        ConfigurationError: For an argument that does not fit the checkpoint, and what the format cannot hold.
-        CheckpointError: If a file cannot be read safely, tensors are missing, or the check finds another model.
+        ConfigurationError: If an argument does not fit the checkpoint, or the format cannot hold the model.
+        CheckpointError: If a file cannot be read safely, tensors are missing, or the check finds a difference.
     """
     check_choice("export", "format", format, FORMATS)
     weights = wanted_weights("export", weights)
     check_new_folder(Path(output), "export")
-    checkpoint, named = read_checkpoint(path), None if base is None else str(base)
+    checkpoint = read_checkpoint(path)
+    named = None if base is None else str(base)
     if format != "safetensors":
         converters(checkpoint, f"format {format}")
     make = {"peft": _peft, "merged": _merged, "safetensors": _safetensors}[format]
@@ -89,10 +93,10 @@ def export_checkpoint(
         write_sums(folder)
         print(f"{held} weights; {finding}", file=sys.stderr)
 
-    return write_folder(Path(output), fill, sums=False)  # written before the check reads them
+    return write_folder(Path(output), fill, sums=False)  # fill writes the hashes before the check
 
 
-# Which weights, what writes them, what checks them, and what there is to say of them besides.
+# Kind of the weights, function that writes a folder, function that checks it, and a further remark for people.
 Made = tuple[str, Callable[[Path], object], Callable[[Path], str], str]
 
 
@@ -100,24 +104,30 @@ def _merged(checkpoint: dict[str, Any], path: Any, weights: Weights, base: str |
     refuse_prefix(checkpoint)
     run = trained(checkpoint, path, weights, base)
     if not hasattr(run.network, "save_pretrained"):
-        raise ConfigurationError("export: format merged is for models of transformers; use format safetensors")
-    if outside := run.trained_outside():
+        raise ConfigurationError("export: format merged is for models of transformers: use format safetensors")
+    outside = run.trained_outside()
+    if outside:
         raise ConfigurationError(
-            f"export: format merged holds {run.root!r} alone, and {len(outside)} parameters trained beside it, first "
-            f"{outside[0]!r}: use format safetensors"
+            f"export: format merged holds only {run.root!r}, and {len(outside)} parameters outside of it trained, "
+            f"first {outside[0]!r}: use format safetensors"
         )
-    tolerance, batch = tolerance_of(run.network), batch_for(run.network) if check else None
+    tolerance = tolerance_of(run.network)
+    batch = batch_for(run.network) if check else None
     ours = None if batch is None else outputs_of(run.network, batch)
-    root, held = run.root, run.held
+    root = run.root
+    held = run.held
     model, said = merged_model(run)
-    kind, models = type(model).__name__, [model]
-    del run, model  # while the check has one of its own
+    kind = type(model).__name__
+    # The only reference to the model: `write` takes it, so that it is freed before the check loads its own copy.
+    models = [model]
+    del run, model
     left = [name for name in checkpoint["state_dict"] if root and not name.startswith(f"{root}.")]
-    beside = f"; {len(left)} tensors beside {root!r} are left out, first {left[0]!r}" if left else ""
+    beside = f"; {len(left)} tensors outside of {root!r} are left out, first {left[0]!r}" if left else ""
 
     def write(folder: Path) -> None:
-        stop, model = _save_tokenizer(checkpoint, folder), models.pop()
-        if stop:  # a chat ends where a turn does, which the model's configuration does not know
+        stop = _save_tokenizer(checkpoint, folder)
+        model = models.pop()
+        if stop:  # generation must end at the end of a turn, which the model's configuration does not know
             model.generation_config.eos_token_id = stop
         model.save_pretrained(folder, max_shard_size=_SHARD)
 
@@ -134,10 +144,10 @@ def _peft(checkpoint: dict[str, Any], path: Any, weights: Weights, base: str | N
     vectors = vectors_to_peft({**checkpoint, "state_dict": state})
     where, arguments = _adapters(checkpoint)
     kept = checkpoint.get("lit_efficient", {})
-    own = kept.get("peft")  # of peft's layers, as they are
+    own = kept.get("peft")  # layers of peft itself
     if vectors is None and where is None and own is None:
         raise ConfigurationError(
-            f"export: format peft is for checkpoints of LoRA, IA3, PrefixTuning and PeftAdapter, and {path} holds no "
+            f"export: format peft is for checkpoints of LoRA, IA3, PrefixTuning and PeftAdapter, and {path} has no "
             "adapter"
         )
     where = where or kept.get("ia3") or kept.get("prefix") or own or {}
@@ -152,7 +162,7 @@ def _peft(checkpoint: dict[str, Any], path: Any, weights: Weights, base: str | N
     put_down = _write_peft if own is None else write_peft_folder
 
     def write(folder: Path) -> None:
-        for name, (tensors, config) in made.items():  # where peft puts them
+        for name, (tensors, config) in made.items():  # in the folders that peft uses
             place = folder / name if len(made) > 1 and name != "default" else folder
             place.mkdir(exist_ok=True)
             put_down(place, tensors, config | about)
@@ -160,16 +170,17 @@ def _peft(checkpoint: dict[str, Any], path: Any, weights: Weights, base: str | N
 
     def compare(folder: Path) -> str:
         if len(made) > 1:
-            return f"not checked: it holds {len(made)} adapters, {', '.join(made)}"
+            return f"not checked: the checkpoint has {len(made)} adapters, {', '.join(made)}"
         run, beside = _beside_base(checkpoint, path, weights, base, named)
         batch = batch_for(run.network) if run and hasattr(run.network, "save_pretrained") else None
         if run is None or batch is None or where.get("root", run.root) != run.root:
             return f"not checked: peft needs the class of the module {where.get('root') or 'that trained'!r}"
-        ours, tolerance = outputs_of(run.network, batch), tolerance_of(run.network)
+        ours = outputs_of(run.network, batch)
+        tolerance = tolerance_of(run.network)
         dtype = str(run.network.dtype).removeprefix("torch.")
         rounded = any(map(is_quantized, run.network.modules()))
         same = named is not None and run.base == named and not rounded
-        beside += ", beside the base as the run quantised it: another one gives other outputs" if rounded else ""
+        beside += ", compared on the base as the run quantised it: another base gives other outputs" if rounded else ""
         request = {"class": unmixed(run.network).__name__, "base": run.base, "dtype": dtype}
         put = None if same else lambda place: _write_base(run, place)
         return check_outputs(folder, "peft", batch, ours, tolerance, request, put) + beside
@@ -180,7 +191,7 @@ def _peft(checkpoint: dict[str, Any], path: Any, weights: Weights, base: str | N
 def _beside_base(
     checkpoint: dict[str, Any], path: Any, weights: Weights, base: str | None, named: str | None
 ) -> tuple[Trained | None, str]:
-    """The trained network; where its base is not here, with random weights in the base's place, and a note of that."""
+    """Return the trained network and a note. If the base is missing, its weights are random and the note says so."""
     try:
         return trained(checkpoint, path, weights, base), ""
     except (ConfigurationError, CheckpointError) as error:
@@ -189,7 +200,9 @@ def _beside_base(
     kept = {**checkpoint["lit_efficient"], "base": {}}
     alone = {key: value for key, value in checkpoint.items() if key != "language_modeling"} | {"lit_efficient": kept}
     try:
-        return trained(alone, path, weights, None, random=True), ", beside random weights, as the base is not here"
+        return trained(
+            alone, path, weights, None, random=True
+        ), ", compared on random weights because the base is missing"
     except ConfigurationError:
         return None, ""
 
@@ -200,7 +213,8 @@ def _safetensors(checkpoint: dict[str, Any], path: Any, weights: Weights, base: 
         run = trained(checkpoint, path, weights, base)
         batch = batch_for(run.network) if check else None
         ours = None if batch is None else outputs_of(run.network, batch)
-        held, tolerance = run.held, tolerance_of(run.network)
+        held = run.held
+        tolerance = tolerance_of(run.network)
         before: Mapping[str, Tensor] = run.module.state_dict()
         said = fold(run, keep_int4=True)
         state: dict[str, Tensor] = run.module.state_dict()
@@ -211,10 +225,10 @@ def _safetensors(checkpoint: dict[str, Any], path: Any, weights: Weights, base: 
             off = difference(ours, outputs_of(run.network, batch), tolerance)
             finding = f", merged outputs differ by {off:.1e} (tolerance {tolerance:.0e})"
             if not off <= tolerance:
-                raise CheckpointError(f"export: another model than was trained{finding}")
+                raise CheckpointError(f"export: the exported model is not the trained one{finding}")
     elif "peft" in checkpoint.get("lit_efficient", {}):
         raise ConfigurationError(
-            "export: format safetensors merges peft's layers in the module itself, whose class is not known: save "
+            "export: format safetensors must merge peft's layers in the module, whose class is not known: save "
             f"merge_adapters(restore(MyModule(), {str(path)!r})).state_dict(), or use format peft, or merged for a "
             "model of transformers"
         )
@@ -237,16 +251,22 @@ def _safetensors(checkpoint: dict[str, Any], path: Any, weights: Weights, base: 
 def _check_tied(
     before: Mapping[str, Tensor], merged: Mapping[str, Tensor], known: Iterable[Sequence[str]] = ()
 ) -> None:
-    """Refuse two weights in the place of a tied one, of which a file may hold copies, or one."""
+    """Raise an error if adapters changed only one use of a tied weight.
+
+    Args:
+        before: Tensors before merging, which show the ties.
+        merged: Tensors after merging.
+        known: Further pairs of tied names.
+    """
     tied: dict[object, str] = {}
     pairs = [(tied.setdefault(memory_of(tensor), name), name) for name, tensor in before.items()]
     pairs = [(first, name) for first, name in pairs if first in merged and name in merged]
     for first, name in [*pairs, *known]:
         if first not in merged or name not in merged or memory_of(merged[first]) != memory_of(merged[name]):
             raise ConfigurationError(
-                f"export: an adapter belongs to one use of {first!r}, which is tied to {name!r}: a module "
-                "that loads format safetensors would have one of them for both. Use format peft, or merged for a model "
-                "of transformers, or lit_efficient.restore"
+                f"export: an adapter changes only one use of {first!r}, which is tied to {name!r}: a module that loads "
+                "format safetensors would use one weight for both. Use format peft, or merged for a model of "
+                "transformers, or lit_efficient.restore"
             )
 
 
@@ -257,7 +277,7 @@ def _write_base(run: Trained, place: Path) -> None:
 
 
 def _save_tokenizer(checkpoint: Mapping[str, Any], folder: Path) -> list[int]:
-    """Write the tokenizer of a checkpoint of ``LanguageModeling``; return the ids that end a turn."""
+    """Write the tokenizer of a ``LanguageModeling`` checkpoint, if it has one; return the token ids that end a turn."""
     from lit_efficient.data.text.chat_tokenizer import save_tokenizer
 
     packed = checkpoint.get("language_modeling", {}).get("tokenizer")
@@ -270,14 +290,16 @@ def _save_tokenizer(checkpoint: Mapping[str, Any], folder: Path) -> list[int]:
 def merge_state(
     checkpoint: Mapping[str, Any], base: Mapping[str, Tensor] | None = None, *, keep_int4: bool = True
 ) -> dict[str, Tensor]:
-    """The weights of a checkpoint with its adapters folded in, under the names that they have without adapters.
+    """Return the weights of a checkpoint with merged adapters, under the names of the module without adapters.
 
-    What the run quantised is rounded in the same way where ``base`` (the frozen weights that the checkpoint does not
-    hold) has it as floats: the result computes what the trained module does. Weights come out dequantised, except with
-    ``keep_int4`` those of int4 (without an adapter, or with QA-LoRA's).
+    Args:
+        checkpoint: The checkpoint.
+        base: Frozen weights that the checkpoint does not contain. Layers that the run quantised are rounded in the
+            same way, so that the result computes the trained function.
+        keep_int4: Keep int4 weights without an adapter or with QA-LoRA's in int4. All other weights are dequantised.
 
     Raises:
-        CheckpointError: If the weight of an adapted layer is in neither.
+        CheckpointError: If the weight of an adapted layer is missing.
     """
     where, arguments = _adapters(checkpoint)
     state = {**(base or {}), **checkpoint["state_dict"]}
@@ -287,7 +309,7 @@ def merge_state(
         if f"{name}.weight" not in state:
             raise CheckpointError(
                 f"export: the weight '{name}.weight', which an adapter changes, is not in the checkpoint: name the "
-                "base it was trained with"
+                "base by --base"
             )
     how: Mapping[str, Any] = checkpoint.get("lit_efficient", {}).get("quantized", {})
     for name, one in how.items():
@@ -298,7 +320,7 @@ def merge_state(
     for name in [key.removesuffix(".weight") for key in state if key.endswith(".weight") and is_code(state[key])]:
         if f"{name}.weight_zero" not in state or not (keep_int4 or name in folded) or (name in folded and not grouped):
             dequantize_entry(state, name, transposed=how.get(name, {}).get("transposed", False))
-    fold_vectors(state, checkpoint)  # behind the rounding: the factors stand beside rounded weights
+    fold_vectors(state, checkpoint)  # after rounding, because the factors were trained on rounded weights
     for name, keys in where.get("experts", {}).items() if where else ():
         _merge_experts(state, f"{prefix}{name}", keys, name in where["transposed"], arguments)  # type: ignore[index]
     for name, kind in kinds.items():
@@ -313,10 +335,14 @@ def _merge_experts(
 ) -> None:
     scale = scale_of(arguments["variant"], arguments["alpha"], arguments["rank"])
     for key in keys:
-        a, b = state.pop(f"{name}.lora_A_{key}"), state.pop(f"{name}.lora_B_{key}")
-        weight, delta = state.get(f"{name}.{key}"), scale * (b @ a)
+        a = state.pop(f"{name}.lora_A_{key}")
+        b = state.pop(f"{name}.lora_B_{key}")
+        weight = state.get(f"{name}.{key}")
         if weight is None:
-            raise CheckpointError(f"export: the weight '{name}.{key}' is not in the checkpoint: name the base")
+            raise CheckpointError(
+                f"export: the weight '{name}.{key}' is not in the checkpoint: name the base by --base"
+            )
+        delta = scale * (b @ a)
         state[f"{name}.{key}"] = weight + (delta.mT if transposed else delta).to(weight.dtype)
 
 
@@ -330,8 +356,9 @@ def _merge_entry(state: dict[str, Tensor], name: str, kind: str, arguments: Mapp
         state[f"{key}_zero"] = shifted_zeros(state[f"{key}_scale"], state[f"{key}_zero"], delta)
         return
     if arguments["variant"] == "rounded":
-        codes, constants = state[key], (state[f"{key}_scale"], state[f"{key}_zero"])
-        state[key] = codes_on_grid(merged_matrix(dequantize_groups(codes, *constants), added, scale), *constants)
+        constants = (state[f"{key}_scale"], state[f"{key}_zero"])
+        floats = dequantize_groups(state[key], *constants)
+        state[key] = codes_on_grid(merged_matrix(floats, added, scale), *constants)
         return
     weight = state[key]
     transposed = kind in ("conv1d", "embedding")
@@ -346,14 +373,15 @@ def _adapters(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any] | None, dic
     where = checkpoint["lit_efficient"]["adapters"]
     if where.get("mix") is not None:
         raise ConfigurationError(
-            f"export: the checkpoint was validated with the mixture {where['mix']} of adapters, and would be exported "
-            "with the trained one alone: mix_adapters(module, ['default']) before saving, or restore and merge_adapters"
+            f"export: the checkpoint was validated with the mixture {where['mix']} of adapters, and an export would "
+            "contain only the trained one: call mix_adapters(module, ['default']) before saving, or restore and "
+            "merge_adapters"
         )
     return where, arguments
 
 
 def _write_peft(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    # diffusers reads the configuration from the header, where its keys have the prefix of the tensors'.
+    # diffusers reads the configuration from the file's header, with the prefix of the tensors' names.
     header = json.dumps({f"base_model.model.{key}": value for key, value in config.items()})
     save_tensors(folder / "adapter_model.safetensors", tensors, format="pt", lora_adapter_metadata=header)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")

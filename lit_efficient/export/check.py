@@ -1,9 +1,9 @@
-"""What was exported is loaded by the library that it is for, in a fresh process, and compared with what was trained.
+"""Check of an export: its target library loads the folder in a new process, and the result is compared.
 
-    difference = rms(theirs - ours) / rms(ours),    of the outputs for a fixed batch, in the weights' number format
+    difference = rms(theirs - ours) / rms(ours),    for the outputs of a fixed batch, in the weights' number format
 
-A folder without a model that could be run is compared tensor by tensor, by digests. ``python -m
-lit_efficient.export.check FOLDER REQUEST`` is the fresh process; REQUEST is a folder that :func:`check_outputs` fills.
+A folder without a model that can run is compared tensor by tensor, by digests. The new process is ``python -m
+lit_efficient.export.check FOLDER REQUEST``, where REQUEST is a folder that :func:`check_outputs` fills.
 """
 
 import hashlib
@@ -23,17 +23,17 @@ from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.files.hidden_names import hidden_beside
 from lit_efficient.files.tensors import bytes_of, load_tensors, save_tensors
 
-# Between sums in another order and one weight that is wrong; int8 rounds inputs, too.
+# Above the effect of another order of summation, below the effect of one wrong weight. int8 layers round inputs, too.
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.int8: 5e-2}
 
 
 def tolerance_of(network: nn.Module) -> float:
-    """The largest difference that the number formats of a network explain."""
+    """Return the largest difference of outputs that the number formats of a network explain."""
     return max(TOLERANCES.get(tensor.dtype, 0.0) for tensor in network.parameters())
 
 
 def batch_for(network: Any) -> dict[str, Tensor] | None:
-    """A small fixed batch for a model of transformers or our GPT; None where its inputs are not known."""
+    """Return a small fixed batch for our GPT or a model of transformers; None if its inputs are not known."""
     draw = torch.Generator().manual_seed(0)
     config = network.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -41,7 +41,9 @@ def batch_for(network: Any) -> dict[str, Tensor] | None:
     if name == "input_ids" and getattr(text, "vocab_size", None):
         longest = getattr(text, "max_position_embeddings", None) or getattr(text, "max_length", None) or 32
         ids = torch.randint(0, text.vocab_size, (2, min(32, longest)), generator=draw, device="cpu")
-        return {"input_ids": ids} | ({"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {})
+        if getattr(config, "is_encoder_decoder", False):
+            return {"input_ids": ids, "decoder_input_ids": ids}
+        return {"input_ids": ids}
     if name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
         shape = (2, getattr(config, "num_channels", 3), *[config.image_size] * 2)
         return {name: torch.rand(shape, generator=draw, device="cpu")}
@@ -50,7 +52,7 @@ def batch_for(network: Any) -> dict[str, Tensor] | None:
 
 @torch.no_grad()
 def outputs_of(network: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """What a network makes of a batch, in float32."""
+    """Return a network's first output for a batch, in float32."""
     kind = next(p.dtype for p in network.parameters() if p.is_floating_point())
     given = {name: t.to(kind) if t.is_floating_point() else t for name, t in batch.items()}
     output = network(**given)
@@ -58,9 +60,10 @@ def outputs_of(network: Any, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def difference(ours: Tensor, theirs: Tensor, tolerance: float) -> float:
-    """Root mean square of the difference over that of ``ours``; infinite for other shapes or what is not finite.
+    """Return the root mean square of the difference divided by that of ``ours``.
 
-    Of numbers with a coarse tolerance it is the median over tokens: rounding sends some of them to other experts.
+    With a coarse tolerance the result is the median over tokens, because rounding may route some of them to other
+    experts. It is infinite if the shapes differ or ``theirs`` is not finite.
     """
     if ours.shape != theirs.shape or not theirs.isfinite().all():
         return float("inf")
@@ -70,19 +73,30 @@ def difference(ours: Tensor, theirs: Tensor, tolerance: float) -> float:
 
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """A digest of each tensor: its bytes, format and shape."""
-    return {
-        name: f"{hashlib.blake2b(bytes_of(t).data, person=repr(t.dtype).encode()[-16:]).hexdigest()}{tuple(t.shape)}"
-        for name, t in tensors.items()
-        if isinstance(t, Tensor) and t.numel()  # what is none is refused when it is written
-    }
+    """Return a digest of each tensor's bytes, number format and shape. Empty tensors are left out."""
+    found = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and tensor.numel():  # writing refuses other objects
+            kind = repr(tensor.dtype).encode()[-16:]
+            digest = hashlib.blake2b(bytes_of(tensor).data, person=kind).hexdigest()
+            found[name] = f"{digest}{tuple(tensor.shape)}"
+    return found
 
 
 def check_tensors(folder: Path, library: str, expected: Mapping[str, str], part: str = "") -> str:
-    """Compare tensors of a folder, or of a ``part`` of the pipeline there, with digests; return what was found.
+    """Compare the tensors of a folder with digests.
+
+    Args:
+        folder: The export.
+        library: Library that loads the folder: safetensors or diffusers.
+        expected: Digests by name.
+        part: Component of the pipeline in the folder, for diffusers.
+
+    Returns:
+        The result of the check, as words for people.
 
     Raises:
-        CheckpointError: If the library does not load the folder, or tensors are missing or other ones.
+        CheckpointError: If the library does not load the folder, or tensors are missing or differ.
     """
     found = _ask(folder, library, {"part": part}, lambda _: None)
     if found is None:
@@ -104,13 +118,22 @@ def check_outputs(
     request: Mapping[str, Any],
     base: Callable[[Path], object] | None = None,
 ) -> str:
-    """Compare what ``library`` (transformers or peft) computes with an export with ours; return what was found.
+    """Compare the outputs of an exported model with the outputs of the trained one.
 
-    The request has the ``class`` of the model, and of an adapter its ``base``, which is written into a folder where it
-    is not the one that is named, and ``dtype``.
+    Args:
+        folder: The export.
+        library: Library that loads the folder: transformers or peft.
+        batch: Inputs of the model by name.
+        ours: Outputs of the trained model.
+        tolerance: Largest allowed :func:`difference`.
+        request: ``class``: the model's class. For peft also ``base``, the folder of the base model, and ``dtype``.
+        base: Function that writes the base model into a folder, if ``request["base"]`` is not the trained one.
+
+    Returns:
+        The result of the check, as words for people.
 
     Raises:
-        CheckpointError: If the library does not load the folder, or computes something else.
+        CheckpointError: If the library does not load the folder or computes other outputs.
     """
 
     def fill(place: Path) -> None:
@@ -124,19 +147,19 @@ def check_outputs(
         return f"not checked: {library} is not installed"
     finding = f"outputs of {library} differ by {found['difference']:.1e} (tolerance {tolerance:.0e})"
     if not found["difference"] <= tolerance:
-        raise CheckpointError(f"export: another model than was trained: {finding}{_way_out(library)}")
+        raise CheckpointError(f"export: the exported model is not the trained one: {finding}{_way_out(library)}")
     return finding
 
 
 def _ask(folder: Path, library: str, request: Mapping[str, Any], fill: Callable[[Path], object]) -> Any:
-    """What a fresh process says of a folder; None where the library is not installed."""
+    """Return the answer of a new process about a folder; None if the library is not installed."""
     if importlib.util.find_spec(library) is None:
         return None
     with hidden_beside(folder) as place:
         place.mkdir()
         fill(place)
         (place / "request.json").write_text(json.dumps({"library": library, **request}))
-        # On the CPU, as all exports, and on nothing that is not here already.
+        # On the CPU, like the export itself, and without downloads.
         settings = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
         settings |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         command = [sys.executable, "-m", "lit_efficient.export.check", str(folder), str(place)]
@@ -147,13 +170,13 @@ def _ask(folder: Path, library: str, request: Mapping[str, Any], fill: Callable[
         if done.returncode or not answer.is_file():
             reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             raise CheckpointError(
-                f"export: {library} does not load what was written: {reason[:300]}{_way_out(library)}"
+                f"export: {library} does not load the exported folder: {reason[:300]}{_way_out(library)}"
             )
         return json.loads(answer.read_text())
 
 
 def _way_out(library: str) -> str:
-    return ". Formats merged and safetensors need no adapter" if library == "peft" else ""
+    return ". The formats merged and safetensors do not depend on peft" if library == "peft" else ""
 
 
 def _answer(folder: Path, place: Path) -> dict[str, Any]:
@@ -176,8 +199,8 @@ def _answer(folder: Path, place: Path) -> dict[str, Any]:
         base = place / "base"
         base = kind.from_pretrained(base if base.is_dir() else request["base"], dtype=request["dtype"])
         model = PeftModel.from_pretrained(base, folder)
-    batch = load_tensors(place / "batch.safetensors")
-    ours, theirs = load_tensors(place / "ours.safetensors")["ours"], outputs_of(model.eval(), batch)
+    ours = load_tensors(place / "ours.safetensors")["ours"]
+    theirs = outputs_of(model.eval(), load_tensors(place / "batch.safetensors"))
     return {"difference": difference(ours, theirs, request["tolerance"])}
 
 
@@ -186,10 +209,10 @@ if __name__ == "__main__":
 
 
 def refuse_own_layers(network: nn.Module) -> None:
-    """Raise :class:`ConfigurationError` for a layer that no other library's layout of the network has a place for."""
-    own = [f"{name} ({type(part).__name__})" for name, part in network.named_modules() if hasattr(part, "only_here")]
-    if own:
-        raise ConfigurationError(
-            f"export: {own[0]} is part of the trained network, and this format's layout has no place for it, so that "
-            "another network would be exported: use --format safetensors"
-        )
+    """Raise ConfigurationError if the network has a layer that other libraries' versions of the network lack."""
+    for name, part in network.named_modules():
+        if hasattr(part, "only_here"):
+            raise ConfigurationError(
+                f"export: {name} ({type(part).__name__}) is part of the trained network, and this format cannot "
+                "hold it: use --format safetensors"
+            )

@@ -1,8 +1,8 @@
-"""What a trained latent diffusion run gives to a pipeline of diffusers, and the scheduler that the pipeline walks by.
+"""Components of a trained latent diffusion run for a pipeline of diffusers, and the pipeline's scheduler.
 
-Only those schedulers are taken that a pipeline drives rightly: ``DiTPipeline`` does not scale its first noise, as
-schedulers in sigma need it, and most pipelines call ``scale_model_input``, which the flow schedulers do not have. Flow
-is left with DPM-Solver++ there, which cuts timesteps to integers: the network gets a time up to 1/1000 too early.
+A scheduler is used only if the pipeline calls it correctly. ``DiTPipeline`` does not scale its first noise, which
+schedulers in sigma need. Most pipelines call ``scale_model_input``, which the flow schedulers lack; for flow they get
+DPM-Solver++, which rounds timesteps down to integers, so that the network sees a time up to 1/1000 too early.
 """
 
 from dataclasses import dataclass
@@ -18,39 +18,41 @@ EVERY: tuple[SamplerName, ...] = ("ddim", "euler", "heun", "dpmsolver++")
 
 @dataclass(frozen=True)
 class Parts:
-    """What a trained run has to offer."""
+    """Components and settings of a trained run."""
 
     network: Any  # a model of diffusers, in evaluation mode
-    vae: Any  # one, too; its latents are normalised as the network knows them
+    vae: Any  # an autoencoder of diffusers, with the normalisation of latents folded in
     text_encoder: Any  # a ``TextEncoder``; None without text
-    process: DiffusionProcess  # of the training
-    prediction: Any  # what the network predicts
-    sampler: Sampler  # of the run
-    guidance_scale: float  # of the run
-    steps: int  # of the run
-    size: tuple[int, int] | None = None  # height and width of the latents that it trained on, if it trained
+    process: DiffusionProcess  # noise process of the training
+    prediction: Any  # target that the network predicts
+    sampler: Sampler  # of the run, like the next two
+    guidance_scale: float
+    steps: int
+    size: tuple[int, int] | None = None  # height and width of the trained latents, if any were trained on
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A pipeline of diffusers, how it is called to sample as the run did, and what it does otherwise all the same."""
+    """A pipeline of diffusers and the call that samples like the run."""
 
     pipeline: Any
-    call: str
-    notes: tuple[str, ...] = ()
-    folded: tuple[str, ...] = ()  # weights of the network that were changed to sample the same
+    call: str  # arguments, as Python
+    notes: tuple[str, ...] = ()  # remaining differences from the run, for people
+    folded: tuple[str, ...] = ()  # names of weights that were changed so that the pipeline samples the same
 
 
 def call_of(parts: Parts, condition: str, *further: str) -> str:
-    """Arguments that make a pipeline sample as the run did; empty ones are left out."""
+    """Return the arguments with which a pipeline samples like the run; empty strings are left out."""
     settings = f"guidance_scale={parts.guidance_scale}, num_inference_steps={parts.steps}"
     return ", ".join(part for part in (condition, settings, *further) if part)
 
 
 def size_of(parts: Parts, factor: int) -> str:
-    """Arguments that make a pipeline draw latents of the run's size where it is not the network's ``sample_size``.
+    """Return the arguments for latents of the run's size; "" if that is the network's ``sample_size``.
 
-    ``factor``: pixels of a latent's side, as the pipeline has it.
+    Args:
+        parts: The trained run.
+        factor: Pixels per latent and side, as in the pipeline.
     """
     if parts.size is None or parts.size == (parts.network.config.sample_size,) * 2:
         return ""
@@ -58,25 +60,30 @@ def size_of(parts: Parts, factor: int) -> str:
 
 
 def refuse_rescale(parts: Parts, pipeline: str) -> None:
-    """Refuse a run that rescaled its guidance, for a pipeline that cannot."""
+    """Raise ConfigurationError if the run rescaled its guidance, which this pipeline cannot do."""
     if parts.sampler.guidance_rescale and parts.guidance_scale != 1.0:
         raise ConfigurationError(
-            f"export: {pipeline} cannot rescale its guidance, as the run did with Sampler("
-            f"guidance_rescale={parts.sampler.guidance_rescale}): its images would have another contrast. Sample with "
-            "guidance_rescale=0"
+            f"export: {pipeline} cannot rescale its guidance, and the run sampled with Sampler("
+            f"guidance_rescale={parts.sampler.guidance_rescale}): the pipeline's images would have another contrast. "
+            "Sample with guidance_rescale=0"
         )
 
 
 def scheduler_of(
     parts: Parts, allowed: tuple[SamplerName, ...], of_flow: tuple[SamplerName, ...] = ("dpmsolver++",)
 ) -> Any:
-    """The scheduler of the run's sampler where the pipeline can drive it, else of DDIM; for flow the first one
-    ``of_flow``.
+    """Return the scheduler of the run's sampler if the pipeline supports it, else a replacement.
+
+    Args:
+        parts: The trained run.
+        allowed: Samplers that the pipeline supports; the replacement is DDIM.
+        of_flow: Samplers that it supports for flow; the replacement is the first one.
 
     Raises:
-        ConfigurationError: If there is none for what the network predicts.
+        ConfigurationError: If diffusers has no scheduler for the network's prediction target.
     """
-    process, name = parts.process, parts.sampler.name
+    process = parts.process
+    name = parts.sampler.name
     if parts.sampler.shift != 1.0 and process.schedule != "flow":
         raise ConfigurationError(
             f"export: diffusers' schedulers of {process.schedule!r} have no shift, and the run sampled with Sampler("
@@ -84,7 +91,7 @@ def scheduler_of(
         )
     if process.schedule == "flow":
         name = name if name in of_flow else of_flow[0]
-    elif name not in allowed:  # the built-in sampler is DDIM, as Euler's steps in sigma are
+    elif name not in allowed:  # the built-in sampler equals DDIM
         name = "ddim"
     shift = parts.sampler.shift if process.schedule == "flow" else 1.0
     try:
@@ -94,19 +101,20 @@ def scheduler_of(
         raise ConfigurationError(
             f"export: no scheduler of diffusers samples from this network in a pipeline: {error}"
         ) from error
-    if "steps_offset" in scheduler.config:  # trailing timesteps have none, and a pipeline warns of any other number
+    if "steps_offset" in scheduler.config:  # unused with trailing timesteps, but pipelines warn of other values
         scheduler.register_to_config(steps_offset=1)
     return scheduler
 
 
 def notes_of(parts: Parts, pipeline: Any) -> tuple[str, ...]:
-    """What a pipeline does in another way than the run did."""
+    """Return remarks on differences between a pipeline and the run."""
     name = parts.sampler.name
-    own = scheduler_for(parts.process, "ddim" if name == "builtin" else name)  # of flow and EDM these are Euler's steps
-    wanted, taken = type(own).__name__, type(pipeline.scheduler).__name__
+    own = scheduler_for(parts.process, "ddim" if name == "builtin" else name)  # for flow and EDM: Euler steps
+    wanted = type(own).__name__
+    taken = type(pipeline.scheduler).__name__
     if wanted == taken:
         return ()
     return (
-        f"the run's sampler {name!r} ({wanted}) is replaced by {taken}, as {type(pipeline).__name__} cannot drive it: "
-        "from the same noise its images are others, the more so the fewer the steps",
+        f"the run's sampler {name!r} ({wanted}) is replaced by {taken}, because {type(pipeline).__name__} does not "
+        "support it: the same noise gives other images, and the difference grows with fewer steps",
     )

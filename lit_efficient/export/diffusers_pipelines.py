@@ -1,4 +1,4 @@
-"""Which pipeline of diffusers samples from a trained latent diffusion network, and how its parts have to be prepared.
+"""The pipeline of diffusers for each kind of trained latent diffusion network.
 
     DiTTransformer2DModel (ours is converted)   labels                  DiTPipeline
     UNet2DModel                                 nothing                 LDMPipeline
@@ -7,7 +7,7 @@
     PixArtTransformer2DModel                    text                    PixArtAlphaPipeline
     SD3Transformer2DModel                       text of three encoders  StableDiffusion3Pipeline
 
-A pipeline fixes what it tells its network and how it walks through time; what it cannot do is refused with the reason.
+A pipeline fixes the inputs of its network and its timesteps. A run that needs others is refused with the reason.
 
 Source: the pipelines of diffusers, version 0.42.
 """
@@ -24,33 +24,33 @@ from lit_efficient.models.libraries.folding import fold_labels, fold_timesteps
 
 
 def pipeline_for(parts: Parts) -> Pipeline:
-    """The pipeline that samples what the run sampled. The network of ``parts`` may be changed.
+    """Return the pipeline that samples like the run. The network of ``parts`` may be changed.
 
     Raises:
-        ConfigurationError: If there is none, with the reason.
+        ConfigurationError: If no pipeline can; the message says why.
     """
     name = type(parts.network).__name__
     if name not in _MAKERS:
         raise ConfigurationError(
-            f"export: no pipeline of diffusers is written for {name} here, of which format safetensors holds the "
-            f"weights; there is one for {', '.join(_MAKERS)}"
+            f"export: format diffusers supports {', '.join(_MAKERS)}, and not {name}: use format safetensors for the "
+            "weights alone"
         )
     size = parts.network.config.sample_size
     if not isinstance(size, int):
-        allowed = "one number, as pipelines make square latents of it"
+        allowed = "one number, because pipelines create square latents"
         raise refusal("export", f"sample_size of {name}", allowed, size)
     if parts.size is not None and parts.size[0] != parts.size[1]:
         raise ConfigurationError(
-            f"export: pipelines make square latents by themselves, and {name} was trained on latents of {parts.size}"
+            f"export: pipelines create square latents, and {name} was trained on latents of size {parts.size}"
         )
     if 0.0 <= parts.guidance_scale < 1.0:
         raise ConfigurationError(
-            f"export: pipelines guide above 1 only, and take guidance_scale={parts.guidance_scale} for 1: sample with "
-            "guidance_scale >= 1"
+            f"export: pipelines treat guidance_scale={parts.guidance_scale} as 1, because they guide only above 1: "
+            "sample with guidance_scale >= 1"
         )
-    if parts.network.config.out_channels is None:  # which models fill in and pipelines do not
+    if parts.network.config.out_channels is None:  # models accept None, pipelines do not
         parts.network.register_to_config(out_channels=parts.network.config.in_channels)
-    later = parts.process.schedule == "cosine"  # k of our scheduler is time (k + 1) / 1000, at which it was trained
+    later = parts.process.schedule == "cosine"  # step k of our scheduler is the trained time (k + 1) / 1000
     folded = fold_timesteps(parts.network, 1.0) if later else ()
     made = _MAKERS[name](parts)
     return replace(made, notes=notes_of(parts, made.pipeline), folded=folded)
@@ -61,11 +61,11 @@ def _dit(parts: Parts) -> Pipeline:
 
     network = parts.network
     if parts.process.schedule == "edm":
-        raise ConfigurationError("export: DiTPipeline does not scale its first noise, as schedule 'edm' needs it")
+        raise ConfigurationError("export: DiTPipeline does not scale its first noise, which schedule 'edm' needs")
     if parts.size not in (None, (network.config.sample_size,) * 2):
         raise ConfigurationError(
-            f"export: DiTPipeline makes latents of the network's sample_size, {network.config.sample_size}, by "
-            f"which the network's positions go, too, and training had latents of {parts.size}"
+            f"export: DiTPipeline creates latents of the network's sample_size {network.config.sample_size}, and the "
+            f"network was trained on latents of size {parts.size}"
         )
     refuse_rescale(parts, "DiTPipeline")
     if network.config.num_embeds_ada_norm != NULL_CLASS:
@@ -80,8 +80,8 @@ def _unconditional(parts: Parts) -> Pipeline:
 
     if parts.network.config.num_class_embeds is not None:
         raise ConfigurationError(
-            "export: no pipeline of diffusers gives labels to a UNet2DModel: LDMPipeline, which samples latents with "
-            "it, has none (leave num_class_embeds out; DiTPipeline takes labels, with a DiT)"
+            "export: no pipeline of diffusers passes labels to a UNet2DModel: train without num_class_embeds for "
+            "LDMPipeline, or train a DiT for DiTPipeline, which takes labels"
         )
     scheduler = scheduler_of(parts, EVERY)
     pipeline: Any = LDMPipeline(vqvae=parts.vae, unet=parts.network, scheduler=scheduler)

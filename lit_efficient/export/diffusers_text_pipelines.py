@@ -1,7 +1,7 @@
-"""Pipelines of diffusers that encode their prompts, for networks that were trained on text.
+"""Pipelines of diffusers that encode prompts, for networks that were trained on text.
 
-Each of them is asked to encode two prompts, one of them empty, before it is written: where the embeddings differ from
-those of training, it is refused. Hidden conditions were the empty caption, which is every pipeline's negative prompt.
+Before it is written, each pipeline encodes two prompts, one of them empty. If the embeddings differ from those of
+training, the export is refused. Training hides captions by the empty caption, which is each pipeline's negative prompt.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,13 @@ _CAPTION = '"a caption"'
 
 
 def of_unet(parts: Parts) -> Pipeline:
-    """Stable Diffusion, or SDXL if the network takes a pooled text and sizes."""
+    """Return the pipeline of Stable Diffusion, or of SDXL if the network takes a pooled text embedding and sizes."""
     config = parts.network.config
     added = config.addition_embed_type
     for field in ("num_class_embeds", "class_embed_type"):
         if config[field] is not None:
             raise ConfigurationError(
-                f"export: pipelines give a UNet2DConditionModel text and no label, and this one has "
+                f"export: pipelines pass text and no labels to a UNet2DConditionModel, and this one has "
                 f"{field}={config[field]!r}"
             )
     return _stable_diffusion(parts) if added is None else _sdxl(parts)
@@ -66,19 +66,20 @@ def _sdxl(parts: Parts) -> Pipeline:
 
 
 def of_pixart(parts: Parts) -> Pipeline:
-    """PixArt-alpha."""
+    """Return the pipeline of PixArt-alpha."""
     from diffusers import PixArtAlphaPipeline
 
     refuse_rescale(parts, "PixArtAlphaPipeline")
     encoders = _encoders(parts, "PixArtAlphaPipeline", 1)
-    network, length = parts.network, parts.text_encoder.max_length
+    network = parts.network
+    length = parts.text_encoder.max_length
     pipeline: Any = PixArtAlphaPipeline(
         **encoders, vae=parts.vae, transformer=network, scheduler=scheduler_of(parts, EVERY)
     )
-    sized, asked = network.use_additional_conditions, network.config.sample_size == 128
-    if sized != asked:
+    sized = network.use_additional_conditions
+    if sized != (network.config.sample_size == 128):
         raise ConfigurationError(
-            "export: PixArtAlphaPipeline tells its network the size of images with sample_size 128 and otherwise not: "
+            "export: PixArtAlphaPipeline passes the size of images to its network only if sample_size is 128: "
             f"use_additional_conditions={sized} does not fit sample_size={network.config.sample_size}"
         )
 
@@ -92,7 +93,7 @@ def of_pixart(parts: Parts) -> Pipeline:
 
 
 def of_sd3(parts: Parts) -> Pipeline:
-    """Stable Diffusion 3."""
+    """Return the pipeline of Stable Diffusion 3."""
     from diffusers import StableDiffusion3Pipeline
 
     refuse_rescale(parts, "StableDiffusion3Pipeline")
@@ -109,7 +110,7 @@ def of_sd3(parts: Parts) -> Pipeline:
 
     _check_text(parts, pipeline, encode)
     steps = ""
-    if type(scheduler).__name__ == "FlowMatchEulerDiscreteScheduler":  # whose own steps end at 1/1000, not evenly
+    if type(scheduler).__name__ == "FlowMatchEulerDiscreteScheduler":  # its default steps are not evenly spaced
         steps = f"sigmas=[1 - i / {parts.steps} for i in range({parts.steps})]"
     size = size_of(parts, pipeline.vae_scale_factor)
     return Pipeline(pipeline, call_of(parts, _CAPTION, size, steps, f"max_sequence_length={length}"))
@@ -124,11 +125,11 @@ def _all(hidden: Tensor) -> Tensor:
 
 
 def _encoders(parts: Parts, pipeline: str, count: int) -> dict[str, Any]:
-    """Encoders and tokenizers under the names that pipelines have for them."""
+    """Return the text encoders and tokenizers under their names in pipelines."""
     encoder = parts.text_encoder
     if encoder is None:
         raise ConfigurationError(
-            f"export: {pipeline} encodes its prompts, and the checkpoint has no text encoder: train with text_encoder"
+            f"export: {pipeline} encodes prompts, and the checkpoint has no text encoder: train with text_encoder"
         )
     if len(encoder.parts) != count:
         raise ConfigurationError(
@@ -136,8 +137,8 @@ def _encoders(parts: Parts, pipeline: str, count: int) -> dict[str, Any]:
         )
     if "block_out_channels" not in parts.vae.config:
         raise ConfigurationError(
-            f"export: {pipeline} takes the size of its images from block_out_channels, which the autoencoder, "
-            f"{type(parts.vae).__name__}, does not have"
+            f"export: {pipeline} computes the size of images from block_out_channels, which the autoencoder "
+            f"{type(parts.vae).__name__} lacks"
         )
     found: dict[str, Any] = {}
     for number, part in enumerate(encoder.parts, start=1):
@@ -147,20 +148,20 @@ def _encoders(parts: Parts, pipeline: str, count: int) -> dict[str, Any]:
 
 
 def _check_text(parts: Parts, pipeline: Any, encode: Callable[[str], TextEmbedding]) -> None:
-    """Refuse unless the pipeline tells the network of a prompt what it got in training."""
+    """Raise ConfigurationError if the pipeline's embeddings of a prompt differ from those of training."""
     for prompt in _PROMPTS:
         ours = parts.text_encoder.encode([prompt])
         try:
             agrees = _agree(encode(prompt), ours)
-        except ValueError:  # the first of an encoder's outputs is no sequence of tokens
+        except ValueError:  # the encoder's first output is no sequence of tokens
             agrees = False
         if not agrees:
             name = type(pipeline).__name__
             what = "hides the padding" if name.startswith("PixArt") else "lets the network see all tokens, padding too"
             kinds = ", ".join(type(part.network).__name__ for part in parts.text_encoder.parts)
             raise ConfigurationError(
-                f"export: {name} would encode the prompt {prompt!r} in another way than training did with {kinds} "
-                f"({parts.text_encoder.spec}): it {what}, and has layers of its own choice"
+                f"export: {name} encodes the prompt {prompt!r} differently from training with {kinds} "
+                f"({parts.text_encoder.spec}): the pipeline {what}, and it chooses the encoder's layers by itself"
             )
 
 

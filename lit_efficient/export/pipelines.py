@@ -1,10 +1,11 @@
-"""Checkpoint of latent diffusion -> a folder that diffusers loads as a pipeline, with nothing of ours installed.
+"""Export of a latent diffusion checkpoint as a pipeline that diffusers loads without this package.
 
     model_index.json   transformer/ or unet/   vae/ (LDMPipeline: vqvae/)   scheduler/   text_encoder/   tokenizer/
-    README.md: how to load and call it
+    README.md: how to load and call the pipeline
 
-Everything that the run computed besides is put into weights: statistics of latents into the autoencoder, the null label
-into the table of labels, adapters into what they adapt (or beside it, in diffusers' own format).
+Everything else that the run computed becomes part of weights: the statistics of latents are folded into the
+autoencoder, the null label into the table of labels, and adapters into the adapted weights (or they become a file in
+diffusers' format).
 Source: https://huggingface.co/docs/diffusers/main/en/using-diffusers/loading.
 """
 
@@ -44,23 +45,26 @@ def export_pipeline(
     base: str | os.PathLike[str] | None = None,
     check: bool = True,
 ) -> Path:
-    """Write a pipeline of diffusers; return the folder.
+    """Write a pipeline of diffusers.
 
     Args:
-        path: A checkpoint of ``LatentDiffusion`` on latents of an autoencoder of diffusers.
-        output: A folder that does not exist yet, or is empty.
-        weights: ``average`` (or ``ema``): that which the run kept; ``raw``: what trained. ``auto`` or None: the average
-            where there is one.
-        lora: ``merged``: adapters are added to the weights. ``diffusers``: the pipeline has the weights without them,
-            and ``pytorch_lora_weights.safetensors`` beside it is for ``pipeline.load_lora_weights(folder)``.
-        base: A checkpoint or safetensors file with the frozen weights that adapters stand beside, where the checkpoint
-            does not hold them (``save_base=True``) and its backbone does not name them, or names what is gone. The
-            file of a model's folder (``diffusion_pytorch_model.safetensors``) is one.
-        check: Let diffusers load the folder, in a fresh process, and compare the network's tensors.
+        path: A checkpoint of ``LatentDiffusion`` on latents of a diffusers autoencoder.
+        output: A new or empty folder.
+        weights: ``average`` (or ``ema``): the average that the run kept; ``raw``: the trained weights. ``auto`` or
+            None: the average if there is one.
+        lora: ``merged``: adapters are merged into the weights. ``diffusers``: the pipeline has the weights without
+            adapters, and ``pytorch_lora_weights.safetensors`` is for ``pipeline.load_lora_weights(folder)``.
+        base: A checkpoint or safetensors file with the frozen weights below adapters, such as a model's
+            ``diffusion_pytorch_model.safetensors``. Needed if the checkpoint does not contain them
+            (``save_base=True``) and its backbone does not name an existing model.
+        check: Let diffusers load the folder in a new process and compare the network's tensors.
+
+    Returns:
+        The folder, which contains hashes of its files.
 
     Raises:
-        ConfigurationError: For an argument out of range, and for what no pipeline of diffusers can hold.
-        CheckpointError: If the file cannot be read, or does not hold the weights that are asked for.
+        ConfigurationError: If an argument is out of range or no pipeline of diffusers can hold the model.
+        CheckpointError: If a file cannot be read or lacks the requested weights.
     """
     weights = wanted_weights("export", weights)
     check_choice("export", "lora", lora, ("merged", "diffusers"))
@@ -68,7 +72,9 @@ def export_pipeline(
     checkpoint = read_checkpoint(Path(path))
     converters(checkpoint, "format diffusers")
     if not {"backbone", "prediction", "schedule"} <= checkpoint.get("hyper_parameters", {}).keys():
-        raise ConfigurationError(f"export: format diffusers is for checkpoints of LatentDiffusion, and {path} is none")
+        raise ConfigurationError(
+            f"export: format diffusers is for checkpoints of LatentDiffusion, and {path} is another one"
+        )
     run = _restored(checkpoint, weights, None if base is None else read_checkpoint(Path(base))["state_dict"])
     network = _network(run.module, keep_adapters=lora == "merged")
     expected = digests(network.state_dict()) if check else {}
@@ -90,12 +96,12 @@ def export_pipeline(
         finding = check_tensors(folder, "diffusers", expected, _place(made.pipeline)) if check else "not checked"
         print(f"{run.held} weights; {finding}", file=sys.stderr)
 
-    return write_folder(Path(output), write, sums=False)  # written before the check reads them
+    return write_folder(Path(output), write, sums=False)  # write() adds the hashes before the check
 
 
 @dataclass(frozen=True)
 class _Run:
-    """A module with its weights, the checkpoint it is of, and which weights they are."""
+    """A rebuilt module, its checkpoint, and the kind of its weights ("raw" or the name of an average)."""
 
     module: Any
     checkpoint: Mapping[str, Any]
@@ -107,7 +113,7 @@ def _restored(checkpoint: dict[str, Any], weights: Weights, base: Mapping[str, T
 
     arguments = checkpoint["hyper_parameters"]
     described = checkpoint.get("latent_diffusion", {}).get("backbone")
-    if base is not None and described is not None:  # what the backbone names need not be there: base has its weights
+    if base is not None and described is not None:  # the model that the backbone names may be gone
         arguments = {**arguments, "backbone": described}
     with own_draws():
         module = LatentDiffusion(**arguments)
@@ -123,7 +129,7 @@ def _restored(checkpoint: dict[str, Any], weights: Weights, base: Mapping[str, T
 
 
 def _load_base(module: nn.Module, base: Mapping[str, Tensor]) -> None:
-    """Load the weights of a checkpoint, or of the network alone as diffusers writes them."""
+    """Load frozen weights from the state dict of a checkpoint or of a network that diffusers wrote."""
     if not any(name.startswith(_NETWORK) for name in base):
         base = {f"{_NETWORK}{name}": tensor for name, tensor in base.items()}
     try:
@@ -135,7 +141,7 @@ def _load_base(module: nn.Module, base: Mapping[str, Tensor]) -> None:
 
 
 def _network(module: Any, keep_adapters: bool) -> Any:
-    """The network as diffusers knows it, adapters merged or left out, in evaluation mode and without techniques."""
+    """Return a plain model of diffusers in evaluation mode, with adapters merged or left out."""
     from lit_efficient.models.libraries.dit_to_diffusers import convert
     from lit_efficient.models.networks.dit import DiT
 
@@ -152,18 +158,20 @@ def _network(module: Any, keep_adapters: bool) -> Any:
         return convert({name: tensor for name, tensor in own.items() if name in wanted}, network.config)
     with own_draws():
         fresh: Any = built_empty(lambda: unmixed(network).from_config(network.config))  # type: ignore[attr-defined]
-    del fresh.__dict__[WAITS]  # they are here
+    del fresh.__dict__[WAITS]  # the weights are loaded below
     wanted = fresh.state_dict().keys()
     fresh.load_state_dict({name: tensor for name, tensor in own.items() if name in wanted}, assign=True)
     size = module.latent_size
-    if size is not None and type(fresh).__name__.startswith("UNet"):  # a UNet is of no size, and pipelines ask it
-        fresh.register_to_config(sample_size=size[0])  # those that are not square are refused later
+    if size is not None and type(fresh).__name__.startswith("UNet"):  # a UNet has no fixed size, but pipelines need one
+        fresh.register_to_config(sample_size=size[0])  # sizes that are not square are refused later
     return fresh.eval()
 
 
 def _floats(module: nn.Module, keep_adapters: bool) -> dict[str, Tensor]:
-    """All weights of a module as floats: adapters added to what they adapt, or as if they had never been."""
-    return whole_state(dequantize_layers(merge_adapters(module))) if keep_adapters else without_adapters(module)
+    """Return all weights of a module as floats, with adapters merged or left out."""
+    if keep_adapters:
+        return whole_state(dequantize_layers(merge_adapters(module)))
+    return without_adapters(module)
 
 
 def _pipeline(module: Any, network: Any) -> Any:
@@ -189,30 +197,30 @@ def _autoencoder(codec: Any) -> Any:
     from lit_efficient.models.libraries.folding import fold_statistics
 
     if codec is None:
-        raise ConfigurationError("export: the checkpoint has no autoencoder, and a pipeline makes images with one")
+        raise ConfigurationError("export: the checkpoint has no autoencoder, which a pipeline needs")
     if not isinstance(codec.autoencoder, DiffusersAutoencoder):
         raise ConfigurationError(
-            "export: the autoencoder is this package's own, which no class of diffusers can hold: train on latents of "
-            "an AutoencoderKL, by name or as DiffusersModelConfig(config_fields={'_class_name': 'AutoencoderKL', "
-            "...}); format safetensors exports the network alone"
+            "export: diffusers has no class for this package's autoencoder: train on latents of an AutoencoderKL, by "
+            "name or as DiffusersModelConfig(config_fields={'_class_name': 'AutoencoderKL', ...}), or use format "
+            "safetensors for the network alone"
         )
     return fold_statistics(codec.autoencoder.network.cpu(), codec.mean, codec.std)
 
 
 def _adapters(run: _Run, pipeline: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and description of an adapter as a pipeline of diffusers loads it."""
+    """Return an adapter's tensors and configuration in the format of diffusers' pipelines."""
     recorded = arguments_behind(run.checkpoint, "adapters")
     if recorded is None:
-        raise ConfigurationError("export: lora=diffusers is for checkpoints of LoRA, and this one holds no adapter")
+        raise ConfigurationError("export: lora=diffusers is for checkpoints of LoRA, and this one has no adapter")
     if not hasattr(pipeline, "load_lora_weights"):
-        raise ConfigurationError(f"export: {type(pipeline).__name__} of diffusers loads no adapters: use lora=merged")
-    arguments = {**recorded, "bias": "none", "modules_to_save": None}  # those stand in the base
+        raise ConfigurationError(f"export: {type(pipeline).__name__} cannot load adapters: use lora=merged")
+    arguments = {**recorded, "bias": "none", "modules_to_save": None}  # biases and saved modules are part of the base
     tensors, config = to_peft(whole_state(run.module), run.checkpoint["lit_efficient"]["adapters"], arguments)
     return tensors, config | {"auto_mapping": diffusers_class(run.module.network)}
 
 
 def _place(pipeline: Any) -> str:
-    """The name of a pipeline's network."""
+    """Return the name of a pipeline's network."""
     return "unet" if hasattr(pipeline, "unet") else "transformer"
 
 

@@ -1,7 +1,7 @@
-"""The trained network of a checkpoint, alive and without a trainer: what an export is made from and compared with.
+"""The trained network of a checkpoint, rebuilt without a trainer. Exports are made from it and compared with it.
 
-Tasks on language models build themselves. Of a module of the user's own the class is not known: the transformers model
-inside is built at the name that it had, from what the checkpoint says of it or from a base that is named.
+Tasks on language models rebuild themselves. The class of a user's module is not known, so the transformers model inside
+is rebuilt under its name in that module, from the configuration in the checkpoint or from a named base.
 """
 
 import copy
@@ -30,20 +30,20 @@ from lit_efficient.surgery import own_draws, unmixed
 
 @dataclass(frozen=True)
 class Trained:
-    """A module with its techniques and weights, in evaluation mode, and where its network stands in it."""
+    """A rebuilt module with its techniques and weights, in evaluation mode."""
 
     module: nn.Module
-    root: str
-    held: str  # which weights it has
-    base: str | None = None  # where the frozen ones were loaded from, unless they were changed since
+    root: str  # name of the network in the module
+    held: str  # kind of its weights: "raw" or the name of an average
+    base: str | None = None  # folder of the frozen weights, unless training changed them
 
     @property
     def network(self) -> Any:
-        """The model of transformers, or our GPT."""
+        """The network inside the module: a model of transformers or our GPT."""
         return self.module.get_submodule(self.root)
 
     def trained_outside(self) -> list[str]:
-        """Names of what trained beside the network."""
+        """Return the names of trained parameters outside of the network."""
         inside = {id(parameter) for parameter in self.network.parameters()}
         named = self.module.named_parameters()
         return [name for name, p in named if p.requires_grad and id(p) not in inside]
@@ -52,10 +52,17 @@ class Trained:
 def trained(
     checkpoint: dict[str, Any], path: str | os.PathLike[str], weights: Any, base: str | None, random: bool = False
 ) -> Trained:
-    """Build what a checkpoint was written by; ``random`` draws frozen weights that are neither in it nor named.
+    """Rebuild the module that wrote a checkpoint.
+
+    Args:
+        checkpoint: The checkpoint.
+        path: Its file, for messages.
+        weights: Kind of weights to load.
+        base: Folder of the base model below adapters.
+        random: Draw frozen weights at random if they are in neither the checkpoint nor a base.
 
     Raises:
-        ConfigurationError: If the base that adapters stand beside is needed and not known, or cannot be read.
+        ConfigurationError: If the base is needed and unknown, or cannot be read.
         CheckpointError: If the weights do not fit.
     """
     if "language_modeling" in checkpoint:
@@ -64,8 +71,9 @@ def trained(
         try:
             module, held = language_model_of(checkpoint, str(path), weights, base)
         except CheckpointError as error:
-            raise CheckpointError(f"export: {error}; --base names the base") from error
-        state, named = checkpoint["state_dict"], getattr(getattr(module.network, "config", None), "name_or_path", None)
+            raise CheckpointError(f"export: {error}; name the base by --base") from error
+        state = checkpoint["state_dict"]
+        named = getattr(getattr(module.network, "config", None), "name_or_path", None)
         whole = all(f"network.{name}" in state for name, _ in module.network.named_parameters())
         return Trained(module, "network", held, None if whole else named or None)
     model, root, base = _own(checkpoint, base, random)
@@ -77,13 +85,14 @@ def trained(
         holder.load_state_dict({name: tensor for name, tensor in state.items() if name.startswith(prefix)})
     except RuntimeError as error:
         what = " ".join(str(error).split())[:300]
-        raise CheckpointError(f"export: {type(model).__name__} does not hold what trained ({what})") from error
+        raise CheckpointError(f"export: the trained weights do not fit {type(model).__name__} ({what})") from error
     return Trained(holder.eval(), root, held, base)
 
 
 def _own(checkpoint: Mapping[str, Any], base: str | None, random: bool) -> tuple[Any, str, str | None]:
-    """The transformers model in a module of the user's own with its frozen weights, its name there, and their place."""
-    kept, state = checkpoint.get("lit_efficient", {}), checkpoint["state_dict"]
+    """Return the transformers model in a user's module, its name in the module, and the folder of its base."""
+    kept = checkpoint.get("lit_efficient", {})
+    state = checkpoint["state_dict"]
     where = kept.get("adapters") or kept.get("ia3") or kept.get("prefix") or kept.get("peft") or {}
     config = where.get("config")
     if base is None and config is None:
@@ -135,18 +144,18 @@ def _loaded(base: str, where: Mapping[str, Any]) -> Any:
 
 
 def _root_in(state: Mapping[str, Tensor], model: nn.Module) -> str:
-    """The name in a ``state_dict`` under which most of a model's parameters are found."""
+    """Return the prefix in a ``state_dict`` under which most of a model's parameters are found, without its dot."""
     names = [name for name, _ in model.named_parameters()]
     ends = tuple(names)
     prefixes = {key.removesuffix(name) for key in state if key.endswith(ends) for name in names if key.endswith(name)}
     prefixes = {prefix for prefix in prefixes if not prefix or prefix.endswith(".")}
     if not prefixes:
-        raise ConfigurationError("export: the checkpoint has no weight of the base: it is of another model")
+        raise ConfigurationError("export: the checkpoint has no weight of the base: it belongs to another model")
     return max(prefixes, key=lambda prefix: sum(f"{prefix}{name}" in state for name in names)).removesuffix(".")
 
 
 def _hold(model: nn.Module, root: str) -> nn.Module:
-    """A module in which ``model`` has the dotted name ``root``."""
+    """Return a module in which ``model`` has the dotted name ``root``."""
     for name in reversed(root.split(".")) if root else ():
         holder = nn.Module()
         holder.add_module(name, model)
@@ -155,10 +164,15 @@ def _hold(model: nn.Module, root: str) -> nn.Module:
 
 
 def fold(run: Trained, *, keep_int4: bool) -> str:
-    """Fold the adapters in, in place; what was quantised has the number format of the rest.
+    """Merge the adapters in place. Quantised weights get the number format of the other weights.
+
+    Args:
+        run: The trained module.
+        keep_int4: Keep int4 weights in int4.
 
     Returns:
-        What of the adapters would survive the base's own rounding, as a clause for people; empty without such a base.
+        A clause for people: the share of the adapters' update that would survive rounding the merged weights again.
+        Empty without a quantised base.
     """
     said = describe_survival(surviving(run.module))
     dtype = next(p.dtype for p in run.network.parameters() if p.is_floating_point())
@@ -169,15 +183,18 @@ def fold(run: Trained, *, keep_int4: bool) -> str:
 
 
 def merged_model(run: Trained) -> tuple[Any, str]:
-    """The network as transformers knows it, adapters folded in and weights floats, and what :func:`fold` says.
+    """Return the network as a plain model of transformers with merged float weights, and the clause of :func:`fold`.
 
     ``run`` is changed.
     """
     refuse_own_layers(run.network)
     said = fold(run, keep_int4=False)
     config = copy.deepcopy(run.network.config)
-    ends = run.network.get_input_embeddings(), run.network.get_output_embeddings()
-    if None not in ends and ends[0].weight is not ends[1].weight:  # an adapter belonged to one use of a tied weight
+    embedding = run.network.get_input_embeddings()
+    head = run.network.get_output_embeddings()
+    if (
+        embedding is not None and head is not None and embedding.weight is not head.weight
+    ):  # an adapter changed one use of a tied weight
         config.tie_word_embeddings = False
     model = _empty(run.network, config)
     own = whole_state(run.network)
@@ -187,7 +204,7 @@ def merged_model(run: Trained) -> tuple[Any, str]:
 
 
 def base_state(run: Trained) -> tuple[dict[str, Tensor], Any]:
-    """The network's weights as floats and without adapters, what trained zeroed, and its configuration."""
+    """Return the network's float weights without adapters, trained ones replaced by zeros, and its configuration."""
     prefix = f"{run.root}." if run.root else ""
     moved = {name for name, p in run.module.named_parameters(remove_duplicate=False) if p.requires_grad}
     dtype = next(p.dtype for p in run.network.parameters() if p.is_floating_point())

@@ -1,1 +1,1 @@
-"""Reading and writing files, whole or not at all, checked before use."""
+"""Files that are written whole or not at all and checked before use."""

@@ -1,9 +1,9 @@
-"""Files and folders that appear whole or not at all, and vanish whole.
+"""Files and folders that are written and removed atomically: other processes see all of them or nothing.
 
     temporary file beside the target -> flush, fsync -> os.replace -> fsync of the folder
 
-The temporary must lie in the same folder: ``os.replace`` is atomic within one file system only. Its hidden name tells
-machine and process, so that the next writer can remove what killed processes left.
+The temporary file lies in the target's folder because ``os.replace`` is atomic within one file system only. Its hidden
+name contains the machine and the process, so that the next writer can remove files of killed processes.
 """
 
 import contextlib
@@ -22,16 +22,17 @@ from lit_efficient.files.sums import write_sums
 
 @contextlib.contextmanager
 def replacing(target: Path) -> Iterator[IO[bytes]]:
-    """A new file to write in binary, which takes the target's place when the block ends without an exception.
+    """Yield a new binary file that replaces the target when the block ends without an exception.
 
-    Missing folders are made. If it cannot be written, the target is as it was, and nothing is left behind.
+    Missing folders are created. If writing fails, the target is unchanged and no temporary file remains.
     """
     with _new_beside(target) as temporary:
         with open(temporary, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        if (target / ".metadata").is_file():  # a checkpoint in shards, which a run of one process goes on from
+        if (target / ".metadata").is_file():
+            # The target is a sharded checkpoint of a run that now continues in one process.
             end_folder(temporary, target)
         else:
             os.replace(temporary, target)
@@ -39,24 +40,30 @@ def replacing(target: Path) -> Iterator[IO[bytes]]:
 
 
 def not_through_links(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file as ``os.open`` does, but none elsewhere: a run's folder may come from somebody else."""
+    """Open a file like ``os.open`` but refuse links, because a run's folder may come from somebody else."""
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def check_new_folder(folder: Path, who: str) -> None:
-    """Refuse, in the name of ``who``, to write over what is there.
+    """Raise an error in the name of ``who`` unless ``folder`` is new or empty.
 
     Raises:
-        ConfigurationError: If ``folder`` is a file or a link, which no folder can replace, or holds something.
+        ConfigurationError: If ``folder`` is a file, a link or a folder with content.
     """
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise refusal(who, "output", "a new or empty folder", str(folder))
 
 
 def write_folder(target: Path, write: Callable[[Path], object], sums: bool = True) -> Path:
-    """Let ``write`` fill a temporary folder beside ``target``, and move it there when it is whole.
+    """Fill a temporary folder with ``write`` and rename it to ``target``.
 
-    ``sums`` writes SHA256SUMS beside that, for :func:`~lit_efficient.files.sums.check_sums`.
+    Args:
+        target: Path of the folder; an existing folder there must be empty.
+        write: Function that fills the temporary folder.
+        sums: Write ``SHA256SUMS`` into the folder, for :func:`~lit_efficient.files.sums.check_sums`.
+
+    Returns:
+        ``target``.
     """
     with _new_beside(target) as temporary:
         temporary.mkdir()
@@ -70,7 +77,7 @@ def write_folder(target: Path, write: Callable[[Path], object], sums: bool = Tru
 
 
 def begin_folder(target: Path) -> Path:
-    """A new hidden folder beside ``target``, for several processes to fill."""
+    """Create a hidden folder beside ``target`` that several processes fill; :func:`end_folder` renames it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(target.parent)
     temporary = temporary_beside(target)
@@ -80,7 +87,7 @@ def begin_folder(target: Path) -> Path:
 
 
 def end_folder(temporary: Path, target: Path) -> None:
-    """Let a filled folder take the place of ``target``, be it a folder, a file or nothing."""
+    """Rename a filled folder to ``target`` and remove the file or folder that was there."""
     doomed = temporary_beside(target)
     in_use.add(doomed)
     try:
@@ -95,7 +102,7 @@ def end_folder(temporary: Path, target: Path) -> None:
 
 
 def link_again(source: Path, target: Path) -> bool:
-    """Give a file a second name, in the place of what has it; False where the file system knows one name a file."""
+    """Make ``target`` a hard link to ``source``; return False if the file system has no hard links."""
     with _new_beside(target) as temporary:
         try:
             os.link(source, temporary)
@@ -107,10 +114,10 @@ def link_again(source: Path, target: Path) -> bool:
 
 
 def replace_link(link: Path, name: str) -> None:
-    """Let a link lead to a folder beside it, in one step.
+    """Point a symbolic link to ``name``, a folder beside the link, in one step.
 
     Raises:
-        OSError: Where there are no links, or none may be made.
+        OSError: If links are not supported or not permitted.
     """
     _remove_stale(link.parent)
     with hidden_beside(link) as temporary:
@@ -119,7 +126,7 @@ def replace_link(link: Path, name: str) -> None:
 
 
 def remove_whole(target: Path) -> None:
-    """Remove a file, or a folder such that nobody ever finds half of it; nothing if it is gone already."""
+    """Remove a file or folder, if it exists; no process ever sees a part of the folder under its name."""
     _remove_stale(target.parent)
     if not target.is_dir() or target.is_symlink():
         target.unlink(missing_ok=True)
@@ -135,10 +142,10 @@ def remove_whole(target: Path) -> None:
 
 @contextlib.contextmanager
 def _new_beside(target: Path) -> Iterator[Path]:
-    """A hidden name beside a target, in a folder that is there and has nothing of killed processes in it.
+    """Yield an unused hidden path beside the target; create the folder and remove files of killed processes.
 
-    Errors of the system that name no file, as those of a write, name the target. So do those that a library in Rust
-    (safetensors, tokenizers) has in words alone: ``... (os error 28)``.
+    An ``OSError`` without a file name gets the target's. Libraries in Rust (safetensors, tokenizers) report such errors
+    only as text, ``... (os error 28)``, which becomes an ``OSError``.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(target.parent)
@@ -150,20 +157,26 @@ def _new_beside(target: Path) -> Iterator[Path]:
             error.filename = error.filename or str(target)
         raise
     except Exception as error:
-        if number := re.search(r"\(os error (\d+)\)", str(error)):
-            raise OSError(int(number[1]), os.strerror(int(number[1])), str(target)) from error
-        raise
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        if found is None:
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number), str(target)) from error
 
 
 def _remove_stale(folder: Path) -> None:
     for entry in folder.glob(f".*{SUFFIX}"):
-        if is_stale(entry):
-            with contextlib.suppress(OSError):  # somebody else may be removing it, too
-                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+        if not is_stale(entry):
+            continue
+        with contextlib.suppress(OSError):  # another process may remove the entry at the same time
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the rename itself survive a power failure. Windows cannot open folders."""
+    """Flush a folder, so that a rename survives a power failure. Windows cannot open folders."""
     if sys.platform != "win32":
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -1,9 +1,9 @@
-"""Checkpoints that can be trusted: written whole or not at all, checked before use, and never a way to run code.
+"""Checkpoints that are written whole or not at all, checked before use, and loaded without running code.
 
     save:  temporary file beside the target -> flush, fsync -> os.replace -> fsync of the folder
     load:  CRC-32 of every record -> torch.load(weights_only=True) on the CPU
 
-torch writes a checksum of every record and never compares it: a flipped bit in a tensor loads without a word.
+torch writes a checksum of each record and never compares it, so it loads a tensor with a flipped bit silently.
 """
 
 import contextlib
@@ -29,23 +29,23 @@ from lit_efficient.files.atomic_file import replacing
 from lit_efficient.files.runs import LATEST, read_record, real, through_latest
 from lit_efficient.files.tensors import load_tensors, save_tensors
 
-_DTYPE = r"[?biufcmMOSUV]\d+"  # how numpy's pickles call a dtype, whose class torch asks for as well
-_BUILT = r"but got <class '([\w.]+)'>"  # torch, of an object that an allowed function has made
-# What a safe load takes without a question, of the operations by which a pickle can hold something else.
+_DTYPE = r"[?biufcmMOSUV]\d+"  # name of a dtype in numpy's pickles; torch must allow the dtype's class, too
+_BUILT = r"but got <class '([\w.]+)'>"  # in torch's message about an object that an allowed function created
+# Names that a safe load always accepts, and the pickle operations that could hold other names.
 _PLAIN = r"collections OrderedDict|torch._utils _rebuild_(tensor_v2|parameter)|torch \w+Storage|_codecs encode"
 _NOT_PLAIN = {"GLOBAL", "LONG4", "POP", "POP_MARK"}
-_MOST_PARTS = 2_000_000
+_MOST_PARTS = 2_000_000  # objects in one checkpoint
 
 
 class DamagedError(CheckpointError):
-    """The bytes are not those that were written: another checkpoint may be whole."""
+    """Raised if a file does not hold the bytes that were written; another checkpoint may be whole."""
 
 
 def newest_in(path: str | os.PathLike[str]) -> Path:
-    """The last checkpoint of a run's folder, or of the newest run in a folder; anything else as it is.
+    """Return the last checkpoint of a run's folder or of the newest run in a folder; return other paths unchanged.
 
     Raises:
-        CheckpointError: If the run has none.
+        CheckpointError: If the run has no checkpoint.
     """
     place = local_file(path)
     if (place / LATEST).exists():
@@ -57,12 +57,13 @@ def newest_in(path: str | os.PathLike[str]) -> Path:
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """A checkpoint, a bare state dict or a ``.safetensors`` file as ``{"state_dict": ..., ...}``, on the CPU.
+    """Return a checkpoint, a state dict or a ``.safetensors`` file as ``{"state_dict": ..., ...}`` on the CPU.
 
-    Of a run's folder it is that of :func:`newest_in`. A checkpoint's tensors stay on disk until they are used.
+    Args:
+        path: A file, or a folder as for :func:`newest_in`. A checkpoint's tensors stay on disk until they are used.
 
     Raises:
-        CheckpointError: If there is no such file, or it is damaged, or holds more than data.
+        CheckpointError: If there is no such file, or it is damaged or holds more than data.
         ConfigurationError: If it holds no weights.
     """
     source = newest_in(path)
@@ -72,12 +73,12 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     if isinstance(checkpoint, dict) and checkpoint and all(isinstance(value, Tensor) for value in checkpoint.values()):
         return {"state_dict": checkpoint}
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
-        raise ConfigurationError(f"{path} holds no weights: a checkpoint of Lightning has the key 'state_dict'")
+        raise ConfigurationError(f"{path} holds no weights: a Lightning checkpoint has the key 'state_dict'")
     return checkpoint
 
 
 def write(path: str | os.PathLike[str], checkpoint: dict[str, Any]) -> None:
-    """Write a checkpoint, or its weights alone if ``path`` ends in ``.safetensors``, whole or not at all."""
+    """Write a checkpoint atomically; if ``path`` ends in ``.safetensors``, write only its weights."""
     if Path(path).suffix == ".safetensors":
         save_tensors(path, checkpoint["state_dict"])
     else:
@@ -85,14 +86,15 @@ def write(path: str | os.PathLike[str], checkpoint: dict[str, Any]) -> None:
 
 
 def save_atomically(obj: object, path: str | os.PathLike[str]) -> None:
-    """Write an object with ``torch.save`` so that the path holds either all of it or what it held before.
+    """Write an object with ``torch.save``; until it is complete the path keeps its previous content.
 
-    Temporaries that killed processes left in the folder are removed on the way.
+    Temporary files of killed processes in the folder are removed.
 
     Raises:
-        CheckpointError: If it cannot be written, naming the file and the space; the previous file is as it was.
+        CheckpointError: If the file cannot be written; the message names the file and the free space.
     """
-    target, writer = local_file(path), _Writer()
+    target = local_file(path)
+    writer = _Writer()
     try:
         with replacing(target) as file, _checksums():
             writer.file = file
@@ -100,7 +102,7 @@ def save_atomically(obj: object, path: str | os.PathLike[str]) -> None:
             file.flush()
             _warn_of_classes(Path(file.name), target)
     except (OSError, RuntimeError) as error:
-        # torch's writer, interrupted by an OSError, raises a RuntimeError about positions instead.
+        # After an OSError torch's writer raises a RuntimeError about file positions instead.
         cause = error if isinstance(error, OSError) else writer.error
         if cause is None:
             raise
@@ -108,32 +110,32 @@ def save_atomically(obj: object, path: str | os.PathLike[str]) -> None:
 
 
 def is_written(obj: object, path: str | os.PathLike[str]) -> bool:
-    """Whether a file holds what ``torch.save`` would write of an object, byte for byte; it is read as far as it is."""
+    """Return whether a file holds exactly the bytes that ``torch.save`` would write for an object."""
     try:
         with open(path, "rb") as file, _checksums():
             reader = _Comparison(file)
             torch.save(obj, cast(IO[bytes], reader))
             return reader.same and not file.read(1)
-    except (OSError, RuntimeError):  # torch's writer, when it is to stop
+    except (OSError, RuntimeError):  # raised at the first difference
         return False
 
 
 def load_verified(path: str | os.PathLike[str], verify: bool = True, mapped: bool = False) -> Any:
-    """Load what ``torch.save`` wrote, after checking its checksums, tensors and primitives only, on the CPU.
+    """Return what ``torch.save`` wrote, on the CPU, after checking its checksums. Loads only tensors and plain data.
 
     Args:
         path: A local file. URLs are refused.
-        verify: Compare every record with its CRC-32 first. Without it a flipped bit in a tensor goes unnoticed.
+        verify: Compare each record with its CRC-32. Otherwise a flipped bit in a tensor goes unnoticed.
         mapped: Leave tensors on disk until they are used.
 
     Raises:
-        CheckpointError: If the file is missing, damaged, or needs classes to be imported; the message says which.
+        CheckpointError: If the file is missing, damaged or needs other classes; the message names them.
     """
     source = local_file(path)
     if source.is_dir():
-        raise CheckpointError(f"{source} is a folder: a sharded checkpoint, which only its own strategy can load")
+        raise CheckpointError(f"{source} is a folder: a sharded checkpoint, which only its strategy can load")
     try:
-        # One handle for check and load: what was checked is what is loaded, whatever is renamed meanwhile.
+        # The check and the load share one handle: another process may replace the file in between.
         with open(source, "rb") as file:
             if verify:
                 _check_records(file, source)
@@ -146,7 +148,7 @@ def load_verified(path: str | os.PathLike[str], verify: bool = True, mapped: boo
 
 
 def state_of(path: str | os.PathLike[str]) -> tuple[int, ...] | None:
-    """What changes with a file's content, None of what is no file."""
+    """Return device, inode, size and modification time of a file, which change with its content; None if missing."""
     try:
         found = os.stat(path)
     except OSError:
@@ -155,21 +157,20 @@ def state_of(path: str | os.PathLike[str]) -> tuple[int, ...] | None:
 
 
 def not_finite(tensors: Mapping[str, Any]) -> list[str]:
-    """Names of floating tensors that hold NaN, or infinity beside numbers: a mask has but zeros beside -inf."""
-    floats = {name: tensor for name, tensor in tensors.items() if is_floating(tensor)}
-    return [name for name, tensor in floats.items() if not _finite_or_mask(tensor)]
+    """Return the names of tensors with NaN or infinity. Masks, of zeros and infinities of one sign, do not count."""
+    return [name for name, tensor in tensors.items() if is_floating(tensor) and not _finite_or_mask(tensor)]
 
 
 def is_floating(tensor: object) -> bool:
-    """Whether it is a plain tensor with floating numbers in it."""
+    """Return whether an object is a plain floating-point tensor that is not empty."""
     if not isinstance(tensor, Tensor) or type(tensor) not in (Tensor, torch.nn.Parameter):
-        return False  # classes of quantised tensors hold integers
+        return False  # quantised tensors are subclasses that hold integers
     return tensor.is_floating_point() and tensor.layout == torch.strided and tensor.numel() > 0
 
 
 @torch.no_grad()
 def _finite_or_mask(tensor: Tensor) -> bool:
-    values = tensor.float() if tensor.itemsize == 1 else tensor  # torch has no extremes of float8
+    values = tensor.float() if tensor.itemsize == 1 else tensor  # aminmax does not support float8
     least, most = map(float, torch.aminmax(values))
     if math.isfinite(least) and math.isfinite(most):
         return True
@@ -177,10 +178,14 @@ def _finite_or_mask(tensor: Tensor) -> bool:
 
 
 def check_piece(data: bytes, where: str) -> Any:
-    """What ``torch.save`` wrote into a part of a file: its checksums are checked, and it is tensors and primitives.
+    """Return what ``torch.save`` wrote into a part of a file, like :func:`load_verified`.
+
+    Args:
+        data: The bytes.
+        where: Description of their place, for messages.
 
     Raises:
-        CheckpointError: Naming ``where``.
+        CheckpointError: If they are damaged or hold more than data.
     """
     file = io.BytesIO(data)
     _check_records(file, where)
@@ -189,12 +194,18 @@ def check_piece(data: bytes, where: str) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"refused to load {where}: {str(error).splitlines()[0][:200]}") from error
-    except Exception as error:  # as in `load_verified`
+    except Exception as error:  # torch reports damage by many types of errors
         raise DamagedError(f"{where} is damaged ({str(error).splitlines()[0][:200]})") from error
 
 
 def weights_alone(checkpoint: dict[str, Any], state_dict: dict[str, Any], kind: str) -> dict[str, Any]:
-    """``checkpoint`` with other weights and without what only a resumed fit could use."""
+    """Return a checkpoint without the states of training.
+
+    Args:
+        checkpoint: A whole checkpoint.
+        state_dict: Weights for the result.
+        kind: Kind of the weights, "raw" or the name of an average, which is noted in the result.
+    """
     dropped = {"optimizer_states", "lr_schedulers", "callbacks", "MixedPrecision", "loops", "state_dict"}
     kept = {key: value for key, value in checkpoint.items() if key not in dropped}
     ours: dict[str, Any] = {**kept.get("lit_efficient", {}), "weights": kind}
@@ -204,18 +215,18 @@ def weights_alone(checkpoint: dict[str, Any], state_dict: dict[str, Any], kind: 
 
 
 def missing_folder(name: str) -> str | None:
-    """What to tell a user who named a folder of a model that is not there; None for what may be a name on a hub."""
+    """Return a message if ``name`` is a missing folder of a model; None if it exists or may be a name on a hub."""
     path = Path(name).expanduser()
     if path.is_dir() or (name.count("/") < 2 and not name.startswith((".", "/", "~"))):
         return None
     return (
-        f"there is no folder {name} (looked for {path.absolute()}). One is made from a checkpoint of LanguageModeling "
-        f"by: python -m lit_efficient export CKPT --format merged --output {name}"
+        f"there is no folder {name} (looked for {path.absolute()}). To create it from a checkpoint of LanguageModeling "
+        f"run: python -m lit_efficient export CKPT --format merged --output {name}"
     )
 
 
 class _Writer:
-    """A file for ``torch.save`` that remembers what went wrong: torch's own writer loses it."""
+    """File object for ``torch.save`` that keeps the error of a failed write, which torch's writer loses."""
 
     file: IO[bytes]
 
@@ -237,7 +248,7 @@ class _Writer:
 
 
 class _Comparison:
-    """A file for ``torch.save`` that writes nothing, and ends at the first byte that is not in another file."""
+    """File object for ``torch.save`` that compares with another file instead of writing, up to the first difference."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
@@ -250,27 +261,28 @@ class _Comparison:
         return len(data)
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Do nothing: no data is buffered."""
 
 
 def local_file(path: str | os.PathLike[str]) -> Path:
-    """The path of a file on a disk, by way of a run's ``latest``.
+    """Return the path of a local file, with a run's ``latest`` resolved.
 
     Raises:
-        CheckpointError: For a URL, a pipe, a device or a pointer of git lfs.
+        CheckpointError: If the path is a URL, a pipe, a device or a pointer file of git lfs.
     """
     if "://" in os.fspath(path):
         raise CheckpointError(f"{os.fspath(path)} is a URL; checkpoints are only written to and read from local files")
-    if (found := through_latest(Path(path))).exists() and not (found.is_file() or found.is_dir()):
+    found = through_latest(Path(path))
+    if found.exists() and not (found.is_file() or found.is_dir()):
         raise CheckpointError(f"{found} is a pipe or a device, and no file")
     if found.is_file() and found.stat().st_size < 1024 and found.read_bytes().startswith(b"version https://git-lfs"):
-        raise CheckpointError(f"{found} is a pointer of git lfs, and not the file: fetch it with git lfs pull")
+        raise CheckpointError(f"{found} is a pointer file of git lfs: fetch the content with git lfs pull")
     return found
 
 
 @contextlib.contextmanager
 def _checksums() -> Iterator[None]:
-    """Have torch compute CRCs even where somebody switched them off: loading needs them."""
+    """Have torch compute checksums even if other code switched them off, because loading compares them."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(True)
     try:
@@ -292,9 +304,9 @@ def _size(count: int) -> str:
 
 
 def _warn_of_classes(temporary: Path, target: Path) -> None:
-    """Say it now, and not when it is needed, if a safe load will refuse the file."""
+    """Warn if a safe load will refuse the file that is being saved."""
     if all(re.fullmatch(_PLAIN, str(argument)) for kind, argument in _operations(temporary) if kind in _NOT_PLAIN):
-        return  # a load, which tells for certain, takes longer than the save
+        return  # the load below would take longer than the save
     try:
         torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
@@ -302,12 +314,12 @@ def _warn_of_classes(temporary: Path, target: Path) -> None:
 
 
 def _refused(source: Path, error: Exception) -> str:
-    """What a safe load does not take of a whole file: all classes at once, and the line that allows them."""
+    """Return a message that names all classes that a safe load refuses, and the lines of Python that allow them."""
     names = _refused_classes(source, error)
     if not names:
-        return f"It holds what a safe load does not take: {str(error).splitlines()[0][:200]}"
+        return f"It holds objects that a safe load refuses: {str(error).splitlines()[0][:200]}"
     modules = sorted({name.rpartition(".")[0] for name in names})
-    # What numpy 1 wrote is found under another name today.
+    # numpy 2 renamed the modules that numpy 1 wrote into pickles.
     found = [f'({n.replace(".core.", "._core.", 1)}, "{n}")' if n.startswith("numpy.core.") else n for n in names]
     return (
         f"It holds objects of {', '.join(names)}, not only tensors and primitives: keep them out of hyper-parameters "
@@ -319,7 +331,7 @@ def _refused(source: Path, error: Exception) -> str:
 
 def _refused_classes(source: Path, error: Exception) -> list[str]:
     names = set(re.findall(_BUILT, str(error)))
-    with contextlib.suppress(pickle.UnpicklingError, ValueError):  # at what a safe load does not take either
+    with contextlib.suppress(pickle.UnpicklingError, ValueError):  # raised for operations that torch does not know
         names |= set(torch.serialization.get_unsafe_globals_in_checkpoint(source))
     words = [word for _, word in _operations(source) if isinstance(word, str)]
     if any(word in ("numpy", "numpy dtype") for word in words):
@@ -330,7 +342,7 @@ def _refused_classes(source: Path, error: Exception) -> list[str]:
 
 
 def _operations(source: Path) -> Iterator[tuple[str, object]]:
-    """Of the pickle that says how a checkpoint's tensors lie in it: each operation and its argument."""
+    """Return name and argument of each operation of the pickle inside a checkpoint."""
     with zipfile.ZipFile(source) as archive:
         pickled = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
     return ((operation.name, argument) for operation, argument, _ in pickletools.genops(pickled))
@@ -340,33 +352,34 @@ def _check_records(file: IO[bytes], source: Path | str) -> None:
     try:
         with zipfile.ZipFile(file) as archive:
             if any(record.compress_type for record in archive.infolist()):
-                raise zipfile.BadZipFile("torch compresses nothing, and a few bytes could unpack to a full disk")
+                raise zipfile.BadZipFile("torch does not compress, and a few compressed bytes could fill a disk")
             if any(record.external_attr & 0x10 for record in archive.infolist()):
-                raise zipfile.BadZipFile("a record is marked as a folder, of which torch reads nothing")
+                raise zipfile.BadZipFile("a record is marked as a folder, and torch reads nothing from folders")
             bad = archive.testzip()
     except OSError:
         raise
-    except Exception as error:  # zipfile reports damage as BadZipFile, RuntimeError, EOFError, NotImplementedError, ...
+    except Exception as error:  # zipfile reports damage by many types of errors
         raise DamagedError(f"the checkpoint {source} is damaged or truncated ({error})") from error
     if bad is not None:
         raise DamagedError(f"the checkpoint {source} is damaged: its record {bad} does not match its checksum")
 
 
 def _load(file: IO[bytes], source: Path, mapped: bool, verified: bool) -> Any:
-    # torch opens a file that it maps twice, by name: a writer that replaces it in between would mix two checkpoints.
-    same = f"/proc/self/fd/{file.fileno()}"  # where there is none, nothing is mapped
+    # torch opens a mapped file twice by its name. The name of the open handle always leads to the same file, even if
+    # another process replaces the checkpoint in between. Without such names nothing is mapped.
+    same = f"/proc/self/fd/{file.fileno()}"
     mapped = mapped and os.path.exists(same)
     try:
         loaded = torch.load(same if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
     except OSError:
         raise
-    except Exception as error:  # torch reports damage as RuntimeError, UnpicklingError, EOFError, KeyError, ...
-        if "unable to mmap" in str(error):  # by the file system, or for want of memory
+    except Exception as error:  # torch reports damage by many types of errors
+        if "unable to mmap" in str(error):  # not supported by the file system, or out of address space
             file.seek(0)
             return _load(file, source, False, verified)
-        if is_out_of_memory(error):  # which says nothing of the file
+        if is_out_of_memory(error):
             raise
-        if isinstance(error, pickle.UnpicklingError) and verified:  # these are the bytes that were written
+        if isinstance(error, pickle.UnpicklingError) and verified:  # the bytes are those that were written
             raise CheckpointError(f"refused to load {source}. {_refused(source, error)}") from error
         raise DamagedError(f"the checkpoint {source} is damaged ({str(error).splitlines()[0][:200]})") from error
     _check_size(loaded, source)
@@ -374,15 +387,24 @@ def _load(file: IO[bytes], source: Path, mapped: bool, verified: bool) -> Any:
 
 
 def _check_size(loaded: object, source: Path) -> None:
-    """Refuse what is small in a file and large in memory: lists that hold each other, tensors that repeat a number."""
-    parts, left = [loaded], _MOST_PARTS
+    """Raise an error for small files that are large in memory: lists that contain each other, expanded tensors."""
+    parts = [loaded]
+    left = _MOST_PARTS
     while parts:
         part = parts.pop()
         left -= 1
-        if isinstance(part, Mapping | list | tuple):
-            parts += part.values() if isinstance(part, Mapping) else part
-        elif type(part) in (Tensor, torch.nn.Parameter) and part.layout == torch.strided:  # type: ignore[attr-defined]
-            count, held = part.numel() * part.itemsize, part.untyped_storage().nbytes()  # type: ignore[attr-defined]
-            left = left if count <= max(2**30, 64 * held) else -1
+        if isinstance(part, Mapping):
+            parts += part.values()
+        elif isinstance(part, list | tuple):
+            parts += part
+        elif isinstance(part, Tensor) and _is_expanded(part):
+            left = -1
         if left < len(parts):
-            raise CheckpointError(f"refused to load {source}: what it holds would grow without end in memory")
+            raise CheckpointError(f"refused to load {source}: its content would grow without limit in memory")
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Return whether a tensor has far more elements than its storage, which repeats them."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+        return False
+    return tensor.numel() * tensor.itemsize > max(2**30, 64 * tensor.untyped_storage().nbytes())

@@ -1,7 +1,7 @@
-"""The configs that come with the package, found by name from any folder.
+"""The configs of the package, found by name from any folder.
 
-``lora`` is ``techniques/lora``, ``language_model`` is ``tasks/language_model``; all others keep the folder in their
-name: ``llm/lora``. A path that exists comes first.
+``lora`` is ``techniques/lora`` and ``language_model`` is ``tasks/language_model``; other names keep their folder, as in
+``llm/lora``. An existing path takes precedence over a name.
 """
 
 import os
@@ -11,36 +11,41 @@ from pathlib import Path
 from lit_efficient.errors import ConfigurationError, nearest
 
 BARE = ("tasks", "techniques")
-"""Folders whose configs need no folder in front of their name: no name stands in both."""
-# What may be meant for a name or a path: no YAML itself, no option, no address.
+"""Folders whose configs are named without the folder. No name occurs in both."""
+# Text that may be a name or a path: no inline YAML, no option, no URL.
 _NAME = re.compile(r"[\w./~\\][\w./~\\-]*")
 
 
 def folder() -> Path:
-    """Where they lie: inside the package where it is installed, beside it in a checkout."""
+    """Return the folder of the configs: inside an installed package, beside the package in a checkout."""
     package = Path(__file__).parents[1]
-    return inside if (inside := package / "configs").is_dir() else package.parent / "configs"
+    inside = package / "configs"
+    if inside.is_dir():
+        return inside
+    return package.parent / "configs"
 
 
 def known() -> dict[str, Path]:
-    """All of them by name, in the order of their folders."""
+    """Return all configs by name, sorted by folder."""
     return {name_of(path): path for path in sorted(folder().glob("*/*.yaml"))}
 
 
 def summary(path: Path) -> str:
-    """What one is: the first sentence of its first line."""
+    """Return the first sentence of a config's first comment line."""
     with path.open(encoding="utf-8") as file:
         line = file.readline().lstrip("# ").strip().removeprefix("Overlay: ")
     return line.partition(". ")[0].rstrip(".:")
 
 
 def name_of(path: Path) -> str:
-    """What one is called on the command line."""
-    return path.stem if path.parent.name in BARE else f"{path.parent.name}/{path.stem}"
+    """Return the name of a config on the command line."""
+    if path.parent.name in BARE:
+        return path.stem
+    return f"{path.parent.name}/{path.stem}"
 
 
 def located(given: str) -> str:
-    """The path of the config with a name; any other text, and a path that exists, as it is."""
+    """Return the path of the config named ``given``; return ``given`` if it is an existing file or no name."""
     if os.path.exists(given) and not os.path.isdir(given):
         return given
     head, _, stem = given.rpartition("/")
@@ -48,19 +53,19 @@ def located(given: str) -> str:
 
 
 def find(given: str) -> str:
-    """The path of the config with a name, or the path that is given.
+    """Return the path of the config named ``given``, or ``given`` if it is a path.
 
     Raises:
-        ConfigurationError: If it is neither, naming those that it may be meant for.
+        ConfigurationError: If there is no such config or file; the message suggests similar names.
     """
     path = located(given)
-    if path == given and not os.path.exists(given) and _NAME.fullmatch(given):
-        stem = Path(given).stem
-        stems = {name.rpartition("/")[2] for name in known()}
-        like = {stem} & stems or nearest(stem, stems, 3)
-        names = " or ".join(repr(name) for name in known() if name.rpartition("/")[2] in like)
-        advice = f", did you mean {names}?" if names else ""
-        raise ConfigurationError(
-            f"config: there is no file {given!r}{advice}\n  `python -m lit_efficient configs` lists those that it has"
-        )
-    return path
+    if path != given or os.path.exists(given) or not _NAME.fullmatch(given):
+        return path
+    stem = Path(given).stem
+    stems = {name.rpartition("/")[2] for name in known()}
+    similar = {stem} & stems or nearest(stem, stems, 3)
+    names = " or ".join(repr(name) for name in known() if name.rpartition("/")[2] in similar)
+    advice = f", did you mean {names}?" if names else ""
+    raise ConfigurationError(
+        f"config: there is no file {given!r}{advice}\n  `python -m lit_efficient configs` lists the configs by name"
+    )

@@ -1,56 +1,64 @@
-"""Hashes of files that are computed once: a file of the size and time that it had is not read again.
+"""Hashes of files that are computed once and kept while the file's size and modification time stay the same.
 
-The rule of make and git, and git's care: a file that was changed so shortly before it was hashed that a later change
-could bear the same time is hashed again the next time.
+Make and git use the same rule. Like git, a file that was modified less than two seconds before it was hashed is hashed
+again the next time, because a later modification could have the same time stamp.
 """
 
 import hashlib
 import json
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.atomic_file import replacing
 from lit_efficient.files.cache import MANIFEST, cache_root, read_manifest
 from lit_efficient.files.sums import sha256_of
 
-_SETTLED = 2_000_000_000  # nanoseconds: the coarsest clock of a file system in use
+_SETTLED = 2_000_000_000  # nanoseconds: resolution of the coarsest file-system clock in use
 _LARGE = 2**30  # bytes of a folder
+_Entry = tuple[int, int, str, int]  # size, modification time, hash, time of hashing
 
 
 def hash_files(root: Path, files: Sequence[Path], cache_dir: str | None = None) -> list[str]:
-    """SHA-256 of the content of each file below ``root``, the folder or file that the user named: one list is kept for
-    it.
+    """Return the SHA-256 of each file.
+
+    Args:
+        root: The folder or file that the user named. The hashes of one root are kept in one list.
+        files: Files in ``root``.
+        cache_dir: Cache folder, as for :func:`~lit_efficient.files.cache.cache_root`.
+
+    Raises:
+        ConfigurationError: If a file cannot be read.
     """
-    folder = cache_root(cache_dir) / "file_hashes"
-    listing = folder / f"{hashlib.sha256(str(root.absolute()).encode()).hexdigest()[:32]}.json"
-    known, now, fresh = _read(listing), time.time_ns(), False
-    entries: dict[str, list[Any]] = {}
+    name = hashlib.sha256(str(root.absolute()).encode()).hexdigest()[:32]
+    listing = cache_root(cache_dir) / "file_hashes" / f"{name}.json"
+    known = _read(listing)
+    now = time.time_ns()
+    entries: dict[str, _Entry] = {}
     for file in files:
-        name = str(file.absolute())
         try:
             stat = file.stat()
-            entry = known.get(name)
-            if entry is None or entry[:2] != [stat.st_size, stat.st_mtime_ns] or entry[3] - entry[1] < _SETTLED:
-                entry, fresh = [stat.st_size, stat.st_mtime_ns, sha256_of(file), now], True
+            size, modified, digest, hashed = known.get(str(file.absolute()), (-1, 0, "", 0))
+            if (size, modified) != (stat.st_size, stat.st_mtime_ns) or hashed - modified < _SETTLED:
+                digest, hashed = sha256_of(file), now
         except OSError as error:
             raise ConfigurationError(f"{file} cannot be read: {error.strerror or error}.") from error
-        entries[name] = entry
-    if fresh:
+        entries[str(file.absolute())] = (stat.st_size, stat.st_mtime_ns, digest, hashed)
+    if any(hashed == now for _, _, _, hashed in entries.values()):
         _write(listing, known | entries)
     return [entries[str(file.absolute())][2] for file in files]
 
 
 def altered_file(folder: Path, recorded: Mapping[str, tuple[int, str]], thorough: bool) -> str | None:
-    """Which file of a folder has another size or SHA-256 than is recorded, in one sentence; None if all are as they
-    were.
+    """Return a sentence about the first file that differs from its record, or None.
 
-    ``thorough``: contents are compared (about 1 s a GB), not only sizes; of a folder above 1 GiB once for each size and
-    time of a file, or ten million latents would begin minutes late.
+    Args:
+        folder: Folder of the files.
+        recorded: Size in bytes and SHA-256 of each file, by its path in the folder.
+        thorough: Compare hashes, too (about 1 s per GB). In a folder above 1 GiB a file is hashed again only if its
+            size or modification time changed.
     """
     for name, (size, _) in recorded.items():
         path = folder / name
@@ -63,12 +71,20 @@ def altered_file(folder: Path, recorded: Mapping[str, tuple[int, str]], thorough
     paths = [folder / name for name in recorded]
     large = sum(size for size, _ in recorded.values()) > _LARGE
     found = hash_files(folder, paths) if large else map(sha256_of, paths)
-    wrong = (name for (name, (_, digest)), now in zip(recorded.items(), found) if now != digest)
-    return next((f"{name} is not what was written (its SHA-256 differs)." for name in wrong), None)
+    for (name, (_, digest)), current in zip(recorded.items(), found):
+        if current != digest:
+            return f"{name} is not what was written (its SHA-256 differs)."
+    return None
 
 
 def broken_seal(folder: Path, form: int, thorough: bool) -> str | None:
-    """What of a folder is not as `seal` found it, in one sentence; None if nothing. Else as `altered_file`."""
+    """Return a sentence about the first difference from the manifest that ``seal`` wrote, or None.
+
+    Args:
+        folder: Folder with a manifest.
+        form: Expected format number.
+        thorough: As for :func:`altered_file`.
+    """
     try:
         manifest = read_manifest(folder)
         if (manifest["format"], manifest["byteorder"]) != (form, sys.byteorder):
@@ -79,17 +95,16 @@ def broken_seal(folder: Path, form: int, thorough: bool) -> str | None:
     return altered_file(folder, listed, thorough)
 
 
-def _read(listing: Path) -> dict[str, list[Any]]:
+def _read(listing: Path) -> dict[str, _Entry]:
     try:
-        found: dict[str, list[Any]] = json.loads(listing.read_text("utf-8"))
-    except (OSError, ValueError):  # not there yet, or not whole: it is only a shortcut
+        found = json.loads(listing.read_text("utf-8"))
+        return {name: (size, modified, digest, hashed) for name, (size, modified, digest, hashed) in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError):  # missing or damaged; the files are hashed again
         return {}
-    return found
 
 
-def _write(listing: Path, entries: dict[str, list[Any]]) -> None:
+def _write(listing: Path, entries: Mapping[str, _Entry]) -> None:
     try:
-        os.makedirs(listing.parent, exist_ok=True)
         with replacing(listing) as file:
             file.write(json.dumps(entries).encode())
     except OSError:  # a cache on a read-only disk: the files are hashed each time

@@ -1,21 +1,28 @@
-"""Grids of images with their names on them, by Pillow and its built-in font, which knows ASCII.
+"""Grids of images with captions, drawn by Pillow with its built-in ASCII font.
 
-Names stand above columns, at the left of rows, or above each image: wherever they say it in the fewest words.
+Captions stand above columns, left of rows or above each image, wherever the fewest words are needed.
 """
 
 import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lit_efficient.errors import refusal
 from lit_efficient.files.atomic_file import replacing
 
-_SIZE, _LINE, _GAP = 12, 18, 6  # pixels of the font, of a line, between named cells
-_WIDEST = 200  # pixels of a name; a longer one is cut
+if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
+
+# Pixels of the font, of a line of text, between captioned cells, and of the widest caption.
+_SIZE = 12
+_LINE = 18
+_GAP = 6
+_WIDEST = 200
 
 
 def draw_grid(
@@ -26,11 +33,16 @@ def draw_grid(
     captions: Sequence[str] = (),
     rows: Sequence[str] = (),
     heads: Sequence[str] = (),
-) -> Any:
-    """Images row by row as a picture of Pillow, a line of ``zoom`` pixels between them; a short last row is filled up.
+) -> "Picture":
+    """Draw images row by row; cells of an incomplete last row stay empty.
 
-    Images are [N, C, H, W], uint8, or float in [-1, 1]; C is 1 or 3. Of captions, one an image, what all of a column or
-    of a row have in common is said once; rows and columns may have names, too.
+    Args:
+        images: [N, C, H, W], uint8 or float in [-1, 1], with 1 or 3 channels.
+        columns: Images per row.
+        zoom: Factor of enlargement, and pixels between images without captions.
+        captions: One caption per image. A caption that a column or row has in common is drawn once.
+        rows: Captions of the rows.
+        heads: Captions of the columns.
     """
     from PIL import Image, ImageDraw, ImageFont
 
@@ -41,29 +53,34 @@ def draw_grid(
     above = [shortened(name, font) for name in heads or captions]
     left = [shortened(name, font) for name in rows]
     gap = _GAP if above or left else zoom
-    widest = [max((round(font.getlength(name)) for name in names), default=0) for names in (above, left)]
-    width, height = max(pixels.shape[2], widest[0]), max(pixels.shape[1], _LINE if left else 0)
-    margin, head = widest[1] + gap if left else 0, _LINE if heads else 0
-    step = height + gap + (_LINE if captions else 0)
     edge = gap if above or left else 0
+    caption_height = _LINE if captions else 0
+    head_height = _LINE if heads else 0
+    margin = _widest(left, font) + gap if left else 0
+    width = max(pixels.shape[2], _widest(above, font))
+    height = max(pixels.shape[1], _LINE if left else 0)
+    step = caption_height + height + gap
     count = -(-len(pixels) // columns)
-    size = (2 * edge + margin + columns * (width + gap) - gap, 2 * edge + head + count * step - gap)
+    size = (2 * edge + margin + columns * (width + gap) - gap, 2 * edge + head_height + count * step - gap)
     picture = Image.new("L" if images.shape[1] == 1 else "RGB", size, "white" if edge else "black")
     draw = ImageDraw.Draw(picture)
     for i, image in enumerate(pixels):
         row, column = divmod(i, columns)
-        x, y = edge + margin + column * (width + gap), edge + head + row * step
-        if captions or (heads and row == 0):
-            draw.text((x + width // 2, y - (0 if captions else head)), above[i], fill="black", font=font, anchor="ma")
-        y += _LINE if captions else 0
+        x = edge + margin + column * (width + gap)
+        y = edge + head_height + row * step
+        if captions:
+            draw.text((x + width // 2, y), above[i], fill="black", font=font, anchor="ma")
+        elif heads and row == 0:
+            draw.text((x + width // 2, y - head_height), above[i], fill="black", font=font, anchor="ma")
+        y += caption_height
         picture.paste(Image.fromarray(image), (x + (width - image.shape[1]) // 2, y + (height - image.shape[0]) // 2))
         if left and column == 0:
             draw.text((edge, y + height // 2), left[row], fill="black", font=font, anchor="lm")
     return picture
 
 
-def write_picture(picture: Any, path: Path, about: Mapping[str, Any] | None = None) -> None:
-    """Write a PNG whole or not at all; ``about`` travels in it as text."""
+def write_picture(picture: "Picture", path: Path, about: Mapping[str, object] | None = None) -> None:
+    """Write a PNG atomically, with ``about`` as texts in the file."""
     from PIL.PngImagePlugin import PngInfo
 
     notes = PngInfo()
@@ -74,12 +91,13 @@ def write_picture(picture: Any, path: Path, about: Mapping[str, Any] | None = No
 
 
 def shortened(text: str, font: Any, width: int = _WIDEST) -> str:
-    """``text`` in one line of letters that the font has, cut with an ellipsis where it is wider than ``width``."""
-    letters = unicodedata.normalize("NFKD", " ".join(text.split())[:200])  # an e and its accent: the e can be drawn
+    """Return ``text`` on one line, at most ``width`` pixels wide, with "?" for letters that the font lacks."""
+    letters = unicodedata.normalize("NFKD", " ".join(text.split())[:200])  # splits accents off their letters
     missing = _drawn("\U0010ffff", font)
-    marks = {letter: letter if _drawn(letter, font) != missing else "?" for letter in set(letters)}
-    marks |= {letter: "" for letter in marks if unicodedata.combining(letter)}
-    plain = "".join(map(marks.__getitem__, letters))
+    plain = ""
+    for letter in letters:
+        if not unicodedata.combining(letter):
+            plain += letter if _drawn(letter, font) != missing else "?"
     if font.getlength(plain) <= width:
         return plain
     while font.getlength(plain + "…") > width:
@@ -87,13 +105,17 @@ def shortened(text: str, font: Any, width: int = _WIDEST) -> str:
     return plain + "…"
 
 
-def _drawn(letter: str, font: Any) -> tuple[Any, bytes]:
+def _widest(names: Sequence[str], font: Any) -> int:
+    return max((round(font.getlength(name)) for name in names), default=0)
+
+
+def _drawn(letter: str, font: Any) -> tuple[tuple[int, int], bytes]:
     mask = font.getmask(letter)
     return mask.size, bytes(mask)
 
 
 def _said_once(captions: Sequence[str], columns: int) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
-    """Names of rows, of columns and of images, of which one kind is there."""
+    """Return captions of rows, of columns and of images, of which one kind is not empty."""
     if all(name == captions[i % columns] for i, name in enumerate(captions)):
         return (), captions[:columns], ()
     if all(name == captions[i - i % columns] for i, name in enumerate(captions)):
@@ -101,8 +123,8 @@ def _said_once(captions: Sequence[str], columns: int) -> tuple[Sequence[str], Se
     return (), (), captions
 
 
-def _pixels(images: Tensor, zoom: int) -> Any:
-    """[N, H, W] or [N, H, W, 3] of numpy, uint8, each pixel ``zoom`` times."""
+def _pixels(images: Tensor, zoom: int) -> np.ndarray:
+    """Return enlarged pixels as uint8, [N, H, W] or [N, H, W, 3]."""
     if images.dim() != 4 or images.shape[1] not in (1, 3):
         raise refusal("draw_grid", "images", "[N, 1 or 3, H, W]", tuple(images.shape))
     if images.dtype != torch.uint8:

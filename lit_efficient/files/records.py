@@ -1,4 +1,4 @@
-"""What checkpoints record of arguments, as the objects that they were."""
+"""Objects rebuilt from the constructor arguments that a checkpoint records."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
@@ -9,10 +9,7 @@ _T = TypeVar("_T")
 
 
 def rebuild(cls: Callable[..., _T], stored: Mapping[str, Any]) -> _T:
-    """The object of ``cls`` whose arguments a checkpoint records as primitives.
-
-    Those whose default is a dataclass are dictionaries.
-    """
+    """Return ``cls(**stored)``; a mapping for an argument whose default is a dataclass becomes that dataclass."""
     arguments = dict(stored)
     for name, parameter in signature(cls).parameters.items():
         if is_dataclass(parameter.default) and isinstance(arguments.get(name), Mapping):

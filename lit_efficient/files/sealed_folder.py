@@ -1,7 +1,4 @@
-"""A cache folder that is whole or absent: safetensors files under a manifest that knows the hash of each.
-
-What was made at length is never made again silently: everything is checked when the folder is opened, and refused.
-"""
+"""Cache folders of safetensors files that are costly to make: built once, and checked in full when opened."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,52 +7,44 @@ from typing import Any
 from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.files.cache import prepared_folder, read_json, write_json
-from lit_efficient.files.sums import sha256_of
+from lit_efficient.files.cache import prepared_folder, read_manifest, seal
+from lit_efficient.files.file_hashes import broken_seal
 from lit_efficient.files.tensors import load_tensors, save_tensors
 
-MANIFEST = "manifest.json"
+_FORMAT = 1
 
 Contents = tuple[dict[str, dict[str, Tensor]], dict[str, Any]]
 
 
 def make_once(folder: Path, key: str, make: Callable[[], Contents]) -> None:
-    """Fill ``folder`` unless it is there; ``key``, a hash of all that the content depends on, goes into the manifest.
+    """Fill ``folder`` if it does not exist.
 
-    ``make`` returns {file name: {tensor name: tensor}} and a JSON-able dictionary of facts for the manifest.
+    Args:
+        folder: Path of the cache.
+        key: Hash of everything that the content depends on.
+        make: Function that returns {file name: {tensor name: tensor}} and facts for the manifest, as plain data.
     """
-    prepared_folder(folder, lambda empty: _write(empty, key, *make()), lambda _: None)
+
+    def build(empty: Path) -> None:
+        tensors, facts = make()
+        for name, content in tensors.items():
+            save_tensors(empty / name, content)
+        seal(empty, _FORMAT, {**facts, "key": key})
+
+    prepared_folder(folder, build, lambda _: None)  # open_checked compares the hashes
 
 
 def open_checked(folder: Path, key: str) -> Contents:
-    """Read what ``make_once`` wrote: {file name: {tensor name: tensor}} and the manifest.
+    """Return {file name: {tensor name: tensor}} and the manifest that :func:`make_once` wrote.
 
     Raises:
-        ConfigurationError: Something is missing, altered, or made from something else. Nothing is repaired silently.
+        ConfigurationError: If a file is missing or changed, or the folder was made with another key.
     """
-    mend = f"Delete the folder {folder} and run again: it is made again."
-    try:
-        manifest = read_json(folder / MANIFEST)
-        files: dict[str, str] = manifest["files"]
-        found = manifest["key"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(
-            f"The cache's manifest {folder / MANIFEST} cannot be read ({error!r}). {mend}"
-        ) from error
-    if found != key:
-        raise ConfigurationError(f"The cache {folder} was made from other data or settings ({found} for {key}). {mend}")
-    for name, expected in files.items():
-        if not (folder / name).is_file():
-            raise ConfigurationError(f"The cache file {folder / name} is missing. {mend}")
-        if sha256_of(folder / name) != expected:
-            raise ConfigurationError(
-                f"The cache file {folder / name} is corrupt: its hash is not the manifest's. {mend}"
-            )
-    return {name: load_tensors(folder / name) for name in files}, manifest
-
-
-def _write(folder: Path, key: str, tensors: dict[str, dict[str, Tensor]], facts: dict[str, Any]) -> None:
-    for name, content in tensors.items():
-        save_tensors(folder / name, content)
-    manifest = {**facts, "key": key, "files": {name: sha256_of(folder / name) for name in tensors}}
-    write_json(folder / MANIFEST, manifest)
+    advice = f"Delete the folder {folder} and run again to rebuild it."
+    fault = broken_seal(folder, _FORMAT, thorough=True)
+    if fault is not None:
+        raise ConfigurationError(f"The cache {folder} is damaged: {fault} {advice}")
+    manifest = read_manifest(folder)
+    if manifest["key"] != key:
+        raise ConfigurationError(f"The cache {folder} was made from other data or settings. {advice}")
+    return {name: load_tensors(folder / name) for name in manifest["files"]}, manifest

@@ -1,6 +1,6 @@
-"""SHA256SUMS: the hashes of a folder's files beside them, as ``sha256sum --check SHA256SUMS`` reads them.
+"""``SHA256SUMS``: hashes of a folder's files, in the format of ``sha256sum --check SHA256SUMS``.
 
-They tell of damage, not of an attacker, who would write others.
+They reveal damage. They do not stop an attacker, who could write other hashes.
 """
 
 import hashlib
@@ -16,58 +16,69 @@ NAME = "SHA256SUMS"
 
 
 def write_sums(folder: Path, known: Mapping[str, str] | None = None) -> None:
-    """Write the hashes of all files in a folder; those that are known, by their paths in it, are not read again."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / NAME)
-    names = {path.relative_to(folder).as_posix(): path for path in files}
-    lines = [f"{(known or {}).get(name) or sha256_of(path)}  {name}\n" for name, path in names.items()]
+    """Write the hashes of all files in a folder.
+
+    Args:
+        folder: The folder.
+        known: Hashes by path in the folder that need not be computed.
+    """
+    lines = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path != folder / NAME:
+            name = path.relative_to(folder).as_posix()
+            digest = (known or {}).get(name) or sha256_of(path)
+            lines.append(f"{digest}  {name}\n")
+    # The temporary name is outside of the folder: several processes may write the same hashes at the same time.
     with hidden_beside(folder.with_name(f"{folder.name[:80]}.{NAME}")) as written:
         written.write_text("".join(lines), "utf-8")
-        os.replace(written, folder / NAME)  # others may do the same
+        os.replace(written, folder / NAME)
+
+
+def check_sums(path: str | os.PathLike[str] | None, below: str | None = None, weights: bool = True) -> None:
+    """Compare files with the hashes in their folder or a folder above, if there are any.
+
+    Args:
+        path: A folder or a file. Anything else, such as a name on a hub, is ignored.
+        below: Check only this subfolder or file of ``path``.
+        weights: Check files of weights, too. Readers of a tokenizer or a configuration can skip them.
+
+    Raises:
+        CheckpointError: If a file is missing or differs, or a listing names files outside of its folder.
+    """
+    place = Path(path or "", below or "").expanduser()
+    if not path or not place.exists():
+        return
+    if place.is_dir():
+        _check_indexes(place)
+    sums = next((folder / NAME for folder in (place, *place.parents[:2]) if (folder / NAME).is_file()), None)
+    if sums is None:
+        return
+    for line in sums.read_text("utf-8", errors="replace").splitlines():
+        digest, _, name = line.partition("  ")
+        file = sums.parent / name
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise CheckpointError(f"{sums} lists {name!r}, which is not in its folder")
+        asked = place in (file, *file.parents) and (weights or file.suffix != ".safetensors")
+        if asked and (not file.is_file() or sha256_of(file) != digest):
+            raise CheckpointError(
+                f"{file} is missing, or not what was written (its SHA-256 differs from {sums}). If you changed it on "
+                f"purpose, delete {NAME}; if it is in a cache, delete the cache's folder"
+            )
 
 
 def _check_indexes(folder: Path) -> None:
-    """Refuse lists of weights in a folder, or in those below it, that name a file elsewhere."""
+    """Raise an error if an index of weights in a folder, or in its subfolders, names a file elsewhere."""
     for index in sorted([*folder.glob("*.index.json"), *folder.glob("*/*.index.json")]):
         try:
             names = json.loads(index.read_text("utf-8"))["weight_map"].values()
         except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
-            continue  # whoever reads it says so
+            continue  # the program that loads the index reports it
         for name in names:
             if Path(str(name)).name != name:
                 raise CheckpointError(f"{index} lists {name!r}, which is not in its folder")
 
 
-def check_sums(path: str | os.PathLike[str] | None, below: str | None = None, weights: bool = True) -> None:
-    """Compare a folder's files, or a file, with the hashes that lie there or in a folder above, where there are some.
-
-    Args:
-        path: A folder or a file; anything else, as a name on a hub, is left alone.
-        below: A folder in it whose files alone count.
-        weights: Whether files of weights count: who reads a tokenizer or a configuration alone need not wait for them.
-
-    Raises:
-        CheckpointError: Naming the file that is missing or not what was written.
-    """
-    place = Path(path or "", below or "").expanduser()
-    if path and place.is_dir():
-        _check_indexes(place)
-    sums = next((folder / NAME for folder in (place, *place.parents[:2]) if (folder / NAME).is_file()), None)
-    if not path or sums is None or not place.exists():
-        return
-    for line in sums.read_text("utf-8", errors="replace").splitlines():
-        digest, _, name = line.partition("  ")
-        path = sums.parent / name
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise CheckpointError(f"{sums} lists {name!r}, which is not in its folder")
-        counts = place in (path, *path.parents) and (weights or path.suffix != ".safetensors")
-        if counts and (not path.is_file() or sha256_of(path) != digest):
-            raise CheckpointError(
-                f"{path} is missing, or not what was written (its SHA-256 differs from {sums}). If it was changed on "
-                f"purpose, delete {NAME}; if it is a cache, the folder"
-            )
-
-
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal."""
+    """Return the SHA-256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Safetensors: files that hold tensors and nothing else, written whole or not at all, their own hash in the header.
+"""Safetensors files, written whole or not at all, with their own hash in the header.
 
 "__metadata__": {"sha256": hash of the whole file with 64 zeros in the place of the hash}
 """
@@ -24,8 +24,8 @@ from lit_efficient.errors import CheckpointError
 from lit_efficient.files.atomic_file import replacing
 from lit_efficient.files.sums import check_sums
 
-_UNKNOWN = b"0" * 64
-_LONGEST_HEADER = 100_000_000  # what the format allows
+_UNKNOWN = b"0" * 64  # in the place of the hash while the hash is computed
+_LONGEST_HEADER = 100_000_000  # bytes; the limit of the format
 _KINDS = {
     **{getattr(torch, f"float{bits}"): f"F{bits}" for bits in (64, 32, 16)},
     **{getattr(torch, f"int{bits}"): f"I{bits}" for bits in (64, 32, 16, 8)},
@@ -38,20 +38,30 @@ _KINDS = {
 def save_tensors(
     path: str | os.PathLike[str], tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None, **metadata: str
 ) -> None:
-    """Write tensors one after the other, tied weights once a name: the format knows no sharing.
+    """Write tensors one after the other. Tied weights are written once for each name.
 
-    ``metadata`` goes into the file's header; ``dtype`` is the format that all get as they are written. What a file
-    cannot hold is refused before it is written.
+    Args:
+        path: The file.
+        tensors: Tensors by name.
+        dtype: Number format that all tensors are converted to while they are written; None keeps each format.
+        metadata: Texts for the file's header.
+
+    Raises:
+        CheckpointError: If safetensors cannot hold a value; nothing is written.
     """
     for name, value in tensors.items():
-        if (kind := getattr(value, "dtype", type(value).__name__)) not in _KINDS:
+        kind = getattr(value, "dtype", type(value).__name__)
+        if kind not in _KINDS:
             raise CheckpointError(f"{path}: {name!r} is {kind}, which safetensors cannot hold; a .ckpt can")
     kinds = {name: dtype or tensor.dtype for name, tensor in tensors.items()}
+    # Larger number formats come first, so that each tensor begins at a multiple of its item size.
+    order = sorted(tensors, key=lambda name: (-kinds[name].itemsize, name))
     header: dict[str, Any] = {"__metadata__": dict(sorted({**metadata, "sha256": _UNKNOWN.decode()}.items()))}
-    end, order = 0, sorted(tensors, key=lambda name: (-kinds[name].itemsize, name))  # so that all begin where they may
+    begin = 0
     for name in order:
-        begin, end = end, end + tensors[name].numel() * kinds[name].itemsize
+        end = begin + tensors[name].numel() * kinds[name].itemsize
         header[name] = {"dtype": _KINDS[kinds[name]], "shape": [*tensors[name].shape], "data_offsets": [begin, end]}
+        begin = end
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % 8)
     encoded = len(encoded).to_bytes(8, "little") + encoded
@@ -67,25 +77,27 @@ def save_tensors(
 
 
 def bytes_of(tensor: Tensor) -> Any:
-    """A tensor's numbers in their order, as an array of bytes."""
+    """Return a tensor's numbers in row-major order as an array of bytes."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def load_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Read all tensors of a file, on the CPU; it is compared with its hash, in it or beside it, if there is one.
+    """Return all tensors of a file on the CPU, after comparing the file with its hash if there is one.
+
+    The hash is in the file's header or in ``SHA256SUMS`` beside the file.
 
     Raises:
-        CheckpointError: If there is no such file, or it is no whole safetensors file.
+        CheckpointError: If there is no such file, or it is damaged or no safetensors file.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
         with open(path, "rb") as file:
-            _, noted, found = _hashes(file)
+            noted, found = _hashes(file)
         if noted != found:
             raise CheckpointError(f"{os.fspath(path)} is damaged: it does not match the hash in its header")
-        if not noted:  # as other programs write it, in a folder that was exported
+        if not noted:  # a file of another program, perhaps in a folder that `export` wrote
             check_sums(path)
         return load_file(path)
     except FileNotFoundError:
@@ -95,47 +107,61 @@ def load_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def zeros_in_file(kinds: Sequence[tuple[Sequence[int], torch.dtype]], folder: Path | None) -> list[Tensor]:
-    """Zeros to be filled, in the pages of a file without a name: the system writes them out where memory is short.
+    """Return tensors of zeros in the pages of an unnamed file, which the system writes to disk if memory is short.
 
-    Where ``folder`` may not be written to, the file is in ``TMPDIR``; without room for it twice, or without ``folder``,
-    they are in memory.
+    Args:
+        kinds: Shape and number format of each tensor.
+        folder: Folder of the file; a folder that is not writable is replaced by ``TMPDIR``.
+
+    Returns:
+        The tensors. They are in memory if ``folder`` is None or the disk has less than twice the space.
     """
     counts = [math.prod(shape) for shape, _ in kinds]
-    sizes = (max(count, 1) * dtype.itemsize for count, (_, dtype) in zip(counts, kinds))
+    sizes = [max(count, 1) * dtype.itemsize for count, (_, dtype) in zip(counts, kinds)]
     *begins, end = accumulate((size + -size % 64 for size in sizes), initial=0)
+    place = folder if folder and os.access(folder, os.W_OK) else None
     with (
-        contextlib.suppress(OSError, AttributeError),  # also of no bytes, and where nothing can be reserved
-        tempfile.TemporaryFile(dir=folder if folder and os.access(folder, os.W_OK) else None) as file,
+        contextlib.suppress(OSError, AttributeError),  # an empty file, or a system that cannot reserve space
+        tempfile.TemporaryFile(dir=place) as file,
     ):
         if folder is not None and shutil.disk_usage(file.fileno()).free > 2 * end:
-            os.posix_fallocate(file.fileno(), 0, end)  # a page without a place on the disk would end the process
-            data, places = mmap.mmap(file.fileno(), end), zip(kinds, counts, begins)
-            return [torch.frombuffer(data, dtype=d, count=n or 1, offset=at)[:n].view(s) for (s, d), n, at in places]
-    return [torch.zeros(shape, dtype=dtype) for shape, dtype in kinds]  # each of which is freed alone
+            # Reserved, because writing to a page without space on the disk would kill the process.
+            os.posix_fallocate(file.fileno(), 0, end)
+            data = mmap.mmap(file.fileno(), end)
+            tensors = []
+            for (shape, dtype), count, begin in zip(kinds, counts, begins):
+                numbers = torch.frombuffer(data, dtype=dtype, count=count or 1, offset=begin)
+                tensors.append(numbers[:count].view(shape))
+            return tensors
+    return [torch.zeros(shape, dtype=dtype) for shape, dtype in kinds]
 
 
 def metadata_of(path: str | os.PathLike[str]) -> dict[str, str]:
-    """What a file's header says beside its tensors."""
+    """Return the texts in a file's header."""
     with map_tensors(path) as file:
         return dict(file.metadata() or {})
 
 
-def _hashes(file: IO[bytes]) -> tuple[int, bytes, bytes]:
-    """Where a file's hash stands, the hash, and what it should be; of a file without one 0 and twice nothing."""
+def _hashes(file: IO[bytes]) -> tuple[bytes, bytes]:
+    """Return the hash in a file's header and the computed hash; twice b"" for a file without a hash."""
     size = file.read(8)
     header = file.read(min(int.from_bytes(size, "little"), _LONGEST_HEADER))
     place = re.search(rb'"sha256":"([^"]{64})"', header)
     if place is None:
-        return 0, b"", b""
+        return b"", b""
     begin, end = place.span(1)
     digest = hashlib.sha256(size + header[:begin] + _UNKNOWN + header[end:])
     while piece := file.read(1 << 20):
         digest.update(piece)
-    return 8 + begin, place[1], digest.hexdigest().encode()
+    return place[1], digest.hexdigest().encode()
 
 
 def map_tensors(path: str | os.PathLike[str]) -> Any:
-    """A file as ``safetensors.safe_open`` gives it: a page of it is read when a number on it is."""
+    """Return ``safetensors.safe_open`` of a file: a page is read when a number on it is used.
+
+    Raises:
+        CheckpointError: If the file is no safetensors file.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -7,8 +7,8 @@ import torch
 from lit_efficient import AutoencoderConfig, LatentDigits
 from lit_efficient.data.digit_images import DigitImages, load_digit_images, stratified_split
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.files.cache import write_json
-from lit_efficient.files.sealed_folder import MANIFEST, make_once, open_checked
+from lit_efficient.files.cache import MANIFEST, read_manifest, write_json
+from lit_efficient.files.sealed_folder import make_once, open_checked
 from lit_efficient.models.judges.conv_features import DigitFeatures, judge_digits
 
 TINY = {"image_size": 16, "autoencoder": AutoencoderConfig(latent_channels=2, width=8), "autoencoder_steps": 150}
@@ -100,7 +100,7 @@ def test_the_cache_is_reused_and_another_setting_gets_another_folder(ready, monk
     assert again.codec.fingerprint() == ready.codec.fingerprint()
     with pytest.raises(AssertionError, match="ran again"):
         tiny(autoencoder_steps=2).prepare_data()
-    with pytest.raises(ConfigurationError, match=r"manifest .* cannot be read .* run again"):
+    with pytest.raises(ConfigurationError, match=r"manifest.json is missing or unreadable.* run again"):
         tiny(autoencoder_steps=2).setup("fit")  # and the failed attempt left nothing that looks finished
 
 
@@ -171,12 +171,12 @@ def test_a_sealed_folder_is_made_once(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda f: _flip(f / "a.safetensors"), r"a\.safetensors is corrupt"),
-        (lambda f: os.truncate(f / "a.safetensors", 50), r"a\.safetensors is corrupt"),
+        (lambda f: _flip(f / "a.safetensors"), r"a\.safetensors is not what was written"),
+        (lambda f: os.truncate(f / "a.safetensors", 50), r"a\.safetensors has 50 bytes"),
         (lambda f: (f / "a.safetensors").unlink(), r"a\.safetensors is missing"),
-        (lambda f: (f / MANIFEST).write_text("{"), r"manifest\.json cannot be read"),
-        (lambda f: (f / MANIFEST).write_text("[]"), r"manifest\.json cannot be read"),
-        (lambda f: write_json(f / MANIFEST, {"key": "other", "files": {}}), r"other data or settings"),
+        (lambda f: (f / MANIFEST).write_text("{"), r"manifest\.json is missing or unreadable"),
+        (lambda f: (f / MANIFEST).write_text("[]"), r"manifest\.json is missing or unreadable"),
+        (lambda f: write_json(f / MANIFEST, read_manifest(f) | {"key": "other"}), r"other data or settings"),
     ],
 )
 def test_a_damaged_folder_is_refused_with_the_way_out(tmp_path, damage, message):

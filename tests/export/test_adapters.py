@@ -299,7 +299,7 @@ def test_what_cannot_be_exported_is_said_in_one_line_and_leaves_nothing(
     before = sorted(tmp_path.iterdir())
     cases = [
         (["lora.ckpt"], "'net.stem.weight', which an adapter changes, is not in the checkpoint: name the base"),
-        (["plain.ckpt", "--format", "peft"], "holds no adapter"),
+        (["plain.ckpt", "--format", "peft"], "has no adapter"),
         (["lora.ckpt", "--format", "merged"], "format merged needs base"),
         (["missing.ckpt"], "there is no file"),
         (["broken.ckpt"], "broken.ckpt is damaged or truncated"),

@@ -94,7 +94,7 @@ def test_adapters_beside_a_base_of_another_file(tmp_path: Path, capsys: pytest.C
     assert "transformer_blocks.0.attn1.to_q.weight" in changed
     assert not any(name.endswith("bias") for name in changed)
     refuse(adapted, capsys, r"trained beside another base.*train with save_base=True")
-    refuse(adapted, capsys, r"DiTPipeline of diffusers loads no adapters: use lora=merged", "--base", str(base),
+    refuse(adapted, capsys, r"DiTPipeline cannot load adapters: use lora=merged", "--base", str(base),
            "--lora", "diffusers")  # fmt: skip
     empty = tmp_path / "empty.ckpt"
     torch.save({"state_dict": {"other.weight": torch.zeros(1)}}, empty)
@@ -236,7 +236,7 @@ RESCALED = Sampler(guidance_rescale=0.7)
 @pytest.mark.parametrize(
     ("arguments", "change", "message"),
     [
-        (V, _own_autoencoder, r"autoencoder is this package's own.*AutoencoderKL"),
+        (V, _own_autoencoder, r"no class for this package's autoencoder.*AutoencoderKL"),
         (V, _no_codec, r"has no autoencoder"),
         (V, _tiny, r"AutoencoderTiny have a mean and a scale for each channel"),
         ({**V, "backbone": replace(DIT, variant=DiTVariant("rope"))}, None, r"cannot hold variant.positions='rope'"),
@@ -245,25 +245,25 @@ RESCALED = Sampler(guidance_rescale=0.7)
         ({"schedule": "cosine", "prediction": "eps"}, None, r"no scheduler of diffusers .* eps does not say"),
         ({"schedule": "flow", "prediction": "v"}, None, r"no scheduler of diffusers .* 'flow'"),
         ({**V, "sampling_steps": 7}, None, r"sampling_steps must be a divisor of 1000"),
-        ({**V, "backbone": of({**FREE, "num_class_embeds": 5})}, None, r"gives labels to a UNet2DModel"),
+        ({**V, "backbone": of({**FREE, "num_class_embeds": 5})}, None, r"passes labels to a UNet2DModel"),
         ({**UNGUIDED, "backbone": of(FREE)}, _wide, r"square latents.*UNet2DModel .* latents of \(4, 8\)"),
         (OF_TEXT, _wide, r"square latents.*UNet2DConditionModel .* latents of \(4, 8\)"),
-        (V, _wide, r"square latents.*DiTTransformer2DModel .* latents of \(4, 8\)"),
+        (V, _wide, r"square latents.*DiTTransformer2DModel .* latents of size \(4, 8\)"),
         ({**V, "backbone": of(THEIR_DIT)}, _half, r"of the network's sample_size, 4, .* latents of \(2, 2\)"),
         ({**V, "sampler": RESCALED}, None, r"DiTPipeline cannot rescale its guidance.*Sampler\(guidance_rescale=0.7"),
         ({**V, "text": T5, "backbone": of(PIXART), "sampler": RESCALED}, None, r"PixArtAlphaPipeline cannot rescale"),
         ({"text": T5, "backbone": of(SD3), "sampler": RESCALED}, None, r"StableDiffusion3Pipeline cannot rescale"),
-        ({**V, "guidance_scale": 0.5}, None, r"guide above 1 only, and take guidance_scale=0.5 for 1"),
-        ({**OF_TEXT, "guidance_scale": 0.0}, None, r"guide above 1 only, and take guidance_scale=0.0 for 1"),
+        ({**V, "guidance_scale": 0.5}, None, r"treat guidance_scale=0.5 as 1"),
+        ({**OF_TEXT, "guidance_scale": 0.0}, None, r"treat guidance_scale=0.0 as 1"),
         ({**V, "sampler": Sampler(shift=3.0)}, None, r"of 'scaled_linear' have no shift, .*shift=3.0"),
         ({**OF_TEXT, "backbone": of({**CONDITIONED, "num_class_embeds": 5})}, None, r"text and no label"),
-        (OF_TEXT, _no_text, r"StableDiffusionPipeline encodes its prompts"),
-        (OF_TEXT, _earlier_layer, r"in another way than training did .*layer=-2.* see all tokens"),
+        (OF_TEXT, _no_text, r"StableDiffusionPipeline encodes prompts"),
+        (OF_TEXT, _earlier_layer, r"differently from training .*layer=-2.* see all tokens"),
         ({**V, "text": CLIP, "backbone": of(SDXL)}, None, r"StableDiffusionXLPipeline has 2 text encoders, .* had 1"),
         (OF_TEXT, _deep, r"StableDiffusionPipeline .* AutoencoderDC"),
         ({**OF_TEXT, "text": PROJECTED}, None, r"way than training did with CLIPTextModelWithProjection"),
-        ({**OF_TEXT, "text": T5}, None, r"in another way than training did with T5EncoderModel"),
-        ({**OF_TEXT, "backbone": of(SANA)}, None, r"no pipeline of diffusers is written for SanaTransformer2DModel"),
+        ({**OF_TEXT, "text": T5}, None, r"differently from training with T5EncoderModel"),
+        ({**OF_TEXT, "backbone": of(SANA)}, None, r"format diffusers supports .*, and not SanaTransformer2DModel"),
     ],
 )  # fmt: skip
 def test_what_no_pipeline_can_hold_is_refused_with_the_reason(
@@ -305,7 +305,7 @@ def test_a_sampler_that_is_replaced_is_named(
     noted = [line for line in (folder / "README.md").read_text().splitlines() if line.startswith("Note: ")]
     assert len(told) == len(noted) == (replaced is not None)
     for line in told + noted:
-        assert re.search(f"{replaced}.* as DiTPipeline cannot drive it", line)
+        assert re.search(f"{replaced}.* as DiTPipeline does not support it", line)
 
 
 def test_arguments_are_checked_before_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -314,7 +314,7 @@ def test_arguments_are_checked_before_work(tmp_path: Path, capsys: pytest.Captur
     refuse(tmp_path / "none.ckpt", capsys, r"there is no file")
     other = tmp_path / "other.ckpt"
     torch.save({"state_dict": {}, "hyper_parameters": {}}, other)
-    refuse(other, capsys, r"format diffusers is for checkpoints of LatentDiffusion, and .*other.ckpt is none")
+    refuse(other, capsys, r"format diffusers is for checkpoints of LatentDiffusion, and .*other.ckpt is another one")
     assert export([str(path), "--output", str(tmp_path / "new"), "--lora", "merged"]) == 2
     assert "--lora does not belong to --format safetensors" in capsys.readouterr().err
     (tmp_path / "full").mkdir()

@@ -152,7 +152,7 @@ def test_a_fresh_process_finds_another_model(
     with monkeypatch.context() as wrong:
         wrong.setattr(adapters, "to_peft", doubled)
         assert export([*command, "peft"]) == 2
-    assert "another model than was trained: outputs of peft differ by" in capsys.readouterr().err
+    assert "the exported model is not the trained one: outputs of peft differ by" in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == before
     assert export([*command, "merged"]) == 0
     assert "raw weights; outputs of transformers differ by" in capsys.readouterr().err
@@ -338,7 +338,7 @@ def test_what_trained_beside_the_model_is_not_left_out_silently(
     trainer.fit(module, torch.utils.data.DataLoader(rows, 4), torch.utils.data.DataLoader(rows, 4))
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     assert export([str(tmp_path / "a.ckpt"), "--format", "merged", "--output", str(tmp_path / "out")]) == 2
-    assert "'network' alone, and 1 parameters trained beside it, first 'score.weight'" in capsys.readouterr().err
+    assert "holds only 'network', and 1 parameters outside of it trained, first 'score.weight'" in capsys.readouterr().err
     folder = made(tmp_path / "a.ckpt", tmp_path / "peft", "peft")
     assert "base_model.model.score.weight" in load_file(folder / "adapter_model.safetensors")
 

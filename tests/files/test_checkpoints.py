@@ -168,7 +168,7 @@ def test_a_pipe_is_refused_before_anybody_waits_for_it(tmp_path):
 def test_a_pointer_of_git_lfs_is_called_so(name, tmp_path):
     oid = f"oid sha256:{'0' * 64}"
     (tmp_path / name).write_text(f"version https://git-lfs.github.com/spec/v1\n{oid}\nsize 9\n")
-    with pytest.raises(CheckpointError, match="is a pointer of git lfs, and not the file"):
+    with pytest.raises(CheckpointError, match="is a pointer file of git lfs"):
         read(tmp_path / name)
 
 
@@ -421,7 +421,7 @@ def test_a_checkpoint_that_would_grow_in_memory_is_refused(tmp_path):
     more = torch.zeros(1).expand((1 << 28) + 1)
     for evil in ({"hyper_parameters": inner}, {"hyper_parameters": loop}, {"state_dict": {"w": wide}}, {"w": more}):
         torch.save({"state_dict": {}, **evil}, tmp_path / "a.ckpt")
-        with pytest.raises(CheckpointError, match="would grow without end in memory"):
+        with pytest.raises(CheckpointError, match="would grow without limit in memory"):
             load_verified(tmp_path / "a.ckpt")
     save_atomically({"state_dict": {"w": torch.zeros(1, 3).expand(4, 3)}}, tmp_path / "a.ckpt")
     assert load_verified(tmp_path / "a.ckpt")["state_dict"]["w"].shape == (4, 3)
