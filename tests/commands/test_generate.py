@@ -82,7 +82,7 @@ def test_checkpoints_hold_the_adapter_alone_and_the_global_generator_stays(run: 
     ("more", "message"),
     [
         (["--ckpt", "nowhere.ckpt"], "there is no file nowhere.ckpt"),
-        (["--weights", "raw", "--ckpt", "alone.ckpt"], "holds the weights 'ema' alone"),
+        (["--weights", "raw", "--ckpt", "alone.ckpt"], "holds only the weights 'ema'"),
         (["--chat"], "needs a tokenizer with a chat template"),
         (["--temperature", "-1"], "temperature must be at least 0"),
         (["--top_k", "-1"], "top_k must be a whole number of at least 0, got -1"),

@@ -78,7 +78,7 @@ def test_a_checkpoint_of_weights_alone_has_the_average_and_says_so(
     assert not same(weights(tmp_path / "alone"), weights(exported(full, "raw", "--weights", "raw")))
     assert "the ema weights" in (tmp_path / "alone" / "README.md").read_text()
     assert "the raw weights" in (tmp_path / "raw" / "README.md").read_text()
-    refuse(alone, capsys, r"holds the weights 'ema' alone, and no raw ones", "--weights", "raw")
+    refuse(alone, capsys, r"holds only the weights 'ema', and no raw weights", "--weights", "raw")
     plain = written(made(**V), tmp_path / "plain.ckpt")
     refuse(plain, capsys, r"holds no average", "--weights", "ema")
 
@@ -242,7 +242,7 @@ RESCALED = Sampler(guidance_rescale=0.7)
         ({**V, "backbone": replace(DIT, variant=DiTVariant("rope"))}, None, r"cannot hold variant.positions='rope'"),
         ({**V, "backbone": replace(DIT, variant=DiTVariant())}, None, r"train with variant.time_embedding='diffusers'"),
         ({"schedule": "edm", "prediction": "edm", "timestep_sampling": "log_normal"}, None, r"DiTPipeline does not sc"),
-        ({"schedule": "cosine", "prediction": "eps"}, None, r"no scheduler of diffusers .* eps does not say"),
+        ({"schedule": "cosine", "prediction": "eps"}, None, r"no scheduler of diffusers .* eps does not determine"),
         ({"schedule": "flow", "prediction": "v"}, None, r"no scheduler of diffusers .* 'flow'"),
         ({**V, "sampling_steps": 7}, None, r"sampling_steps must be a divisor of 1000"),
         ({**V, "backbone": of({**FREE, "num_class_embeds": 5})}, None, r"passes labels to a UNet2DModel"),
