@@ -108,8 +108,8 @@ def test_conflicts_hold_in_both_directions_and_are_listed_once():
     assert rows["A"] == {"A": "itself", "B": "conflicts: why", "C": "together"}
     assert rows["B"] == {"A": "conflicts: why", "B": "itself", "C": "together"}
     shown = matrix([a, b, c], 80).splitlines()
-    assert shown[:4] == ["A", "  not with B: why", "B", "  nor with A: see there"]
-    assert "Nothing excludes: C." in shown
+    assert shown[:4] == ["A", "  not with B: why", "B", "  nor with A: see these"]
+    assert "Without conflicts: C." in shown
 
 
 def _table(cards):

@@ -1,8 +1,9 @@
-"""``python -m lit_efficient check -c X``: all that ``fit`` does with a config before it touches data, and nothing more.
+"""``python -m lit_efficient check -c X``: do everything that ``fit`` does with a config before it reads data.
 
-The network is built on the meta device, where weights take neither memory nor time, techniques are applied to it, and
-the optimizer is built over what trains. What cannot be done there is done on the CPU, if the network is small. Data is
-prepared where the network's sizes come from it, or with ``--with_data``. Nothing else is written.
+The network is built on the meta device, where weights need neither memory nor time. The techniques are applied to it,
+and the optimizer is built over the trainable parameters. Steps that fail on the meta device run on the CPU if the
+network is small. Data is prepared only if the network's sizes depend on it, or with ``--with_data``. No other file is
+written.
 """
 
 import argparse
@@ -15,21 +16,21 @@ from typing import Any
 
 from lit_efficient.errors import LitEfficientError
 
-_MOST_BYTES = 2 * 2**30  # of weights that are made on the CPU for a check
+_MOST_BYTES = 2 * 2**30  # limit of weights that are created on the CPU for a check
 
 
 def run(argv: Sequence[str]) -> int:
-    """Check a config."""
+    """Run ``check``."""
     parser = argparse.ArgumentParser(
         "lit_efficient check",
-        description="Say whether `fit` with these options would come to its first step: parse the config, build the "
-        "network without its weights, apply the techniques, build the optimizer. Takes the options of fit: "
+        description="Check whether `fit` with these options would reach its first step: parse the config, build the "
+        "network without weights, apply the techniques, build the optimizer. The options of fit are accepted: "
         "-c CONFIG, --trainer.max_steps 100, ...",
         allow_abbrev=False,
     )
-    parser.add_argument("--with_data", action="store_true", help="prepare the data as fit does, and take a batch")
-    parser.add_argument("--devices", type=int, metavar="N", help="say what would not work on N devices, without them")
-    parser.add_argument("--nodes", type=int, metavar="N", default=1, help="and on so many machines (1)")
+    parser.add_argument("--with_data", action="store_true", help="prepare the data as fit does, and load a batch")
+    parser.add_argument("--devices", type=int, metavar="N", help="check a run on N devices without having them")
+    parser.add_argument("--nodes", type=int, metavar="N", default=1, help="number of machines (default: 1)")
     options, rest = parser.parse_known_args(argv)
     from lit_efficient.cli.errors import explained
     from lit_efficient.errors import check_number
@@ -45,32 +46,36 @@ def run(argv: Sequence[str]) -> int:
 
 
 class _Again(Exception):
-    """The check has to be made anew: with real weights, or with data."""
+    """Raised to repeat the check with real weights or with data; the argument is "weights" or "data"."""
 
 
 class _TooLarge(_Again):
-    """What comes next reads weights that are too large to be made for a check."""
+    """Raised if the next step needs real weights that are too large for a check."""
 
 
 def _checked(argv: Sequence[str], with_data: bool, here: bool) -> list[str]:
-    device, prepared = "meta", with_data
+    device = "meta"
+    prepared = with_data
     while True:
         try:
             return list(_cli(argv, device, prepared, here).lines)
         except _Again as again:
-            device, prepared = ("cpu", prepared) if again.args[0] == "weights" else (device, True)
+            if again.args[0] == "weights":
+                device = "cpu"
+            else:
+                prepared = True
 
 
 def _cli(argv: Sequence[str], device: str, prepared: bool, here: bool) -> Any:
-    """The command line of a fit, whose parts are built on a device, that stops where data would be needed."""
+    """Return the command line of a fit that builds its parts on ``device`` and stops before the first step."""
     from lit_efficient.cli.fits import FitParts
     from lit_efficient.cli.run import callbacks_of
     from lit_efficient.internals.lightning_strategies import NEEDS_MESH, is_parallel, lacks_mesh, traits_of
 
     class Check(FitParts):
         lines: list[str]
-        steps: Sequence[str] = ()  # what each process reads
-        whole = True  # all techniques are applied
+        steps: Sequence[str] = ()  # description of the rows that each process reads
+        whole = True  # all techniques were applied
         devices_are_here = here
 
         def building(self) -> contextlib.AbstractContextManager[None]:
@@ -81,16 +86,17 @@ def _cli(argv: Sequence[str], device: str, prepared: bool, here: bool) -> Any:
                 try:
                     left = _fit_without_steps(self, device, prepared)
                 except Exception as error:
-                    cause, strategy = error.__cause__ if isinstance(error, _Again) else error, self.trainer.strategy
-                    lacks = isinstance(error, RuntimeError) and "process" in str(error)  # those not there
+                    cause = error.__cause__ if isinstance(error, _Again) else error
+                    strategy = self.trainer.strategy
+                    lacks = isinstance(error, RuntimeError) and "process" in str(error)  # of torch.distributed
                     if traits_of(strategy).dtensors and lacks_mesh(cause):
                         self.whole = False
-                        left = [f"{NEEDS_MESH}, and what comes after it"]
+                        left = [f"{NEEDS_MESH}, and everything after it"]
                     elif isinstance(error, _TooLarge):
                         self.whole = False
-                        left = [f"the rest of the techniques, and the optimizer, which need the weights ({error})"]
+                        left = [f"the remaining techniques and the optimizer, which need the weights ({error})"]
                     elif lacks and is_parallel(strategy) and not isinstance(error, LitEfficientError):
-                        left = [f"what needs all processes: {error}"]
+                        left = [f"steps that need all processes: {error}"]
                     else:
                         raise
                 self.lines = _lines(self, device, prepared, left)
@@ -102,7 +108,7 @@ def _cli(argv: Sequence[str], device: str, prepared: bool, here: bool) -> Any:
 
 
 def _fit_without_steps(cli: Any, device: str, prepared: bool) -> list[str]:
-    """Do what a fit does up to its first step; return what was left out."""
+    """Run a fit up to its first step; return descriptions of the omitted checks."""
     import torch
 
     from lit_efficient.application import find_optimizers
@@ -115,8 +121,11 @@ def _fit_without_steps(cli: Any, device: str, prepared: bool) -> list[str]:
     from lit_efficient.surgery import WAITS
 
     trainer, module, data = cli.trainer, cli.model, cli.datamodule
-    left = [] if prepared else [f"the data: {type(data).__name__} was not prepared (--with_data does)"]
-    left = ["the data, which the module gives"] if data is None else left
+    left = []
+    if data is None:
+        left.append("the data, which the module provides")
+    elif not prepared:
+        left.append(f"the data: {type(data).__name__} was not prepared (use --with_data)")
     begin_fit(trainer, module, data)
     if prepared and data is not None:
         with _retried(device, lambda: 0):
@@ -140,22 +149,24 @@ def _fit_without_steps(cli: Any, device: str, prepared: bool) -> list[str]:
             raise
         left.append(f"{type(module).__name__}.setup, which needs the data")
     if trainer.world_size > 1:
-        left.append(f"the {trainer.world_size} processes: this is one")
-    if (named := _named_bytes(module)) > _MOST_BYTES and not hasattr(trainer.strategy, "reads_slices"):
-        trainer.strategy.reads_slices = True  # so that weights wait to be read
-        if how := getattr(getattr(module, "model", None), "quantize", None):
-            left.append(f"the base in {how}: it was built as its files have it")
+        left.append(f"the {trainer.world_size} processes: the check is one process")
+    named = _named_bytes(module)
+    if named > _MOST_BYTES and not hasattr(trainer.strategy, "reads_slices"):
+        trainer.strategy.reads_slices = True  # so that the module builds its network without reading the weights
+        how = getattr(getattr(module, "model", None), "quantize", None)
+        if how:
+            left.append(f"the quantised base: it was built in the number format of its files, not in {how}")
             module.model = replace(module.model, quantize=None)
     with _retried_with_data(may_lack_data), _retried(device, lambda: named + _bytes(module)), torch.device(device):
         type(module).configure_model(module)
     size = _bytes(module)
     reads_all = any(technique.phase is Phase.QUANTIZE for technique in techniques_of(trainer))
     waits = {WAITS: Waiting("")} if reads_all and size > _MOST_BYTES else {}
-    if not waits:  # else codes and factors are empty, too, as beside slices of a base
+    if not waits:  # otherwise quantised codes and adapters stay empty, too, as under a sharding strategy
         _give_memory(module)
     with _retried(device, lambda: size):
         module.__dict__.update(waits)
-        module.configure_model()  # and the techniques
+        module.configure_model()  # also applies the techniques
         if waits:
             del module.__dict__[WAITS]
             _give_memory(module)
@@ -165,16 +176,17 @@ def _fit_without_steps(cli: Any, device: str, prepared: bool) -> list[str]:
     guessed = steps_guessed(trainer) if may_lack_data else contextlib.nullcontext()
     with _retried(device, lambda: _bytes(module)), guessed:
         configured = module.configure_optimizers()
-    for optimizer in find_optimizers(configured) if hasattr(trainer.strategy, "check_optimizer") else ():
-        trainer.strategy.check_optimizer(optimizer)
+    if hasattr(trainer.strategy, "check_optimizer"):
+        for optimizer in find_optimizers(configured):
+            trainer.strategy.check_optimizer(optimizer)
     if configured is None and not module.automatic_optimization:
         left.append("manual optimization")
-    return [*left, "the first step: values, its memory and its time"]
+    return [*left, "the first step: its values, memory and time"]
 
 
 @contextlib.contextmanager
 def _retried(device: str, size: Any) -> Iterator[None]:
-    """Ask for real weights where something fails for want of them, and they are few."""
+    """Raise :class:`_Again` if the block fails on the meta device and the weights are small enough for the CPU."""
     try:
         yield
     except (_Again, MemoryError):
@@ -191,7 +203,7 @@ def _retried(device: str, size: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _retried_with_data(may_lack_data: bool) -> Iterator[None]:
-    """Ask for the data where something fails before it is prepared, unless it says that something else is wrong."""
+    """Raise :class:`_Again` if the block fails before the data is prepared, unless the message is not about data."""
     try:
         yield
     except _Again:
@@ -204,7 +216,7 @@ def _retried_with_data(may_lack_data: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_as_they_are() -> Iterator[None]:
-    """Let Ctrl-C end a check: there is no run to be saved."""
+    """Restore signal handlers after the block, so that Ctrl-C ends the check; there is no run to save."""
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
     yield
     for number, handler in before.items():
@@ -217,14 +229,14 @@ def _bytes(module: Any) -> int:
 
 
 def _named_bytes(module: Any) -> int:
-    """Of the weights in folders that its arguments name."""
+    """Return the bytes of the safetensors files in folders that the module's arguments name."""
     specs = [getattr(value, "spec", value) for value in vars(module).values()]
     names = {name for spec in specs if isinstance(name := getattr(spec, "name_or_path", spec), str) and name}
     return sum(file.stat().st_size for name in names for file in Path(name).glob("*.safetensors"))
 
 
 def _give_memory(module: Any) -> None:
-    """Give parameters on the meta device the memory of one element: techniques and optimizers want them on a device."""
+    """Replace parameters on the meta device by expanded zeros on the CPU, which techniques and optimizers accept."""
     import torch
 
     from lit_efficient.internals.torch_modules import exchange
@@ -237,14 +249,15 @@ def _lines(cli: Any, device: str, prepared: bool, left: list[str]) -> list[str]:
     from lit_efficient.declaration import techniques_of
     from lit_efficient.surgery import weights_wait
 
-    module, techniques = cli.model, techniques_of(cli.trainer)
+    module = cli.model
     count = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    trains = f"{count:,} train, " if cli.whole else ""
+    trains = f"{count:,} trainable, " if cli.whole else ""
     number = sum(p.numel() for p in module.parameters())
     lines = [f"model: {type(module).__name__}, {number:,} parameters, {trains}{_bytes(module) / 2**20:,.1f} MiB"]
-    reports = reports_of(module, techniques)
-    lines += ["techniques:", *(f"  {name}: {report.summary}" for name, report in reports.items())] if reports else []
+    reports = reports_of(module, techniques_of(cli.trainer))
+    if reports:
+        lines += ["techniques:", *(f"  {name}: {report.summary}" for name, report in reports.items())]
     place = "meta device" if device == "meta" or weights_wait(module) else "CPU"
     lines.append(f"built on the {place}{', with its data' if prepared else ''}")
     lines += [f"processes: {step}" for step in cli.steps]
-    return [*lines, "not checked:", *(f"  {one}" for one in left), "The config is fine as far as that goes."]
+    return [*lines, "not checked:", *(f"  {one}" for one in left), "Everything that was checked is valid."]

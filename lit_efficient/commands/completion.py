@@ -1,6 +1,7 @@
-"""``python -m lit_efficient completion bash``: a script for the shell that completes what is typed. Stdlib only.
+"""``python -m lit_efficient completion bash``: print a completion script for a shell.
 
-The words are read from the sources when the script is printed, so that pressing the tab key starts no Python.
+Uses only the standard library. The words are read from the sources when the script is printed, so that pressing the tab
+key does not start Python.
 """
 
 import argparse
@@ -13,10 +14,8 @@ from lit_efficient.commands import COMMANDS, RUNS
 from lit_efficient.commands.plan import SOLVES
 from lit_efficient.files import configs
 
-# Options of a run whose value is a class; other commands have options of these names, too.
+# Options of a run whose value is a class. Other commands have options of the same name with other values.
 _OF_CLASSES = ("model", "data", "optimizer")
-
-
 SHELLS = ("bash", "zsh", "fish")
 _PROGRAM = "lit-efficient"
 _HOW = {
@@ -39,10 +38,10 @@ _OF_RUNS += ["--without", "--allow-import", "--debug", "--help", "--help-all"]
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the script."""
+    """Run ``completion``."""
     parser = argparse.ArgumentParser(
         "lit_efficient completion",
-        description="Print a script for your shell that completes commands, options, configs and techniques.",
+        description="Print a script for a shell that completes commands, options, configs and techniques.",
         epilog="\n".join(f"{shell:<6}{line}" for shell, line in _HOW.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -53,19 +52,21 @@ def run(argv: Sequence[str]) -> int:
 
 
 def options() -> dict[str, list[str]]:
-    """The options of each command."""
+    """Return the options of each command."""
     of_runs = [*_OF_RUNS, *(f"--trainer.{name}" for name in _trainer_arguments())]
     found = dict.fromkeys(RUNS, of_runs)
     for command in COMMANDS:
         tree = _command(command)
         own = [*_added(tree), *_added_by_helpers(tree), "--help"]
-        found[command] = list(dict.fromkeys([*own, *(of_runs if command in like_runs() else [])]))
+        if command in like_runs():
+            own += of_runs
+        found[command] = list(dict.fromkeys(own))
     return found
 
 
 @functools.cache
 def like_runs() -> tuple[str, ...]:
-    """The commands that take the options of a run, beside their own."""
+    """Return the commands that accept the options of a run."""
     passes_on = [
         command
         for command in COMMANDS
@@ -79,7 +80,7 @@ def _command(name: str) -> ast.Module:
 
 
 def _added_by_helpers(tree: ast.AST) -> Iterator[str]:
-    """The options that functions add which a command imports from another one's file."""
+    """Yield options that a command adds by functions of another command's file."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lit_efficient.commands."):
             names = {each.name for each in node.names}
@@ -96,7 +97,7 @@ def _added(tree: ast.AST) -> Iterator[str]:
 
 
 def _trainer_arguments() -> list[str]:
-    """Those of Lightning's Trainer, which is not imported for it."""
+    """Return the arguments of Lightning's Trainer, read from its source, because importing it is slow."""
     path = source("lightning.pytorch.trainer.trainer")
     tree = ast.parse(path.read_text("utf-8")) if path else ast.Module([], [])
     for node in tree.body:
@@ -107,7 +108,7 @@ def _trainer_arguments() -> list[str]:
 
 
 def values() -> dict[str, list[str]]:
-    """What may follow an option, or a command."""
+    """Return the words that may follow an option or a command."""
     cards = read_cards()
     of = {slot: [card.name for card in cards if card.slot == slot and not card.is_block] for slot in _OF_CLASSES}
     techniques = [card.name for card in cards if card.slot in ("trainer.callbacks", "trainer.plugins")]
@@ -125,7 +126,7 @@ def values() -> dict[str, list[str]]:
 
 
 def bash() -> str:
-    """The script for bash; its words stand in lines, so that files may have spaces in their names."""
+    """Return the script for bash. Words are separated by line breaks, because names of files may have spaces."""
     known = values()
     follow = "\n".join(f"        {name}) words='{' '.join(known[name])}';;" for name in known if name[0] == "-")
     commands = "\n".join(
@@ -167,13 +168,14 @@ complete -o default -F _lit_efficient {_PROGRAM}"""
 
 
 def zsh() -> str:
-    """The script for zsh, which can read bash's."""
+    """Return the script for zsh, which can read bash's."""
     return f"# {_HOW['zsh']}\nautoload -U +X bashcompinit && bashcompinit\n{bash().partition(chr(10))[2]}"
 
 
 def fish() -> str:
-    """The script for fish."""
-    known, lines = values(), [f"# {_HOW['fish']}"]
+    """Return the script for fish."""
+    known = values()
+    lines = [f"# {_HOW['fish']}"]
 
     def line(condition: str, words: Sequence[str], *more: str) -> None:
         quoted = " ".join(words)
@@ -186,7 +188,7 @@ def fish() -> str:
             short, dashes = ("-s", 1) if name[1] != "-" else ("-l", 2)
             flag = f'complete -c {_PROGRAM} -n "{seen}" {short} {name[dashes:]}'
             follows = known.get(name, []) if name[2:] not in _OF_CLASSES or command in like_runs() else []
-            takes = "-r" if name in ("-c", "--config") else "-x"  # a file, or nothing but these
+            takes = "-r" if name in ("-c", "--config") else "-x"  # -r: also files, -x: only these words
             lines.append(f"{flag} {takes} -a '{' '.join(follows)}'" if follows else flag)
         if command in known:
             line(f"{seen}; and not __fish_seen_subcommand_from {' '.join(known[command])}", known[command], "-f")

@@ -1,4 +1,4 @@
-"""``python -m lit_efficient configs``: the configs that come along, by folder, a line each."""
+"""``python -m lit_efficient configs``: list the configs of the package, by folder."""
 
 import argparse
 import itertools
@@ -11,20 +11,20 @@ from collections.abc import Iterator, Sequence
 from lit_efficient.files import configs
 
 _TITLES = {
-    "tasks": "whole runs",
-    "techniques": "overlays, to append to a run: -c language_model -c ema",
-    "loggers": "overlays, too",
+    "tasks": "complete runs",
+    "techniques": "overlays to append to a run: -c language_model -c ema",
+    "loggers": "overlays",
 }
 
 
 def run(argv: Sequence[str]) -> int:
-    """List the configs."""
+    """Run ``configs``."""
     parser = argparse.ArgumentParser(
         "lit_efficient configs",
-        description="List the configs that come along. `fit -c NAME` runs one, `copy NAME` writes it into a file.",
+        description="List the configs of the package. `fit -c NAME` runs one, `copy NAME` writes one into a file.",
         allow_abbrev=False,
     )
-    parser.add_argument("--json", action="store_true", help="as a mapping of names to what each is and where it lies")
+    parser.add_argument("--json", action="store_true", help="print a mapping of names to summaries and paths")
     if parser.parse_args(argv).json:
         entries = {
             name: {"summary": configs.summary(path), "path": str(path)} for name, path in configs.known().items()
@@ -36,14 +36,14 @@ def run(argv: Sequence[str]) -> int:
 
 
 def lines(width: int | None) -> Iterator[str]:
-    """Yield the list, wrapped to ``width`` columns if that is given."""
+    """Yield the lines of the list, wrapped to ``width`` columns if a width is given."""
     known = configs.known()
     column = max(map(len, known), default=0) + 4
     for folder, names in itertools.groupby(known, lambda name: known[name].parent.name):
-        yield f"{folder}{f': {title}' if (title := _TITLES.get(folder)) else ''}"
+        yield f"{folder}: {_TITLES[folder]}" if folder in _TITLES else folder
         for name in names:
             text = configs.summary(known[name])
             first, *more = textwrap.wrap(text, max(30, width - column)) if width else [text]
             yield f"  {name:<{column - 2}}{first}"
             yield from (" " * column + line for line in more)
-    yield from ("", f"They lie in {configs.folder()}; `copy NAME` writes one into a file of yours, to edit it.")
+    yield from ("", f"Folder: {configs.folder()}. `copy NAME` writes a config into a file of yours to edit.")

@@ -1,7 +1,7 @@
-"""``python -m lit_efficient ema-sweep DIR --sigma_rel 0.05 0.10 0.15``: build averages of any width after the run.
+"""``python -m lit_efficient ema-sweep DIR --sigma_rel 0.05 0.10 0.15``: build averages of any width after a run.
 
-With ``--config`` (the one that the run saved) and ``--checkpoint`` each of them is validated, and so are the weights
-without an average: a table, ``ema-sweep.csv`` and ``ema-sweep.png`` show the loss against the width.
+The run must have used PowerEMA. With ``--config`` (the one in the run's folder) and ``--checkpoint``, each average and
+the weights without an average are validated. A table, ``ema-sweep.csv`` and ``ema-sweep.png`` show the loss by width.
 """
 
 from __future__ import annotations
@@ -25,32 +25,38 @@ from lit_efficient.mechanisms.averages.snapshots import find_snapshots, synthesi
 from lit_efficient.mechanisms.restore import without_heads
 from lit_efficient.surgery import memory_of
 
-_INK, _GREY, _LINE, _BEST = "#1f2933", "#6b7785", "#2f6db3", "#c2410c"
+# Colours of the chart.
+_INK = "#1f2933"
+_GREY = "#6b7785"
+_LINE = "#2f6db3"
+_BEST = "#c2410c"
 
 
 def run(argv: list[str]) -> int:
-    """Answer ``ema-sweep``."""
+    """Run ``ema-sweep``."""
     parser = argparse.ArgumentParser(
         "python -m lit_efficient ema-sweep",
         description=__doc__,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="With --config, other options are those of `python -m lit_efficient validate`: --data.batch_size 8, "
+        epilog="With --config the options of `python -m lit_efficient validate` are accepted: --data.batch_size 8, "
         "--trainer.limit_val_batches 20, --allow-import PACKAGE.",
     )
-    parser.add_argument("folder", metavar="DIR", help="the folder of snapshots that PowerEMA wrote")
-    parser.add_argument("--sigma_rel", type=float, nargs="+", required=True, help="widths to build, as shares of a run")
-    parser.add_argument("--step", type=int, help="where the averages end; the last snapshot's step if left out")
-    parser.add_argument("--checkpoint", help="a checkpoint of the run: its other weights complete what is written")
-    parser.add_argument("--output", help="the folder to write to; that of the snapshots if left out")
-    parser.add_argument("-c", "--config", action="append", help="config of the run: validate each width and plot it")
-    parser.add_argument("--metric", help="what to plot, lower is better; the validation loss if left out")
+    parser.add_argument("folder", metavar="DIR", help="folder of the snapshots that PowerEMA wrote")
+    parser.add_argument(
+        "--sigma_rel", type=float, nargs="+", required=True, help="widths of the averages, as shares of the run"
+    )
+    parser.add_argument("--step", type=int, help="last step of the averages (default: the last snapshot's)")
+    parser.add_argument("--checkpoint", help="checkpoint of the run, for weights that are not averaged")
+    parser.add_argument("--output", help="output folder (default: the folder of the snapshots)")
+    parser.add_argument("-c", "--config", action="append", help="config of the run: validate and plot each width")
+    parser.add_argument("--metric", help="metric to plot, lower is better (default: the validation loss)")
     options, others = parser.parse_known_args(argv)
     if others and not options.config:
         parser.error(f"unrecognized arguments: {' '.join(others)} (options of a validation need --config)")
     if options.config and not options.checkpoint:
         raise ConfigurationError(
-            "ema-sweep: --config needs --checkpoint, a full checkpoint of the run, for what is not averaged"
+            "ema-sweep: --config needs --checkpoint, a checkpoint of the run, for the weights that are not averaged"
         )
     if options.config:
         check_installed("ema-sweep -c", "matplotlib")
@@ -59,7 +65,7 @@ def run(argv: list[str]) -> int:
     output.mkdir(parents=True, exist_ok=True)
     with hidden_beside(output / "scratch") as scratch:
         scratch.mkdir()
-        if options.config:  # first of all, because it takes a second to find out what is wrong with one
+        if options.config:  # before the work, because errors in the config appear within a second
             from lit_efficient.cli.evaluate import Validator
 
             validate = Validator(options.config, [f"--trainer.default_root_dir={scratch}", *others])
@@ -69,8 +75,9 @@ def run(argv: list[str]) -> int:
             step = options.step or snapshots[-1].step
             if base.get("global_step", step) != step:
                 print(f"Note: {options.checkpoint} is of step {base['global_step']}, the averages end at step {step}.")
-            # Without the states of callbacks: those of an EMA would put its average in place of these weights.
-            write(raw := scratch / "raw.ckpt", weights_alone(base, base["state_dict"], "raw"))
+            # Without the states of callbacks, because an EMA would validate its average instead of these weights.
+            raw = scratch / "raw.ckpt"
+            write(raw, weights_alone(base, base["state_dict"], "raw"))
             without = validate(raw)
             metric = options.metric or loss_among(list(without))
             curve = WidthCurve({width: validate(path) for width, path in files.items()}, without, metric, step)
@@ -81,22 +88,24 @@ def run(argv: list[str]) -> int:
 
 
 def _build(options: argparse.Namespace, base: dict[str, Any] | None, output: Path) -> dict[float, Path]:
-    """Write one file a width."""
+    """Write one file per width and return their paths."""
     suffix = ".safetensors" if base is None else ".ckpt"
     files: dict[float, Path] = {}
     for sigma_rel, average in zip(options.sigma_rel, synthesize(options.folder, options.sigma_rel, options.step)):
-        files[sigma_rel] = path = output / f"ema-sigma_rel={sigma_rel:g}{suffix}"
+        path = output / f"ema-sigma_rel={sigma_rel:g}{suffix}"
+        files[sigma_rel] = path
         write(path, {"state_dict": average} if base is None else _completed(base, average, options.checkpoint))
         print(f"Wrote {path}")
     return files
 
 
 def _completed(base: dict[str, Any], average: dict[str, Tensor], path: str) -> dict[str, Any]:
-    """The checkpoint ``base`` with the averaged weights in place of its own, tied ones too."""
+    """Return the checkpoint ``base`` with averaged weights, also for tied names."""
     state = base["state_dict"]
     average = without_heads(average, base)
-    if unknown := sorted(average.keys() - state.keys()):
-        raise ConfigurationError(f"{path} has no {unknown[0]!r}, which the snapshots hold: is it of the same run?")
+    unknown = sorted(average.keys() - state.keys())
+    if unknown:
+        raise ConfigurationError(f"{path} has no {unknown[0]!r}, but the snapshots have: is it from another run?")
     alias = {memory_of(tensor): name for name, tensor in state.items() if name in average}
     sources = {name: alias.get(memory_of(tensor)) for name, tensor in state.items()}
     averaged = {n: average[source].to(state[n].dtype) for n, source in sources.items() if source is not None}
@@ -105,11 +114,11 @@ def _completed(base: dict[str, Any], average: dict[str, Tensor], path: str) -> d
 
 @dataclass(frozen=True)
 class WidthCurve:
-    """What validation says about each width."""
+    """Validation metrics by width of the average."""
 
-    metrics: Mapping[float, Mapping[str, float]]  # for each width everything that its validation logged, by name
+    metrics: Mapping[float, Mapping[str, float]]  # by width, then by name
     raw: Mapping[str, float]  # the same for the weights without an average
-    metric: str  # the name that is compared; lower is better
+    metric: str  # name of the compared metric; lower is better
     step: int  # optimizer step at which the averages end
 
     def __post_init__(self) -> None:
@@ -119,7 +128,7 @@ class WidthCurve:
 
     @property
     def losses(self) -> dict[float, float]:
-        """The metric by width, narrowest first."""
+        """Return the compared metric by width, narrowest first."""
         return {width: self.metrics[width][self.metric] for width in sorted(self.metrics)}
 
     @property
@@ -128,20 +137,20 @@ class WidthCurve:
         return min(self.losses, key=self.losses.__getitem__)
 
     def table(self) -> str:
-        """The numbers, a line a width, and which one is best; then where to look next."""
+        """Return the metric by width as a table, with the best width and advice for further widths."""
         rows = [(f"{width:g}", loss) for width, loss in self.losses.items()] + [("none", self.raw[self.metric])]
         lowest = min(loss for _, loss in rows)
         lines = [f"{'sigma_rel':>9}  {self.metric:>12}"]
         lines += [f"{name:>9}  {loss:12.6g}{'  best' if loss == lowest else ''}" for name, loss in rows]
         if self.losses[self.best] >= self.raw[self.metric]:
-            lines.append("No width is better than the weights without an average: try narrower ones.")
+            lines.append("No width is better than the weights without an average: try narrower widths.")
         elif len(self.losses) > 1 and self.best in (min(self.losses), max(self.losses)):
             side = "narrower" if self.best == min(self.losses) else "wider"
-            lines.append(f"The best width is the last on its side: {side} ones may be better still.")
+            lines.append(f"The best width is at the edge of the range: {side} widths may be better.")
         return "\n".join(lines)
 
     def write_csv(self, path: Path) -> None:
-        """All metrics, a row a width; the row without an average has an empty width."""
+        """Write all metrics, one row per width; the row of the weights without an average has an empty width."""
         text = io.StringIO(newline="")
         names = sorted(self.raw)
         writer = csv.writer(text)
@@ -153,11 +162,12 @@ class WidthCurve:
             file.write(text.getvalue().encode())
 
     def draw(self, path: Path, tracked: Collection[float] = ()) -> None:
-        """Write the picture as a PNG; widths that the run did not track were built from them."""
+        """Write the chart as a PNG. Widths that are not ``tracked`` by the run were built afterwards."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
-        widths, losses = list(self.losses), list(self.losses.values())
+        widths = list(self.losses)
+        losses = list(self.losses.values())
         figure = Figure(figsize=(7.2, 4.2), dpi=150, layout="constrained")
         axes = figure.add_subplot()
         axes.plot(widths, losses, color=_LINE, linewidth=1.8, zorder=2)
@@ -187,10 +197,10 @@ class WidthCurve:
 
 
 def loss_among(names: Sequence[str]) -> str:
-    """The validation loss among logged metrics: ``val/loss`` or ``val_loss``, or the only one that is called a loss.
+    """Return the validation loss among logged metrics: ``val/loss``, ``val_loss`` or the only name with "loss".
 
     Raises:
-        ConfigurationError: If none or several could be meant.
+        ConfigurationError: If there is none, or several could be meant.
     """
     for name in ("val/loss", "val_loss"):
         if name in names:

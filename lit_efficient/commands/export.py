@@ -6,33 +6,33 @@ from typing import Any
 
 
 def run(argv: Sequence[str]) -> int:
-    """Export a checkpoint."""
-    parser = argparse.ArgumentParser("lit_efficient export", description="Turn a checkpoint into what others can load.")
+    """Run ``export``."""
+    parser = argparse.ArgumentParser("lit_efficient export", description="Export a checkpoint for other programs.")
     parser.add_argument("checkpoint", help="a Lightning checkpoint")
     parser.add_argument("--format", choices=("peft", "merged", "safetensors", "diffusers"), default="safetensors")
     parser.add_argument("--output", required=True, help="a new folder")
     parser.add_argument(
         "--base",
-        help="the frozen base, where the checkpoint neither holds nor names it: a transformers folder (merged, peft), "
-        "else a checkpoint or safetensors file",
+        help="the frozen base model, if the checkpoint neither contains nor names it: a transformers folder for merged "
+        "and peft, else a checkpoint or safetensors file",
     )
     parser.add_argument(
         "--weights",
         choices=("auto", "average", "raw", "ema"),
         default="auto",
-        help="auto: those that validation used, the average if the run kept one",
+        help="auto: the weights that validation used, which are the average if the run kept one",
     )
     parser.add_argument(
         "--no_check",
         "--no-check",
         dest="check",
         action="store_false",
-        help="do not load the folder in a fresh process to compare it: two copies of the model would not fit",
+        help="skip the check, which loads the folder in a new process and needs memory for a second copy of the model",
     )
     parser.add_argument(
         "--lora",
         choices=("merged", "diffusers"),
-        help="of diffusers: adapters in the weights (merged, the default), or beside them for load_lora_weights",
+        help="for diffusers: merge adapters (merged, the default) or write a file for load_lora_weights (diffusers)",
     )
     arguments = parser.parse_args(argv)
     diffusers = arguments.format == "diffusers"

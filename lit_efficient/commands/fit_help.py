@@ -1,4 +1,7 @@
-"""The help of ``fit`` and its kin, and ``--NAME.help`` for the arguments of one class. Standard library only."""
+"""Help of ``fit``, ``validate``, ``test`` and ``predict``, and ``--NAME.help`` for the arguments of one class.
+
+Uses only the standard library.
+"""
 
 import re
 import shutil
@@ -8,22 +11,22 @@ from lit_efficient.catalog import Card, arguments_of, read_cards, read_third_par
 from lit_efficient.commands.card import argument_lines, wrapped
 
 _DOES = {
-    "fit": "Train what a config describes.",
+    "fit": "Train the model of a config.",
     "validate": "Evaluate a checkpoint on the validation data of a config.",
     "test": "Evaluate a checkpoint on the test data of a config.",
-    "predict": "Run a checkpoint's predictions on the data of a config.",
+    "predict": "Compute a checkpoint's predictions for the data of a config.",
 }
 _COLUMN = 28
 _CONFIGS = """
-configs: later ones go on top of earlier ones, and options on top of all
-  -c CONFIG                 a whole run, by name or file; `configs` lists names
-  -c OVERLAY                what to change: -c ema, -c loggers/wandb, mine.yaml
-  --print_config            print the result; `check -c ...` builds it and stops
+configs: later ones override earlier ones, and options override configs
+  -c CONFIG                 a complete run, by name or file; `configs` lists names
+  -c OVERLAY                changes to the run: -c ema, -c loggers/wandb, mine.yaml
+  --print_config            print the merged config; `check -c ...` builds it and stops
 
-techniques: `techniques` lists them, `techniques --for oom` what to try first
-  -c NAME                   by overlay, with arguments that go well together
-  --trainer.callbacks+=NAME by class, with its defaults
-  --without NAME            take one out that a config has
+techniques: `techniques` lists them, `techniques --for oom` ranks those that save memory
+  -c NAME                   add one by its overlay, with recommended arguments
+  --trainer.callbacks+=NAME add one by its class, with default arguments
+  --without NAME            remove one that a config has
   --NAME.help               arguments of a technique, task, data module or optimizer: --EMA.help
 
 every key of a config is an option
@@ -32,20 +35,20 @@ _FIT = """\
   --trainer.KEY VALUE       --trainer.max_steps 1000, --trainer.precision bf16-mixed, --trainer.devices 2
   --model.KEY, --data.KEY   --model.learning_rate 1e-3, --data.batch_size 8
   --optimizer NAME          --optimizer AdamW --optimizer.lr 1e-3, --lr_scheduler CosineAnnealingLR
-  --ckpt_path FILE          go on from a checkpoint; last: from the newest one
+  --ckpt_path FILE          resume from a checkpoint; last: the newest one
 """
 _OTHERS = """\
   --trainer.KEY VALUE       --trainer.devices 1, --trainer.limit_test_batches 10
   --model.KEY, --data.KEY   --data.batch_size 8
-  --ckpt_path FILE          the checkpoint
+  --ckpt_path FILE          checkpoint to evaluate
 """
 _END = """\
-  --allow-import PACKAGE    let configs name classes of your code
-  --help-all                every option there is    (--debug: tracebacks)"""
+  --allow-import PACKAGE    allow configs to name classes of your package
+  --help-all                list all options    (--debug: show tracebacks)"""
 
 
 def answer(command: str, arguments: Sequence[str]) -> bool:
-    """Print the help that the arguments ask for; False if it is not known here."""
+    """Print the requested help and return True; return False if this module has no help for the arguments."""
     width = max(40, shutil.get_terminal_size().columns)
     if {"-h", "--help"} & {*arguments}:
         print(short(command, width))
@@ -59,7 +62,7 @@ def answer(command: str, arguments: Sequence[str]) -> bool:
 
 
 def short(command: str, width: int) -> str:
-    """What one needs of ``fit --help``."""
+    """Return the short help of a command."""
     head = f"usage: python -m lit_efficient {command} -c CONFIG [-c OVERLAY ...] [OPTIONS]\n\n{_DOES[command]}\n"
     text = head + _CONFIGS + (_FIT if command == "fit" else _OTHERS) + _END
     lines = (
@@ -69,7 +72,7 @@ def short(command: str, width: int) -> str:
 
 
 def arguments_text(card: Card, width: int) -> str:
-    """The arguments of a class, and how they are given."""
+    """Return the help of a class: its arguments and how to set them."""
     lines = [
         f"{card.name} ({'a block of arguments' if card.is_block else card.slot})",
         *wrapped(card.summary, width),
@@ -79,7 +82,7 @@ def arguments_text(card: Card, width: int) -> str:
         default = f" = {one['default']}" if one["default"] else "  (required)"
         lines += wrapped(f"  {one['name']}: {one['type']}{default}", width, " " * 6)
         lines += wrapped(one["help"], width - 6, start=" " * 6)
-    if card.is_block or not card.signature:  # fields are in the docstring
+    if card.is_block or not card.signature:  # a dataclass documents its fields in the docstring
         lines += [f"  {line}" for line in argument_lines(card.arguments, width - 2)] or ["  no arguments"]
     elif card.slot.startswith("trainer."):
         lines += ["", *wrapped(f"In a run: --{card.slot}+={card.name} --{card.slot}.ARGUMENT VALUE", width, "  ")]

@@ -1,4 +1,4 @@
-"""``python -m lit_efficient generate --ckpt FILE --prompt TEXT``: let a trained language model write, or talk to it."""
+"""``python -m lit_efficient generate --ckpt FILE --prompt TEXT``: continue texts with a language model, or chat."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ from lit_efficient.errors import refusal
 
 
 def run(argv: Sequence[str]) -> int:
-    """Continue prompts with the model of a checkpoint."""
+    """Run ``generate``."""
     parser = argparse.ArgumentParser(
         "lit_efficient generate",
-        description="Continue texts with the model of a checkpoint: its adapters are applied, and the averaged weights "
-        "of EMA or CheckpointAverage used where the run kept some. The same seed gives the same text. With --chat and "
-        "no prompt it holds a conversation.",
+        description="Continue texts with the model of a checkpoint. Adapters are applied, and the averaged weights of "
+        "EMA or CheckpointAverage are used if the run kept them. The same seed gives the same text. With --chat and "
+        "no prompt it starts a conversation.",
     )
     add_model_options(parser, "a checkpoint of LanguageModeling, or of a task derived from it")
     parser.add_argument("--prompt", action="append", help="text to continue; may be given several times")
@@ -21,24 +21,32 @@ def run(argv: Sequence[str]) -> int:
         "--prompts",
         nargs="+",
         metavar="TEXT",
-        help='texts to continue; or one file of them, a line each, or a .jsonl of {"prompt": "..."}',
+        help='texts to continue, or one file: one text per line, or a .jsonl of {"prompt": "..."}',
     )
-    parser.add_argument("--chat", action="store_true", help="each prompt is a user's turn in the model's chat template")
-    parser.add_argument("--max_new_tokens", type=int, help="128; in a conversation 512, at most half of what it reads")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token")
-    parser.add_argument("--top_p", type=float, default=0.95, help="draw among the likeliest tokens of this probability")
-    parser.add_argument("--top_k", type=int, default=0, help="draw among this many likeliest tokens; 0: all")
-    parser.add_argument("--min_p", type=float, default=0.0, help="least probability, as a share of the likeliest's")
+    parser.add_argument("--chat", action="store_true", help="format each prompt as a user's turn by the chat template")
     parser.add_argument(
-        "--repetition_penalty", type=float, default=1.0, help="above 1: tokens that were there before are less likely"
+        "--max_new_tokens", type=int, help="default: 128; in a conversation 512, at most half of the model's context"
     )
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated")
-    parser.add_argument("--seed", type=int, default=0, help="prompt number i is continued with seed + i")
-    parser.add_argument("--batch_size", type=int, default=8, help="prompts at a time; it does not change the texts")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the most likely token")
+    parser.add_argument(
+        "--top_p", type=float, default=0.95, help="sample from the most likely tokens with this total probability"
+    )
+    parser.add_argument("--top_k", type=int, default=0, help="sample from this many most likely tokens; 0: all")
+    parser.add_argument(
+        "--min_p", type=float, default=0.0, help="minimum probability, relative to the most likely token"
+    )
+    parser.add_argument(
+        "--repetition_penalty", type=float, default=1.0, help="above 1: tokens that occurred before are less likely"
+    )
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end the text before TEXT; may be repeated"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="prompt number i uses seed + i")
+    parser.add_argument("--batch_size", type=int, default=8, help="prompts at a time; does not change the texts")
     arguments = parser.parse_args(argv)
     texts_alone = "" if arguments.chat else "add --chat"
     if "" in arguments.stop:
-        raise refusal("generate", "--stop", "a text with something in it", "")
+        raise refusal("generate", "--stop", "a text that is not empty", "")
     given = [*(arguments.prompt or ()), *prompts_of(arguments.prompts or (), "generate", texts_alone)]
     if not given and not arguments.chat:
         parser.error("one of the arguments --prompt --prompts --chat is required")

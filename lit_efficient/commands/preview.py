@@ -1,7 +1,7 @@
-"""``python -m lit_efficient preview --config X``: what a batch of tokens is, before any time is spent on training it.
+"""``python -m lit_efficient preview --config X``: show a batch of tokens before training.
 
-Builds the data of a config and nothing else: no model, no trainer. Shows which tokens are trained, masked and padded,
-where packed documents begin, what was truncated, and whether the end of a turn is learned.
+Builds only the data of a config, without model and trainer. Shows which tokens contribute to the loss ("trained"),
+which are masked or padding, where packed documents begin, what was truncated, and whether the end of a turn is trained.
 """
 
 import argparse
@@ -26,19 +26,30 @@ _STYLES = {
     "warning": "\033[1;31m",
 }
 _RESET = "\033[0m"
-# What would move the cursor or change colours if a text held it; a line break and a tab are harmless.
+# Control characters that would move the cursor or change colours; line breaks and tabs are allowed.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def figures(batch: dict[str, Tensor], kinds: Kinds, stop_ids: Sequence[int]) -> dict[str, float]:
-    """Numbers of ``tokens``, ``trained``, ``masked``, ``padded``, ``documents`` of a batch; the ``fill``; of the
-    learned ``stretches`` of tokens, and of those that have a stop id at their ``ends``.
+    """Return statistics of a batch.
+
+    Args:
+        batch: The batch; ``input_ids`` is [B, T].
+        kinds: Kind of each token.
+        stop_ids: Tokens that end a turn.
+
+    Returns:
+        Numbers of ``tokens``, ``trained``, ``masked`` and ``padded`` tokens and of ``documents``; ``fill``, the share
+        of tokens that are no padding; ``stretches``, the number of runs of trained tokens; and ``ends``, the number of
+        runs that end with a stop token.
     """
     ends = torch.zeros_like(kinds.trained)
     ends[:, :-1] = kinds.trained[:, :-1] & (~kinds.trained[:, 1:] | kinds.starts[:, 1:])
     ends[:, -1] = kinds.trained[:, -1]
     stops = torch.isin(batch["input_ids"], torch.tensor(list(stop_ids)))
-    tokens, trained, padded = kinds.trained.numel(), int(kinds.trained.sum()), int(kinds.padded.sum())
+    tokens = kinds.trained.numel()
+    trained = int(kinds.trained.sum())
+    padded = int(kinds.padded.sum())
     return {
         "tokens": tokens,
         "trained": trained,
@@ -52,10 +63,11 @@ def figures(batch: dict[str, Tensor], kinds: Kinds, stop_ids: Sequence[int]) -> 
 
 
 def rendered(batch: dict[str, Tensor], kinds: Kinds, tokenizer: Any, colour: bool, most: int) -> Iterator[str]:
-    """Yield the lines that show a batch, at most ``most`` tokens a row; without colours, «» around what is trained."""
+    """Yield lines that show at most ``most`` tokens of each row; without colours, trained text is in «»."""
     for row, ids in enumerate(batch["input_ids"].tolist()):
         yield paint(f"=== row {row + 1} of the batch", "boundary", colour)
-        line, number = "", 0
+        line = ""
+        number = 0
         for kind, begins, part in _runs(ids[:most], kinds, row):
             if begins:
                 number += 1
@@ -74,9 +86,10 @@ def rendered(batch: dict[str, Tensor], kinds: Kinds, tokenizer: Any, colour: boo
 
 
 def _runs(ids: list[int], kinds: Kinds, row: int) -> Iterator[tuple[str, bool, list[int]]]:
-    """Yield the tokens that stand side by side and are alike: their kind, whether a document begins, the ids."""
-    trained, padded, starts = (values[row].tolist() for values in (kinds.trained, kinds.padded, kinds.starts))
-    of = [PADDED if padded[i] else TRAINED if trained[i] else MASKED for i in range(len(ids))]
+    """Yield runs of tokens of one kind: the kind, whether a document begins with the run, and the ids."""
+    starts = kinds.starts[row].tolist()
+    of = [TRAINED if trained else MASKED for trained in kinds.trained[row].tolist()]
+    of = [PADDED if padded else kind for kind, padded in zip(of, kinds.padded[row].tolist())]
     begin = 0
     for i in range(1, len(ids) + 1):
         if i == len(ids) or of[i] != of[begin] or starts[i]:
@@ -85,7 +98,7 @@ def _runs(ids: list[int], kinds: Kinds, row: int) -> Iterator[tuple[str, bool, l
 
 
 def paint(text: str, style: str, colour: bool) -> str:
-    """``text`` in the colour of ``style``, line by line; without colours what is trained in «»."""
+    """Return ``text`` in the colour of ``style``, line by line; without colours, trained text in «»."""
     if colour:
         return "\n".join(f"{_STYLES[style]}{line}{_RESET}" if line else line for line in text.split("\n"))
     return f"«{text}»" if style == TRAINED else text
@@ -94,7 +107,7 @@ def paint(text: str, style: str, colour: bool) -> str:
 def summary_lines(
     data: Any, numbers: dict[str, float], shape: tuple[int, ...], split: str, colour: bool
 ) -> Iterator[str]:
-    """Yield the lines that follow a batch: it in numbers, then the whole split."""
+    """Yield lines with the statistics of the batch and of the whole split."""
     legend = " ".join(paint(kind, kind, colour) for kind in (TRAINED, MASKED, PADDED))
     yield f"legend   {legend}"
     shares = ", ".join(
@@ -103,13 +116,14 @@ def summary_lines(
     yield f"batch    {' x '.join(map(str, shape))} tokens: {shares}"
     yield f"         {numbers['documents']:.0f} documents, fill {numbers['fill']:.2%}"
     if numbers["stretches"] and hasattr(data, "stop_ids"):
-        yield f"         {numbers['ends']:.0f} of {numbers['stretches']:.0f} learned stretches end with a stop token"
+        ended = f"{numbers['ends']:.0f} of {numbers['stretches']:.0f}"
+        yield f"         {ended} runs of trained tokens end with a stop token"
     report = getattr(data, "report", None)
     if not report:
         return
     counts = report["counts"][split]
     if not counts["rows"]:
-        yield f"{split:<8} streamed: what it holds is not known before it is read"
+        yield f"{split:<8} streamed: its content is not known before it is read"
         return
     packing = f"; packed into rows that are {data.fill(split):.2%} full" if data.pack else ""
     yield f"{split:<8} {data.summary(counts)}{packing}"
@@ -134,7 +148,11 @@ def summary_lines(
 
 
 def build_data(argv: Sequence[str], command: str = "preview") -> Any:
-    """The datamodule of a config, and nothing else of it; one without data is refused."""
+    """Return the data module of a config without building anything else.
+
+    Raises:
+        ConfigurationError: If the config has no ``data``.
+    """
     from jsonargparse import Namespace
     from lightning.pytorch import LightningDataModule
 
@@ -157,24 +175,24 @@ def build_data(argv: Sequence[str], command: str = "preview") -> Any:
                 raise constructor_error(error) from error
 
         def after_instantiate_classes(self) -> None:
-            """There is no trainer to tell."""
+            """Do nothing: there is no trainer."""
 
         def run_subcommand(self, subcommand: str) -> None:
-            """Nothing runs."""
+            """Do nothing."""
 
     return DataOnly(args=["fit", *argv]).data
 
 
 def run(argv: Sequence[str]) -> int:
-    """Show a batch."""
+    """Run ``preview``."""
     parser = argparse.ArgumentParser(
         "lit_efficient preview",
-        description="Show what a batch is. Takes the options of fit as well: -c CONFIG, --data.batch_size 2, ...",
+        description="Show a batch of tokens. The options of fit are accepted, too: -c CONFIG, --data.batch_size 2, ...",
         allow_abbrev=False,
     )
     parser.add_argument("--split", choices=("train", "val"), default="train")
-    parser.add_argument("--tokens", type=int, default=400, help="tokens of a row that are shown (default: 400)")
-    parser.add_argument("--rows", type=int, default=2, help="rows of the batch that are shown (default: 2)")
+    parser.add_argument("--tokens", type=int, default=400, help="tokens to show per row (default: 400)")
+    parser.add_argument("--rows", type=int, default=2, help="rows to show (default: 2)")
     options, rest = parser.parse_known_args(argv)
     check_number("preview", "--tokens", options.tokens, least=1, whole=True)
     check_number("preview", "--rows", options.rows, least=1, whole=True)
@@ -187,7 +205,7 @@ def run(argv: Sequence[str]) -> int:
     batch = next(iter(data.train_dataloader() if options.split == "train" else data.val_dataloader()))
     if not isinstance(batch, dict) or "input_ids" not in batch or not {"labels", "shift_labels"} & batch.keys():
         raise ConfigurationError(
-            f"preview: shows batches with input_ids and labels or shift_labels; {type(data).__name__} gives "
+            f"preview: the batch needs input_ids and labels or shift_labels; {type(data).__name__} gives "
             f"{list(batch) if isinstance(batch, dict) else type(batch).__name__}."
         )
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

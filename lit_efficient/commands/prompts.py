@@ -1,4 +1,4 @@
-"""What the commands that write and draw have in common: prompts, and where to compute."""
+"""Options that ``generate``, ``sample`` and ``write-data`` share: prompts, checkpoint and device."""
 
 import argparse
 import io
@@ -14,7 +14,7 @@ Turns = list[dict[str, str]]
 
 
 def prompts_of(given: Sequence[str], owner: str, texts_alone: str = "") -> list[str | Turns]:
-    """Prompts of a command line: texts, or the name of one file of them, which :func:`read_prompts` reads."""
+    """Return the prompts of a command line: its texts, or the content of the file that it names."""
     if len(given) == 1 and _is_file(given[0]):
         return read_prompts(Path(given[0]), owner, texts_alone)
     return list(given)
@@ -23,23 +23,26 @@ def prompts_of(given: Sequence[str], owner: str, texts_alone: str = "") -> list[
 def _is_file(text: str) -> bool:
     try:
         return Path(text).is_file()
-    except (OSError, ValueError):  # too long for a name
+    except (OSError, ValueError):  # the text is too long for a file name
         return False
 
 
 def read_prompts(path: Path, owner: str, texts_alone: str = "") -> list[str | Turns]:
-    """The prompts of a file: ``.jsonl`` with ``prompt`` or ``messages`` in each row, or text with one a line.
+    """Return the prompts of a file.
 
-    ``texts_alone`` is the way out for the error, where messages cannot be taken.
+    Args:
+        path: A ``.jsonl`` with ``prompt`` or ``messages`` in each row, or a text file with one prompt per line.
+        owner: Name of the command, for messages.
+        texts_alone: Advice for the error about ``messages``, if only texts are supported.
 
     Raises:
-        ConfigurationError: naming the line, for a row with neither.
+        ConfigurationError: If a row has neither; the message names the line.
     """
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{owner}: {path} is not UTF-8: {error}") from error
-    lines = text.replace("\r\n", "\n").split("\n")  # JSON may hold the other line breaks that splitlines() knows
+    lines = text.replace("\r\n", "\n").split("\n")  # not splitlines(): JSON may contain other line breaks
     if path.suffix != ".jsonl":
         prompts: list[str | Turns] = [line for line in lines if line.strip()]
     else:
@@ -55,7 +58,7 @@ def _prompt_of(line: str, where: str, texts_alone: str) -> str | Turns:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise ConfigurationError(f"{where} is no JSON: {error}") from error
+        raise ConfigurationError(f"{where} is not JSON: {error}") from error
     prompt = row.get("prompt") if isinstance(row, dict) else None
     turns = row.get("messages") if isinstance(row, dict) else None
     if isinstance(prompt, str):
@@ -65,8 +68,8 @@ def _prompt_of(line: str, where: str, texts_alone: str) -> str | Turns:
     )
     if not turns or not spoken or turns[-1]["role"] == "assistant":
         raise ConfigurationError(
-            f'{where} must have a text under "prompt", or under "messages" turns with role and content of '
-            "which the last is not the assistant's"
+            f'{where} must have a text in "prompt", or turns with role and content in "messages", and the last turn '
+            "must not be the assistant's"
         )
     if texts_alone:
         raise ConfigurationError(f"{where} has messages: {texts_alone}")
@@ -74,7 +77,7 @@ def _prompt_of(line: str, where: str, texts_alone: str) -> str | Turns:
 
 
 def default_device() -> str:
-    """The accelerator, if there is one."""
+    """Return the type of the accelerator, or "cpu" if there is none."""
     import torch
 
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -82,16 +85,18 @@ def default_device() -> str:
 
 
 def add_model_options(parser: argparse.ArgumentParser, ckpt: str) -> None:
-    """``--ckpt``, which is described by ``ckpt``, ``--weights`` and ``--device``."""
-    parser.add_argument("--ckpt", required=True, help=f"{ckpt}; or a run's folder, for its last one")
-    parser.add_argument("--weights", choices=("auto", "average", "raw"), default="auto", help="auto: as it validated")
-    parser.add_argument("--device", help="cpu, cuda, mps, ...; the accelerator by default")
+    """Add the options ``--ckpt`` (described by ``ckpt``), ``--weights`` and ``--device``."""
+    parser.add_argument("--ckpt", required=True, help=f"{ckpt}, or a run's folder for its last checkpoint")
+    parser.add_argument(
+        "--weights", choices=("auto", "average", "raw"), default="auto", help="auto: the weights that validation used"
+    )
+    parser.add_argument("--device", help="cpu, cuda, mps, ... (default: the accelerator)")
 
 
 def load_model(
     load: Callable[[str, Any], tuple[Any, str]], arguments: argparse.Namespace
 ) -> tuple[Any, dict[str, str]]:
-    """The model that these options name, on its device, and what is known of it, of which a line is printed."""
+    """Return the model that the options name, on its device, and its checkpoint and kind of weights; print both."""
     from lit_efficient.files.checkpoints import newest_in
 
     path = str(newest_in(arguments.ckpt))
@@ -101,7 +106,7 @@ def load_model(
 
 
 def forgiving_streams() -> None:
-    """Let letters that a terminal does not know neither end a program nor what it reads."""
+    """Replace characters that the terminal cannot encode instead of raising an error."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

@@ -1,4 +1,4 @@
-"""``python -m lit_efficient sample --ckpt FILE --output FILE.png | DIR``: let a trained diffusion model draw."""
+"""``python -m lit_efficient sample --ckpt FILE --output FILE.png | DIR``: sample images from a diffusion model."""
 
 import argparse
 import re
@@ -11,14 +11,14 @@ from typing import Any, get_args
 from lit_efficient.commands.prompts import add_model_options, load_model, prompts_of
 from lit_efficient.errors import check_choice, check_number, refusal
 
-_SHOWN = 10  # classes, and prompts, where none are named
-_LEGIBLE = 96  # pixels that an image of the grid has at least
-_MOST = 100_000  # numbers in one option
+_SHOWN = 10  # default number of classes and of prompts
+_LEGIBLE = 96  # smallest side of an image in the grid, in pixels
+_MOST = 100_000  # largest count of numbers in one option
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What a row of the grid shows: its name there, how its files begin, and what the model is given."""
+    """Condition of a row of the grid: its caption, the stem of its files, and the model's inputs."""
 
     name: str
     stem: str
@@ -27,27 +27,31 @@ class Subject:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Draw images with the model of a checkpoint."""
+    """Run ``sample``."""
     parser = argparse.ArgumentParser(
         "lit_efficient sample",
-        description="Draw images with the model of a checkpoint: its adapters are applied, and the averaged weights of "
-        "EMA or CheckpointAverage used where the run kept some. A row for each class or prompt, a column for each "
-        "seed. An image is that of its class or prompt, seed and settings, whatever is drawn beside it.",
+        description="Sample images with the model of a checkpoint. Adapters are applied, and the averaged weights of "
+        "EMA or CheckpointAverage are used if the run kept them. The grid has a row per class or prompt and a column "
+        "per seed. An image depends only on its class or prompt, its seed and the settings.",
     )
     add_model_options(parser, "a checkpoint of LatentDiffusion")
-    parser.add_argument("--output", required=True, help="FILE.png, the grid; or a folder for it and all images")
-    parser.add_argument("--classes", metavar="0,3,7", help="by number, 0-9 is ten; the first ten if left out")
-    texts = "texts, or one file with a text a line; those of the run if left out"
+    parser.add_argument(
+        "--output", required=True, help="FILE.png for the grid, or a folder for the grid and all images"
+    )
+    parser.add_argument(
+        "--classes", metavar="0,3,7", help="class numbers, also as ranges such as 0-9 (default: the first ten)"
+    )
+    texts = "texts, or one file with a text per line (default: the texts of the run)"
     parser.add_argument("--prompts", nargs="+", metavar="TEXT", help=texts)
-    parser.add_argument("--seeds", default="0-3", metavar="0,1,2", help="as classes; 0-3 if left out")
-    parser.add_argument("--guidance", type=float, help="strength of guidance, 1 is none; the run's if left out")
-    parser.add_argument("--steps", type=int, help="of the sampler; the run's if left out")
-    parser.add_argument("--sampler", help="builtin, ddim, euler, heun, dpmsolver++; the run's if left out")
-    parser.add_argument("--batch_size", type=int, default=16, help="images at a time; it does not change them")
+    parser.add_argument("--seeds", default="0-3", metavar="0,1,2", help="seeds, also as ranges (default: 0-3)")
+    parser.add_argument("--guidance", type=float, help="guidance scale, 1 is none (default: the run's)")
+    parser.add_argument("--steps", type=int, help="steps of the sampler (default: the run's)")
+    parser.add_argument("--sampler", help="builtin, ddim, euler, heun or dpmsolver++ (default: the run's)")
+    parser.add_argument("--batch_size", type=int, default=16, help="images at a time; does not change the images")
     arguments = parser.parse_args(argv)
     seeds = numbers("--seeds", arguments.seeds)
     classes = None if arguments.classes is None else numbers("--classes", arguments.classes)
-    prompts = None if arguments.prompts is None else prompts_of(arguments.prompts, "sample", "it draws for texts alone")
+    prompts = None if arguments.prompts is None else prompts_of(arguments.prompts, "sample", "only texts are supported")
     output = Path(arguments.output)
     grid = _grid_file(output)
     check_number("sample", "--batch_size", arguments.batch_size, least=1, whole=True)
@@ -58,20 +62,22 @@ def run(argv: Sequence[str]) -> int:
     subjects = subjects_of(model, classes, prompts)
     images = _draw(model, subjects, seeds, arguments.batch_size, grid.parent if grid != output else None, about)
     _write_grid(images, subjects, seeds, grid, about)
-    print(f"Wrote {grid}" + (f" and {len(images)} images beside it" if grid != output else ""))
+    beside = f" and {len(images)} images in the same folder" if grid != output else ""
+    print(f"Wrote {grid}{beside}")
     return 0
 
 
 def numbers(option: str, text: str) -> list[int]:
-    """``0,3,7`` or ``0-9`` or both.
+    """Return the numbers in a text such as ``0,3,7-9``.
 
     Raises:
-        ConfigurationError: Naming the option, for anything else.
+        ConfigurationError: If the text has another form or too many numbers; the message names the option.
     """
     found: list[int] = []
     for part in text.split(","):
         span = re.fullmatch(r"\s*(\d{1,18})\s*(?:-\s*(\d{1,18})\s*)?", part)
-        first, last = (int(span[1]), int(span[2] or span[1])) if span else (1, 0)
+        first = int(span[1]) if span else 1
+        last = int(span[2] or span[1]) if span else 0  # without a match: an empty range, which is refused
         if last < first or last - first + len(found) >= _MOST:
             raise refusal("sample", option, f"numbers and ranges such as 0,3,7 or 0-9, at most {_MOST:,}", text)
         found += range(first, last + 1)
@@ -79,12 +85,18 @@ def numbers(option: str, text: str) -> list[int]:
 
 
 def subjects_of(model: Any, classes: Sequence[int] | None, prompts: Sequence[Any] | None) -> list[Subject]:
-    """The rows that are asked for; of a model that takes both, each prompt with each class.
+    """Return the conditions of the grid's rows; for a model with classes and text, each prompt with each class.
+
+    Args:
+        model: A ``LatentDiffusion``.
+        classes: Class numbers, or None for the default.
+        prompts: Texts, or None for the default.
 
     Raises:
-        ConfigurationError: For what the model does not take, and for a class that it does not have.
+        ConfigurationError: If the model does not take classes or text, or has fewer classes.
     """
-    count, name = model.shape.num_classes, model.shape.name
+    count = model.shape.num_classes
+    name = model.shape.name
     if classes is not None and not count:
         raise refusal("sample", "--classes", f"left out for {name}, which takes no classes", list(classes))
     if prompts is not None and not model.shape.takes_text:
@@ -97,7 +109,7 @@ def subjects_of(model: Any, classes: Sequence[int] | None, prompts: Sequence[Any
         return by_class or [Subject("", "image")]
     given = prompts or dict.fromkeys(model.in_turn(_SHOWN)["captions"])
     texts = [Subject(text or "(empty)", f"prompt_{i}", prompt=text) for i, text in enumerate(given)]
-    if classes is None:  # the one after the last is no class
+    if classes is None:  # the label after the last class means "no class"
         return [replace(text, label=count) for text in texts] if count else texts
     both = [(one, text) for text in texts for one in by_class]
     return [replace(one, name=f"{one.name}: {t.name}", stem=f"{one.stem}_{t.stem}", prompt=t.prompt) for one, t in both]
@@ -114,14 +126,17 @@ def _grid_file(output: Path) -> Path:
 
 
 def _set(model: Any, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Have the model sample by the options that were given, or refuse them before work starts; return all settings."""
+    """Set the options of the command line on the model and check them; return all settings."""
     from lit_efficient.losses.diffusers_sampling import check_sampler, check_steps
     from lit_efficient.losses.diffusion_sampling import SamplerName
 
     if arguments.guidance is not None:
         check_number("sample", "--guidance", arguments.guidance, least=0)
-        unguided = None if model.label_dropout else "a network that was trained with label_dropout 0"
-        unguided = unguided if model.shape.conditions else f"{model.shape.name}, which takes no conditions"
+        unguided = None
+        if not model.shape.conditions:
+            unguided = f"{model.shape.name}, which takes no conditions"
+        elif not model.label_dropout:
+            unguided = "a network that was trained with label_dropout 0"
         if unguided and arguments.guidance != 1.0:
             raise refusal("sample", "--guidance", f"1 for {unguided}", arguments.guidance)
         model.guidance_scale = arguments.guidance
@@ -140,16 +155,20 @@ def _set(model: Any, arguments: argparse.Namespace) -> dict[str, Any]:
 def _draw(
     model: Any, subjects: Sequence[Subject], seeds: Sequence[int], at_once: int, folder: Path | None, about: Any
 ) -> list[Any]:
-    """All images, [C, H, W] uint8, row by row; each is written as it comes, if there is a folder for them."""
+    """Return all images row by row, each [C, H, W] uint8; write each into ``folder``, if one is given."""
     from lit_efficient.files.pictures import draw_grid, write_picture
 
     asked = [(subject, seed) for subject in subjects for seed in seeds]
     images: list[Any] = []
     for start in range(0, len(asked), at_once):
         some = asked[start : start + at_once]
-        labels, prompts = ([getattr(subject, name) for subject, _ in some] for name in ("label", "prompt"))
-        given = {"labels": None if None in labels else labels, "captions": None if None in prompts else prompts}
-        images += model.draw_images([seed for _, seed in some], **given)
+        labels = [subject.label for subject, _ in some]
+        prompts = [subject.prompt for subject, _ in some]
+        images += model.draw_images(
+            [seed for _, seed in some],
+            labels=None if None in labels else labels,
+            captions=None if None in prompts else prompts,
+        )
         for (subject, seed), image in zip(some, images[start:]):
             if folder is None:
                 break

@@ -1,7 +1,7 @@
-"""``python -m lit_efficient schema``: what a config may hold, as a JSON schema for editors.
+"""``python -m lit_efficient schema``: print a JSON schema of configs for editors.
 
-Made from the parser that reads configs and from the classes that they may name, so that it knows what ``fit`` knows.
-Draft 7, which the YAML language server reads.
+The schema is made from the parser of configs and from the classes that a config may name, so that it accepts what
+``fit`` accepts. It follows draft 7, which the YAML language server reads.
 """
 
 import argparse
@@ -17,8 +17,8 @@ from typing import Any
 
 from lit_efficient.catalog import registered
 
-_USE = """Print what a config may hold as a JSON schema. With it an editor completes
-keys and class names, and flags typos:
+_USE = """Print a JSON schema of configs. With the schema an editor completes keys and
+class names, and marks typos:
 
   python -m lit_efficient schema > lit_efficient.schema.json
 
@@ -26,7 +26,7 @@ and, as the first line of a config beside it,
 
   # yaml-language-server: $schema=lit_efficient.schema.json
 
-Visual Studio Code needs the YAML extension of Red Hat, other editors the
+Visual Studio Code needs the YAML extension of Red Hat; other editors need the
 yaml-language-server."""
 _PLAIN: dict[Any, dict[str, Any]] = {
     bool: {"type": "boolean"},
@@ -36,15 +36,17 @@ _PLAIN: dict[Any, dict[str, Any]] = {
     type(None): {"type": "null"},
     Path: {"type": "string"},
 }
-_OTHERS = r"^(?!lit_efficient\.|lightning\.|pytorch_lightning\.)\w+(\.\w+)+$"  # a class of somebody else's, by its path
+_OTHERS = r"^(?!lit_efficient\.|lightning\.|pytorch_lightning\.)\w+(\.\w+)+$"  # path of a class of another package
 _OF_THE_PARSER = {"help", "print_config"}
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the schema."""
-    shape = argparse.RawDescriptionHelpFormatter
+    """Run ``schema``."""
     parser = argparse.ArgumentParser(
-        "lit_efficient schema", description=_USE, formatter_class=shape, allow_abbrev=False
+        "lit_efficient schema",
+        description=_USE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.parse_args(argv)
     print(json.dumps(schema(), indent=1))
@@ -52,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def schema() -> dict[str, Any]:
-    """The schema of whole configs and of overlays."""
+    """Return the schema of complete configs and of overlays."""
     from lightning.pytorch.cli import LightningCLI
 
     from lit_efficient.cli import LitEfficientCLI
@@ -81,14 +83,14 @@ class _Stop(Exception):
 
 
 class _Schema:
-    """Turns types into schemas; each class has its arguments in one definition."""
+    """Builder of schemas from types. Each class has one definition for its arguments."""
 
     def __init__(self) -> None:
         self.definitions: dict[str, Any] = {}
         self.known = _known_classes()
 
     def of_parser(self, parser: Any) -> dict[str, Any]:
-        """A mapping of the options of a parser, those with dots in a mapping of their own."""
+        """Return the schema of a parser's options; names with dots become nested mappings."""
         from jsonargparse import ActionConfigFile
 
         from lit_efficient.cli.without import TakesOut
@@ -117,8 +119,9 @@ class _Schema:
         return root
 
     def of(self, hint: Any) -> dict[str, Any]:
-        """The schema of a type; of one that is not known here it allows everything."""
-        origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
+        """Return the schema of a type; for an unknown type the schema allows everything."""
+        origin = typing.get_origin(hint) or hint
+        arguments = typing.get_args(hint)
         if origin in (typing.Union, types.UnionType):
             parts = [self.of(part) for part in arguments]
             return {} if {} in parts else {"anyOf": parts}
@@ -150,7 +153,7 @@ class _Schema:
         return self._spec(kind)
 
     def _arguments(self, kind: type) -> dict[str, Any]:
-        """A reference to the mapping of what a class takes."""
+        """Return a reference to the schema of a class's arguments."""
         from torch.optim import Optimizer
         from torch.optim.lr_scheduler import LRScheduler
 
@@ -158,17 +161,23 @@ class _Schema:
 
         name = f"{kind.__module__}.{kind.__qualname__}"
         if name not in self.definitions:
-            self.definitions[name] = {}  # what it holds may hold it
+            self.definitions[name] = {}  # before the content, which may refer to the class again
             parser = Parser(parser_mode=PARSER_MODE, exit_on_error=False)
-            skip = {"params"} if issubclass(kind, Optimizer) else {"optimizer"} if issubclass(kind, LRScheduler) else {}
-            parser.add_class_arguments(kind, fail_untyped=False, skip={*skip})
-            found = self.definitions[name] = self.of_parser(parser)
-            for horizon in found["properties"].keys() & HORIZONS if issubclass(kind, LRScheduler) else ():
-                found["properties"][horizon] = {"anyOf": [found["properties"][horizon], {"type": "null"}]}
+            skip: set[str] = set()
+            if issubclass(kind, Optimizer):
+                skip = {"params"}
+            elif issubclass(kind, LRScheduler):
+                skip = {"optimizer"}
+            parser.add_class_arguments(kind, fail_untyped=False, skip=skip)
+            found = self.of_parser(parser)
+            self.definitions[name] = found
+            if issubclass(kind, LRScheduler):
+                for horizon in found["properties"].keys() & HORIZONS:
+                    found["properties"][horizon] = {"anyOf": [found["properties"][horizon], {"type": "null"}]}
         return {"$ref": f"#/definitions/{name}"}
 
     def _spec(self, base: type) -> dict[str, Any]:
-        """A class that may stand where ``base`` is asked for: its name, or its name and its arguments."""
+        """Return a reference to the schema of a subclass of ``base``: its name, or its name with arguments."""
         found: dict[type, list[str]] = {}
         for name, kind in self.known.items():
             if issubclass(kind, base) and not inspect.isabstract(kind):
@@ -204,7 +213,7 @@ class _Schema:
 
 
 def _known_classes() -> dict[str, type]:
-    """Classes by the names that a config may give them."""
+    """Return classes by the names under which a config may refer to them."""
     import torch
     from lightning.pytorch import callbacks, loggers, plugins, profilers, strategies
     from lightning.pytorch.cli import ReduceLROnPlateau

@@ -1,4 +1,4 @@
-"""``python -m lit_efficient techniques``: the catalogue by what one wants, one card, who excludes whom."""
+"""``python -m lit_efficient techniques``: list techniques by purpose, print a card or the table of conflicts."""
 
 import argparse
 import csv
@@ -26,41 +26,43 @@ from lit_efficient.errors import ConfigurationError, did_you_mean
 
 _SINGLE = {"optimizer", "lr_scheduler", "model", "data", "trainer.strategy"}  # slots that hold one class
 _PARTS = {"model": "tasks", "data": "data modules", "trainer.callbacks": "other callbacks", "": "blocks of arguments"}
-_OOM = "memory"  # what helps a run that ran out of it
+_OOM = "memory"  # purpose that `--for oom` ranks
 
 
 def run(argv: Sequence[str]) -> int:
-    """Answer ``techniques ...``."""
+    """Run ``techniques``."""
     parser = argparse.ArgumentParser(
         "lit_efficient techniques",
-        description="List all techniques by what one wants, or print the card of one.",
+        description="List all techniques by purpose, or print the card of one.",
         allow_abbrev=False,
     )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="a technique, task or data module, to print its card")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="technique, task or data module whose card is printed")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--for",
         dest="purpose",
         metavar="WANT",
         choices=(*PURPOSES, "oom"),
-        help=f"what to try, what costs least first; {', '.join(PURPOSES)}, or oom, when memory has run out",
+        help=f"rank techniques for a purpose, cheapest first: {', '.join(PURPOSES)}, or oom when out of memory",
     )
-    which.add_argument("--matrix", action="store_true", help="what excludes what, and why")
+    which.add_argument("--matrix", action="store_true", help="list pairs that exclude each other, with reasons")
     parser.add_argument(
-        "--strategies", action="store_true", help="with --matrix: what runs on several devices, and why not"
+        "--strategies",
+        action="store_true",
+        help="with --matrix: list which technique works with which strategy, with reasons",
     )
-    which.add_argument("--csv", action="store_true", help="what goes with what, all pairs, as a table")
-    which.add_argument("--markdown", action="store_true", help="the list as a table of Markdown")
-    parser.add_argument("--json", action="store_true", help="all that is known, for programs")
+    which.add_argument("--csv", action="store_true", help="print all pairs as a CSV table")
+    which.add_argument("--markdown", action="store_true", help="print the list as a Markdown table")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
     options = parser.parse_args(argv)
     others, refused = read_third_party()
     cards = [*read_cards(), *others]
     print("".join(f"note: {sentence}\n" for sentence in refused), end="", file=sys.stderr)
     whole = options.matrix or options.csv or options.markdown
     if (options.name and (whole or options.purpose)) or (options.json and whole):
-        parser.error("a NAME and --json go with nothing else, but --json with NAME and with --for")
+        parser.error("NAME cannot be combined with --for or a table, and --json only with NAME or --for")
     if options.strategies and not options.matrix:
-        parser.error("--strategies goes with --matrix")
+        parser.error("--strategies needs --matrix")
     print(_answer(options, cards, max(40, shutil.get_terminal_size().columns)))
     return 0
 
@@ -83,19 +85,21 @@ def _answer(options: argparse.Namespace, cards: list[Card], width: int) -> str:
         return strategies(cards, width)
     if options.matrix:
         return matrix(cards, width)
-    return table(cards) if options.csv else markdown(cards) if options.markdown else listed(cards, width)
+    if options.csv:
+        return table(cards)
+    return markdown(cards) if options.markdown else listed(cards, width)
 
 
 def _named(name: str, cards: Sequence[Card]) -> Card:
     known = {card.name.lower(): card for card in cards}
     if name.lower() not in known:
-        hint = did_you_mean(name, [card.name for card in cards]) or "; `techniques` alone lists all names"
+        hint = did_you_mean(name, [card.name for card in cards]) or "; `techniques` lists all names"
         raise ConfigurationError(f"there is no technique named {name!r}{hint}")
     return known[name.lower()]
 
 
 def listed(cards: Sequence[Card], width: int) -> str:
-    """Render the techniques by what one wants, each once, and below them what else a config may name."""
+    """Return the list of techniques by purpose, each once, followed by the other classes that a config may name."""
     groups: dict[str, list[Card]] = {title: [] for title in PURPOSES.values()}
     for card in cards:
         if card.is_technique and card.slot not in ("model", "data"):
@@ -110,8 +114,10 @@ def listed(cards: Sequence[Card], width: int) -> str:
         others = [c for c in cards if not c.is_technique or c.slot in ("model", "data")]
         rest = [c.name for c in others if (c.slot == slot and not c.is_block) or (c.is_block and not slot)]
         lines += wrapped(f"{title}: {', '.join(rest)}", width, "  ") if rest else []
-    lines += [f"{card.name} is a technique of {card.distribution}" for card in cards if card.distribution]
-    more = "`techniques NAME` prints a card, `techniques --for memory` what to try first, `techniques --help` the rest."
+    lines += [f"{card.name} is a technique of the package {card.distribution}" for card in cards if card.distribution]
+    more = (
+        "`techniques NAME` prints a card, `techniques --for memory` ranks by cost, `techniques --help` lists options."
+    )
     return "\n".join([*lines, "", *wrapped(more, width)])
 
 
@@ -122,35 +128,35 @@ def _line(card: Card, names: int, width: int) -> list[str]:
 
 
 def ranked(cards: Sequence[Card], purpose: str, width: int, numbered: bool = False) -> str:
-    """Render what helps with a purpose, what costs least first, with the words that put it into a run."""
+    """Return the techniques for a purpose, cheapest first, with the words that add each to a run."""
     found = helping(cards, purpose)
     known = {card.name: card for card in cards}
     names = max((len(name) for name, _ in found), default=0)
     uses = {name: _use(known[name]) for name, _ in found}
     column = max(map(len, uses.values()), default=0)
-    head = f"{PURPOSES[purpose]}, what costs least first; append to `fit -c CONFIG`:"
+    head = f"{PURPOSES[purpose]}, cheapest first; append to `fit -c CONFIG`:"
     if numbered:
-        head = "out of memory: try these in turn, each on top of those before; append to `fit -c CONFIG`:"
+        head = "out of memory: add these one after the other; append to `fit -c CONFIG`:"
     lines = wrapped(head, width)
     for number, (name, reason) in enumerate(found, 1):
         start = f"{number:>2}. " if numbered else "  "
         text = f"{start}{name:<{names}}  {uses[name]:<{column}}  {reason}"
-        short = f"{start}{uses[name]:<{column}}  {reason}"  # which names it, too
+        short = f"{start}{uses[name]:<{column}}  {reason}"  # the overlay's name is close to the technique's
         lines += wrapped(text if width >= 100 else short, width, " " * (len(start) + column + 2))
     rest = [card.name for card in cards if purpose in card.facts and card.name not in uses]
-    return "\n".join([*lines, *(wrapped(f"  too: {', '.join(rest)}", width, "    ") if rest else [])])
+    return "\n".join([*lines, *(wrapped(f"  also: {', '.join(rest)}", width, "    ") if rest else [])])
 
 
 def _use(card: Card) -> str:
-    """What puts it into a run, behind its config."""
+    """Return the options that add a technique to a run."""
     overlay = overlay_of(card)
     if overlay:
         return f"-c {overlay}"
-    return f"--{card.slot}{'+' if card.slot not in _SINGLE else ''}={card.name}"
+    return f"--{card.slot}={card.name}" if card.slot in _SINGLE else f"--{card.slot}+={card.name}"
 
 
 def entry(card: Card, known: dict[tuple[str, str], str]) -> dict[str, Any]:
-    """What a card says, as data; conflicts are those that either of the two declares."""
+    """Return a card as plain data; conflicts include those that other techniques declare."""
     facts = {key: card.facts.get(key, "") for key in ("saves", "costs", "source")}
     return {
         "name": card.name,
@@ -168,7 +174,7 @@ def entry(card: Card, known: dict[tuple[str, str], str]) -> dict[str, Any]:
 
 
 def matrix(cards: Sequence[Card], width: int) -> str:
-    """Render which techniques exclude each other: each pair once with its reason, and by name below the other one."""
+    """Return the pairs that exclude each other, each with its reason once and a reference at the other technique."""
     known = pairs([card for card in cards if card.is_technique])
     lines: list[str] = []
     for card in (card for card in cards if any(card.name in pair for pair in known)):
@@ -177,18 +183,18 @@ def matrix(cards: Sequence[Card], width: int) -> str:
         for other, reason in excluded(card, own).items():
             lines += wrapped(f"  not with {other}: {reason}", width, "    ")
         after = [a for a, b in known if b == card.name]
-        lines += wrapped(f"  nor with {', '.join(after)}: see there", width, "    ") if after else []
+        lines += wrapped(f"  nor with {', '.join(after)}: see these", width, "    ") if after else []
     known_names = {name for pair in known for name in pair}
     free = [card.name for card in cards if card.is_technique and card.name not in known_names]
-    lines += ["", *wrapped(f"Nothing excludes: {', '.join(free)}.", width, "  ")]
+    lines += ["", *wrapped(f"Without conflicts: {', '.join(free)}.", width, "  ")]
     one = "A run has one optimizer, one model and one data module. `techniques --csv` has all pairs."
     return "\n".join([*lines, *wrapped(one, width)])
 
 
 def strategies(cards: Sequence[Card], width: int) -> str:
-    """Render, for each technique and each way to use devices, whether it was tested there, or why it is refused.
+    """Return a table of techniques and strategies: whether a test ran on two processes, or the reason of the refusal.
 
-    ``tested.json`` in the package holds what a test has found on two processes, with the words of the refusals.
+    The results are in ``tested.json`` in the package.
     """
     tested: dict[str, dict[str, str]] = json.loads((PACKAGE / "tested.json").read_text("utf-8"))
     techniques = [c for c in cards if c.is_technique and c.slot not in ("model", "data", "trainer.strategy")]
@@ -202,15 +208,16 @@ def strategies(cards: Sequence[Card], width: int) -> str:
         for kind, text in found.items():
             lines += wrapped(f"  {kind}: {text}", width, "    ") if text not in ("works", "") else []
     said = (
-        "works: on two processes the losses are those of one process to 1e-5 (what rounds by the rows it sees: close), "
-        "and a resumed run ends with the same bits. not tried: no test has run it there (EmptyCache needs GPUs). "
-        "ZeRO-1 to ZeRO-3 are stages of DeepSpeed, tried on its CPU backend. One device: each has tests."
+        "works: the losses on two processes equal those of one process to 1e-5 (techniques that round by the rows in a "
+        "process: nearly), and a resumed run ends with the same bits. not tried: no test has run (EmptyCache needs "
+        "GPUs). ZeRO-1 to ZeRO-3 are DeepSpeed's stages, tested on its CPU backend. Each technique has tests on one "
+        "device."
     )
     return "\n".join([*lines, "", *wrapped(said, width)])
 
 
 def table(cards: Sequence[Card]) -> str:
-    """Render what goes with what as CSV: a row and a column for each technique."""
+    """Return all pairs as CSV, with a row and a column for each technique."""
     techniques = [card for card in cards if card.is_technique]
     known = pairs(techniques)
     text = io.StringIO()
@@ -229,7 +236,7 @@ def _pair(row: Card, column: Card, known: dict[tuple[str, str], str]) -> str:
 
 
 def markdown(cards: Sequence[Card]) -> str:
-    """Render the table of techniques as Markdown: docs/techniques.md holds it, and a test compares the two."""
+    """Return the table of techniques as Markdown; docs/techniques.md contains it, and a test compares both."""
     rows: list[tuple[str, ...]] = [("Technique", "Slot", "Saves", "Costs", "Source"), ("---",) * 5]
     for card in cards:
         if card.is_technique and not card.distribution:

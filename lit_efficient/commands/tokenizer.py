@@ -1,4 +1,4 @@
-"""``python -m lit_efficient tokenizer --kind superbpe | bpe --output DIR``: train a tokenizer on your own text."""
+"""``python -m lit_efficient tokenizer --kind superbpe | bpe --output DIR``: train a tokenizer."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,20 +8,26 @@ from lit_efficient.errors import ConfigurationError, check_number
 
 
 def run(argv: Sequence[str]) -> int:
-    """Train a tokenizer, save it as transformers reads it, and print how many bytes a token stands for."""
+    """Run ``tokenizer``."""
     parser = argparse.ArgumentParser(
         "lit_efficient tokenizer",
-        description="Train a byte-level tokenizer. superbpe lets the last tokens span several words; it is "
-        "measured beside plain BPE on held-out files at the same vocabulary.",
+        description="Train a byte-level tokenizer on text and print its bytes per token. With superbpe the last tokens "
+        "of the vocabulary may span several words; it is compared with plain BPE on held-out files.",
     )
     parser.add_argument("--kind", choices=("superbpe", "bpe"), default="superbpe")
-    parser.add_argument("--vocab_size", type=int, default=4096, help="at least 257")
-    parser.add_argument("--output", required=True, help="a new folder, for AutoTokenizer.from_pretrained")
-    parser.add_argument("--paths", nargs="+", help="folders and files of text; default: Python's standard library")
-    parser.add_argument("--suffixes", nargs="+", default=[".py"], help="what the names of files in folders end with")
-    parser.add_argument("--transition", type=float, default=0.8, help="superbpe: part of the vocabulary within words")
-    parser.add_argument("--max_words", type=int, default=4, help="superbpe: most words a token may span")
-    parser.add_argument("--val_fraction", type=float, default=0.05, help="about this part of the files is held out")
+    parser.add_argument(
+        "--vocab_size", type=int, default=4096, help="size of the vocabulary, at least 257 (default: 4096)"
+    )
+    parser.add_argument("--output", required=True, help="new folder for AutoTokenizer.from_pretrained")
+    parser.add_argument("--paths", nargs="+", help="folders and files of text (default: Python's standard library)")
+    parser.add_argument(
+        "--suffixes", nargs="+", default=[".py"], help="suffixes of files to read in folders (default: .py)"
+    )
+    parser.add_argument(
+        "--transition", type=float, default=0.8, help="superbpe: share of the vocabulary that stays within words"
+    )
+    parser.add_argument("--max_words", type=int, default=4, help="superbpe: largest number of words in a token")
+    parser.add_argument("--val_fraction", type=float, default=0.05, help="approximate share of held-out files")
     arguments = parser.parse_args(argv)
     output = Path(arguments.output)
     from lit_efficient.files.atomic_file import check_new_folder
@@ -34,7 +40,8 @@ def run(argv: Sequence[str]) -> int:
 
     train, held_out = _texts(arguments)
     plain = train_tokenizer(train, arguments.vocab_size)
-    chosen, figures = plain, {"bpe": plain}
+    chosen = plain
+    figures = {"bpe": plain}
     if arguments.kind == "superbpe":
         chosen = train_superbpe(
             train, arguments.vocab_size, transition=arguments.transition, max_words=arguments.max_words
@@ -58,12 +65,14 @@ def _texts(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     if read.duplicates or read.unreadable:
         print(f"left out {len(read.duplicates)} duplicates and {len(read.unreadable)} files that are not UTF-8")
     if not texts:
-        raise ConfigurationError(f"tokenizer: paths hold no text: {len(files)} files, all empty or not UTF-8")
+        raise ConfigurationError(
+            f"tokenizer: --paths contain no text: all of {len(files)} files are empty or not UTF-8"
+        )
     return split_texts(texts, arguments.val_fraction, 0)
 
 
 def _save(tokenizer: object, output: Path) -> None:
-    """Write ``tokenizer.json`` and what transformers wants beside it, whole or not at all."""
+    """Write ``tokenizer.json`` and the files that transformers needs, atomically."""
     from transformers import PreTrainedTokenizerFast
 
     from lit_efficient.data.text.token_cache import END_OF_TEXT

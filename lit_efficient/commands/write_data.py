@@ -1,8 +1,8 @@
-"""``python -m lit_efficient write-data``: a teacher writes training data by prompts.
+"""``python -m lit_efficient write-data``: write training data by a teacher model.
 
-One line of JSON a prompt, in the order of the prompts, appended whole. Prompt number i is answered with the seed
-``seed + i``, in the same batch, so a run that was interrupted and goes on, on any number of processes, writes the same
-file as one that was not. Under torchrun each process answers its part, and the first one writes
+The teacher's answer to each prompt is one line of JSON, in the order of the prompts. Prompt number i is answered with
+seed ``seed + i`` and always in the same batch. So an interrupted run that continues, on any number of processes, writes
+the same file as an uninterrupted one. Under torchrun each process answers a part of the prompts, and rank 0 writes
 (``torchrun --nproc-per-node 8 -m lit_efficient write-data ...``).
 """
 
@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 
 def run(argv: Sequence[str]) -> int:
-    """Answer prompts with a checkpoint's model or one of Hugging Face."""
+    """Run ``write-data``."""
     arguments = _parser().parse_args(argv)
     from lit_efficient.distributed.rank_line import together
     from lit_efficient.distributed.ranks import gather_objects
@@ -46,9 +46,10 @@ def run(argv: Sequence[str]) -> int:
             model.to(arguments.device or default_device())
             answer = _answer(model, arguments)
             written, cut = write_rows(output, prompts, done, answer, arguments.keep_cut)
+            outcome = "kept" if arguments.keep_cut else "left out"
             said = (
-                f"{output}: {written} rows added from prompt {done} on; {cut} of the answers were cut at "
-                f"max_new_tokens{'' if arguments.keep_cut else ' and left out'}"
+                f"{output}: {written} rows added from prompt {done} on; {cut} answers reached max_new_tokens and were "
+                f"{outcome}"
             )
         else:
             said = f"{output}: complete"
@@ -60,50 +61,61 @@ def run(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "lit_efficient write-data",
-        description="Let a teacher write training data: an answer to each prompt, one line of JSON each. Called again "
-        "with the same arguments it goes on where it stopped; the same seed gives the same file.",
+        description="Write training data: a teacher model's answer to each prompt, one line of JSON each. The same "
+        "command continues after an interruption; the same seed gives the same file.",
     )
     teacher = parser.add_mutually_exclusive_group(required=True)
     teacher.add_argument("--ckpt", help="a checkpoint of LanguageModeling, or of a task derived from it")
-    teacher.add_argument("--model", help="a name or folder of Hugging Face, with its tokenizer")
+    teacher.add_argument("--model", help="name or folder of a Hugging Face model, with its tokenizer")
     parser.add_argument(
         "--prompts",
         required=True,
         help='a .jsonl of {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}, or a text file with '
-        "a prompt in each line that is not empty",
+        "one prompt per line; empty lines are ignored",
     )
-    parser.add_argument("--output", required=True, help="the .jsonl to write; its settings are kept beside it")
+    parser.add_argument("--output", required=True, help=".jsonl file to write; its settings are written beside it")
     parser.add_argument(
         "--format",
         choices=("completion", "messages"),
         default="completion",
-        help='completion goes on with the text and gives {"prompt", "completion"}; messages answers in the chat '
-        'template and gives {"messages"}',
+        help='completion continues the text and writes {"prompt", "completion"}; messages answers in the chat template '
+        'and writes {"messages"}',
     )
     parser.add_argument("--max_new_tokens", type=int, default=512)
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token")
-    parser.add_argument("--top_p", type=float, default=0.95, help="draw among the likeliest tokens of this probability")
-    parser.add_argument("--seed", type=int, default=0, help="prompt number i is answered with seed + i")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the most likely token")
     parser.add_argument(
-        "--keep_cut", action="store_true", help="keep answers that max_new_tokens has cut: they teach to stop anywhere"
+        "--top_p", type=float, default=0.95, help="sample from the most likely tokens with this total probability"
     )
-    parser.add_argument("--dtype", default="auto", help="of --model: float32, bfloat16, float16, or that of its files")
-    parser.add_argument("--quantize", choices=("nf4", "int8"), help="of --model")
-    parser.add_argument("--device", help="cpu, cuda, mps, ...; the accelerator by default")
+    parser.add_argument("--seed", type=int, default=0, help="prompt number i uses seed + i")
+    parser.add_argument(
+        "--keep_cut",
+        action="store_true",
+        help="keep answers that reached max_new_tokens; they teach a model to stop anywhere",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        help="number format of --model: float32, bfloat16, float16 or auto (that of its files)",
+    )
+    parser.add_argument("--quantize", choices=("nf4", "int8"), help="quantise --model")
+    parser.add_argument("--device", help="cpu, cuda, mps, ... (default: the accelerator)")
     return parser
 
 
 def resume(output: Path, prompts: Sequence[str | Turns], settings: dict[str, Any]) -> int:
-    """Write or compare the settings of a file, take half a last line off, and return the number of the next prompt.
+    """Write or compare the settings of a file and remove an incomplete last line.
+
+    Returns:
+        The number of the next prompt.
 
     Raises:
-        ConfigurationError: if the file was made with other settings or prompts.
+        ConfigurationError: If the file was written with other settings or prompts.
     """
     from lit_efficient.errors import ConfigurationError
     from lit_efficient.files.atomic_file import replacing
 
     beside = output.with_name(output.name + ".settings.json")
-    other = "Delete both files to begin again, or name another output."
+    other = "Delete both files to start again, or name another --output."
     if not output.exists():
         with replacing(beside) as file:
             file.write((json.dumps(settings, indent=2) + "\n").encode())
@@ -111,13 +123,13 @@ def resume(output: Path, prompts: Sequence[str | Turns], settings: dict[str, Any
         return 0
     if not beside.exists():
         raise ConfigurationError(
-            f"write-data: {output} exists and was not written by this command; name another output"
+            f"write-data: {output} exists and was not written by this command; name another --output"
         )
     then = json.loads(beside.read_text(encoding="utf-8"))
     for name, value in settings.items():
         if then.get(name) != value:
             raise ConfigurationError(
-                f"write-data: {output} was begun with {name} {then.get(name)!r}, now it is {value!r}. {other}"
+                f"write-data: {output} was started with {name} {then.get(name)!r}, and now it is {value!r}. {other}"
             )
     content = output.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
@@ -128,9 +140,7 @@ def resume(output: Path, prompts: Sequence[str | Turns], settings: dict[str, Any
         row = json.loads(line)
         following = int(row["index"]) + 1
         if following > len(prompts) or row["asked"] != digest_of(prompts[following - 1])[:16]:
-            raise ConfigurationError(
-                f"write-data: prompt {following - 1} is not the one that {output} has an answer to. {other}"
-            )
+            raise ConfigurationError(f"write-data: {output} has the answer to another prompt {following - 1}. {other}")
     return following
 
 
@@ -141,11 +151,19 @@ def write_rows(
     answer: Callable[[int, Sequence[str | Turns]], list[tuple[Row, bool]]],
     keep_cut: bool,
 ) -> tuple[int, int]:
-    """Answer the prompts from ``start`` on, a few on the disk before the next; return how many were written and cut.
+    """Answer the prompts from ``start`` on and append the answers batch by batch; rank 0 writes them in order.
 
-    Of several processes each answers a few of these, and the first one writes them in their order. ``answer`` takes the
-    first number and some prompts, and gives their rows, and whether the model ended each; others go unless
-    ``keep_cut``. Batches begin where those of an undisturbed run do: what is beside a row decides how it is rounded.
+    Args:
+        output: The file.
+        prompts: All prompts.
+        start: Number of the first prompt without an answer. Batches begin at the same prompts as in an uninterrupted
+            run, because the other rows of a batch affect rounding.
+        answer: Function of the first number and some prompts that returns each prompt's row, and whether the model
+            ended the answer by itself.
+        keep_cut: Write answers that the model did not end.
+
+    Returns:
+        The numbers of written answers and of answers that the model did not end.
     """
     from lit_efficient.distributed.ranks import gather_objects, place_among_ranks
     from lit_efficient.tasks.text_generation import BATCH_SIZE
@@ -164,7 +182,9 @@ def write_rows(
                 if not ended and not keep_cut:
                     continue
                 about = {"index": index, "asked": digest_of(prompts[index])[:16]}
-                file.write((json.dumps(row | about, ensure_ascii=False) + "\n").encode())  # one write: a line or less
+                file.write(
+                    (json.dumps(row | about, ensure_ascii=False) + "\n").encode()
+                )  # one call: at most this line is incomplete after a kill
                 written += 1
             if rank == 0:
                 os.fsync(file.fileno())
@@ -204,7 +224,7 @@ def _row(prompt: str | Turns, new: str, completes: bool) -> Row:
 
 
 def _alone(output: Path) -> Any:
-    """A lock: two processes would mix their lines."""
+    """Return a lock on a file, because two processes would mix their lines."""
     from filelock import FileLock, Timeout
 
     from lit_efficient.errors import ConfigurationError

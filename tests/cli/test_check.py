@@ -220,7 +220,7 @@ def test_ctrl_c_ends_a_check():
 def test_data_is_looked_at_when_asked_for(capsys):
     missing = ["--data", f"{HERE}.Missing"]
     assert check(*missing) == 0
-    assert "Missing was not prepared (--with_data does)" in capsys.readouterr().out
+    assert "Missing was not prepared (use --with_data)" in capsys.readouterr().out
     assert check(*missing, "--with-data") == fit(*missing) == 2
     assert capsys.readouterr().err.count("error: rows.jsonl: No such file or directory") == 2
 
@@ -390,7 +390,7 @@ def test_what_works_on_many_devices_is_said_to(capsys):
     said = capsys.readouterr().out
     assert "72 rows, 5 batches an epoch for each of 8 processes" in said
     assert "the last 1 of 5 batches form a shorter window; others accumulate 2" in said
-    assert "the 8 processes: this is one" in said
+    assert "the 8 processes: the check is one process" in said
 
 
 ZERO = [*MANY, "--trainer.strategy=ZeroStrategy", "--trainer.strategy.stage=3"]

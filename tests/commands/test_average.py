@@ -109,7 +109,7 @@ def test_of_runs_with_an_average_it_takes_what_they_validated(
         expected = {name: (tensor + states[1][name]) / 2 for name, tensor in states[0].items()}
         torch.testing.assert_close(weights(restore(Toy(), tmp_path / "mean.ckpt")), expected)
     plain = write(tmp_path / "plain.ckpt", **module.state_dict())
-    with pytest.raises(ConfigurationError, match=rf"plain.ckpt would give its weights 'raw', and .* '{kind}'"):
+    with pytest.raises(ConfigurationError, match=rf"plain.ckpt has weights of the kind 'raw', and .* '{kind}'"):
         average_files([files[0], plain])
     with pytest.raises(LitEfficientError, match=r"plain.ckpt: the checkpoint holds no average of weights"):
         average_files([plain], of="average")
@@ -132,7 +132,7 @@ def _average_many(path: Path) -> None:
         ([{"a": torch.ones(2)}, {"b": torch.ones(2)}], "uniform", "differ in 2 names: 'a'"),
         ([{"a": torch.ones(2)}, {"a": torch.ones(3)}], "uniform", r"'a' is \[3\] of torch.float32, and \[2\] of"),
         *(
-            ([{"a": one}, {"a": other}], "uniform", f"of torch.{name}, and .* of torch.{before} in the others")
+            ([{"a": one}, {"a": other}], "uniform", f"of torch.{name}, and .* of torch.{before} in the other files")
             for one, other, before, name in [
                 (torch.tensor([1, 2]), torch.ones(2), "int64", "float32"),
                 (torch.ones(2), torch.ones(2) * 1j, "float32", "complex64"),

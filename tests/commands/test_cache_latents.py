@@ -47,7 +47,7 @@ def test_the_config_that_fit_runs_is_encoded_once(tmp_path, capsys):
     said = capsys.readouterr().out
     manifest = LatentStore(tmp_path / "cache", thorough=True).manifest
     assert "1797 of 1797 images and their variants: 1797 of 4x4x4" in said
-    assert f"{manifest['bytes_per_row']:.0f} bytes an image" in said
+    assert f"{manifest['bytes_per_row']:.0f} bytes per image" in said
     assert " ".join(f"{value:.4f}" for value in manifest["statistics"]["std"]) in said
     assert f"PSNR         {manifest['reconstruction_psnr_db']:.1f} dB" in said
     assert "images/s" in said

@@ -95,7 +95,7 @@ def test_the_oldest_turns_are_dropped_with_a_line_that_says_so(
     monkeypatch.setattr(model.network.config, "max_position_embeddings", 60)
     conversation, _ = _held(model, "the cat\na dog\nthe mat\n" + "on " * 80 + "\n", monkeypatch)
     said = capsys.readouterr().err
-    assert said.count("turns are dropped: there is room for 48 tokens") >= 1
+    assert said.count("turns are dropped: the limit is 48 tokens") >= 1
     assert "(that has" in said
     assert [turn["content"] for turn in conversation.turns][-2] == "the mat"
     assert len(conversation.turns) < 6
@@ -134,11 +134,11 @@ def test_ctrl_c_stops_an_answer_and_twice_the_program() -> None:
     os.write(ours, b"the cat\n")
     until(MIDST)  # of an answer of 1500 tokens
     os.write(ours, b"\x03")
-    until("(stopped; Ctrl-C once more ends)")
+    until("(stopped; press Ctrl-C again to end)")
     os.write(ours, b"a dog\n")
     until(MIDST)
     os.write(ours, b"\x03")
-    until("(stopped; Ctrl-C once more ends)")
+    until("(stopped; press Ctrl-C again to end)")
     for _ in range(20):  # Python loses one that comes while a finaliser runs
         os.write(ours, b"\x03")
         process.join(5)

@@ -113,7 +113,7 @@ def test_what_cannot_be_validated_is_said_before_anything_is_built(
     Path("snapshots", "average-step=00000004-sigma_rel=0.1.safetensors").touch()
     command = ["ema-sweep", "snapshots", "--sigma_rel", "0.1"]
     assert main([*command, "-c", "run.yaml"]) == 2
-    assert "--config needs --checkpoint, a full checkpoint of the run" in capsys.readouterr().err
+    assert "--config needs --checkpoint, a checkpoint of the run" in capsys.readouterr().err
     assert main([*command, "-c", "run.yaml", "--checkpoint", "last.ckpt", "--trainer.limit_val_batch", "3"]) == 2
     assert "did you mean 'trainer.limit_val_batches'" in capsys.readouterr().err
     assert main([*command, "--trainer.limit_val_batches", "3"]) == 2
@@ -157,7 +157,7 @@ def test_the_table_says_where_to_look_next() -> None:
     def table(*losses: float, raw: float = 1.0) -> str:
         return WidthCurve({0.05 * (i + 1): {"l": x} for i, x in enumerate(losses)}, {"l": raw}, "l", 4).table()
 
-    assert "last on its side: wider ones may be better" in table(0.9, 0.8)
-    assert "last on its side: narrower ones may be better" in table(0.8, 0.9)
+    assert "at the edge of the range: wider widths may be better" in table(0.9, 0.8)
+    assert "at the edge of the range: narrower widths may be better" in table(0.8, 0.9)
     assert "No width is better than the weights without an average" in table(1.1, 1.2)
     assert "side" not in table(0.9, 0.8, 0.9)

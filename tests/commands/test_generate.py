@@ -88,7 +88,7 @@ def test_checkpoints_hold_the_adapter_alone_and_the_global_generator_stays(run: 
         (["--top_k", "-1"], "top_k must be a whole number of at least 0, got -1"),
         (["--min_p", "2"], "min_p must be at least 0 and at most 1, got 2.0"),
         (["--repetition-penalty", "0"], "repetition_penalty must be above 0, got 0.0"),
-        (["--stop", ""], "--stop must be a text with something in it, got ''"),
+        (["--stop", ""], "--stop must be a text that is not empty, got ''"),
         (["--batch_size", "0"], "batch_size must be a whole number of at least 1, got 0"),
         (["--prompts", "messages.jsonl"], "messages.jsonl:1 has messages: add --chat"),
         (["--max_new_tokens", "0"], "max_new_tokens must be at least 1 and below"),

@@ -83,7 +83,7 @@ def test_a_config_is_previewed_without_model_trainer_or_run(
     assert text.count("--- document") == len(learned) - 1
     assert "user\nSay" in text
     assert re.search(r"batch    1 x 64 tokens: \d+ trained \(\d+\.\d%\), \d+ masked .*, \d+ padded", text)
-    assert f"{len(learned)} of {len(learned)} learned stretches end with a stop token" in text
+    assert f"{len(learned)} of {len(learned)} runs of trained tokens end with a stop token" in text
     assert "packed into rows that are " in text
     assert "nothing truncated" in text
     assert "the end-of-turn token <|im_end|> is trained in every turn" in text

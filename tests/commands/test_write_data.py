@@ -171,8 +171,8 @@ def test_a_checkpoint_of_ours_writes_too(home: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--temperature", "0.5"], "was begun with temperature 0.8, now it is 0.5. Delete both files"),
-        (["--prompts", "lines.txt"], "prompt 1 is not the one that"),
+        (["--temperature", "0.5"], "was started with temperature 0.8, and now it is 0.5. Delete both files"),
+        (["--prompts", "lines.txt"], "has the answer to another prompt 1"),
         (["--prompts", "turns.jsonl"], "turns.jsonl:1 has messages: add --format messages"),
         (["--prompts", "bad.jsonl"], 'bad.jsonl:2 must have a text under "prompt"'),
         (["--prompts", "empty.txt"], "empty.txt holds no prompts"),

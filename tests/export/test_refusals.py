@@ -246,10 +246,10 @@ RESCALED = Sampler(guidance_rescale=0.7)
         ({"schedule": "flow", "prediction": "v"}, None, r"no scheduler of diffusers .* 'flow'"),
         ({**V, "sampling_steps": 7}, None, r"sampling_steps must be a divisor of 1000"),
         ({**V, "backbone": of({**FREE, "num_class_embeds": 5})}, None, r"passes labels to a UNet2DModel"),
-        ({**UNGUIDED, "backbone": of(FREE)}, _wide, r"square latents.*UNet2DModel .* latents of \(4, 8\)"),
+        ({**UNGUIDED, "backbone": of(FREE)}, _wide, r"square latents.*UNet2DModel .* latents of size \(4, 8\)"),
         (OF_TEXT, _wide, r"square latents.*UNet2DConditionModel .* latents of \(4, 8\)"),
         (V, _wide, r"square latents.*DiTTransformer2DModel .* latents of size \(4, 8\)"),
-        ({**V, "backbone": of(THEIR_DIT)}, _half, r"of the network's sample_size, 4, .* latents of \(2, 2\)"),
+        ({**V, "backbone": of(THEIR_DIT)}, _half, r"of the network's sample_size 4, .* latents of size \(2, 2\)"),
         ({**V, "sampler": RESCALED}, None, r"DiTPipeline cannot rescale its guidance.*Sampler\(guidance_rescale=0.7"),
         ({**V, "text": T5, "backbone": of(PIXART), "sampler": RESCALED}, None, r"PixArtAlphaPipeline cannot rescale"),
         ({"text": T5, "backbone": of(SD3), "sampler": RESCALED}, None, r"StableDiffusion3Pipeline cannot rescale"),
@@ -261,7 +261,7 @@ RESCALED = Sampler(guidance_rescale=0.7)
         (OF_TEXT, _earlier_layer, r"differently from training .*layer=-2.* see all tokens"),
         ({**V, "text": CLIP, "backbone": of(SDXL)}, None, r"StableDiffusionXLPipeline has 2 text encoders, .* had 1"),
         (OF_TEXT, _deep, r"StableDiffusionPipeline .* AutoencoderDC"),
-        ({**OF_TEXT, "text": PROJECTED}, None, r"way than training did with CLIPTextModelWithProjection"),
+        ({**OF_TEXT, "text": PROJECTED}, None, r"differently from training with CLIPTextModelWithProjection"),
         ({**OF_TEXT, "text": T5}, None, r"differently from training with T5EncoderModel"),
         ({**OF_TEXT, "backbone": of(SANA)}, None, r"format diffusers supports .*, and not SanaTransformer2DModel"),
     ],
@@ -305,7 +305,7 @@ def test_a_sampler_that_is_replaced_is_named(
     noted = [line for line in (folder / "README.md").read_text().splitlines() if line.startswith("Note: ")]
     assert len(told) == len(noted) == (replaced is not None)
     for line in told + noted:
-        assert re.search(f"{replaced}.* as DiTPipeline does not support it", line)
+        assert re.search(f"{replaced}.* because DiTPipeline does not support it", line)
 
 
 def test_arguments_are_checked_before_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -338,7 +338,9 @@ def test_what_trained_beside_the_model_is_not_left_out_silently(
     trainer.fit(module, torch.utils.data.DataLoader(rows, 4), torch.utils.data.DataLoader(rows, 4))
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     assert export([str(tmp_path / "a.ckpt"), "--format", "merged", "--output", str(tmp_path / "out")]) == 2
-    assert "holds only 'network', and 1 parameters outside of it trained, first 'score.weight'" in capsys.readouterr().err
+    assert (
+        "holds only 'network', and 1 parameters outside of it trained, first 'score.weight'" in capsys.readouterr().err
+    )
     folder = made(tmp_path / "a.ckpt", tmp_path / "peft", "peft")
     assert "base_model.model.score.weight" in load_file(folder / "adapter_model.safetensors")
 
