@@ -107,7 +107,7 @@ def test_the_published_readme_and_the_urls_lead_to_the_repository(wheel: Path) -
         metadata = Parser().parsestr(archive.read(f"lit_efficient-{__version__}.dist-info/METADATA").decode())
     readme = str(metadata.get_payload())
     assert "(https://example.org/lit/raw/HEAD/docs/digits.png)" in readme
-    assert "[CONTRIBUTING.md](https://example.org/lit/blob/HEAD/CONTRIBUTING.md)" in readme
+    assert "[Contributing](https://example.org/lit/blob/HEAD/CONTRIBUTING.md)" in readme
     assert {link for link in re.findall(r"\]\(([^)]+)\)", readme) if "://" not in link} == set()
     assert "Repository, https://example.org/lit" in metadata.get_all("Project-URL")
 
@@ -115,7 +115,7 @@ def test_the_published_readme_and_the_urls_lead_to_the_repository(wheel: Path) -
 def test_no_address_is_made_up() -> None:
     readme = SETUP["with_addresses"]((ROOT / "README.md").read_text("utf-8"), "")
     assert re.findall(r"\]\((?!https?://)[^)]*\)", readme) == []
-    assert "CONTRIBUTING.md: a technique" in readme
+    assert "For coding assistants | Changelog" in readme
     assert SETUP["project_urls"]("") == {}
 
 
