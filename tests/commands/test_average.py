@@ -111,7 +111,7 @@ def test_of_runs_with_an_average_it_takes_what_they_validated(
     plain = write(tmp_path / "plain.ckpt", **module.state_dict())
     with pytest.raises(ConfigurationError, match=rf"plain.ckpt has weights of the kind 'raw', and .* '{kind}'"):
         average_files([files[0], plain])
-    with pytest.raises(LitEfficientError, match=r"plain.ckpt: the checkpoint holds no average of weights"):
+    with pytest.raises(LitEfficientError, match=r"plain.ckpt: the checkpoint holds no average of the weights"):
         average_files([plain], of="average")
     average_files([files[0], plain], of="raw")
 

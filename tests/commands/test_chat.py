@@ -96,7 +96,7 @@ def test_the_oldest_turns_are_dropped_with_a_line_that_says_so(
     conversation, _ = _held(model, "the cat\na dog\nthe mat\n" + "on " * 80 + "\n", monkeypatch)
     said = capsys.readouterr().err
     assert said.count("turns are dropped: the limit is 48 tokens") >= 1
-    assert "(that has" in said
+    assert "(the message has" in said
     assert [turn["content"] for turn in conversation.turns][-2] == "the mat"
     assert len(conversation.turns) < 6
     assert conversation.turns[0]["role"] == "user"
@@ -130,7 +130,7 @@ def test_ctrl_c_stops_an_answer_and_twice_the_program() -> None:
             found += os.read(ours, 4096).decode(errors="replace")
         return found
 
-    assert "/reset forgets" in until("> ")
+    assert "/reset clears" in until("> ")
     os.write(ours, b"the cat\n")
     until(MIDST)  # of an answer of 1500 tokens
     os.write(ours, b"\x03")

@@ -75,7 +75,7 @@ def test_images_are_those_of_the_task_for_the_seed_in_any_batch(
     for size in (1, 4, 16):
         asked = ["--classes", "2,0-1", "--seeds", "7,9", "--batch_size", str(size), "--guidance", "3"]
         assert _sample(tasks, "classes", tmp_path / str(size), *asked) == 0
-    assert capsys.readouterr().out.endswith(f"Wrote {tmp_path / '16' / 'grid.png'} and 6 images beside it\n")
+    assert capsys.readouterr().out.endswith(f"Wrote {tmp_path / '16' / 'grid.png'} and 6 images in the same folder\n")
     assert len(list((tmp_path / "16").iterdir())) == 7
     assert torch.equal(state, torch.get_rng_state())
     seen = set()
@@ -171,7 +171,7 @@ def test_prompts_come_from_a_file_and_the_sampler_is_one_of_diffusers(tasks: dic
         ("classes", ["--sampler", "magic"], "--sampler must be one of builtin"),
         ("classes", ["--output", "x.jpg"], "--output must be a file that ends in .png, or a folder, got 'x.jpg'"),
         ("classes", ["--ckpt", "nowhere.ckpt"], "there is no file nowhere.ckpt"),
-        ("classes", ["--weights", "average"], "the checkpoint holds no average of weights"),
+        ("classes", ["--weights", "average"], "the checkpoint holds no average of the weights"),
     ],
 )
 def test_what_cannot_be_drawn_is_one_sentence(

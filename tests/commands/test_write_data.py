@@ -140,7 +140,7 @@ def test_answers_that_were_cut_are_left_out(home: Path, tmp_path: Path, capsys: 
     every, some = rows(tmp_path / "all.jsonl"), rows(tmp_path / "some.jsonl")
     assert 0 < len(some) < len(every)
     assert [row for row in every if row["index"] in {row["index"] for row in some}] == some
-    assert f"{len(some)} rows added from prompt 0 on; {len(every) - len(some)} of the answers were cut" in (
+    assert f"{len(some)} rows added from prompt 0 on; {len(every) - len(some)} answers reached max_new_tokens" in (
         capsys.readouterr().err
     )
     left_out = [row for row in every if row not in some]
@@ -174,7 +174,7 @@ def test_a_checkpoint_of_ours_writes_too(home: Path, tmp_path: Path) -> None:
         (["--temperature", "0.5"], "was started with temperature 0.8, and now it is 0.5. Delete both files"),
         (["--prompts", "lines.txt"], "has the answer to another prompt 1"),
         (["--prompts", "turns.jsonl"], "turns.jsonl:1 has messages: add --format messages"),
-        (["--prompts", "bad.jsonl"], 'bad.jsonl:2 must have a text under "prompt"'),
+        (["--prompts", "bad.jsonl"], 'bad.jsonl:2 must have a text in "prompt"'),
         (["--prompts", "empty.txt"], "empty.txt holds no prompts"),
         (["--output", "foreign.jsonl"], "exists and was not written by this command"),
         (["--top_p", "2"], "top_p must be above 0 and at most 1, got 2.0"),
