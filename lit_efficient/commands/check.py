@@ -86,7 +86,7 @@ def _cli(argv: Sequence[str], device: str, prepared: bool, here: bool) -> Any:
                 try:
                     left = _fit_without_steps(self, device, prepared)
                 except Exception as error:
-                    cause = error.__cause__ if isinstance(error, _Again) else error
+                    cause: Any = error.__cause__ if isinstance(error, _Again) else error
                     strategy = self.trainer.strategy
                     lacks = isinstance(error, RuntimeError) and "process" in str(error)  # of torch.distributed
                     if traits_of(strategy).dtensors and lacks_mesh(cause):
