@@ -28,40 +28,41 @@ resume bit-exactly and prove what they save.
 usage: python -m lit_efficient COMMAND ...
 
   fit         train:    -c CONFIG [-c OVERLAY ...] [--without NAME] [--trainer.max_steps 100 ...] [--ckpt_path FILE]
-  check       say whether a fit would come to its first step; build all but the data, and stop:    -c CONFIG [...]
-  plan        say what a fit will need, before it runs: memory by kind, FLOPs, the largest batch that fits, or what
-              makes it fit:    -c CONFIG [--device-memory 24GiB] [--devices 8] [--solve max_length]
-  tune        search the fastest way to run a fit within a memory, at the same effective batch, and write it as an
+  check       check that a fit reaches its first step, without reading data:    -c CONFIG [...]
+  plan        predict memory by kind, FLOPs and the largest batch of a fit, or find changes with which it fits:
+              -c CONFIG [--device-memory 24GiB] [--devices 8] [--solve max_length]
+  tune        search the fastest settings of a fit within a memory limit, at the same effective batch, and write an
               overlay:    -c CONFIG --device_memory 24GiB [--minutes 20] [--allow_changes]
-  verify      check what ought to be true of a training, in a minute: accumulation, resuming, masks, exports, ...
+  verify      check that a training computes what it claims: accumulation, resuming, masks, exports, ...
               -c CONFIG [...] [--only A,B] [--full] [--json]
-  compare     what each technique saves in time and memory on a config, measured:    -c CONFIG --with lora ema | --all
+  compare     measure time and memory that techniques save on a config:    -c CONFIG --with lora ema | --all
   validate    evaluate a checkpoint on the validation data:    -c CONFIG --ckpt_path FILE
   test        evaluate a checkpoint on the test data
-  predict     run a checkpoint's predictions
-  techniques  list all techniques by what one wants; `techniques NAME` prints a card, `--for oom` what to try when
-              memory runs out, `--matrix` what excludes what    [--for memory | speed | quality | safety | oom] [--json]
-  configs     list the configs that come along: CONFIG is one's name, or a file    [--json]
-  copy        write one of them into a file, to edit it:    NAME [FILE]
-  report      a page of HTML with pictures of what runs did, side by side:    RUN [RUN ...] [--output FILE.html]
-  preview     show a batch of tokens, without training: what is learned, masked, packed, cut    -c CONFIG.yaml
-  cache-latents  encode the images of a config once, for all runs:    -c CONFIG.yaml [--batch_size 32 --device cuda]
-  average     the weighted mean of checkpoints:    CKPT... --output FILE
-  convert     a checkpoint in shards as one file:    CKPT --output FILE
-  ema-sweep   averages of any width from a run with PowerEMA:    DIR --sigma_rel 0.05 0.10 0.15
-              and their validation losses, as a table and a plot:    ... -c CONFIG.yaml --checkpoint FILE
-  generate    let a language model write:    --ckpt FILE --prompt TEXT [--temperature 0.8 --top_p 0.95 --seed 0]
-              or talk to it:    --ckpt FILE --chat
-  sample      let a diffusion model draw:    --ckpt FILE --output FILE.png [--classes 0,3,7 | --prompts TEXT ...]
+  predict     compute a checkpoint's predictions
+  techniques  list all techniques by purpose; `techniques NAME` prints a card, `--for oom` ranks techniques that save
+              memory, `--matrix` lists conflicts    [--for memory | speed | quality | safety | oom] [--json]
+  configs     list the configs of the package; CONFIG is a name in this list, or a file    [--json]
+  copy        write a config of the package into a file to edit:    NAME [FILE]
+  report      write an HTML page with charts of runs, side by side:    RUN [RUN ...] [--output FILE.html]
+  preview     show a batch of tokens without training: trained, masked, packed, truncated    -c CONFIG.yaml
+  cache-latents  encode the images of a config once for all runs:    -c CONFIG.yaml [--batch_size 32 --device cuda]
+  average     write the weighted mean of checkpoints:    CKPT... --output FILE
+  convert     write a sharded checkpoint as one file:    CKPT --output FILE
+  ema-sweep   build averages of any width after a run with PowerEMA:    DIR --sigma_rel 0.05 0.10 0.15
+              and validate each, as a table and a plot:    ... -c CONFIG.yaml --checkpoint FILE
+  generate    continue texts with a language model:    --ckpt FILE --prompt TEXT [--temperature 0.8 --seed 0]
+              or chat with it:    --ckpt FILE --chat
+  sample      draw images with a diffusion model:    --ckpt FILE --output FILE.png [--classes 0,3 | --prompts TEXT ...]
   tokenizer   train a tokenizer on text:    --kind superbpe | bpe --vocab_size 4096 --output DIR [--paths FOLDER ...]
-  write-data  let a teacher write training data:    --ckpt FILE | --model NAME --prompts FILE --output FILE.jsonl
-  export      weights for other programs:    CKPT --format peft | merged | safetensors --output DIR
-  completion  let the shell complete commands, options and names:    bash | zsh | fish
-  schema      what a config may hold, so that an editor completes keys and flags typos:    > lit_efficient.schema.json
+  write-data  write training data by a teacher model:    --ckpt FILE | --model NAME --prompts FILE --output FILE.jsonl
+  export      export weights for other programs:    CKPT --format peft | merged | safetensors | diffusers --output DIR
+  completion  print a script for the shell that completes commands, options and names:    bash | zsh | fish
+  schema      print a JSON schema of configs, with which editors complete keys and mark typos:
+              > lit_efficient.schema.json
 
-COMMAND --help lists the options, and so does help COMMAND. A config names classes, and naming a class imports it:
-code of your own needs --allow-import PACKAGE. --quiet shows errors, warnings and the last lines alone, --debug the
-traceback of an error. --version prints the version.
+COMMAND --help and help COMMAND list the options of a command. A config imports the classes that it names; your own
+package needs --allow-import PACKAGE. --quiet prints only errors, warnings and the last lines, --debug the traceback of
+an error. --version prints the version.
 
 exit codes: {", ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())},
 128+n after signal n

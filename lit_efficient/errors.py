@@ -18,10 +18,10 @@ from typing import Any
 EXIT_CODES = {
     0: "done",
     1: "a bug, with its traceback",
-    2: "what the user can mend",
-    3: "does not fit in memory",
+    2: "user error",
+    3: "out of memory",
     4: "diverged",
-    5: "a plan knows a bound alone, which does not decide",
+    5: "undecided plan (only a bound is known)",
 }
 """What the command line ends with; after signal n it is 128 + n."""
 
