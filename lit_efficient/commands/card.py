@@ -19,23 +19,31 @@ def card_text(card: Card, cards: Sequence[Card] = (), width: int = 80) -> str:
     """
     place = "a block of arguments" if card.is_block else f"slot {card.slot}"
     lines = [f"{card.name}   ({place})", "", *wrapped(card.summary, width), ""]
-    facts = {key: text.partition(". ")[2] if key in PURPOSES else text for key, text in card.facts.items()}
+    facts = dict(card.facts)
+    for purpose in PURPOSES.keys() & facts:
+        facts[purpose] = facts[purpose].partition(". ")[2]  # without its rank
     facts |= {"measured": measured(card), "file": card.module, "of": card.distribution}
     others = cards or [card]
     known = pairs([card, *(one for one in others if one.name != card.name)])
-    facts |= {f"not with {other}:": reason for other, reason in excluded(card, known).items()}
+    for other, reason in excluded(card, known).items():
+        facts[f"not with {other}:"] = reason
     facts["related"] = ", ".join(related(card, others))
     for label, text in facts.items():
-        lines += wrapped(f"{label:<8} {text}", width, " " * 9) if text else []
+        if text:
+            lines += wrapped(f"{label:<8} {text}", width, " " * 9)
     if card.signature or not card.is_block:
         lines += ["", *wrapped(f"{card.name}({card.signature})", width, " " * 4)]
     if card.arguments:
         lines += ["", *(f"  {line}".rstrip() for line in argument_lines(card.arguments, width - 2))]
     if card.is_block:
         return "\n".join(lines)
-    lines += ["", f"In YAML{_as_overlay(card)}:", textwrap.indent(_yaml(card), "  ")]
-    python = textwrap.indent("\n".join(python_lines(card)), "  ")
-    return "\n".join([*lines, *(["", "In Python:", python] if python else [])])
+    overlay = overlay_of(card)
+    option = f" (`-c {overlay}` on the command line)" if overlay else ""
+    lines += ["", f"In YAML{option}:", textwrap.indent(_yaml(card), "  ")]
+    python = python_lines(card)
+    if python:
+        lines += ["", "In Python:", textwrap.indent("\n".join(python), "  ")]
+    return "\n".join(lines)
 
 
 def argument_lines(text: str, width: int) -> Iterator[str]:
@@ -49,7 +57,9 @@ def argument_lines(text: str, width: int) -> Iterator[str]:
 def measured(card: Card) -> str:
     """Return the measured figures of a technique from ``measured.json`` in the package, or ""."""
     file = PACKAGE / "measured.json"
-    return str(json.loads(file.read_text("utf-8")).get(card.name, "")) if file.is_file() else ""
+    if not file.is_file():
+        return ""
+    return str(json.loads(file.read_text("utf-8")).get(card.name, ""))
 
 
 def excluded(card: Card, known: Mapping[tuple[str, str], str]) -> dict[str, str]:
@@ -75,11 +85,6 @@ def related(card: Card, cards: Sequence[Card]) -> list[str]:
 
     others = [one.name for one in cards if one.name != card.name]
     return [name for name in others if names(texts[card.name], name) or names(texts[name], card.name)]
-
-
-def _as_overlay(card: Card) -> str:
-    name = overlay_of(card)
-    return f" (`-c {name}` on the command line)" if name else ""
 
 
 def _yaml(card: Card) -> str:

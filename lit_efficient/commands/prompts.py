@@ -59,8 +59,10 @@ def _prompt_of(line: str, where: str, texts_alone: str) -> str | Turns:
         row = json.loads(line)
     except ValueError as error:
         raise ConfigurationError(f"{where} is not JSON: {error}") from error
-    prompt = row.get("prompt") if isinstance(row, dict) else None
-    turns = row.get("messages") if isinstance(row, dict) else None
+    if not isinstance(row, dict):
+        row = {}  # refused below
+    prompt = row.get("prompt")
+    turns = row.get("messages")
     if isinstance(prompt, str):
         return prompt
     spoken = isinstance(turns, list) and all(

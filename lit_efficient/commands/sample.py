@@ -60,10 +60,10 @@ def run(argv: Sequence[str]) -> int:
     model, about = load_model(load_latent_diffusion, arguments)
     about |= _set(model, arguments)
     subjects = subjects_of(model, classes, prompts)
-    images = _draw(model, subjects, seeds, arguments.batch_size, grid.parent if grid != output else None, about)
+    folder = grid.parent if grid != output else None
+    images = _draw(model, subjects, seeds, arguments.batch_size, folder, about)
     _write_grid(images, subjects, seeds, grid, about)
-    beside = f" and {len(images)} images in the same folder" if grid != output else ""
-    print(f"Wrote {grid}{beside}")
+    print(f"Wrote {grid}" if folder is None else f"Wrote {grid} and {len(images)} images in the same folder")
     return 0
 
 

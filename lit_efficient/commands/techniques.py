@@ -69,14 +69,15 @@ def run(argv: Sequence[str]) -> int:
 
 def _answer(options: argparse.Namespace, cards: list[Card], width: int) -> str:
     purpose = _OOM if options.purpose == "oom" else options.purpose
-    if options.name:
-        cards = [_named(options.name, cards)] if options.json else cards
-    elif purpose and options.json:
-        order = [name for name, _ in helping(cards, purpose)]
-        cards = sorted((card for card in cards if card.name in order), key=lambda card: order.index(card.name))
     if options.json:
-        known = pairs([*read_cards(), *cards])
-        return json.dumps([entry(card, known) for card in cards], indent=2, ensure_ascii=False)
+        chosen = cards
+        if options.name:
+            chosen = [_named(options.name, cards)]
+        elif purpose:
+            known_cards = {card.name: card for card in cards}
+            chosen = [known_cards[name] for name, _ in helping(cards, purpose)]
+        known = pairs(cards)
+        return json.dumps([entry(card, known) for card in chosen], indent=2, ensure_ascii=False)
     if options.name:
         return card_text(_named(options.name, cards), cards, width)
     if purpose:
@@ -87,7 +88,9 @@ def _answer(options: argparse.Namespace, cards: list[Card], width: int) -> str:
         return matrix(cards, width)
     if options.csv:
         return table(cards)
-    return markdown(cards) if options.markdown else listed(cards, width)
+    if options.markdown:
+        return markdown(cards)
+    return listed(cards, width)
 
 
 def _named(name: str, cards: Sequence[Card]) -> Card:
@@ -100,20 +103,25 @@ def _named(name: str, cards: Sequence[Card]) -> Card:
 
 def listed(cards: Sequence[Card], width: int) -> str:
     """Return the list of techniques by purpose, each once, followed by the other classes that a config may name."""
-    groups: dict[str, list[Card]] = {title: [] for title in PURPOSES.values()}
-    for card in cards:
-        if card.is_technique and card.slot not in ("model", "data"):
-            groups.setdefault(PURPOSES.get(purpose_of(card), "others"), []).append(card)
-    names = max((len(card.name) for group in groups.values() for card in group), default=0)
+    techniques = [card for card in cards if card.is_technique and card.slot not in ("model", "data")]
+    others = [card for card in cards if card not in techniques]
+    names = max((len(card.name) for card in techniques), default=0)
     lines: list[str] = []
-    for title, group in groups.items():
-        order = [name for name, _ in helping(group, next((p for p in PURPOSES if PURPOSES[p] == title), ""))]
-        group.sort(key=lambda card: order.index(card.name) if card.name in order else len(order))
-        lines += [title, *(line for card in group for line in _line(card, names, width)), ""] if group else []
+    for purpose in dict.fromkeys([*PURPOSES, *map(purpose_of, techniques)]):
+        group = [card for card in techniques if purpose_of(card) == purpose]
+        if not group:
+            continue
+        order = [name for name, _ in helping(group, purpose)]
+        # Techniques that `helping` does not rank come last.
+        group.sort(key=lambda card: (card.name not in order, order.index(card.name) if card.name in order else 0))
+        lines.append(PURPOSES.get(purpose, "others"))
+        for card in group:
+            lines += _line(card, names, width)
+        lines.append("")
     for slot, title in _PARTS.items():
-        others = [c for c in cards if not c.is_technique or c.slot in ("model", "data")]
-        rest = [c.name for c in others if (c.slot == slot and not c.is_block) or (c.is_block and not slot)]
-        lines += wrapped(f"{title}: {', '.join(rest)}", width, "  ") if rest else []
+        rest = [card.name for card in others if ("" if card.is_block else card.slot) == slot]
+        if rest:
+            lines += wrapped(f"{title}: {', '.join(rest)}", width, "  ")
     lines += [f"{card.name} is a technique of the package {card.distribution}" for card in cards if card.distribution]
     more = (
         "`techniques NAME` prints a card, `techniques --for memory` ranks by cost, `techniques --help` lists options."
@@ -144,7 +152,9 @@ def ranked(cards: Sequence[Card], purpose: str, width: int, numbered: bool = Fal
         short = f"{start}{uses[name]:<{column}}  {reason}"  # the overlay's name is close to the technique's
         lines += wrapped(text if width >= 100 else short, width, " " * (len(start) + column + 2))
     rest = [card.name for card in cards if purpose in card.facts and card.name not in uses]
-    return "\n".join([*lines, *(wrapped(f"  also: {', '.join(rest)}", width, "    ") if rest else [])])
+    if rest:
+        lines += wrapped(f"  also: {', '.join(rest)}", width, "    ")
+    return "\n".join(lines)
 
 
 def _use(card: Card) -> str:
@@ -177,15 +187,18 @@ def matrix(cards: Sequence[Card], width: int) -> str:
     """Return the pairs that exclude each other, each with its reason once and a reference at the other technique."""
     known = pairs([card for card in cards if card.is_technique])
     lines: list[str] = []
-    for card in (card for card in cards if any(card.name in pair for pair in known)):
+    names = {name for pair in known for name in pair}
+    for card in cards:
+        if card.name not in names:
+            continue
         lines.append(card.name)
         own = {pair: text for pair, text in known.items() if pair[0] == card.name}
         for other, reason in excluded(card, own).items():
             lines += wrapped(f"  not with {other}: {reason}", width, "    ")
         after = [a for a, b in known if b == card.name]
-        lines += wrapped(f"  nor with {', '.join(after)}: see these", width, "    ") if after else []
-    known_names = {name for pair in known for name in pair}
-    free = [card.name for card in cards if card.is_technique and card.name not in known_names]
+        if after:
+            lines += wrapped(f"  nor with {', '.join(after)}: see these", width, "    ")
+    free = [card.name for card in cards if card.is_technique and card.name not in names]
     lines += ["", *wrapped(f"Without conflicts: {', '.join(free)}.", width, "  ")]
     one = "A run has one optimizer, one model and one data module. `techniques --csv` has all pairs."
     return "\n".join([*lines, *wrapped(one, width)])
@@ -206,7 +219,8 @@ def strategies(cards: Sequence[Card], width: int) -> str:
         words = [{"works": "works", "": "not tried"}.get(text, "refused") for text in found.values()]
         lines.append("  ".join([f"{card.name:<{names}}", *(f"{word:<10}" for word in ["works", *words])]).rstrip())
         for kind, text in found.items():
-            lines += wrapped(f"  {kind}: {text}", width, "    ") if text not in ("works", "") else []
+            if text not in ("works", ""):
+                lines += wrapped(f"  {kind}: {text}", width, "    ")
     said = (
         "works: the losses on two processes equal those of one process to 1e-5 (techniques that round by the rows in a "
         "process: nearly), and a resumed run ends with the same bits. not tried: no test has run (EmptyCache needs "
@@ -231,8 +245,11 @@ def _pair(row: Card, column: Card, known: dict[tuple[str, str], str]) -> str:
     if row.name == column.name:
         return "itself"
     text = known.get((row.name, column.name)) or known.get((column.name, row.name))
-    same = row.slot == column.slot and row.slot in _SINGLE
-    return text or ("the slot holds one" if same else "together")
+    if text:
+        return text
+    if row.slot == column.slot and row.slot in _SINGLE:
+        return "the slot holds one"
+    return "together"
 
 
 def markdown(cards: Sequence[Card]) -> str:

@@ -42,7 +42,10 @@ def run(argv: Sequence[str]) -> int:
     with together() as (rank, _), contextlib.nullcontext() if rank else _alone(output):
         done = gather_objects(0 if rank else resume(output, prompts, settings))[0]
         if done < len(prompts):
-            model = load_language_model(spec)[0] if isinstance(spec, str) else load_hugging_face(spec)
+            if isinstance(spec, str):
+                model, _ = load_language_model(spec)
+            else:
+                model = load_hugging_face(spec)
             model.to(arguments.device or default_device())
             answer = _answer(model, arguments)
             written, cut = write_rows(output, prompts, done, answer, arguments.keep_cut)

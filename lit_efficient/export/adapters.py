@@ -7,6 +7,8 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,7 @@ from torch import Tensor
 from lit_efficient.application.recorded import arguments_behind, converters
 from lit_efficient.distributed.shards import read_checkpoint
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice
-from lit_efficient.export.check import (
-    batch_for,
-    check_outputs,
-    check_tensors,
-    difference,
-    digests,
-    outputs_of,
-    tolerance_of,
-)
+from lit_efficient.export.check import check_outputs, check_tensors, difference, digests, outputs_of, reference_of
 from lit_efficient.export.trained import Trained, base_state, fold, merged_model, trained
 from lit_efficient.files.atomic_file import check_new_folder, write_folder
 from lit_efficient.files.sums import write_sums
@@ -82,27 +76,60 @@ def export_checkpoint(
     if format != "safetensors":
         converters(checkpoint, f"format {format}")
     make = {"peft": _peft, "merged": _merged, "safetensors": _safetensors}[format]
-    held, write, compare, said = make(checkpoint, path, weights, named, check)
+    export = make(_Source(checkpoint, str(path), weights, named), check)
 
     def fill(folder: Path) -> None:
-        write(folder)
-        finding = (compare(folder) if check else "not checked") + said
+        export.write(folder)
+        finding = export.compare(folder) if check else "not checked"
+        finding += export.remark
         (folder / "README.md").write_text(
-            f"The {held} weights of {Path(path).name}, exported by lit_efficient as {format}; {finding}.\n"
+            f"The {export.held} weights of {Path(path).name}, exported by lit_efficient as {format}; {finding}.\n"
         )
         write_sums(folder)
-        print(f"{held} weights; {finding}", file=sys.stderr)
+        print(f"{export.held} weights; {finding}", file=sys.stderr)
 
     return write_folder(Path(output), fill, sums=False)  # fill writes the hashes before the check
 
 
-# Kind of the weights, function that writes a folder, function that checks it, and a further remark for people.
-Made = tuple[str, Callable[[Path], object], Callable[[Path], str], str]
+@dataclass(frozen=True)
+class _Source:
+    """A checkpoint and the arguments with which it is exported."""
+
+    checkpoint: dict[str, Any]
+    path: str
+    weights: Weights
+    base: str | None
+
+    @property
+    def ours(self) -> Mapping[str, Any]:
+        """Entries of this package in the checkpoint."""
+        return self.checkpoint.get("lit_efficient", {})
+
+    def trained(self) -> Trained:
+        return trained(self.checkpoint, self.path, self.weights, self.base)
 
 
-def _merged(checkpoint: dict[str, Any], path: Any, weights: Weights, base: str | None, check: bool) -> Made:
+@dataclass(frozen=True)
+class _Export:
+    """An export that is ready to be written.
+
+    Args:
+        held: Kind of the weights: "raw" or the name of an average.
+        write: Function that writes the files into a folder.
+        compare: Function that checks the folder and returns its finding.
+        remark: Further words for people.
+    """
+
+    held: str
+    write: Callable[[Path], object]
+    compare: Callable[[Path], str]
+    remark: str = ""
+
+
+def _merged(source: _Source, check: bool) -> _Export:
+    checkpoint = source.checkpoint
     refuse_prefix(checkpoint)
-    run = trained(checkpoint, path, weights, base)
+    run = source.trained()
     if not hasattr(run.network, "save_pretrained"):
         raise ConfigurationError("export: format merged is for models of transformers: use format safetensors")
     outside = run.trained_outside()
@@ -111,9 +138,7 @@ def _merged(checkpoint: dict[str, Any], path: Any, weights: Weights, base: str |
             f"export: format merged holds only {run.root!r}, and {len(outside)} parameters outside of it trained, "
             f"first {outside[0]!r}: use format safetensors"
         )
-    tolerance = tolerance_of(run.network)
-    batch = batch_for(run.network) if check else None
-    ours = None if batch is None else outputs_of(run.network, batch)
+    reference = reference_of(run.network) if check else None
     root = run.root
     held = run.held
     model, said = merged_model(run)
@@ -122,7 +147,7 @@ def _merged(checkpoint: dict[str, Any], path: Any, weights: Weights, base: str |
     models = [model]
     del run, model
     left = [name for name in checkpoint["state_dict"] if root and not name.startswith(f"{root}.")]
-    beside = f"; {len(left)} tensors outside of {root!r} are left out, first {left[0]!r}" if left else ""
+    omitted = f"; {len(left)} tensors outside of {root!r} are left out, first {left[0]!r}" if left else ""
 
     def write(folder: Path) -> None:
         stop = _save_tokenizer(checkpoint, folder)
@@ -132,112 +157,130 @@ def _merged(checkpoint: dict[str, Any], path: Any, weights: Weights, base: str |
         model.save_pretrained(folder, max_shard_size=_SHARD)
 
     def compare(folder: Path) -> str:
-        if batch is None or ours is None:
-            return f"not checked: no batch is known for {kind}{beside}"
-        return check_outputs(folder, "transformers", batch, ours, tolerance, {"class": kind}) + beside
+        if reference is None:
+            return f"not checked: no batch is known for {kind}{omitted}"
+        return check_outputs(folder, "transformers", reference, {"class": kind}) + omitted
 
-    return held, write, compare, said
+    return _Export(held, write, compare, said)
 
 
-def _peft(checkpoint: dict[str, Any], path: Any, weights: Weights, base: str | None, check: bool) -> Made:
-    state, held = weights_of(checkpoint, weights)
+def _peft(source: _Source, check: bool) -> _Export:
+    checkpoint = source.checkpoint
+    state, held = weights_of(checkpoint, source.weights)
     vectors = vectors_to_peft({**checkpoint, "state_dict": state})
     where, arguments = _adapters(checkpoint)
-    kept = checkpoint.get("lit_efficient", {})
-    own = kept.get("peft")  # layers of peft itself
+    own = source.ours.get("peft")  # adapters that are peft's own layers
     if vectors is None and where is None and own is None:
         raise ConfigurationError(
-            f"export: format peft is for checkpoints of LoRA, IA3, PrefixTuning and PeftAdapter, and {path} has no "
-            "adapter"
+            "export: format peft is for checkpoints of LoRA, IA3, PrefixTuning and PeftAdapter, and "
+            f"{source.path} has no adapter"
         )
-    where = where or kept.get("ia3") or kept.get("prefix") or own or {}
-    made = {"default": vectors or to_peft(state, where, arguments)} if own is None else peft_files(own, state)
-    hyper: Mapping[str, Any] = checkpoint.get("hyper_parameters", {}) if "language_modeling" in checkpoint else {}
-    spec: Mapping[str, Any] = hyper.get("model", {})
-    named = None if hyper.get("start_from") else where.get("base") or spec.get("name_or_path")
-    given = base if base is not None and not Path(base).is_file() else None
-    about = {"task_type": task_of(where), "base_model_name_or_path": given or named}
-    about["revision"] = None if given else spec.get("revision")
-    about = {key: value for key, value in about.items() if value is not None}
-    put_down = _write_peft if own is None else write_peft_folder
+    where = where or source.ours.get("ia3") or source.ours.get("prefix") or own or {}
+    write_one: Callable[..., object] = _write_peft
+    if own is None:
+        adapters = {"default": vectors or to_peft(state, where, arguments)}
+    else:
+        adapters = peft_files(own, state)
+        write_one = write_peft_folder
+    named, about = _base_of(source, where)
 
     def write(folder: Path) -> None:
-        for name, (tensors, config) in made.items():  # in the folders that peft uses
-            place = folder / name if len(made) > 1 and name != "default" else folder
-            place.mkdir(exist_ok=True)
-            put_down(place, tensors, config | about)
+        for name, (tensors, config) in adapters.items():
+            place = folder
+            if len(adapters) > 1 and name != "default":  # the folders that peft uses
+                place = folder / name
+                place.mkdir(exist_ok=True)
+            write_one(place, tensors, config | about)
         _save_tokenizer(checkpoint, folder)
 
     def compare(folder: Path) -> str:
-        if len(made) > 1:
-            return f"not checked: the checkpoint has {len(made)} adapters, {', '.join(made)}"
-        run, beside = _beside_base(checkpoint, path, weights, base, named)
-        batch = batch_for(run.network) if run and hasattr(run.network, "save_pretrained") else None
-        if run is None or batch is None or where.get("root", run.root) != run.root:
-            return f"not checked: peft needs the class of the module {where.get('root') or 'that trained'!r}"
-        ours = outputs_of(run.network, batch)
-        tolerance = tolerance_of(run.network)
-        dtype = str(run.network.dtype).removeprefix("torch.")
-        rounded = any(map(is_quantized, run.network.modules()))
-        same = named is not None and run.base == named and not rounded
-        beside += ", compared on the base as the run quantised it: another base gives other outputs" if rounded else ""
-        request = {"class": unmixed(run.network).__name__, "base": run.base, "dtype": dtype}
-        put = None if same else lambda place: _write_base(run, place)
-        return check_outputs(folder, "peft", batch, ours, tolerance, request, put) + beside
+        if len(adapters) > 1:
+            return f"not checked: the checkpoint has {len(adapters)} adapters, {', '.join(adapters)}"
+        return _compare_with_peft(folder, source, where, named)
 
-    return held, write, compare, ""
+    return _Export(held, write, compare)
 
 
-def _beside_base(
-    checkpoint: dict[str, Any], path: Any, weights: Weights, base: str | None, named: str | None
-) -> tuple[Trained | None, str]:
+def _base_of(source: _Source, where: Mapping[str, Any]) -> tuple[str | None, dict[str, str]]:
+    """Return the base that a checkpoint names, and the fields about task and base for an adapter's configuration."""
+    hyper: Mapping[str, Any] = {}
+    if "language_modeling" in source.checkpoint:
+        hyper = source.checkpoint.get("hyper_parameters", {})
+    spec: Mapping[str, Any] = hyper.get("model", {})
+    named = where.get("base") or spec.get("name_or_path")
+    if hyper.get("start_from"):  # the base is another checkpoint's network, which has no name
+        named = None
+    about = {"task_type": task_of(where), "base_model_name_or_path": named, "revision": spec.get("revision")}
+    if source.base is not None and not Path(source.base).is_file():
+        about |= {"base_model_name_or_path": source.base, "revision": None}
+    return named, {key: value for key, value in about.items() if value is not None}
+
+
+def _compare_with_peft(folder: Path, source: _Source, where: Mapping[str, Any], named: str | None) -> str:
+    run, note = _on_base(source, named)
+    reference = None
+    if run is not None and hasattr(run.network, "save_pretrained"):
+        reference = reference_of(run.network)
+    if run is None or reference is None or where.get("root", run.root) != run.root:
+        return f"not checked: peft needs the class of the module {where.get('root') or 'that trained'!r}"
+    rounded = any(map(is_quantized, run.network.modules()))
+    if rounded:
+        note += ", compared on the base as the run quantised it: another base gives other outputs"
+    dtype = str(run.network.dtype).removeprefix("torch.")
+    request = {"class": unmixed(run.network).__name__, "base": run.base, "dtype": dtype}
+    write_base = None
+    if named is None or run.base != named or rounded:
+        write_base = partial(_write_base, run)
+    return check_outputs(folder, "peft", reference, request, write_base) + note
+
+
+def _on_base(source: _Source, named: str | None) -> tuple[Trained | None, str]:
     """Return the trained network and a note. If the base is missing, its weights are random and the note says so."""
     try:
-        return trained(checkpoint, path, weights, base), ""
+        return source.trained(), ""
     except (ConfigurationError, CheckpointError) as error:
-        if base is not None or (named is not None and isinstance(error, CheckpointError)):
+        if source.base is not None or (named is not None and isinstance(error, CheckpointError)):
             raise
-    kept = {**checkpoint["lit_efficient"], "base": {}}
-    alone = {key: value for key, value in checkpoint.items() if key != "language_modeling"} | {"lit_efficient": kept}
+    alone = {key: value for key, value in source.checkpoint.items() if key != "language_modeling"}
+    alone["lit_efficient"] = {**source.ours, "base": {}}
     try:
-        return trained(
-            alone, path, weights, None, random=True
-        ), ", compared on random weights because the base is missing"
+        run = trained(alone, source.path, source.weights, None, random=True)
     except ConfigurationError:
         return None, ""
+    return run, ", compared on random weights because the base is missing"
 
 
-def _safetensors(checkpoint: dict[str, Any], path: Any, weights: Weights, base: str | None, check: bool) -> Made:
-    finding = said = ""
-    if "language_modeling" in checkpoint and "prefix" not in checkpoint.get("lit_efficient", {}):
-        run = trained(checkpoint, path, weights, base)
-        batch = batch_for(run.network) if check else None
-        ours = None if batch is None else outputs_of(run.network, batch)
+def _safetensors(source: _Source, check: bool) -> _Export:
+    checkpoint = source.checkpoint
+    finding = ""
+    said = ""
+    if "language_modeling" in checkpoint and "prefix" not in source.ours:
+        run = source.trained()
+        reference = reference_of(run.network) if check else None
         held = run.held
-        tolerance = tolerance_of(run.network)
         before: Mapping[str, Tensor] = run.module.state_dict()
         said = fold(run, keep_int4=True)
         state: dict[str, Tensor] = run.module.state_dict()
         _check_tied(before, state)
         for kind in converters(checkpoint):
             kind.convert_export(state, checkpoint, run.module)
-        if batch is not None and ours is not None:
-            off = difference(ours, outputs_of(run.network, batch), tolerance)
-            finding = f", merged outputs differ by {off:.1e} (tolerance {tolerance:.0e})"
-            if not off <= tolerance:
+        if reference is not None:
+            off = difference(reference.outputs, outputs_of(run.network, reference.batch), reference.tolerance)
+            finding = f", merged outputs differ by {off:.1e} (tolerance {reference.tolerance:.0e})"
+            if not off <= reference.tolerance:
                 raise CheckpointError(f"export: the exported model is not the trained one{finding}")
-    elif "peft" in checkpoint.get("lit_efficient", {}):
+    elif "peft" in source.ours:
         raise ConfigurationError(
             "export: format safetensors must merge peft's layers in the module, whose class is not known: save "
-            f"merge_adapters(restore(MyModule(), {str(path)!r})).state_dict(), or use format peft, or merged for a "
+            f"merge_adapters(restore(MyModule(), {source.path!r})).state_dict(), or use format peft, or merged for a "
             "model of transformers"
         )
     else:
-        state, held = weights_of(checkpoint, weights)
-        frozen = {} if base is None else read_checkpoint(base)["state_dict"]
+        state, held = weights_of(checkpoint, source.weights)
+        frozen = {} if source.base is None else read_checkpoint(source.base)["state_dict"]
         before = {**frozen, **state}
         state = merge_state({**checkpoint, "state_dict": state}, frozen)
-        _check_tied(before, state, (checkpoint.get("lit_efficient", {}).get("adapters") or {}).get("tied", ()))
+        _check_tied(before, state, (source.ours.get("adapters") or {}).get("tied", ()))
         for kind in converters(checkpoint):
             kind.convert_export(state, checkpoint)
     expected = digests(state) if check else {}
@@ -245,7 +288,7 @@ def _safetensors(checkpoint: dict[str, Any], path: Any, weights: Weights, base: 
     def write(folder: Path) -> None:
         save_tensors(folder / "model.safetensors", state, format="pt", weights=held)
 
-    return held, write, lambda folder: check_tensors(folder, "safetensors", expected) + finding, said
+    return _Export(held, write, lambda folder: check_tensors(folder, "safetensors", expected) + finding, said)
 
 
 def _check_tied(

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,28 @@ from lit_efficient.files.tensors import bytes_of, load_tensors, save_tensors
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.int8: 5e-2}
 
 
-def tolerance_of(network: nn.Module) -> float:
-    """Return the largest difference of outputs that the number formats of a network explain."""
-    return max(TOLERANCES.get(tensor.dtype, 0.0) for tensor in network.parameters())
+@dataclass(frozen=True)
+class Reference:
+    """Outputs of a trained network for a fixed batch.
+
+    Args:
+        batch: Inputs of the network by name.
+        outputs: Its first output, in float32.
+        tolerance: Largest :func:`difference` that the number formats of the network explain.
+    """
+
+    batch: dict[str, Tensor]
+    outputs: Tensor
+    tolerance: float
+
+
+def reference_of(network: Any) -> Reference | None:
+    """Return the reference of a network; None if its inputs are not known."""
+    batch = batch_for(network)
+    if batch is None:
+        return None
+    tolerance = max(TOLERANCES.get(tensor.dtype, 0.0) for tensor in network.parameters())
+    return Reference(batch, outputs_of(network, batch), tolerance)
 
 
 def batch_for(network: Any) -> dict[str, Tensor] | None:
@@ -112,9 +132,7 @@ def check_tensors(folder: Path, library: str, expected: Mapping[str, str], part:
 def check_outputs(
     folder: Path,
     library: str,
-    batch: Mapping[str, Tensor],
-    ours: Tensor,
-    tolerance: float,
+    reference: Reference,
     request: Mapping[str, Any],
     base: Callable[[Path], object] | None = None,
 ) -> str:
@@ -123,9 +141,7 @@ def check_outputs(
     Args:
         folder: The export.
         library: Library that loads the folder: transformers or peft.
-        batch: Inputs of the model by name.
-        ours: Outputs of the trained model.
-        tolerance: Largest allowed :func:`difference`.
+        reference: Inputs and outputs of the trained model.
         request: ``class``: the model's class. For peft also ``base``, the folder of the base model, and ``dtype``.
         base: Function that writes the base model into a folder, if ``request["base"]`` is not the trained one.
 
@@ -135,10 +151,11 @@ def check_outputs(
     Raises:
         CheckpointError: If the library does not load the folder or computes other outputs.
     """
+    tolerance = reference.tolerance
 
     def fill(place: Path) -> None:
-        save_tensors(place / "batch.safetensors", batch)
-        save_tensors(place / "ours.safetensors", {"ours": ours})
+        save_tensors(place / "batch.safetensors", reference.batch)
+        save_tensors(place / "ours.safetensors", {"ours": reference.outputs})
         if base is not None:
             base(place / "base")
 

@@ -26,7 +26,7 @@ from lit_efficient import (
 )
 from lit_efficient.application import apply
 from lit_efficient.callbacks.quantization_aware_training import _Imitates, _Reads
-from lit_efficient.export.adapters import _safetensors, export_checkpoint
+from lit_efficient.export.adapters import _safetensors, _Source, export_checkpoint
 from lit_efficient.export.pipelines import export_pipeline
 from lit_efficient.files.checkpoints import read
 from lit_efficient.testing import Run
@@ -115,7 +115,7 @@ def test_the_export_holds_codes_and_computes_what_was_validated(
     trained: tuple[LanguageModeling, Path], tmp_path: Path
 ) -> None:
     module, path = trained
-    _, write, _, _ = _safetensors(read(path), path, "raw", None, True)  # which compares, but in no fresh process
+    write = _safetensors(_Source(read(path), str(path), "raw", None), True).write  # compares, but in this process
     write(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     codes = state["network.blocks.0.mlp.up.weight"]

@@ -125,9 +125,10 @@ def test_what_a_killed_sweep_or_check_leaves_goes_with_the_next_one(tmp_path: Pa
     write_snapshot(tmp_path, Snapshot(1, 0.1), {"w": torch.ones(2)})
     (tmp_path / "latest").write_text(".")  # as where there are no links: the folder has two names
     asked = ["ema-sweep", str(tmp_path / "latest"), "--sigma_rel", "0.1"]
+    nothing = check.Reference({}, torch.ones(1), 1.0)
     for killed in (
         lambda: patched(ema_sweep, "_build", asked),
-        lambda: check.check_outputs(tmp_path / "x", "peft", {}, torch.ones(1), 1.0, {}, lambda _: os._exit(9)),
+        lambda: check.check_outputs(tmp_path / "x", "peft", nothing, {}, lambda _: os._exit(9)),
     ):
         if not (child := os.fork()):
             killed()

@@ -93,7 +93,7 @@ def test_an_optimizer_has_an_overlay_that_goes_with_every_task(kind: type[Optimi
     path = ROOT / "configs" / "techniques" / f"{kind.__module__.rpartition('.')[2]}.yaml"
     written = yaml.safe_load(path.read_text("utf-8"))
     arguments = written["optimizer"]["init_args"]
-    assert "# Rate: " in path.read_text("utf-8").replace(". Rate", "# Rate")
+    assert "Learning rate: " in path.read_text("utf-8")
     for task in sorted((ROOT / "configs" / "tasks").glob("*.yaml")):
         parts = built(task, path)
         plan = parts.model.__dict__["_lit_efficient_optimizers"]
