@@ -1,8 +1,8 @@
-"""A progress bar over the whole run: loss, tokens (or samples) a second, validation figures and the time left.
+"""Progress bar over the whole run: loss, tokens (or samples) per second, validation metrics and the remaining time.
 
-    rate = tokens of all processes since the last refresh / seconds since then, validation not counted
+    rate = tokens of all processes since the last refresh / seconds since then, without validation
 
-Costs: the device is waited for at a refresh only (its numbers are read then), never at the steps between.
+Costs: one wait for the device per refresh, which reads the metrics; none at other steps.
 """
 
 import shutil
@@ -21,18 +21,19 @@ from lit_efficient.errors import check_number
 from lit_efficient.internals.lightning_metrics import logs_in_bar
 from lit_efficient.mechanisms.metering import count_batch, short_number
 
-_SECONDS_A_LINE = 60.0  # where the end of the run is unknown
-_BAR = 60  # characters of a bar beside its figures
+_SECONDS_PER_LINE = 60.0  # if the end of the run is unknown
+_BAR = 60  # characters of a bar without its figures
 
 
 class ThroughputBar(TQDMProgressBar):
-    """Shows one bar for all epochs of ``fit``; where the output is no terminal, a few plain lines instead.
+    """Show one bar for all epochs of ``fit``, or print a few plain lines if the output is no terminal.
 
-    Steps are counted up to ``max_steps`` if that ends the run, else batches up to the end of the last epoch.
+    The bar counts steps if ``max_steps`` ends the run, else batches until the end of the last epoch.
 
     Args:
-        refresh_rate: batches between two refreshes of the bar, at least 1.
-        lines: lines printed over the whole run where the output is no terminal, at least 1; one more a validation.
+        refresh_rate: Number of batches between two refreshes of the bar, at least 1.
+        lines: Number of lines that are printed over the whole run if the output is no terminal, at least 1. Each
+            validation prints one more.
     """
 
     BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
@@ -43,35 +44,47 @@ class ThroughputBar(TQDMProgressBar):
         super().__init__(refresh_rate=refresh_rate)
         self.lines = lines
         self._interactive = True
-        self._start = self._position = 0  # in steps or batches, at the start of this fit and now
+        # Position in steps or batches: at the start of this fit, now, and at the end of the run.
+        self._start = 0
+        self._position = 0
         self._total: int | None = None
-        self._started = self._since = self._paused = self._last_line = 0.0  # seconds
+        # Times in seconds: start of the fit, last refresh, begin of a validation, last printed line.
+        self._started = 0.0
+        self._since = 0.0
+        self._paused = 0.0
+        self._last_line = 0.0
         self._counted = 0  # tokens or samples of all processes since the last refresh
         self._unit = "tokens"
         self._rate: float | None = None
         self._loss: Any = None
-        self._said: dict[str, Any] = {}  # the figures of the line before
+        self._printed: dict[str, Any] = {}  # latest printed value of each metric
 
     @property
     def is_disabled(self) -> bool:
-        """Whether bars are left out: on other processes, and where the output is no terminal."""
+        """Whether no bar is shown: on all processes but the first, and if the output is no terminal."""
         return super().is_disabled or not self._interactive
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        notebook = "ipykernel" in sys.modules  # which draws bars, too
+        notebook = "ipykernel" in sys.modules  # notebooks display bars, too
         self._interactive = notebook or bool(sys.stdout and sys.stdout.isatty())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Open the bar where the run stands, which is not 0 after a resume."""
+        """Open the bar at the present position, which is not 0 after a resume."""
         super().on_train_start(trainer, pl_module)
         done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
         self._start, self._total = run_position(trainer, done)
         self._position = self._start
         bar = self.train_progress_bar
-        bar.total, bar.n, bar.initial = self._total, self._start, self._start
-        self._started = self._since = self._last_line = time.monotonic()
-        self._counted, self._rate = 0, None
+        bar.total = self._total
+        bar.n = self._start
+        bar.initial = self._start
+        now = time.monotonic()
+        self._started = now
+        self._since = now
+        self._last_line = now
+        self._counted = 0
+        self._rate = None
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
         self.train_progress_bar.set_description(f"Epoch {trainer.current_epoch}")
@@ -81,7 +94,8 @@ class ThroughputBar(TQDMProgressBar):
     ) -> None:
         count, self._unit = count_batch(batch)
         self._counted += count * readers(trainer)
-        before, (self._position, _) = self._position, run_position(trainer, batch_idx + 1)
+        before = self._position
+        self._position, _ = run_position(trainer, batch_idx + 1)
         self._loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if self.is_enabled and self._due(before, batch_idx + 1):
             self._refresh(trainer, pl_module)
@@ -101,13 +115,22 @@ class ThroughputBar(TQDMProgressBar):
         self._since += time.monotonic() - self._paused
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """Loss, rate, then whatever was logged with ``prog_bar=True``, as text."""
-        metrics = {name: value for name, value in super().get_metrics(trainer, pl_module).items() if name != "v_num"}
-        loss = next((metrics.pop(name) for name in ("train/loss", "train/loss_step", "loss") if name in metrics), None)
+        """Return the loss, the rate and all metrics that were logged with ``prog_bar=True``, as text by name."""
+        metrics = super().get_metrics(trainer, pl_module)
+        metrics.pop("v_num", None)
+        loss = None
+        for name in ("train/loss", "train/loss_step", "loss"):
+            if name in metrics:
+                loss = metrics.pop(name)
+                break
         if loss is None and isinstance(self._loss, Tensor) and self._loss.numel() == 1:
-            logged = None if logs_in_bar(self._loss) else trainer.callback_metrics.get("train/loss")
-            loss = (self._loss if logged is None else logged).item()
-        shown: dict[str, Any] = {} if loss is None else {"loss": loss}
+            loss = self._loss.item()
+            logged = trainer.callback_metrics.get("train/loss")
+            if logged is not None and not logs_in_bar(self._loss):
+                loss = logged.item()
+        shown: dict[str, Any] = {}
+        if loss is not None:
+            shown["loss"] = loss
         if self._rate is not None:
             shown[f"{self._unit}/s"] = short_number(self._rate)
         shown |= metrics
@@ -120,17 +143,19 @@ class ThroughputBar(TQDMProgressBar):
             super().print(*args, sep=sep, **kwargs)
 
     def _due(self, before: int, batches: int) -> bool:
+        """Return whether to refresh now, given the position at the last batch and the batches of this epoch."""
         if self._interactive:
             return batches % self.refresh_rate == 0 or self._position == self._total
         if self._total is None:
-            return time.monotonic() - self._last_line >= _SECONDS_A_LINE
+            return time.monotonic() - self._last_line >= _SECONDS_PER_LINE
         return before * self.lines // self._total < self._position * self.lines // self._total
 
     def _refresh(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().get_metrics(trainer, pl_module)  # waits for the device, so that the time is that of finished work
+        super().get_metrics(trainer, pl_module)  # waits for the device, so that the time includes its work
         now = time.monotonic()
         self._rate = self._counted / max(now - self._since, 1e-9)
-        self._counted, self._since = 0, now
+        self._counted = 0
+        self._since = now
         if self._interactive:
             bar = self.train_progress_bar
             bar.n = self._position
@@ -140,41 +165,69 @@ class ThroughputBar(TQDMProgressBar):
             self._print_line(trainer, pl_module)
 
     def _print_line(self, trainer: Trainer, pl_module: LightningModule, validated: bool = False) -> None:
-        """Print where the run stands: loss and rate; other figures when they have changed, or after a validation."""
-        self._last_line = now = time.monotonic()
-        elapsed, done = now - self._started, self._position - self._start
-        place = str(self._position) if self._total is None else f"{self._position}/{self._total}"
+        """Print the position, loss and rate, and other metrics if they have changed or after a validation."""
+        now = time.monotonic()
+        self._last_line = now
+        elapsed = now - self._started
+        done = self._position - self._start
+        place = str(self._position)
         times = Tqdm.format_interval(elapsed)
-        if self._total is not None and done > 0:
-            times += f" < {Tqdm.format_interval(elapsed / done * (self._total - self._position))} left"
-        figures = self.get_metrics(trainer, pl_module)
+        if self._total is not None:
+            place += f"/{self._total}"
+            if done > 0:
+                times += f" < {Tqdm.format_interval(elapsed / done * (self._total - self._position))} left"
+        metrics = self.get_metrics(trainer, pl_module)
         always = ("loss", f"{self._unit}/s")
-        news = {name: value for name, value in figures.items() if validated or self._said.get(name) != value}
-        shown = {name: value for name, value in figures.items() if name in always or name in news}
+        shown = {}
+        for name, value in metrics.items():
+            if name in always or validated or self._printed.get(name) != value:
+                shown[name] = value
         further = self._further(trainer, shown, len(place) + len(times) + 4)
-        shown |= {name: value for name, value in further.items() if self._said.get(name) != value}
-        self._said |= figures | further
+        for name, value in further.items():
+            if self._printed.get(name) != value:
+                shown[name] = value
+        self._printed |= metrics | further
         self.print("  ".join([place, *(f"{name} {value}" for name, value in shown.items()), times]))
 
     def _further(self, trainer: Any, shown: Mapping[str, str], taken: int) -> dict[str, str]:
-        """What other callbacks offer as ``bar_figures``, as far as there is room for it in the terminal's line."""
+        """Return the ``bar_figures`` of other callbacks that fit into the rest of the terminal's line.
+
+        Args:
+            trainer: The trainer.
+            shown: Metrics that are in the line already.
+            taken: Number of characters that other text of the line takes.
+        """
         room = shutil.get_terminal_size().columns - taken - sum(len(f"{key} {value}  ") for key, value in shown.items())
         further = {}
         for callback in trainer.callbacks:
             for name, value in getattr(callback, "bar_figures", {}).items():
-                room -= len(text := f"{value:.3g}") + len(name) + 3
+                text = f"{value:.3g}"
+                room -= len(text) + len(name) + 3
                 if room >= 0 and name not in shown:
                     further[name] = text
         return further
 
 
 def run_position(trainer: Trainer, batches: int) -> tuple[int, int | None]:
-    """(optimizer steps, ``max_steps``) if that ends the run; else (batches of all epochs, their total or None)."""
-    per_epoch, steps, epochs = trainer.num_training_batches, trainer.max_steps, trainer.max_epochs
-    limit = None
-    if per_epoch != float("inf") and epochs is not None and epochs >= 0:
-        limit = int(per_epoch) * epochs
-    if steps >= 0 and (limit is None or steps < limit / trainer.accumulate_grad_batches):
+    """Return the position in the run and its end.
+
+    Args:
+        trainer: The trainer.
+        batches: Number of batches of the present epoch that have been processed.
+
+    Returns:
+        Optimizer steps and ``max_steps``, if that ends the run. Otherwise batches of all epochs and their total, or
+        None if the total is unknown.
+    """
+    per_epoch = trainer.num_training_batches
+    epochs = trainer.max_epochs
+    known_length = per_epoch != float("inf")
+    total_batches = None
+    if known_length and epochs is not None and epochs >= 0:
+        total_batches = int(per_epoch) * epochs
+    steps = trainer.max_steps
+    if steps >= 0 and (total_batches is None or steps < total_batches / trainer.accumulate_grad_batches):
         return trainer.global_step, steps
-    earlier = 0 if per_epoch == float("inf") else int(per_epoch) * trainer.current_epoch
-    return earlier + batches, limit
+    if known_length:
+        batches += int(per_epoch) * trainer.current_epoch
+    return batches, total_batches

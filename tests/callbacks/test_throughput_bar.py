@@ -104,7 +104,7 @@ def test_counts_optimizer_steps_under_accumulation(capsys: pytest.CaptureFixture
 
 
 def test_endless_data_without_an_end_works(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lit_efficient.callbacks.throughput_bar._SECONDS_A_LINE", 0.0)
+    monkeypatch.setattr("lit_efficient.callbacks.throughput_bar._SECONDS_PER_LINE", 0.0)
     run = trainer([ThroughputBar()], max_epochs=1, limit_val_batches=0)
 
     class Stopping(Model):

@@ -103,7 +103,7 @@ def test_blocks_that_are_dropped_by_chance_are_counted_in_many_steps(caplog: pyt
     fit(drops, meter := ThroughputMeter(), module=module, loader=rows(16 * ROWS), max_steps=16)
     with caplog.at_level("INFO"):
         fit(StochasticDepth(0.5, mode="uniform"), ThroughputMeter(), max_steps=2)  # says what it has counted
-    assert "operations a token" in caplog.text
+    assert "operations per token" in caplog.text
     head = 48 * 32
     assert meter.flops is not None
     assert meter.flops.position == pytest.approx(6 * (head + len(ran) / 32 * (matrices(module) - head)))
@@ -345,7 +345,7 @@ def test_memory_by_kind_and_a_line_at_the_end(caplog: pytest.LogCaptureFixture) 
     assert meter.figures["memory_optimizer_gib"] == (2 * size + steps) / 2**30
     said = [record.message for record in caplog.records if record.message.startswith("ThroughputMeter: ")]
     assert len(said) == 2
-    assert "operations a token" in said[0]
+    assert "operations per token" in said[0]
     assert "tokens/s; MFU" in said[1]
     assert "of the time waiting for data" in said[1]
 
