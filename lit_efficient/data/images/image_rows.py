@@ -36,37 +36,22 @@ class SavedTable:
     def __init__(
         self, path: Path, split: str, columns: ImageColumns, files: Sequence[Path] = (), cache_dir: str | None = None
     ) -> None:
-        import datasets
-
         rows = _opened(path, split, files, cache_dir)
-        features = rows.features
-        names = list(features)
-        types = rows.data.schema
-        images = [name for name in names if isinstance(features[name], datasets.Image)]
-        if not images:
-            images = [field.name for field in types if _holds_bytes(field.type)]
-        self.image = image_column(columns.image, names, images, str(path))
-        kind = types.field(self.image).type
-        if not _holds_bytes(kind):
-            raise ConfigurationError(
-                f"ImageData: the column {self.image!r} of {path} must hold bytes or a struct with bytes, not {kind}."
-            )
-        # Our own decoder applies the same rules to files and rows.
-        if isinstance(features[self.image], datasets.Image):
-            rows = rows.cast_column(self.image, datasets.Image(decode=False))
+        names = list(rows.features)
         self.name = path.name
+        self.image = _image_column(rows, columns.image, str(path))
         self.labels: list[Label] | None = None
         self.label_names: list[str] | None = None
         self.captions: list[str] | None = None
         label = chosen_column("label", columns.label, names, str(path))
         if label is not None:
             self.labels = [check_label(value, self.place(row), label) for row, value in enumerate(rows[label])]
-            self.label_names = getattr(features[label], "names", None)
+            self.label_names = getattr(rows.features[label], "names", None)
         caption = chosen_column("caption", columns.caption, names, str(path))
         if caption is not None:
             self.captions = [check_caption(value, self.place(row), caption) for row, value in enumerate(rows[caption])]
         self._folder = path if path.is_dir() else path.parent
-        self._rows = rows.select_columns([self.image])
+        self._rows = _undecoded(rows, self.image)
         self.files = list(files) or [Path(entry["filename"]) for entry in self._rows.cache_files]
         self.files += self._linked_files()
         self.note = f"{path}: {len(self)} rows, images: {self.image}, labels: {label or 'none'}, "
@@ -113,6 +98,34 @@ def _opened(path: Path, split: str, files: Sequence[Path], cache_dir: str | None
             )
         return rows[split]
     return rows
+
+
+def _image_column(rows: Any, wanted: str, where: str) -> str:
+    """Return the column that holds images."""
+    import datasets
+
+    types = rows.data.schema
+    images = [name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)]
+    if not images:
+        images = [field.name for field in types if _holds_bytes(field.type)]
+    column = image_column(wanted, list(rows.features), images, where)
+    kind = types.field(column).type
+    if not _holds_bytes(kind):
+        raise ConfigurationError(
+            f"ImageData: the column {column!r} of {where} must hold bytes or a struct with bytes, not {kind}. Set "
+            "columns.image."
+        )
+    return column
+
+
+def _undecoded(rows: Any, column: str) -> Any:
+    """Return a column of images as encoded bytes."""
+    import datasets
+
+    if isinstance(rows.features[column], datasets.Image):
+        # Our own decoder applies the same rules to files and rows.
+        rows = rows.cast_column(column, datasets.Image(decode=False))
+    return rows.select_columns([column])
 
 
 def _holds_bytes(kind: Any) -> bool:

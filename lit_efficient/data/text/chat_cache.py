@@ -16,13 +16,13 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_efficient.data.text.chat_formats import MalformedRow
 from lit_efficient.data.text.chat_tokenizer import fingerprint, train_chat_tokenizer
-from lit_efficient.data.text.chat_tokens import ChatTokens, OnUntrainedEnd, SplitRow
+from lit_efficient.data.text.chat_tokens import ChatTokens, Encoded, OnUntrainedEnd, SplitRow
 from lit_efficient.data.text.document_store import FORMAT, DocumentWriter
 from lit_efficient.data.text.in_processes import in_processes
 from lit_efficient.data.text.pair_formats import Example
@@ -147,15 +147,9 @@ def _build(recipe: Recipe, target: Path) -> None:
     threshold = recipe.threshold()
     tokenizer = _trained_tokenizer(recipe, threshold) if recipe.trains else recipe.tokenizer
     encoder = ChatTokens(tokenizer, recipe.train_on, recipe.untrained_end)
-    counts = {split: Rows() for split in SPLITS}
     about: dict[str, Any] = {"made_from": recipe.made_from(), "formats": [], "malformed": {}, "end_warning": None}
-    left_out: Counter[str] = Counter()
-    with ExitStack() as stack:
-        writers: dict[str, list[DocumentWriter]] = {split: [] for split in SPLITS}
-        for split in SPLITS:
-            for part in recipe.parts:
-                writers[split].append(stack.enter_context(DocumentWriter(target, f"{split}{part}")))
-        checked = False
+    checked = False
+    with _SplitWriter(target, recipe.parts) as writer:
         for name, sources in recipe.sources.items():
             reader = recipe.reader(sources)
             about["formats"] += reader.formats
@@ -165,27 +159,53 @@ def _build(recipe: Recipe, target: Path) -> None:
                 if not checked and any(_has_messages(row) for _, _, row in chunk):
                     checked = True
                     about["end_warning"] = encoder.check_end_of_turn()
-                for (split, place, _), documents in zip(chunk, encoded):
+                for (split, place, _), found in zip(chunk, encoded):
                     seen.rows += 1
-                    counts[split].rows += 1
-                    if isinstance(documents, MalformedRow):
-                        seen.refuse(place, documents)
-                        continue
-                    # The two documents of a pair get the same number in their files.
-                    for document, writer in zip(documents, writers[split]):
-                        left_out.update(document.left_out)
-                        counts[split].turns += document.turns
-                        counts[split].ended += document.ended
-                        writer.add(document)
+                    if isinstance(found, MalformedRow):
+                        seen.refuse(place, found)
+                        writer.add(split, [])
+                    else:
+                        writer.add(split, found)
             about["malformed"][name] = asdict(seen)
-            counts[name].malformed = seen.malformed
+            writer.counts[name].malformed = seen.malformed
     tokenizer.save_pretrained(str(target / "tokenizer"))
+    has_turns = any(count.turns for count in writer.counts.values())
     # With a stream for training only validation rows are read here, and these may hold no turn.
-    chats = any(count.turns for count in counts.values()) or "train" not in recipe.sources or len(recipe.parts) > 1
-    about["left_out"] = dict(left_out)
-    about["counts"] = {split: asdict(count) for split, count in counts.items()}
+    chats = has_turns or "train" not in recipe.sources or len(recipe.parts) > 1
+    about["left_out"] = dict(writer.left_out)
+    about["counts"] = {split: asdict(count) for split, count in writer.counts.items()}
     about["end_of_turn"] = encoder.end_of_turn if chats and tokenizer.chat_template is not None else None
     seal(target, FORMAT, about)
+
+
+class _SplitWriter:
+    """Writes the documents of rows into the files of their splits, and counts them."""
+
+    def __init__(self, target: Path, parts: tuple[str, ...]) -> None:
+        self.counts = {split: Rows() for split in SPLITS}
+        self.left_out: Counter[str] = Counter()
+        self._files = ExitStack()
+        self._writers: dict[str, list[DocumentWriter]] = {}
+        for split in SPLITS:
+            names = [f"{split}{part}" for part in parts]
+            self._writers[split] = [self._files.enter_context(DocumentWriter(target, name)) for name in names]
+
+    def add(self, split: str, documents: list[Encoded]) -> None:
+        """Add the documents of a row; none of a malformed row."""
+        count = self.counts[split]
+        count.rows += 1
+        # The two documents of a pair get the same number in their files.
+        for document, writer in zip(documents, self._writers[split]):
+            self.left_out.update(document.left_out)
+            count.turns += document.turns
+            count.ended += document.ended
+            writer.add(document)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._files.close()
 
 
 def _trained_tokenizer(recipe: Recipe, threshold: float) -> Any:
