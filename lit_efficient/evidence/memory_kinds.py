@@ -49,7 +49,9 @@ KINDS = (
     "margin",  # rounding of an accelerator's allocator
     "other",  # batches, temporary tensors of an optimizer step, tensors of other callbacks
 )
-_FORWARD, _STEP, _BETWEEN = "forward", "optimizer step", "between steps"
+_FORWARD = "forward"
+_STEP = "optimizer step"
+_BETWEEN = "between steps"
 BLOCK = 512  # bytes to whose multiples torch's allocators of accelerators round up
 _POINTS = 400  # of a timeline
 Bytes: TypeAlias = Mapping[str, int]  # by kind

@@ -13,8 +13,12 @@ from lit_efficient.evidence.reporting.line_chart import COLOURS, RIGHT, WIDTH, A
 from lit_efficient.evidence.reporting.pages import rendered
 from lit_efficient.evidence.reporting.text_table import room_of
 
-_TOP, _BOTTOM = 26, 276  # of the plot area
-_LETTER, _LINE = 6.2, 12  # width and height of a letter
+# Top and bottom of the plot area.
+_TOP = 26
+_BOTTOM = 276
+# Width and height of a letter.
+_LETTER = 6.2
+_LINE = 12
 _GAP = 3  # between labels
 _LONGEST = 24  # letters of a label
 _REACHES = (8, 16, 27, 40, 56, 74)  # distances of a label from its point, the best first

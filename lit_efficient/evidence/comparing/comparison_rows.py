@@ -19,10 +19,13 @@ from lit_efficient.evidence.comparing.estimates import Estimate, holm, looked_at
 from lit_efficient.evidence.json_lines import append_record, records
 from lit_efficient.evidence.run_watch import Measured
 
-ROWS, ABOUT = "rows.jsonl", "about.json"
+ROWS = "rows.jsonl"
+ABOUT = "about.json"
 _POINTS = 16  # of the curve of a training loss
 _Curve: TypeAlias = list[tuple[int, float, float]]  # step, seconds of training, loss
-_STEP, _SECONDS, _LOSS = 0, 1, 2
+_STEP = 0
+_SECONDS = 1
+_LOSS = 2
 
 
 @dataclass

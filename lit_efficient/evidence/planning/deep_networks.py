@@ -13,7 +13,9 @@ from itertools import groupby
 from lit_efficient.evidence.memory_kinds import KINDS, Bytes, Moment, StepMemory
 from lit_efficient.evidence.planning.traced_step import Traced
 
-FEW, MORE = 4, 8  # blocks that are traced
+# Numbers of blocks that are traced.
+FEW = 4
+MORE = 8
 MANY = 24  # number of blocks above which a network is extrapolated
 
 

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
     from lit_efficient.evidence.planning.plan import Plan
 
-_INK, _GREY, _LIMIT = "#1f2933", "#6b7785", "#c2410c"
+_INK = "#1f2933"
+_GREY = "#6b7785"
+_LIMIT = "#c2410c"
 # Kinds that stay between steps are cool and dark, temporary kinds are warm.
 _COLOURS = {
     "weights": "#1d4e89",

@@ -17,10 +17,15 @@ from lit_efficient.evidence.reporting.pages import rendered
 
 Point = tuple[float, float]  # x and y
 COLOURS = 8
-WIDTH, RIGHT = 400, 388  # of a picture; where the plot area ends
-_HEIGHT, _TOP, _BOTTOM = 220, 10, 196
+# Width of a picture, and the right end of its plot area.
+WIDTH = 400
+RIGHT = 388
+_HEIGHT = 220
+_TOP = 10
+_BOTTOM = 196
 # Values are clipped to these sizes, so that differences between them are finite and fractions of them are not zero.
-_LEAST, _MOST = 1e-280, 1e300
+_LEAST = 1e-280
+_MOST = 1e300
 _LOGARITHMIC = 30  # ratio of the highest to the lowest value above which a chart is logarithmic
 _WITH_DOTS = 20  # most points of a line whose points are marked
 

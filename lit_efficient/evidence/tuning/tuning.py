@@ -37,7 +37,10 @@ _STARTS = 4  # smallest sets of options to begin with, if the unchanged fit does
 _CLOSE = 0.01  # relative difference of times that does not matter
 # Expected deviations of the logarithm of the time: of an option, along the accumulation, of the interaction of
 # options, and of a measurement.
-_OPTION, _ACCUMULATION, _TOGETHER, _NOISE = 0.3, 0.3, 0.1, 0.02
+_OPTION = 0.3
+_ACCUMULATION = 0.3
+_TOGETHER = 0.1
+_NOISE = 0.02
 _OCTAVES = 2.0  # of accumulation, over which the time changes
 _OTHER = 1.5  # ratio of amounts in a step from which on the loader has ignored the batch size
 Predict: TypeAlias = Callable[[Change], tuple[int, float]]  # returns the peak in bytes, and the operations of a step

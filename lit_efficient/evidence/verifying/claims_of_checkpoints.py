@@ -49,7 +49,8 @@ _COMPARED = ("global_step", "state_dict", "optimizer_states", "lr_schedulers", "
 class Resumed(Claim):
     """A run that is resumed from a checkpoint is equal to the run that wrote it and continued."""
 
-    name, sentence = "resume", "a run that is resumed inside an epoch ends bit-equal to one that was not interrupted"
+    name = "resume"
+    sentence = "a run that is resumed inside an epoch ends bit-equal to one that was not interrupted"
 
     def check(self, subject: Subject) -> Verdict:
         """Save after two steps and train two more, then train these two again from the checkpoint."""
@@ -145,7 +146,8 @@ def _flat(tree: object, path: str = "") -> dict[str, Tensor]:
 class Averaged(Claim):
     """The average of a technique is equal to its formula, applied to the recorded weights."""
 
-    name, sentence = "average", "the average of the weights follows from the weights of each step by its formula"
+    name = "average"
+    sentence = "the average of the weights follows from the weights of each step by its formula"
     unit = "largest relative difference of weights"
 
     def check(self, subject: Subject) -> Verdict:
@@ -189,7 +191,8 @@ def _averages(fit: Fit) -> list[ShadowWeights]:
 class Merged(Claim):
     """A network with merged adapters computes the same as the network that was trained."""
 
-    name, sentence = "merge", "merged adapters compute the same as adapters next to the base"
+    name = "merge"
+    sentence = "merged adapters compute the same as adapters next to the base"
     unit = "largest relative difference of outputs"
 
     def check(self, subject: Subject) -> Verdict:
@@ -215,7 +218,8 @@ class Merged(Claim):
 class Exported(Claim):
     """A new module with the exported weights computes the same as the validation."""
 
-    name, sentence = "export", "a new module with the exported weights computes the validated outputs"
+    name = "export"
+    sentence = "a new module with the exported weights computes the validated outputs"
     unit = "largest relative difference of outputs"
 
     def check(self, subject: Subject) -> Verdict:

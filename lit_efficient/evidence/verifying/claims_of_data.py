@@ -1,8 +1,9 @@
 """Claims about dependencies within a batch: between rows, between tokens, and between documents of a packed row."""
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -29,11 +30,14 @@ from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.losses.next_token import IGNORE
 from lit_efficient.traits import Trait
 
-_EXACT, _COARSE = 1e-3, 0.07  # share of a change that rounding may pass on, in float32 and below
+# Share of a change that rounding may pass on, in float32 and below.
+_EXACT = 1e-3
+_COARSE = 0.07
 _NO_EFFECT = "no output of a layer depends on the change of the batch"
 # Change of the rows, or tokens, that must not depend on a change of the batch, and of those that should.
 Moved: TypeAlias = tuple[float, float]
-Key: TypeAlias = tuple[str, int]  # of a call
+# Function that returns the change between two outputs of a layer; ``None`` if they cannot be compared.
+View: TypeAlias = Callable[[Tensor, Tensor], Moved | None]
 
 
 @dataclass(frozen=True)
@@ -41,15 +45,50 @@ class _Leak:
     """Effect of a change of the batch on parts that must not depend on the change."""
 
     share: float  # largest unwanted change, relative to the intended change
-    own: float  # largest intended change
-    where: str  # first layer with an unwanted change
-    before_network: bool = False  # True if the inputs of the network have changed already
+    own: float = 0.0  # largest intended change
+    where: str = ""  # first layer with an unwanted change
+
+
+def _leak(
+    one: Sequence[Call],
+    other: Sequence[Call],
+    view: View,
+    tolerance: float,
+    is_result: Callable[[Tensor], bool] = lambda tensor: False,
+) -> _Leak:
+    """Compare the outputs of all layers in two steps.
+
+    Args:
+        one: Calls of the first step.
+        other: Calls of the second step.
+        view: Function that compares two outputs.
+        tolerance: Largest unwanted change that may be rounding.
+        is_result: Function that is true for the results of the network. Other outputs, which may be unused, count only
+            for ``where`` then.
+    """
+    moved: dict[tuple[str, int], list[Moved]] = {}
+    results = set()
+    where = ""
+    for a, b in aligned(one, other):
+        for x, y in zip(floats(a.output), floats(b.output)):
+            change = view(x, y)
+            if change is not None:
+                moved.setdefault(a.key, []).append(change)
+                if is_result(x):
+                    results.add(a.key)
+                if ratio(*change) > tolerance and not where:
+                    where = a.described
+    last = [change for call in ends(one, results or moved) for change in moved[call.key]]
+    share = max((ratio(*change) for change in last), default=0.0)
+    own = max((intended for _, intended in last), default=0.0)
+    return _Leak(share, own, where)
 
 
 class RowsApart(BenchClaim):
     """A change of the last row of a batch does not affect the other rows."""
 
-    name, sentence = "rows", "the outputs for one row of a batch depend on no other row"
+    name = "rows"
+    sentence = "the outputs for one row of a batch depend on no other row"
     unit = "change relative to that of the changed row"
 
     def tried(self, bench: Bench) -> Verdict:
@@ -59,7 +98,16 @@ class RowsApart(BenchClaim):
             return self.idle("the batch has no two different rows, or its tensors have different numbers of rows")
         changed = cut(batch, rows, torch.tensor([*range(rows - 1), others[0]]))
         tolerance = bench.tolerance(_EXACT, _COARSE)
-        leak = _leak_of_rows(bench, batch, changed, rows, tolerance)
+
+        def view(x: Tensor, y: Tensor) -> Moved | None:
+            # A tensor may hold its rows in several layouts. The one with the smallest unwanted change counts.
+            layouts = [(a, b) for a, b in zip(by_rows(x, rows), by_rows(y, rows)) if a.shape == b.shape]
+            ways = [(most(a[:-1] - b[:-1]), most(a[-1] - b[-1])) for a, b in layouts]
+            return min(ways, key=lambda way: ratio(*way), default=None)
+
+        one, _ = bench.step(batch)
+        other, _ = bench.step(changed)
+        leak = _leak(one, other, view, tolerance)
         why = f"the last of {rows} rows was replaced, and the outputs for the others were compared"
         uncovered: tuple[str, ...] = ()
         norms = {name: part for name, part in bench.module.named_modules() if isinstance(part, BatchNorm)}
@@ -67,61 +115,27 @@ class RowsApart(BenchClaim):
         if leak.share > tolerance and norms:
             # Batch statistics depend on all rows on purpose.
             bench.still = list(norms.values())
-            leak = _leak_of_rows(bench, batch, changed, rows, tolerance)
+            one, _ = bench.step(batch)
+            other, _ = bench.step(changed)
+            leak = _leak(one, other, view, tolerance)
             why += f", without the batch statistics of {len(norms)} layers"
             uncovered = (f"{len(norms)} layers that normalise with statistics of the batch, first {next(iter(norms))}",)
         if not leak.own:
             return self.idle(_NO_EFFECT)
-        if leak.share > tolerance and leak.before_network:
-            return self.idle(f"the training step mixes rows before {leak.where} receives them, as mixup does")
+        if leak.share > tolerance:
+            inputs = [replace(call, output=(call.args, call.kwargs)) for call in one if call.outermost]
+            changed_inputs = [replace(call, output=(call.args, call.kwargs)) for call in other if call.outermost]
+            first = min(inputs, key=lambda call: call.outer)
+            if _leak([first], changed_inputs, view, tolerance).where:
+                return self.idle(f"the training step mixes rows before {first.described} receives them, as mixup does")
         return self.measured(leak.share, tolerance, why, leak.where, uncovered)
-
-
-def _leak_of_rows(bench: Bench, batch: Batch, changed: Batch, rows: int, tolerance: float) -> _Leak:
-    """Compare the steps for two batches that differ in the last row."""
-    one, _ = bench.step(batch)
-    other, _ = bench.step(changed)
-    steps = list(aligned(one, other))
-    moved: dict[Key, list[Moved]] = {}
-    for a, b in steps:
-        ways = _moved_rows(a.output, b.output, rows)
-        if ways:
-            moved[a.key] = ways
-    last = [way for call in ends(one, moved) for way in moved[call.key]]
-    share = max((ratio(*way) for way in last), default=0.0)
-    own = max((intended for _, intended in last), default=0.0)
-    outermost = [(a, b) for a, b in steps if a.outermost]
-    if outermost:
-        a, b = min(outermost, key=lambda pair: pair[0].outer)
-        if _worst(_moved_rows((a.args, a.kwargs), (b.args, b.kwargs), rows)) > tolerance:
-            return _Leak(share, own, a.described, before_network=True)
-    where = next((a.described for a, _ in steps if _worst(moved.get(a.key, [])) > tolerance), "")
-    return _Leak(share, own, where)
-
-
-def _moved_rows(one: object, other: object, rows: int) -> list[Moved]:
-    """Return the changes of each tensor of an output: of the rows before the last, and of the last row.
-
-    A tensor may hold its rows in several layouts. The one with the smallest unwanted change counts.
-    """
-    found = []
-    ours = [layouts for layouts in (by_rows(tensor, rows) for tensor in floats(one)) if layouts]
-    theirs = [layouts for layouts in (by_rows(tensor, rows) for tensor in floats(other)) if layouts]
-    for a, b in zip(ours, theirs):
-        ways = [(most(x[:-1] - y[:-1]), most(x[-1] - y[-1])) for x, y in zip(a, b) if x.shape == y.shape]
-        if ways:
-            found.append(min(ways, key=lambda way: ratio(*way)))
-    return found
-
-
-def _worst(moved: Sequence[Moved]) -> float:
-    return max((ratio(*way) for way in moved), default=0.0)
 
 
 class Causal(BenchClaim):
     """A change of a token does not affect earlier tokens."""
 
-    name, sentence = "causal", "no token of a language model sees a later token"
+    name = "causal"
+    sentence = "no token of a language model sees a later token"
     unit = "change relative to that of later tokens"
 
     def tried(self, bench: Bench) -> Verdict:
@@ -156,7 +170,8 @@ class Causal(BenchClaim):
 class DocumentsApart(BenchClaim):
     """Each document of a packed row is computed as if it were alone."""
 
-    name, sentence = "packed", "documents that share a row are computed, and trained on, as if each were alone"
+    name = "packed"
+    sentence = "documents that share a row are computed, and trained on, as if each were alone"
     unit = "difference relative to a document's own values"
 
     def tried(self, bench: Bench) -> Verdict:
@@ -179,8 +194,12 @@ class DocumentsApart(BenchClaim):
         alone = token_batch(found.part(row, 0, found.ids.shape[1]))
         if alone is None:
             return self.idle("the row with the most documents has no labels")
-        trials = [self._each(bench, alone), self._changed(bench, alone), self._gradient(bench, alone)]
-        worst, where, what = max(trials)
+        trials = {
+            "one document alone": self._each(bench, alone),
+            "another first document": self._changed(bench, alone),
+            "the gradient of one document": self._gradient(bench, alone),
+        }
+        what, worst = max(trials.items(), key=lambda trial: trial[1].share)
         why = (
             f"{number} documents of a row: each document alone, another first document, and the gradient of one "
             f"document; the largest difference: {what}"
@@ -188,31 +207,19 @@ class DocumentsApart(BenchClaim):
         uncovered: tuple[str, ...] = ("dropout within packed rows",)
         if not all(alone.kinds.trained[0, a:b].any() for a, b in alone.documents(0)):
             uncovered += ("documents without labels",)
-        return self.measured(worst, bench.tolerance(_EXACT, _COARSE), why, where, uncovered)
+        return self.measured(worst.share, bench.tolerance(_EXACT, _COARSE), why, worst.where, uncovered)
 
-    def _each(self, bench: Bench, row: TokenBatch) -> tuple[float, str, str]:
+    def _each(self, bench: Bench, row: TokenBatch) -> _Leak:
         """Compare the outputs for each document in the row with those for the document alone."""
         whole, _ = bench.step(row.batch, training=False)
-        worst = 0.0
-        where = ""
+        found = []
         for begin, end in row.documents(0):
             calls, _ = bench.step(row.part(0, begin, end), training=False)
-            off: dict[Key, float] = {}
-            for a, b in aligned(whole, calls):
-                for there, here in zip(floats(a.output), floats(b.output)):
-                    packed = by_tokens(there, 1, row.ids.shape[1])
-                    alone = by_tokens(here, 1, end - begin)
-                    if packed is not None and alone is not None and packed.shape[2] == alone.shape[2]:
-                        by = ratio(most(packed[:, begin:end] - alone), most(alone))
-                        off[a.key] = max(by, off.get(a.key, 0.0))
-            last = max((off[call.key] for call in ends(whole, off)), default=0.0)
-            if last > worst:
-                worst = last
-                layers = [call.described for call in whole if off.get(call.key, 0.0) > min(last, _EXACT)]
-                where = "".join(layers[:1])
-        return worst, where, "one document alone"
+            view = partial(_document_view, length=row.ids.shape[1], begin=begin, end=end)
+            found.append(_leak(whole, calls, view, _EXACT))
+        return max(found, key=lambda leak: leak.share)
 
-    def _changed(self, bench: Bench, row: TokenBatch) -> tuple[float, str, str]:
+    def _changed(self, bench: Bench, row: TokenBatch) -> _Leak:
         """Replace the first document, and compare the outputs for the others."""
         begin, end = row.documents(0)[0]
         ids = row.ids.clone()
@@ -222,12 +229,10 @@ class DocumentsApart(BenchClaim):
         other, _ = bench.step(row.with_ids(ids), training=False)
         inside = torch.zeros(row.ids.shape, dtype=torch.bool)
         inside[0, begin:end] = True
-        leak = _leak_of_tokens(one, other, row, ~inside, inside, _EXACT)
-        return leak.share, leak.where, "another first document"
+        return _leak_of_tokens(one, other, row, ~inside, inside, _EXACT)
 
-    def _gradient(self, bench: Bench, row: TokenBatch) -> tuple[float, str, str]:
+    def _gradient(self, bench: Bench, row: TokenBatch) -> _Leak:
         """Change the labels of one document, and compare the gradients at the others in the first layer."""
-        what = "the gradient of one document"
         length = row.ids.shape[1]
         trained = [place for place in row.documents(0) if row.kinds.trained[0, slice(*place)].any()]
         begin, end = trained[-1]
@@ -242,15 +247,25 @@ class DocumentsApart(BenchClaim):
             calls, loss = bench.step(row.with_labels(each), training=False, graph=True)
             first = _first_of_tokens(calls, length)
             if loss is None or first is None:
-                return 0.0, "", what
+                return _Leak(0.0)
             where, tensor = first
             (gradient,) = torch.autograd.grad(loss, tensor, allow_unused=True)
-            found.append(None if gradient is None else by_tokens(gradient, 1, length))
-        if found[0] is None or found[1] is None:
-            return 0.0, "", what
+            if gradient is None:
+                return _Leak(0.0)
+            found.append(gradient.reshape(1, length, -1))
         off = found[0] - found[1]
+        own = most(off[:, begin:end])
         outside = max(most(off[:, :begin]), most(off[:, end:]))
-        return ratio(outside, most(off[:, begin:end])), where, what
+        return _Leak(ratio(outside, own), own, where)
+
+
+def _document_view(whole: Tensor, alone: Tensor, length: int, begin: int, end: int) -> Moved | None:
+    """Return the difference between a document in a row of ``length`` tokens and alone, and the size of its values."""
+    packed = by_tokens(whole, 1, length)
+    own = by_tokens(alone, 1, end - begin)
+    if packed is None or own is None or packed.shape[2] != own.shape[2]:
+        return None
+    return most(packed[:, begin:end] - own), most(own)
 
 
 def _first_of_tokens(calls: Sequence[Call], length: int) -> tuple[str, Tensor] | None:
@@ -267,25 +282,18 @@ def _leak_of_tokens(
 ) -> _Leak:
     """Compare two steps at the tokens that must not change (``still``) and at those that should (``moves``)."""
     rows, length = tokens.ids.shape
-    moved: dict[Key, Moved] = {}
-    logits: set[Key] = set()
-    for a, b in aligned(one, other):
-        for there, here in zip(floats(a.output), floats(b.output)):
-            x = by_tokens(there, rows, length)
-            y = by_tokens(here, rows, length)
-            if x is None or y is None or x.shape != y.shape:
-                continue
-            by = (x - y).abs().amax(2).cpu()
-            off = (most(by[still]), most(by[moves]))
-            moved[a.key] = max(moved.get(a.key, off), off, key=lambda way: ratio(*way))
-            if x.shape[2] > int(tokens.ids.max()):
-                logits.add(a.key)
-    # The logits count if there are any: other outputs may be unused.
-    keys: Collection[Key] = logits or moved
-    last = [moved[call.key] for call in ends(one, keys)]
-    own = max((intended for _, intended in last), default=0.0)
-    where = next((call.described for call in one if ratio(*moved.get(call.key, (0.0, 0.0))) > tolerance), "")
-    return _Leak(_worst(last), own, where)
+    largest = int(tokens.ids.max())
+
+    def view(there: Tensor, here: Tensor) -> Moved | None:
+        x = by_tokens(there, rows, length)
+        y = by_tokens(here, rows, length)
+        if x is None or y is None or x.shape != y.shape:
+            return None
+        off = (x - y).abs().amax(2).cpu()
+        return most(off[still]), most(off[moves])
+
+    # Outputs with a number for each token of the vocabulary are logits.
+    return _leak(one, other, view, tolerance, is_result=lambda tensor: tensor.shape[-1] > largest)
 
 
 def _other_than(ids: Tensor, token: Tensor) -> Tensor:

@@ -13,7 +13,9 @@ from lit_efficient.internals.torch_checkpoint import without_recomputation
 from lit_efficient.internals.torch_compiler import counts, draws_as_uncompiled, is_compiled, wraps_compiled
 from lit_efficient.internals.torch_layers import BatchNorm
 
-_EXACT, _COARSE = 1e-4, 0.05  # tolerances in float32, and below
+# Tolerances in float32, and below.
+_EXACT = 1e-4
+_COARSE = 0.05
 _MANUAL = "manual optimization: the training step returns no loss"
 _UNIT = "largest relative difference of the loss and gradients"
 
@@ -21,7 +23,8 @@ _UNIT = "largest relative difference of the loss and gradients"
 class Recomputed(BenchClaim):
     """Recomputation changes neither the loss nor a gradient."""
 
-    name, sentence = "recomputed", "the backward pass recomputes the same values, including dropout"
+    name = "recomputed"
+    sentence = "the backward pass recomputes the same values, including dropout"
     unit = _UNIT
 
     def tried(self, bench: Bench) -> Verdict:
@@ -40,7 +43,8 @@ class Recomputed(BenchClaim):
 class Compiled(Claim):
     """Compilation changes the loss and the gradients only by rounding."""
 
-    name, sentence = "compiled", "compiled code computes the same values as without compilation"
+    name = "compiled"
+    sentence = "compiled code computes the same values as without compilation"
     unit = _UNIT
 
     def check(self, subject: Subject) -> Verdict:
@@ -75,7 +79,8 @@ class Compiled(Claim):
 class InTrainingMode(Claim):
     """No layer that trains is in evaluation mode, if that changes its output."""
 
-    name, sentence = "modes", "layers that train are in training mode: dropout is active, batch norms use the batch"
+    name = "modes"
+    sentence = "layers that train are in training mode: dropout is active, batch norms use the batch"
     unit = "layers"
 
     def check(self, subject: Subject) -> Verdict:

@@ -25,7 +25,9 @@ from lit_efficient.evidence.verifying.token_batches import NO_TOKENS, TokenBatch
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.losses.next_token import IGNORE
 
-_EXACT, _COARSE = 1e-3, 0.1  # tolerances in float32, and below
+# Tolerances in float32, and below.
+_EXACT = 1e-3
+_COARSE = 0.1
 _NO_GRADIENT = "the input of the output head has no gradient, or does not belong to all tokens"
 
 

@@ -21,7 +21,9 @@ _MANY_DRAWS = 24  # enough to observe conditions that are hidden with a probabil
 class NoiseApart(BenchClaim):
     """Each sample of each batch has its own noise level."""
 
-    name, sentence, unit = "noise", "noise levels are drawn for each sample of each batch", "draws"
+    name = "noise"
+    sentence = "noise levels are drawn for each sample of each batch"
+    unit = "draws"
 
     def tried(self, bench: Bench) -> Verdict:
         batch, rows = few_rows(bench.batch)
@@ -46,7 +48,9 @@ class NoiseApart(BenchClaim):
 class ConditionsApart(BenchClaim):
     """Each sample has its own draw that decides whether its condition is hidden."""
 
-    name, sentence, unit = "conditions", "labels are hidden from single samples, not from whole batches", "draws"
+    name = "conditions"
+    sentence = "labels are hidden from single samples, not from whole batches"
+    unit = "draws"
 
     def tried(self, bench: Bench) -> Verdict:
         batch, rows = few_rows(bench.batch, 8)

@@ -40,7 +40,9 @@ from lit_efficient.internals.wraps import inner_method, wrap_method
 from lit_efficient.losses.next_token import IGNORE
 from lit_efficient.mechanisms.rewind import random_states
 
-_EXACT, _COARSE = 1e-3, 0.05  # tolerances in float32, and below
+# Tolerances in float32, and below.
+_EXACT = 1e-3
+_COARSE = 0.05
 _SECONDS = 180.0  # time for two processes to make a step
 _STEPS = "_lit_efficient_steps"  # attribute of a module
 TWO = Change(settings={"trainer.devices": 2, "trainer.num_nodes": 1, "trainer.accelerator": "cpu"})
@@ -50,7 +52,8 @@ Report: TypeAlias = dict[str, Any]  # of a process: strategy, start, batches, st
 class Sharded(Claim):
     """Two processes have the gradient that one process has for all of their batches."""
 
-    name, sentence = "sharded", "several processes train on different rows, with the gradient of all rows together"
+    name = "sharded"
+    sentence = "several processes train on different rows, with the gradient of all rows together"
     unit = "largest relative difference of gradients"
 
     def check(self, subject: Subject) -> Verdict:

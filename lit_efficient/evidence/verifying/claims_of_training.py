@@ -37,7 +37,8 @@ from lit_efficient.traits import Trait
 class Runs(Claim):
     """The fit runs. If it does not, nothing else can be checked."""
 
-    name, sentence = "runs", "the first steps run, and their losses are finite"
+    name = "runs"
+    sentence = "the first steps run, and their losses are finite"
     unit = "losses that are not finite"
 
     def check(self, subject: Subject) -> Verdict:
@@ -53,7 +54,8 @@ class Runs(Claim):
 class Deterministic(Claim):
     """Two fits that are built and run in the same way are bit-equal."""
 
-    name, sentence = "determinism", "the same seed gives the same batches, losses and weights"
+    name = "determinism"
+    sentence = "the same seed gives the same batches, losses and weights"
 
     def check(self, subject: Subject) -> Verdict:
         one = subject.plain
@@ -76,7 +78,8 @@ def _named(batch: Batch) -> dict[str, Tensor]:
 class Accumulated(Claim):
     """The gradient that a trainer accumulates is the gradient of the same rows as one batch."""
 
-    name, sentence = "accumulation", "accumulated micro-batches give the gradient of their union as one batch"
+    name = "accumulation"
+    sentence = "accumulated micro-batches give the gradient of their union as one batch"
     unit = "largest relative difference of gradients"
 
     def check(self, subject: Subject) -> Verdict:

@@ -25,7 +25,8 @@ Rates: TypeAlias = list[list[list[float]]]  # of each step, each schedule and ea
 class Trains(Claim):
     """Every trainable parameter trains."""
 
-    name, sentence = "trains", "each trainable parameter is in one optimizer, gets a gradient and changes"
+    name = "trains"
+    sentence = "each trainable parameter is in one optimizer, gets a gradient and changes"
     unit = "parameters that do not train"
 
     def check(self, subject: Subject) -> Verdict:
@@ -72,7 +73,8 @@ class Trains(Claim):
 class Frozen(Claim):
     """Frozen parameters do not change."""
 
-    name, sentence = "frozen", "frozen parameters keep every bit, next to adapters too, and tied ones stay tied"
+    name = "frozen"
+    sentence = "frozen parameters keep every bit, next to adapters too, and tied ones stay tied"
     unit = "parameters that changed"
 
     def check(self, subject: Subject) -> Verdict:
@@ -144,7 +146,8 @@ def _first(subject: Subject, wrong: Mapping[str, str]) -> str:
 class Scheduled(Claim):
     """Optimizers use the learning rates of their schedules."""
 
-    name, sentence = "schedule", "each schedule acts: optimizers use its rate, which is the logged rate"
+    name = "schedule"
+    sentence = "each schedule acts: optimizers use its rate, which is the logged rate"
     unit = "largest relative difference of rates"
 
     def check(self, subject: Subject) -> Verdict:
