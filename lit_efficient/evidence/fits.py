@@ -102,7 +102,9 @@ class Fit:
         """The training loader and maybe a validation loader; ``None`` if the fit has no loaders of its own."""
         if self.data is None or self.datamodule is not None:
             return None
-        return self.data if isinstance(self.data, tuple) else (self.data,)
+        if isinstance(self.data, tuple):
+            return self.data
+        return (self.data,)
 
     def change(self, settings: Mapping[str, object]) -> None:
         """Set values by their names in a config.
@@ -182,6 +184,7 @@ class LiveFit(FitSource):
                 f"{change.name or 'Change'}: overlays ({', '.join(change.overlays)}) are laid over a config, but this "
                 "fit has none: give callbacks instead"
             )
+        # Data is copied first and outside of ``copying``, so that the parts share one copy with real tensors.
         memo: dict[int, Any] = {}
         copy.deepcopy(self.parts.data, memo)
         with copying or nullcontext():
@@ -246,7 +249,10 @@ def _described(part: object, depth: int = 4) -> str:
     if isinstance(part, str | int | float | bool | None | torch.dtype):
         return repr(part)
     if isinstance(part, torch.Tensor):
-        total = 0 if part.device.type == "meta" else part.detach().double().sum().item()
+        # A sum distinguishes tensors well enough, and a meta tensor has no values.
+        total = 0.0
+        if part.device.type != "meta":
+            total = part.detach().double().sum().item()
         return f"{tuple(part.shape)} {total}"
     if callable(part) and hasattr(part, "__qualname__"):
         return f"{part.__module__}.{part.__qualname__}"
@@ -321,16 +327,20 @@ def batch_setting(fit: Fit, name: str = "auto") -> tuple[str, int] | None:
     """
     if fit.loaders is not None:
         loader = fit.loaders[0]
-        size = batch_size_of(loader) if isinstance(loader, DataLoader) else None
-        return None if size is None else ("data.batch_size", size)
+        size = None
+        if isinstance(loader, DataLoader):
+            size = batch_size_of(loader)
+        if size is None:
+            return None
+        return "data.batch_size", size
     parts = {"data": fit.datamodule, "model": fit.module}
     wanted = [name]
     if name == "auto":
         wanted = [f"{part}.{one}" for one in NAMES for part in parts]
     for one in wanted:
         part, _, key = one.partition(".")
-        places = places_of(parts.get(part), key) if key else []
-        if places:
+        places = places_of(parts.get(part), key)
+        if key and places:
             value = value_at(places[0])
             check_number("Fit", one, value, least=1, whole=True)
             return one, value
@@ -346,7 +356,9 @@ def _set(fit: Fit, name: str, value: Any) -> None:
         fit.data = (resize(train, value), *others)
         return
     owner = {"trainer": fit.trainer, "model": fit.module, "data": fit.data}.get(part)
-    path = _TRAINER_SETTINGS.get(key) if part == "trainer" else key
+    path: str | None = key
+    if part == "trainer":
+        path = _TRAINER_SETTINGS.get(key)
     if owner is None or path is None:
         raise ConfigurationError(
             f"{name}: an existing fit cannot be changed in this way. Settings of `trainer` that can be changed: "

@@ -109,9 +109,14 @@ def _measure(
     validation = trainer.fit_loop.epoch_loop.val_loop
     validates = partial(steps.validate, trainer, validation.run)
     validation.run = validates
-    last = LastWatch(steps, folder / "end.ckpt" if asked.counts else None, validates if asked.validations else None)
-    counting = [ByteWatch(found, warm_up(asked.steps) - 1)] if asked.counts else []
-    trainer.callbacks = [steps, *trainer.callbacks, *counting, last]
+    last = LastWatch(steps)
+    trainer.callbacks = [steps, *trainer.callbacks]
+    if asked.counts:
+        last.saves = folder / "end.ckpt"
+        trainer.callbacks.append(ByteWatch(found, warm_up(asked.steps) - 1))
+    if asked.validations:
+        last.validates = validates
+    trainer.callbacks.append(last)
     fit.run()
     steps.write(asked.steps)
     if not asked.validations:
@@ -160,7 +165,9 @@ def _validated(fit: Fit, asked: _Asked) -> dict[str, float]:
     found: dict[str, float] = {}
     if asked.elsewhere is not None:
         data = asked.elsewhere()
-        argument = "datamodule" if hasattr(data, "prepare_data") else "dataloaders"
+        argument = "dataloaders"
+        if hasattr(data, "prepare_data"):
+            argument = "datamodule"
         for row in fit.trainer.validate(fit.module, verbose=False, **{argument: data}):
             found.update({name: float(value) for name, value in row.items()})
     return found

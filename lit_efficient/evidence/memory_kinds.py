@@ -115,7 +115,9 @@ class KindMeter(TorchDispatchMode):
     def __init__(self, device: str = "cpu", block: int | None = None) -> None:
         super().__init__()
         self.device = device
-        self.block = block or (1 if device == "cpu" else BLOCK)
+        self.block = block or BLOCK
+        if block is None and device == "cpu":
+            self.block = 1  # the allocator of the CPU is not modelled
         self.phase = _FORWARD
         self._pieces: dict[int, _Piece] = {}  # that are allocated, by the identity of the storage
         self._log: list[tuple[_Piece, bool, str]] = []  # piece, whether it was created or freed, phase
@@ -230,6 +232,7 @@ class KindMeter(TorchDispatchMode):
         if key in self._pieces or place not in (self.device, "cpu"):
             return
         piece = _Piece(storage.nbytes(), kind, away=place != self.device)
+        # The callback tells when the storage is freed.
         piece.ref = weakref.ref(storage, lambda _: self._forget(key))
         self._pieces[key] = piece
         self._log.append((piece, True, self._now()))
@@ -360,5 +363,7 @@ def _vocabularies(module: nn.Module) -> set[int]:
 def _head(network: nn.Module) -> Any:
     if isinstance(network, GPT):
         return network.head
-    get_output_embeddings = getattr(network, "get_output_embeddings", None)
-    return get_output_embeddings() if callable(get_output_embeddings) else None
+    get_output_embeddings = getattr(network, "get_output_embeddings", None)  # of transformers
+    if callable(get_output_embeddings):
+        return get_output_embeddings()
+    return None

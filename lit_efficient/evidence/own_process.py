@@ -128,7 +128,9 @@ def _death(code: int | None) -> str:
         return f"its process ended with code {code} and without a message"
     if -code == signal.SIGKILL:
         return "its process was killed (SIGKILL): out of memory, most likely"
-    name = signal.Signals(-code).name if -code in signal.valid_signals() else str(-code)
+    name = str(-code)
+    if -code in signal.valid_signals():
+        name = signal.Signals(-code).name
     return f"its process was killed ({name})"
 
 
@@ -164,15 +166,18 @@ def _run(task: Callable[..., Any], given: tuple[object, ...], pipe: Connection, 
         answer = ("result", task(*given, tell))
     except BaseException as error:
         traceback.print_exc()
-        answer = ("refused" if isinstance(error, LitEfficientError) else "failed", _reason(error))
+        kind = "refused" if isinstance(error, LitEfficientError) else "failed"
+        answer = (kind, _reason(error))
     pipe.send(json.dumps(answer))
     pipe.close()
 
 
 def _reason(error: BaseException) -> str:
     text = " ".join(str(error).split())
+    if is_out_of_memory(error) and "out of memory" not in text.lower():
+        return f"out of memory: {text}"
     if is_out_of_memory(error):
-        return text if "out of memory" in text.lower() else f"out of memory: {text}"
+        return text
     if isinstance(error, LitEfficientError) and text:
         return text
     return f"{type(error).__name__}: {text}"[:500]

@@ -152,6 +152,7 @@ class StepWatch(Callback):
         self._marks.append(self._now())
         self._cpu.append(time.process_time())
 
+    # The loss stays on its device: reading it would wait for the device in each step.
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
@@ -192,7 +193,8 @@ class StepWatch(Callback):
     @property
     def moved(self) -> bool:
         """True if there were steps since the last validation."""
-        return (self._values[-1][0] if self._values else 0) < len(self._losses)
+        validated = [step for step, _ in self._values]
+        return [0, *validated][-1] < len(self._losses)
 
     def write(self, asked: int) -> None:
         """Write the result of a run of ``asked`` steps after its end. Values on a device are read only now."""
@@ -204,7 +206,10 @@ class StepWatch(Callback):
         found.cpu_seconds = [b - a for a, b in itertools.pairwise(self._cpu)]
         found.amounts = [int(amount) for amount in self._amounts]
         for losses in self._losses:
-            found.losses.append(statistics.fmean(float(loss) for loss in losses) if losses else math.nan)
+            mean = math.nan
+            if losses:
+                mean = statistics.fmean(float(loss) for loss in losses)
+            found.losses.append(mean)
         found.steps = len(found.losses)
         if found.kinds and len(found.seconds) > warm_up(asked) > 0:
             found.seconds[warm_up(asked) - 1] = found.step_time  # the step whose bytes were counted
@@ -220,16 +225,18 @@ class LastWatch(Callback):
 
     Args:
         steps: The first callback.
+
+    Attributes:
         saves: Path of the checkpoint; ``None`` saves none.
         validates: Function that runs the validation at the end; ``None`` validates no more.
     """
 
     traits = frozenset({Trait.LEAVES_TRACES})
 
-    def __init__(self, steps: StepWatch, saves: Path | None, validates: Callable[[], object] | None) -> None:
+    def __init__(self, steps: StepWatch) -> None:
         self.steps = steps
-        self.saves = saves
-        self.validates = validates
+        self.saves: Path | None = None
+        self.validates: Callable[[], object] | None = None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int

@@ -74,6 +74,7 @@ def frontier(points: Sequence[Point]) -> list[int]:
 
     A point beats another if it is at most as large in both coordinates and smaller in one.
     """
+    # From left to right, a point is on the frontier if it is lower than all before it.
     found: list[int] = []
     for i in sorted(range(len(points)), key=points.__getitem__):
         if not found or points[i][1] < points[found[-1]][1] or points[i] == points[found[-1]]:
@@ -100,6 +101,7 @@ def scatter(variants: Sequence[VariantResult]) -> tuple[Markup, list[int], dict[
     stairs = _stairs([places[i] for i in best])
     whiskers = [_whisker(each, x_axis, y) for each, (_, y) in zip(variants, places)]
     steps = [(min(a, c), min(b, d), max(a, c), max(b, d)) for (a, b), (c, d) in itertools.pairwise(stairs)]
+    # Labels of the frontier get the best places.
     order = [*best, *(i for i in range(len(points)) if i not in best)]
     area = (x_axis.start, _TOP, RIGHT, _BOTTOM)
     labels = _labels([each.name for each in variants], places, order, [*whiskers, *steps], area)
@@ -138,8 +140,11 @@ def bars(variants: Sequence[VariantResult], kinds: Sequence[str], unit: Unit) ->
         parts = []
         start = 0
         for i, (kind, size) in enumerate({**sizes, "not known": each.peak - known}.items()):
+            colour = f"line{i}"
+            if i == len(kinds):
+                colour = "rest"
             if size > 0:
-                parts.append(_Part(kind, start, size, f"line{i}" if i < len(kinds) else "rest"))
+                parts.append(_Part(kind, start, size, colour))
                 start += size
         end = max(start, each.planned or 0)
         drawn.append(_Bar(each.name, _cut(each.name, 60), each.peak, each.planned, parts, end))
@@ -183,7 +188,10 @@ def _whisker(each: VariantResult, axis: Axis, y: float) -> Box:
     """Return the part of the interval of the time that is inside the picture, as a box without height."""
     ends = []
     for end in (each.time.low, each.time.high):
-        value = end if math.isfinite(end) else each.time.value
+        # A single run has no interval, which is drawn as a point.
+        value = end
+        if not math.isfinite(end):
+            value = each.time.value
         place = axis.start
         if value > 0 or not axis.log:
             place = min(max(axis.at(value), axis.start), axis.end)

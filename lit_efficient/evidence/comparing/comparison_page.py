@@ -36,6 +36,9 @@ def html(comparison: Comparison) -> str:
         drawing, best, labels = scatter(placed)
     seen = [each for each in done if each.peak]
     kinds = shown_kinds(seen)
+    bar_chart: Markup | str = ""
+    if seen:
+        bar_chart = bars(seen, kinds, Unit([each.peak for each in seen]))
     names = [each.name for each in done]
     return rendered(
         "comparison.html",
@@ -49,7 +52,7 @@ def html(comparison: Comparison) -> str:
         numbered=[f"{i + 1}: {placed[i].name}" for i, label in labels.items() if label == str(i + 1)],
         hidden=[each.name for i, each in enumerate(placed) if i not in labels],
         absent=[each.name for each in done if each not in placed],
-        bars=bars(seen, kinds, Unit([each.peak for each in seen])) if seen else "",
+        bars=bar_chart,
         kinds=kinds,
         planned=any(each.planned is not None for each in seen),
         curves=list(_curves(done, comparison.metric)),
@@ -109,6 +112,7 @@ def _curves(done: Sequence[VariantResult], metric: str) -> Iterator[Markup]:
     drawn = [each for each in done if each.curve and all(math.isfinite(seconds) for _, seconds, _ in each.curve)]
     if not drawn:
         return
+    # A chart has as many lines as there are colours. The baseline is in each of them.
     baseline, *others = drawn
     for start in range(0, max(len(others), 1), COLOURS - 1):
         part = [baseline, *others[start : start + COLOURS - 1]]

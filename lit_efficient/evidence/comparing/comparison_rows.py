@@ -100,9 +100,11 @@ def results(rows: Mapping[str, Sequence[Row]], metric: str, stops: bool = False)
         answers = {one.name: getattr(one, question) for one in others if getattr(one, question) is not None}
         if stops and question == "time":
             answers = {name: looked_at(answer) for name, answer in answers.items()}
+        # All variants are tested together, so p is corrected for their number.
         corrected = holm(answers)
         for one in others:
             setattr(one, question, corrected.get(one.name))
+        # A comparison of the baseline with itself is no test.
         own = getattr(baseline, question)
         if own is not None:
             setattr(baseline, question, replace(own, p=None))
@@ -140,6 +142,7 @@ def _result(name: str, rows: Sequence[Row], baseline: Sequence[Row], metric: str
     final = [curve[-1][_LOSS] for curve in all_curves if curve]
     curves = [(curve_of(mine, metric), curve_of(other, metric)) for mine, other in pairs]
     curves = [(mine, other) for mine, other in curves if mine and other]
+    # Bytes are counted in the first round only.
     counted = [row.run for row in good if row.run.checkpoint_bytes or row.run.peak]
     latest = [good[-1].run, *counted][-1]
     gained = _gained([mine for mine, _ in pairs], metric)
@@ -267,6 +270,8 @@ def _gained(runs: Sequence[Measured], metric: str) -> list[float]:
     names = sorted(set.intersection(*(set(run.elsewhere) for run in runs)))
     if not names:
         return []
-    losses = [name for name in names if "loss" in name]
-    name = metric if metric in names else [*losses, *names][0]
+    name = metric
+    if metric not in names:
+        # The other data may log other metrics than the validation.
+        name = [*[name for name in names if "loss" in name], *names][0]
     return [run.elsewhere[name][1] - run.elsewhere[name][0] for run in runs]

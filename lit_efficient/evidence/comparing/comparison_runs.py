@@ -200,10 +200,16 @@ class Comparing:
         """Make one run and store it."""
         whole = self._is_whole(turn)
         seed = turn % self.schedule.seeds
-        title = f"{name}, seed {seed}" if whole else f"{name}, round {turn + 1}"
-        steps = self.schedule.length
-        if not whole:
-            steps = min(steps, WARM_UP + _TIMED)
+        if whole:
+            title = f"{name}, seed {seed}"
+            steps = self.schedule.length
+            validations = self.schedule.validations
+            elsewhere = self.elsewhere
+        else:
+            title = f"{name}, round {turn + 1}"
+            steps = min(self.schedule.length, WARM_UP + _TIMED)
+            validations = 0
+            elsewhere = None
         begun = time.monotonic()
         reported = begun
 
@@ -218,9 +224,9 @@ class Comparing:
             replace(self.variants[name], name=name),
             steps=steps,
             seed=seed,
-            validations=self.schedule.validations if whole else 0,
+            validations=validations,
             counts=turn == 0,
-            elsewhere=self.elsewhere if whole else None,
+            elsewhere=elsewhere,
             log=self.folder / f"{self.keys[name][:12]}.log",
             heard=heard,
             most_seconds=60 * self.schedule.minutes,
@@ -228,6 +234,7 @@ class Comparing:
         )
         self._costs[name, whole] = time.monotonic() - begun
         row = Row(self.keys[name], turn, whole, found)
+        # A plan is the same in each round.
         if turn == 0 and not found.failed:
             row.planned = self._planned(name)
         if found.late:
@@ -245,7 +252,8 @@ class Comparing:
 
     def _outcome(self, name: str, row: Row) -> str:
         if row.run.failed:
-            return f"{'refused' if row.run.refused else 'failed'}: {row.run.failed[:160]}"
+            word = "refused" if row.run.refused else "failed"
+            return f"{word}: {row.run.failed[:160]}"
         text = f"{row.run.step_time * 1000:.3g} ms a step"
         ratio = time_ratio(self.rows.of(row.key), self.rows.of(self.keys[BASELINE]))
         if name != BASELINE and ratio.n:

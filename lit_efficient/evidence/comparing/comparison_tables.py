@@ -49,6 +49,7 @@ def said(estimate: Estimate | None, no_difference: float) -> str:
     half = (estimate.high - estimate.low) / 2
     if not 0 < half < math.inf:
         return number(estimate.value) + remark
+    # One digit of half the interval is shown, or two if its first digit is small.
     power = math.floor(math.log10(half))
     if half / 10.0**power < _TWO_DIGITS:
         power -= 1
@@ -159,8 +160,12 @@ def notes(comparison: Comparison) -> list[str]:
 def _range(counts: Sequence[int], unit: str) -> str:
     least = min(counts, default=0)
     most = max(counts, default=0)
-    text = f"{most} {unit}" if most == 1 else f"{most} {unit}s"
-    return text if least == most else f"{least} to {text}"
+    text = f"{most} {unit}"
+    if most != 1:
+        text += "s"
+    if least < most:
+        text = f"{least} to {text}"
+    return text
 
 
 def _outcome(variant: VariantResult) -> str:
@@ -169,8 +174,9 @@ def _outcome(variant: VariantResult) -> str:
 
 def left_out(comparison: Comparison) -> Mapping[str, str]:
     """Return the names of the changes that could not be compared, with their reasons."""
-    found = comparison.about.get("left_out")
-    return found if isinstance(found, Mapping) else {}
+    found = comparison.about.get("left_out", {})
+    assert isinstance(found, Mapping)
+    return found
 
 
 def facts(comparison: Comparison) -> dict[str, str]:
@@ -194,8 +200,10 @@ def terminal_table(comparison: Comparison, width: int = 80) -> str:
     failed = []
     for each in comparison.variants:
         if each.failed:
-            word = "" if each.failed.startswith(NOT_RUN) else "failed: "
-            failed.append((one_line(each.name), word + one_line(each.failed)))
+            text = one_line(each.failed)
+            if not text.startswith(NOT_RUN):
+                text = f"failed: {text}"
+            failed.append((one_line(each.name), text))
     if failed:
         first = min(max(room_of(name) for name, _ in failed), width // 3)
         for row in failed:
@@ -254,7 +262,10 @@ def _in_csv(value: object) -> object:
     if not isinstance(value, str):
         return value
     text = plain(value)
-    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r", "\n", "'")) else text
+    # Spreadsheets show a text after an apostrophe as it is, and take these characters for the start of a formula.
+    if text.startswith(("=", "+", "-", "@", "\t", "\r", "\n", "'")):
+        text = f"'{text}"
+    return text
 
 
 def numbers(comparison: Comparison) -> list[dict[str, object]]:

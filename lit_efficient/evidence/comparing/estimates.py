@@ -61,6 +61,7 @@ def mean_of(values: Sequence[float]) -> Estimate:
     if n == 1:
         return replace(UNKNOWN, value=mean, n=1)
     error = statistics.stdev(values) / math.sqrt(n)
+    # Equal values may differ by rounding.
     if error <= 1e-12 * abs(mean):
         return Estimate(mean, mean, mean, 1.0 if mean == 0 else None, n)
     reach = float(stdtrit(n - 1, 1 - LEVEL / 2)) * error
@@ -70,6 +71,7 @@ def mean_of(values: Sequence[float]) -> Estimate:
 def ratio_of(values: Sequence[float], baseline: Sequence[float]) -> Estimate:
     """Return the geometric mean of paired ratios, tested against 1. Pairs with a number up to 0 are left out."""
     log = mean_of([math.log(a / b) for a, b in zip(values, baseline) if a > 0 and b > 0])
+    # Means and intervals of logarithms turn into geometric means and intervals of ratios.
     return replace(log, value=math.exp(log.value), low=math.exp(log.low), high=math.exp(log.high))
 
 

@@ -111,8 +111,10 @@ def candidates(config: Mapping[str, Any], trainer: Trainer) -> list[Candidate]:
             if not key.endswith("+") and now.get(key) != value:
                 sets[key] = value
         rank = int(cards[name].facts["memory"].partition(".")[0])
-        # Another setting of the trainer may change the results.
-        found.append(Candidate(name, overlay, rank, reason, "other" if sets else kind.computes, sets))
+        computes = kind.computes
+        if sets:
+            computes = "other"  # another setting of the trainer may change the results
+        found.append(Candidate(name, overlay, rank, reason, computes, sets))
     return found
 
 
@@ -132,7 +134,8 @@ def cheapest(
         skipped: Receives the reasons why techniques were left out.
     """
     among = sorted(among, key=lambda one: one.cost)
-    skipped = {} if skipped is None else skipped
+    if skipped is None:
+        skipped = {}
     predictions.begin("search for techniques", 2 * len(among))
     if predictions.fits(base):
         return []
@@ -214,7 +217,9 @@ class Adviser:
         same = self._set("same", base, where)
         if not smaller and not same and self.batch is not None and self.batch.now > 1:
             base = self._batch_of(1)
-            where = "in batches of 1, accumulated" if self.automatic else "in batches of 1"
+            where = "in batches of 1"
+            if self.automatic:
+                where += ", accumulated"
             same = self._set("same", base, where)
         if same:
             yield same
@@ -247,6 +252,7 @@ class Adviser:
             return None
         now = self.batch.now
         sizes: Sequence[int] = range(1, now)
+        # Batches of a manual optimization cannot be accumulated by the trainer.
         title = "smaller batches: another training"
         if self.automatic:
             sizes = [size for size in divisors(now * self.accumulated) if size < now]
@@ -255,7 +261,9 @@ class Adviser:
                 title = "smaller batches that are accumulated: another training, as layers normalise over a batch"
         self.predictions.begin("search for a smaller batch", 2 * len(sizes).bit_length())
         size = largest_fitting(sizes, lambda size: self.predictions.fits(self._batch_of(size)))
-        return None if size is None else self._advice(title, self._batch_of(size))
+        if size is None:
+            return None
+        return self._advice(title, self._batch_of(size))
 
     def _set(self, kind: str, base: Change, where: str) -> Advice | None:
         order = list(TITLES)
@@ -274,8 +282,12 @@ class Adviser:
             found = self.length().largest(self.predictions, base)
         except ConfigurationError:  # no setting of a length
             return None
-        return self._advice("a shorter context: another training", found.change) if found.plan else None
+        if found.plan is None:
+            return None
+        return self._advice("a shorter context: another training", found.change)
 
     def _advice(self, title: str, change: Change, techniques: tuple[Candidate, ...] = ()) -> Advice | None:
         found = self.predictions(change)
-        return None if isinstance(found, Refusal) else Advice(title, change, found, techniques)
+        if isinstance(found, Refusal):
+            return None
+        return Advice(title, change, found, techniques)

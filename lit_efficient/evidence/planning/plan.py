@@ -94,7 +94,9 @@ def plan(source: FitSource, change: Change = AS_IT_IS, *, device: str | None = N
         )
     own = fit.trainer.strategy.root_device.type
     device = device or own
-    simulated = device if device != own else None
+    simulated = None
+    if device != own:
+        simulated = device
     notes: list[str] = []
     if (device, own) == ("cuda", "cpu"):
         notes.append(AS_CUDA)
@@ -104,7 +106,9 @@ def plan(source: FitSource, change: Change = AS_IT_IS, *, device: str | None = N
             "device."
         )
     batch, batches = batch_of(fit, notes)
-    block = 1 if device == "cpu" else BLOCK
+    block = BLOCK
+    if device == "cpu":
+        block = 1
 
     def traced_with(few: FewBlocks, fit: Fit) -> Traced:
         return trace(fit, lambda: make(few), batch, batches, mode, block, simulated)
@@ -113,7 +117,7 @@ def plan(source: FitSource, change: Change = AS_IT_IS, *, device: str | None = N
     if few.before:
         fewer = FewBlocks(FEW, only_above=MANY)
         shallow = make(fewer)
-        shallow.data = fit.data
+        shallow.data = fit.data  # which is prepared already
         traced = deepened(traced_with(fewer, shallow), traced, few.before)
     amount, unit = count_batch(batch)
     memory = traced.memory

@@ -42,18 +42,23 @@ def per_device(plan: "Plan", devices: int, traits: Traits, gathered: int = 0) ->
     if devices == 1:
         return plan
     buckets = max(moment.kinds.get("gradients", 0) for moment in (Moment("", plan.kinds), *plan.timeline))
-    sharded = _SHARDED.get(traits.stage, ()) if traits.shards else ()
+    sharded: tuple[str, ...] = ()
+    if traits.shards:
+        sharded = _SHARDED.get(traits.stage, ())
 
     def shared(moment: Moment) -> Moment:
         found = {}
         for kind, size in moment.kinds.items():
-            found[kind] = -(-size // devices) if kind in sharded else size
+            found[kind] = size
+            if kind in sharded:
+                found[kind] = -(-size // devices)
         sent = 0
         if traits.shards:
             if traits.stage == 3 and moment.name in ("forward", "backward"):
                 sent = gathered
         elif traits.views:
             found["gradients"] = buckets
+            # One bucket is sent while the next one is filled.
             travels = min(buckets, _BUCKET)
             if moment.name == "backward" and moment.kinds.get("gradients", 0) >= travels:
                 sent = 3 * travels // 2
@@ -75,7 +80,9 @@ def per_device(plan: "Plan", devices: int, traits: Traits, gathered: int = 0) ->
 
 def _notes(traits: Traits, devices: int) -> list[str]:
     if not traits.shards:
-        how = "gradients that are views of buckets" if traits.views else "buckets as large as the gradients"
+        how = "buckets as large as the gradients"
+        if traits.views:
+            how = "gradients that are views of buckets"
         return [f"{traits.name}: each of {devices} devices has all of it, and {how}."]
     notes = [
         f"{traits.name}: each of {devices} devices has 1/{devices} of {', '.join(_SHARDED.get(traits.stage, ()))}, as "

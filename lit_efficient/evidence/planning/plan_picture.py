@@ -88,13 +88,17 @@ def _mark_peak(axes: "Axes", plan: "Plan", scale: int) -> None:
         text += f", {moments[place].name}"
     height = plan.peak / scale
     axes.plot([place + 0.5], [height], "v", color=_INK, markersize=7, clip_on=False, zorder=4)
-    right = place > 0.6 * len(moments)
+    distance = 9
+    side = "left"
+    if place > 0.6 * len(moments):
+        distance = -9
+        side = "right"
     axes.annotate(
         text,
         (place + 0.5, height),
-        xytext=(-9 if right else 9, 7),
+        xytext=(distance, 7),
         textcoords="offset points",
-        ha="right" if right else "left",
+        ha=side,
         color=_INK,
         fontsize=9.5,
         fontweight="bold",

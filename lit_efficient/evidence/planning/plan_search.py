@@ -165,6 +165,7 @@ def largest(
 
 def _next(known: "Mapping[int, Plan | Refusal]", low: int, high: int | None, limit: int, halve: bool) -> int:
     """Return the next value: the end of a line through the two peaks nearest the limit, or a value in between."""
+    # Without an upper end the value may grow 64-fold at most: the line is uncertain far away from known peaks.
     if high is None:
         top = 64 * max(low, 1)
         between = 2 * low
@@ -183,7 +184,10 @@ def _next(known: "Mapping[int, Plan | Refusal]", low: int, high: int | None, lim
             guess = int(a + (limit - peaks[a]) // slope)
     if high is not None and guess >= top:
         # The line ends at values that do not fit.
-        guess = high - 1 if guess == high and high in peaks else between
+        if guess == high and high in peaks:
+            guess = high - 1
+        else:
+            guess = between
     return max(low + 1, min(guess, top - 1))
 
 

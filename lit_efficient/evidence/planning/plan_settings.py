@@ -58,8 +58,11 @@ def batch_lever(fit: Fit, predictions: Predictions, plan: "Plan") -> Lever:
     setting = batch_setting(fit)
     if setting is not None:
         name, now = setting
+        # The data may have too few samples for twice the batch.
         for value in (2 * now, now // 2):
-            found = predictions(Change("", {name: value})) if value else Refusal("")
+            if not value:
+                continue
+            found = predictions(Change("", {name: value}))
             if not isinstance(found, Refusal) and found.batch != plan.batch:
                 return Lever((name,), now, samples=now == plan.batch)
     raise ConfigurationError(
@@ -83,11 +86,16 @@ def length_lever(fit: Fit, predictions: Predictions, plan: "Plan") -> Lever:
     for name in sorted(numbers, key=lambda name: abs(numbers[name] - row)):
         now = numbers[name]
         for value in (2 * now, now // 2):
-            found = predictions(Change("", {name: value})) if value > 1 else Refusal("")
+            if value <= 1:
+                continue
+            found = predictions(Change("", {name: value}))
+            # Twice the length may be too long for the network, so half of it is tried too.
             if isinstance(found, Refusal):
                 continue
             if found.batch == plan.batch and found.amount != plan.amount:
-                step = _LENGTH_STEP if now % _LENGTH_STEP == 0 else 1
+                step = 1
+                if now % _LENGTH_STEP == 0:
+                    step = _LENGTH_STEP
                 return Lever((name, *_limit_of_network(fit, predictions, name, now)), now, step)
             break  # the setting changes something else
     raise ConfigurationError(f"plan: no setting of {_owners(fit)} changes the number of tokens in a row")

@@ -133,6 +133,7 @@ def _trace(fit: Fit, batch: object, batches: int | None, mode: FakeTensorMode, b
     trainer = fit.trainer
     observer = _Observer(block, trainer.accumulate_grad_batches)
     stand_ins = _StandIns()
+    # All batches of a step but the last are equal: two are traced, and the first counts several times.
     trainer.accumulate_grad_batches = min(2, observer.accumulated)
     fakes = _Fakes(mode, trainer.strategy.root_device)
     fakes.module(fit.module)
@@ -167,7 +168,7 @@ def _silence(trainer: Any, observer: Callback, folder: str) -> None:
     """Remove from a trainer all parts that do not affect the memory of a step."""
     trainer.callbacks = [one for one in trainer.callbacks if _affects_steps(one)]
     for technique in techniques_of(trainer):
-        technique.worst_case = True
+        technique.worst_case = True  # draw nothing at random that saves work
     trainer.callbacks.append(observer)
     trainer.loggers = [DummyLogger()] if trainer.loggers else []
     trainer.profiler = PassThroughProfiler()
@@ -218,7 +219,10 @@ class _Observer(StepMeter):
         self.trainable = count(p for p in stepped if p.requires_grad)
         for technique in techniques:
             name = type(technique).__name__
-            self.techniques.append((name, reports[name].summary if name in reports else ""))
+            summary = ""
+            if name in reports:
+                summary = reports[name].summary
+            self.techniques.append((name, summary))
             if technique.phase is Phase.COMPILE:
                 self.notes.append(f"{name}: the step is planned without compilation, which keeps other tensors.")
             if Trait.DRAWS_WORK in technique.traits:
@@ -246,7 +250,10 @@ class _Observer(StepMeter):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self.flops.append(self.counter.sums.total())
         self.sparse |= any(p.grad is not None and p.grad.layout != torch.strided for p in pl_module.parameters())
-        if len(self.steps) == (_STEPS if pl_module.automatic_optimization else _MANUAL_STEPS):
+        steps = _STEPS
+        if not pl_module.automatic_optimization:
+            steps = _MANUAL_STEPS
+        if len(self.steps) == steps:
             raise _Enough
 
     def traced(self) -> Traced:
@@ -365,11 +372,16 @@ class _StandIns(TorchDispatchMode):
             result = _SUPPORTED.get(func, func)(*args, **kwargs)
         except DataDependentOutputException:
             values = _values(func, args, kwargs)
-            return _guess(func, args) if values is _UNKNOWN else values
+            if values is _UNKNOWN:
+                return _guess(func, args)
+            return values
         except DynamicOutputShapeException:
             values = _values(func, args, kwargs)
             self.chose_all |= values is _UNKNOWN
-            result = values.new_empty(values.shape) if isinstance(values, Tensor) else _all_entries(func, *args)
+            if isinstance(values, Tensor):
+                result = values.new_empty(values.shape)
+            else:
+                result = _all_entries(func, *args)
         if values is _UNKNOWN and isinstance(func, Overload) and not _is_large(result):
             values = _values(func, args, kwargs)
         if values is _UNKNOWN:

@@ -132,6 +132,7 @@ class Axis:
         if self.log:
             yield from self._decades()
             return
+        # Ticks are multiples of 1, 2 or 5 times a power of ten, about five of them.
         rough = (self.high - self.low) / 5
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
@@ -149,6 +150,7 @@ class Axis:
             factors = (1, 2, 5)
         elif span < 3:
             factors = (1, 3)
+        # At most eight decades have ticks, and few decades have ticks in between.
         decades = range(math.floor(self.low), math.ceil(self.high) + 1)
         every = math.ceil(len(decades) / 8)
         for decade, factor in itertools.product(decades[::every], factors):
@@ -184,7 +186,9 @@ def number(value: float, step: float | None = None, beside: float = 0.0) -> str:
     exponent = size
     unit = f"e{size}"
     if -4 < size < 12:
-        exponent = 3 * (size // 3) if size >= 4 else 0
+        exponent = 0
+        if size >= 4:
+            exponent = 3 * (size // 3)
         unit = ("", "k", "M", "G")[exponent // 3]
     finest = size - 3
     if step is not None:
@@ -249,8 +253,10 @@ def _curve(line: Line, x_axis: Axis, y_axis: Axis) -> _Curve:
                 gap = x
             continue
         place = f"{x_axis.at(x):.1f} {y_axis.at(_clipped(y)):.1f}"
-        # A piece of one point needs a length of zero to be visible.
-        path += f"M{place}h0" if begins else f"L{place}"
+        if begins:
+            path += f"M{place}h0"  # a piece of one point is visible only with a line of length zero
+        else:
+            path += f"L{place}"
         dots += f"M{place}h0"
         begins = False
     if len(line.points) > _WITH_DOTS:

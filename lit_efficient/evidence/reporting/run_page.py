@@ -36,7 +36,9 @@ def page(runs: Sequence[RunRecord]) -> str:
     """Return the whole page."""
     several = len(runs) > 1
     names = [run.name for run in runs]
-    title = f"{len(runs)} runs" if len(runs) > 2 else ", ".join(names)
+    title = ", ".join(names)
+    if len(runs) > 2:
+        title = f"{len(runs)} runs"
     return rendered(
         "run_page.html",
         mark=MARK.removeprefix("<!doctype html>"),
@@ -116,7 +118,9 @@ def _differences(runs: Sequence[RunRecord]) -> list[list[str]]:
             # A part that some runs lack gets one row, without its own keys.
             if len(set(cells)) > 1 and not (absent and key.startswith(absent)):
                 rows.append([key, *cells])
-                absent = f"{key}." if "–" in cells else ""
+                absent = ""
+                if "–" in cells:
+                    absent = f"{key}."
     return rows
 
 
@@ -204,5 +208,8 @@ def _checkpoints(run: RunRecord) -> list[tuple[str, str, str, str]]:
     """Return a row for each file; the last checkpoint in a file counts."""
     rows = {}
     for step, path, monitor, score in run.checkpoints:
-        rows[path] = (path, f"{step:,}", monitor, number(score) if monitor else "")
+        text = ""
+        if monitor:
+            text = number(score)
+        rows[path] = (path, f"{step:,}", monitor, text)
     return list(rows.values())

@@ -145,7 +145,8 @@ class RunRecord:
             elif line.strip():
                 damaged += 1
         if damaged:
-            self.missing.append(f"{damaged} {'line' if damaged == 1 else 'lines'} of events.jsonl cannot be read")
+            lines = "line" if damaged == 1 else "lines"
+            self.missing.append(f"{damaged} {lines} of events.jsonl cannot be read")
 
     def _take(self, event: Event) -> None:
         step = event.get("step")
@@ -189,6 +190,7 @@ class RunRecord:
 
     def _read_table(self) -> None:
         """Take the metrics from the newest table of a CSVLogger."""
+        # A run in the folder of a logger has a table for each version.
         tables = [*self.folder.glob("metrics.csv"), *self.folder.glob("*/*/metrics.csv")]
         for path in sorted(tables, key=lambda table: table.stat().st_mtime)[-1:]:
             with contextlib.suppress(csv.Error):  # the rest of a damaged table
@@ -227,7 +229,11 @@ def _leaves(value: object, name: str) -> Iterator[tuple[str, str]]:
     elif isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
         names = [_class_name(item) or str(place) for place, item in enumerate(value)]
         for i, key in enumerate(names):
-            parts.append((f"{key}#{i}" if names.count(key) > 1 else key, value[i]))
+            # Two items of one class are told apart by their index.
+            if names.count(key) > 1:
+                key = f"{key}#{i}"  # noqa: PLW2901
+            parts.append((key, value[i]))
+    # Empty mappings and lists are values, too.
     if parts:
         for part, item in parts:
             yield from _leaves(item, f"{name}.{part}".strip("."))
@@ -246,7 +252,9 @@ def _leaf(value: object, name: str) -> str:
         return json.dumps(value)
     if isinstance(value, list):
         words = [str(item) for item in value]
-        return shlex.join(words) if name.endswith("command") else ", ".join(words)
+        if name.endswith("command"):
+            return shlex.join(words)
+        return ", ".join(words)
     return str(value)
 
 

@@ -39,7 +39,7 @@ def text_row(cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
     for i in range(max(len(lines) for lines in wrapped)):
         parts = []
         for lines, width in zip(wrapped, widths):
-            part = lines[i] if i < len(lines) else ""
+            part = "".join(lines[i : i + 1])
             parts.append(part + " " * (width - room_of(part)))
         yield (" " * _BETWEEN).join(parts).rstrip().replace("\N{NO-BREAK SPACE}", " ")
 
@@ -98,5 +98,5 @@ def room_of(text: str) -> int:
     columns = 0
     for letter in text:
         if not unicodedata.combining(letter):
-            columns += 2 if unicodedata.east_asian_width(letter) in "WF" else 1
+            columns += 1 + (unicodedata.east_asian_width(letter) in "WF")
     return columns

@@ -86,14 +86,18 @@ class Space:
         self.fit = fit
         self.only = only
         self._all = allow is True
-        self._allowed: tuple[str, ...] = () if isinstance(allow, bool) else tuple(allow)
+        self._allowed: tuple[str, ...] = ()
+        if not isinstance(allow, bool):
+            self._allowed = tuple(allow)
         self._parts = parts_of(fit.trainer)
         for part in self._parts:
             if has_trait(part, Trait.CHANGES_ACCUMULATION):
                 name = type(part).__name__
                 raise ConflictError(f"tune: {name} sets the batch size of this fit: leave it out (--without {name})")
         self.place = batch_setting(fit, batch)
-        size = self.place[1] if self.place else 0
+        size = 0
+        if self.place is not None:
+            size = self.place[1]
         self.asked = Candidate(size, int(fit.trainer.accumulate_grad_batches))
         self.effective = self.asked.batch * self.asked.accumulation
         self.left_out: dict[str, str] = {}
@@ -120,7 +124,9 @@ class Space:
 
     def candidate(self, size: int, options: Iterable[str] = ()) -> Candidate:
         """Return the candidate with a batch size and options."""
-        accumulation = self.effective // size if size else self.asked.accumulation
+        accumulation = self.asked.accumulation
+        if size:
+            accumulation = self.effective // size
         return Candidate(size, accumulation, tuple(sorted(options)))
 
     def go_together(self, options: Iterable[str]) -> bool:

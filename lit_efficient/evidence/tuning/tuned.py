@@ -73,8 +73,11 @@ def tune(
         ConfigurationError: If an argument is wrong, or the fit itself is refused.
     """
     check_number("tune", "minutes", minutes, above=0)
-    limit = 0 if device_memory is None else parse_bytes(device_memory, "tune", "device_memory")
-    folder = None if folder is None else Path(folder)
+    limit = 0
+    if device_memory is not None:
+        limit = parse_bytes(device_memory, "tune", "device_memory")
+    if folder is not None:
+        folder = Path(folder)
     sketch = sketch or source
     with _silence(prints=sys.stderr):
         fit = sketch.make()
@@ -97,6 +100,7 @@ def tune(
         say=say,
     )
     found = Tuned(search, device)
+    # The file is written after an interruption as well.
     try:
         search.run()
     finally:
@@ -128,7 +132,9 @@ class Tuned:
     def gain(self) -> float:
         """Rate of the best candidate relative to the unchanged fit; NaN if that did not run."""
         row = self.search.rows.get(self.space.asked)
-        return self.best.rate / row.rate if self.best and row and row.rate else math.nan
+        if self.best is None or row is None or not row.rate:
+            return math.nan
+        return self.best.rate / row.rate
 
     def check(self) -> None:
         """Raise an error if nothing ran for another reason than the memory.
@@ -153,8 +159,8 @@ class Tuned:
                 "step": [f"{statistics.median(row.seconds):.3g} s" for row in ran],
                 "rate": [f"{row.rate:.4g} {row.unit}/s" for row in ran],
                 "of the best": [f"{row.rate / ran[0].rate:.2f}" for row in ran],
-                "peak": [format_bytes(row.peak) if row.peak else "-" for row in ran],
-                "planned": [format_bytes(row.planned) if row.planned else "-" for row in ran],
+                "peak": [_bytes(row.peak) for row in ran],
+                "planned": [_bytes(row.planned) for row in ran],
                 "": [self._marks(row) for row in ran],
             }
             lines += text_table([str(row.candidate) for row in ran], columns, 10**6)
@@ -162,10 +168,12 @@ class Tuned:
         return [*lines, *(f"not tried: {name}: {reason}" for name, reason in self.space.left_out.items())]
 
     def _marks(self, row: Row) -> str:
-        mark = "* best" if row is self.best else ""
+        marks = []
+        if row is self.best:
+            marks.append("* best")
         if row.candidate == self.space.asked:
-            return f"{mark}, unchanged" if mark else "unchanged"
-        return mark
+            marks.append("unchanged")
+        return ", ".join(marks)
 
     def summary(self) -> str:
         """Return a sentence on the progress of the search."""
@@ -239,6 +247,10 @@ class Tuned:
         ]
         lines = [f"# {line}\n" for text in comments for line in text.splitlines()]
         return "".join(lines) + self.space.overlay(row.candidate)
+
+
+def _bytes(size: int) -> str:
+    return format_bytes(size) if size else "-"
 
 
 def _free(device: torch.device) -> int:

@@ -174,6 +174,7 @@ class Search:
             while candidate is not None:
                 self._run(candidate)
                 candidate = self._next()
+            # The best candidates run again, because a first run is short and noisy.
             for rung, most in enumerate(_RUNGS, start=1):
                 close = [row for row in self.ran[:most] if not row.slower(self.ran[0], _NOISE)]
                 if len(close) > 1:
@@ -246,7 +247,9 @@ class Search:
         if self._fits(most):
             return most
         size = largest_fitting(sizes[:-1], lambda size: self._fits(self.space.candidate(size, options)))
-        return None if size is None else self.space.candidate(size, options)
+        if size is None:
+            return None
+        return self.space.candidate(size, options)
 
     # Choice of runs ---------------------------------------------------------------------------------------------------
 
@@ -258,7 +261,9 @@ class Search:
                 row = self._plan(self.space.candidate(size, [name]))
                 if row.state != "refused":
                     break
-            self._flops[name] = math.log(row.flops / base.flops) if row.flops and base.flops else 0.0
+            self._flops[name] = 0.0
+            if row.flops and base.flops:
+                self._flops[name] = math.log(row.flops / base.flops)
             if row.state == "refused":
                 self.space.leave_out(name, row.reason)
             elif not (row.planned and base.planned) or row.planned < base.planned:
@@ -271,6 +276,7 @@ class Search:
 
     def _begin(self) -> None:
         """Run the most informative candidates: the unchanged fit, other batch sizes, and each option alone."""
+        # The unchanged fit is the reference for the user.
         if self._fits(self.space.asked):
             self._run(self.space.asked)
         for first in self._first_that_fit()[:_STARTS]:
@@ -292,6 +298,7 @@ class Search:
 
     def _first_that_fit(self) -> list[Candidate]:
         """Return the largest batches of the smallest sets of options with which the fit fits, fewest FLOPs first."""
+        # Only options that save memory can make it fit.
         sets = [one for one in self.space.sets() if self._saving.issuperset(one)]
         for _, alike in itertools.groupby(sets, len):
             largest = [self._largest(options) for options in alike]
@@ -325,6 +332,7 @@ class Search:
         if planned:
             peak, unsure = self._expected(planned, [math.log(row.planned) for row in planned])
             likely = peak - 2 * unsure < math.log(self.limit)
+        # Hopes are optimistic bounds: a candidate whose bound is no improvement cannot be the best.
         for index in np.argsort(hopes, kind="stable"):
             if hopes[index] > ran[0].cost - _CLOSE:
                 break
@@ -391,7 +399,9 @@ class Search:
         if self.seconds < math.inf:
             left = max(0, int(self.seconds - (time.monotonic() - self._begun)))
             text += f", at most {left // 60}:{left % 60:02d} left"
-        outcome = f"{row.rate:.4g} {row.unit} a second" if row.state == "ran" else f"{row.state}: {row.reason}"
+        outcome = f"{row.state}: {row.reason}"
+        if row.state == "ran":
+            outcome = f"{row.rate:.4g} {row.unit} a second"
         self.say(f"{text}: {row.candidate}: {outcome}")
 
     def _doubt(self, row: Row, seconds: list[float]) -> str:
@@ -407,7 +417,9 @@ class Search:
         unit, amount = self._usual
         if "batches" in effects or (unit == row.unit and 1 / _OTHER < row.amount / amount < _OTHER):
             return ""
-        place = self.space.place[0] if self.space.place else "accumulate_grad_batches"
+        place = "accumulate_grad_batches"
+        if self.space.place is not None:
+            place = self.space.place[0]
         return f"a step has {row.amount:g} {row.unit} instead of {amount:g} {unit}: the loader does not follow {place}"
 
     def _check_time(self) -> None:

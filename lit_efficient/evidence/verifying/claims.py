@@ -116,6 +116,7 @@ class Claim(ABC):
         holds = number <= tolerance
         place = ""
         if not holds:
+            # Finding the place takes more steps, which are made for a failure only.
             place = where if isinstance(where, str) else where()
         return Verdict(self.name, holds, number, tolerance, unit or self.unit, why, place, uncovered)
 
@@ -210,6 +211,7 @@ class Subject:
         with silence():
             fit = self.source.make(change)
         trainer = fit.trainer
+        # Claims about a single process do not need the others.
         if self.alone and trainer.world_size > 1:
             run_alone(trainer)
         kept = [one for one in trainer.callbacks if not traces(one) and not has_trait(one, Trait.TRIES_STEPS)]
@@ -311,16 +313,21 @@ class Recorder(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         found = {}
         for name, gradient in seen_gradients(pl_module, optimizer).items():
-            kept = gradient.detach()
-            found[name] = (kept.norm() if self.trace.slim else kept.clone()).cpu()
+            if self.trace.slim:
+                found[name] = gradient.detach().norm().cpu()
+            else:
+                found[name] = gradient.detach().to("cpu", copy=True)
         self.trace.gradients.append(found)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Batch, batch_idx: int
     ) -> None:
-        loss: Any = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        # A step without a loss is left out or optimizes manually.
-        self.trace.losses.append(0.0 if loss is None else float(loss))
+        loss: Any = outputs
+        if isinstance(outputs, Mapping):
+            loss = outputs.get("loss")
+        if loss is None:
+            loss = 0.0  # the step is skipped, or optimizes manually
+        self.trace.losses.append(float(loss))
         if trainer.global_step > self._step:
             self._step = trainer.global_step
             if not self.trace.slim:
@@ -424,7 +431,9 @@ def loss_of(module: LightningModule, batch: Batch, batch_idx: int = 0, seed: int
         ConfigurationError: If the step returns no loss.
     """
     trainer = trainer_of(module)
-    context = contextlib.nullcontext() if trainer is None else trainer.precision_plugin.train_step_context()
+    context: Any = contextlib.nullcontext()
+    if trainer is not None:
+        context = trainer.precision_plugin.train_step_context()
     if isinstance(seed, int):
         seed_everything(seed, verbose=False)
     else:
@@ -432,7 +441,9 @@ def loss_of(module: LightningModule, batch: Batch, batch_idx: int = 0, seed: int
     arguments = [batch, batch_idx][: len(inspect.signature(module.training_step).parameters)]
     with context:
         output: Any = module.training_step(*arguments)
-    loss = output["loss"] if isinstance(output, Mapping) else output
+    loss = output
+    if isinstance(output, Mapping):
+        loss = output["loss"]
     if not isinstance(loss, Tensor):
         raise ConfigurationError(f"{type(module).__name__}.training_step returned no loss")
     return loss
@@ -476,9 +487,12 @@ def order_of(module: LightningModule, batch: Batch) -> list[str]:
     """Return the names of modules in the order in which a training step completes them, and then of unused modules."""
     # A manual step runs its backward passes itself and returns no loss.
     automatic = module.automatic_optimization
-    no_loss = contextlib.nullcontext() if automatic else contextlib.suppress(ConfigurationError)
-    with recorded(module, lambda _: None) as calls, torch.set_grad_enabled(not automatic), no_loss:
-        loss_of(module, batch)
+    with recorded(module, lambda _: None) as calls, torch.set_grad_enabled(not automatic):
+        try:
+            loss_of(module, batch)
+        except ConfigurationError:
+            if automatic:
+                raise
     return list(dict.fromkeys([*(call.name for call in calls), *(name for name, _ in module.named_modules())]))
 
 

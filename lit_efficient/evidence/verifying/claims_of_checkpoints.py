@@ -88,8 +88,9 @@ def _each(one: Tensors, other: Tensors) -> dict[str, float]:
     """Return differences by name, each relative to its own tensor: weights, counts and seeds differ in size."""
     found: dict[str, float] = {}
     for name in {**one, **other}:
-        pair = [{name: side[name]} if name in side else {} for side in (one, other)]
-        found |= difference(*pair)
+        ours = {key: one[key] for key in [name] if key in one}
+        theirs = {key: other[key] for key in [name] if key in other}
+        found |= difference(ours, theirs)
     return found
 
 
@@ -136,9 +137,11 @@ def _flat(tree: object, path: str = "") -> dict[str, Tensor]:
         return {path: tree.detach().to("cpu", copy=True)}
     if isinstance(tree, bool | int | float) and not path.startswith("callbacks"):
         return {path: torch.tensor(float(tree), dtype=torch.float64)}
+    if isinstance(tree, list | tuple):
+        tree = dict(enumerate(tree))
     found: dict[str, Tensor] = {}
-    if isinstance(tree, Mapping | list | tuple):
-        for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
             found |= _flat(value, f"{path} {key}".strip())
     return found
 

@@ -176,8 +176,10 @@ class DocumentsApart(BenchClaim):
 
     def tried(self, bench: Bench) -> Verdict:
         found = token_batch(bench.batch)
-        if found is None or found.positions is None:
-            return self.idle(NO_TOKENS if found is None else "the batches do not tell where documents begin")
+        if found is None:
+            return self.idle(NO_TOKENS)
+        if found.positions is None:
+            return self.idle("the batches do not tell where documents begin")
         joined = _joined(found)
         if joined is not None:
             row, place = joined
@@ -299,7 +301,9 @@ def _leak_of_tokens(
 def _other_than(ids: Tensor, token: Tensor) -> Tensor:
     """Return another token of the batch."""
     others = ids[ids != token]
-    return others[0] if len(others) else (token + 1) % 2
+    if len(others):
+        return others[0]
+    return (token + 1) % 2  # 0 or 1, which every vocabulary has
 
 
 def _joined(tokens: TokenBatch) -> tuple[int, int] | None:

@@ -103,7 +103,9 @@ class InTrainingMode(Claim):
         bench.still = []
         changed = resting.keys() | fallen.keys()
         moved = [a.described for a, b in aligned(calls, now) if a.name in changed and _differ(a.output, b.output)]
-        when = "" if resting else " after a few steps"
+        when = ""
+        if not resting:
+            when = " after a few steps"
         why = (
             f"{len(changed)} layers that train are in evaluation mode{when}; {len(moved)} have other outputs in "
             "training mode"
@@ -118,7 +120,9 @@ def _trains(module: nn.Module, name: str, part: nn.Module) -> bool:
     """
     if isinstance(part, BatchNorm) and not part.training and part.running_mean is not None and part.running_mean.any():
         return False
-    owner = part if any(True for _ in part.parameters()) else module.get_submodule(name.rpartition(".")[0])
+    owner = part
+    if not any(True for _ in part.parameters()):
+        owner = module.get_submodule(name.rpartition(".")[0])
     trains = [parameter.requires_grad for parameter in owner.parameters()]
     return bool(trains) and all(trains)
 

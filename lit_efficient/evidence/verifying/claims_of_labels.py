@@ -293,7 +293,9 @@ def _heads(calls: Sequence[Call], vocabulary: int) -> list[Call]:
 
 
 def _computes_logits(call: Call, vocabulary: int) -> bool:
-    given = call.args[0] if call.args else None
+    if not call.args:
+        return False
+    given = call.args[0]
     if not isinstance(call.output, Tensor) or not isinstance(given, Tensor):
         return False
     widens = call.output.ndim > 1 and call.output.shape[-1] == vocabulary and given.shape[-1] != vocabulary

@@ -78,7 +78,10 @@ class ConditionsApart(BenchClaim):
             f"labels of {int(mine.sum())} samples in {_MANY_DRAWS} draws: hidden from some in {mixed}, from all in "
             f"{hidden}"
         )
-        return self.measured(0 if mixed else hidden, 0, why, "the training step")
+        # Whole batches without labels occur by chance if labels are hidden from single samples.
+        if mixed:
+            hidden = 0
+        return self.measured(hidden, 0, why, "the training step")
 
 
 def _is_label(leaf: Any, rows: int) -> bool:
@@ -87,8 +90,11 @@ def _is_label(leaf: Any, rows: int) -> bool:
 
 def _of_samples(returned: Any, name: str, rows: int) -> Tensor | None:
     """Return a result of a training step, if it is one number for each sample; ``None`` otherwise."""
-    value = returned.get(name) if isinstance(returned, Mapping) else None
-    return value.detach().cpu() if isinstance(value, Tensor) and value.shape == (rows,) else None
+    if isinstance(returned, Mapping):
+        value = returned.get(name)
+        if isinstance(value, Tensor) and value.shape == (rows,):
+            return value.detach().cpu()
+    return None
 
 
 OF_NOISE: tuple[BenchClaim, ...] = (NoiseApart(), ConditionsApart())

@@ -86,6 +86,7 @@ def _in_one(
     """Return the differences of two processes' gradients from those of one, the order of layers, and the tolerance."""
     bench = Bench(trainer, module)
     device = trainer.strategy.root_device
+    # Both processes start with the weights of the first.
     module.load_state_dict(reports[0]["start"], strict=False)
     total = sum(_count(batch) for report in reports for batch in report["batches"])
     joined: dict[str, Tensor] = {}
@@ -186,7 +187,9 @@ def _noted(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _whole(value: Any) -> Any:
     if hasattr(value, "full_tensor"):
         value = value.full_tensor()
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    return value
 
 
 OF_SHARDS: tuple[Claim, ...] = (Sharded(),)

@@ -64,8 +64,9 @@ class Deterministic(Claim):
         for i, (a, b) in enumerate(zip(one.batches, other.batches)):
             off |= {f"batch {i}: {name}": by for name, by in difference(_named(a), _named(b)).items()}
         for i, (x, y) in enumerate(zip(one.losses, other.losses)):
-            equal = x == y or (math.isnan(x) and math.isnan(y))
-            off[f"loss {i}"] = 0.0 if equal else abs(x - y) / max(abs(x), 1e-30)
+            off[f"loss {i}"] = 0.0
+            if x != y and not (math.isnan(x) and math.isnan(y)):
+                off[f"loss {i}"] = abs(x - y) / max(abs(x), 1e-30)
         off |= {f"end: {name}": by for name, by in difference(one.end, other.end).items()}
         why = f"two fits of {len(one.losses)} batches that were built separately: batches, losses and weights"
         return self.compared(off, 0.0, why)
@@ -163,8 +164,8 @@ def _window(trainer: Trainer, parts: int) -> tuple[list[Batch], Batch]:
 
 def _map(batch: Batch, function: Callable[[Any], Any]) -> Batch:
     """Apply a function to all parts of a batch that have rows: tensors, and lists of texts."""
-    if isinstance(batch, Tensor):
-        return function(batch) if batch.ndim else batch
+    if isinstance(batch, Tensor) and batch.ndim:
+        return function(batch)
     if isinstance(batch, Mapping):
         return type(batch)({key: _map(value, function) for key, value in batch.items()})  # type: ignore[call-arg]
     if not isinstance(batch, list | tuple):
@@ -172,7 +173,9 @@ def _map(batch: Batch, function: Callable[[Any], Any]) -> Batch:
     if batch and all(isinstance(one, str) for one in batch):
         return function(batch)
     items = [_map(one, function) for one in batch]
-    return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    if hasattr(batch, "_fields"):
+        return type(batch)(*items)  # a named tuple
+    return type(batch)(items)
 
 
 def _accumulated(trainer: Trainer, module: LightningModule, parts: list[Batch], draws: Draws) -> dict[str, Tensor]:
@@ -213,8 +216,9 @@ def _counted(module: LightningModule, batch: Batch) -> int:
     num_tokens = getattr(module, "num_tokens", None)
     if callable(num_tokens):
         return int(num_tokens(batch))
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    return int((labels != IGNORE).sum()) if isinstance(labels, Tensor) else 0
+    if isinstance(batch, Mapping) and isinstance(batch.get("labels"), Tensor):
+        return int((batch["labels"] != IGNORE).sum())
+    return 0
 
 
 RUNS = Runs()

@@ -36,6 +36,7 @@ class Trains(Claim):
         named = dict(module.named_parameters())
         stepped = {name for name, p in named.items() if id(p) in holders}
         twice = {name for name, p in named.items() if holders[id(p)] > 1}
+        # Parameters that no optimizer holds, or that are frozen temporarily, are reported separately.
         ours = trace.trainable & stepped
         reached = {name for step in trace.gradients for name in step}
         nonzero = {name for step in trace.gradients for name, norm in step.items() if norm.count_nonzero()}
@@ -156,6 +157,7 @@ class Scheduled(Claim):
         with _built_schedulers() as built:
             trace = subject.train(4, prepare=lambda fit: fit.trainer.callbacks.append(seen), slim=True)
         module = trace.fit.module
+        # Schedulers inside of others are stepped by these.
         inner = {id(one) for scheduler in built for one in vars(scheduler).get(INNER_SCHEDULERS, ())}
         parameters = {id(p) for p in module.parameters()}
         kept = {id(config.scheduler) for config in seen.configs}
@@ -222,7 +224,11 @@ def _by_hand(trainer: Trainer, epochs: list[int]) -> Rates:
     rates = [_now(configs)]
     for step in range(1, len(epochs)):
         for config in configs:
-            before, done = (step - 1, step) if config.interval == "step" else (epochs[step - 1], epochs[step])
+            before = step - 1
+            done = step
+            if config.interval != "step":
+                before = epochs[before]
+                done = epochs[done]
             if not isinstance(config.scheduler, ReduceLROnPlateau):
                 for _ in range(done // config.frequency - before // config.frequency):
                     config.scheduler.step()

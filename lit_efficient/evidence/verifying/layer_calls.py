@@ -75,12 +75,16 @@ class Bench:
             The calls of all layers, and the loss; ``None`` for manual optimization.
         """
         self._record.restore()
-        for part in self.still if training else [self.module, *self.still]:
+        if not training:
+            self.module.eval()
+        for part in self.still:
             part.eval()
         for part in self.awake:
             part.training = True
         batch = _copied(batch)
-        keep = as_it_is if graph else detached
+        keep = detached
+        if graph:
+            keep = as_it_is
         with recorded(self.module, keep) as calls, torch.compiler.set_stance("force_eager"):
             if self.module.automatic_optimization:
                 return calls, loss_of(self.module, batch)
@@ -191,7 +195,9 @@ def by_tokens(tensor: Tensor, rows: int, length: int) -> Tensor | None:
     """Return a tensor as ``[rows, length, ...]``, also if its rows are joined; ``None`` if it has another shape."""
     if tensor.shape[:2] == (rows, length):
         return tensor.reshape(rows, length, -1)
-    flat = tensor[0] if tensor.ndim > 1 and tensor.shape[0] == 1 else tensor
+    flat = tensor
+    if tensor.ndim > 1 and tensor.shape[0] == 1:
+        flat = tensor[0]
     if rows > 1 and flat.ndim > 1 and flat.shape[0] == rows * length:
         return flat.reshape(rows, length, -1)
     return None
@@ -221,4 +227,7 @@ def _gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 
 def _closure_alone(closure: Callable[[], object] | None = None, **_: object) -> object:
-    return None if closure is None else closure()
+    # Lightning computes the loss and the gradients in the closure.
+    if closure is None:
+        return None
+    return closure()

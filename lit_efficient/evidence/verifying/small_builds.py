@@ -44,7 +44,8 @@ def small(source: FitSource, tried: Callable[[FitSource], object]) -> tuple[FitS
         tried: Function that raises an error for a source whose fits cannot make a step.
     """
     drawn = {name: value for random, _ in _pretrained(source) for name, value in random.items()}
-    module = _sketch(_Changed(source, Change(settings=drawn)) if drawn else source)
+    # Random weights need no download of pretrained ones.
+    module = _sketch(_Changed(source, Change(settings=drawn)))
     if module is None:
         return source, ""
     size = count(module.parameters())

@@ -81,7 +81,9 @@ class TokenBatch:
         def taken(leaf: Tensor) -> Tensor:
             if leaf.shape[:2] == (rows, length):
                 return leaf[row : row + 1, begin:end]
-            return leaf[row : row + 1] if leaf.ndim and leaf.shape[0] == rows else leaf
+            if leaf.ndim and leaf.shape[0] == rows:
+                return leaf[row : row + 1]
+            return leaf
 
         return tree_map_only(Tensor, taken, self.batch)
 
@@ -126,7 +128,9 @@ def _ahead(ids: Tensor, labels: Tensor) -> int | None:
         return None
     if _are_tokens(ids, labels):
         return 0
-    return 1 if _are_next_tokens(ids, labels) else None
+    if _are_next_tokens(ids, labels):
+        return 1
+    return None
 
 
 def _are_tokens(ids: Tensor, labels: Tensor) -> bool:

@@ -73,7 +73,9 @@ class Report:
         """0, or 2 if a claim failed, or 130 after Ctrl-C."""
         if not self.held:
             return 2
-        return 130 if self.left else 0
+        if self.left:
+            return 130
+        return 0
 
     def text(self) -> str:
         """Return a line for each claim, a second one for each failure, and the summary."""
@@ -185,6 +187,7 @@ def verify(
         except KeyboardInterrupt:
             left = tuple(claim.name for claim in claims[len(verdicts) :])
         finally:
+            # A fit may set variables, for example for its processes.
             os.environ.clear()
             os.environ.update(environment)
     return Report(tuple(verdicts), subject.shortened, left, time.monotonic() - began)
