@@ -1,4 +1,4 @@
-"""``compare`` on somebody's own module: the table, the files, the exit code, and a second call that adds nothing."""
+"""Tests of ``compare`` on a plain module: the table, the files, the exit code, and a second call that adds nothing."""
 
 import json
 from pathlib import Path

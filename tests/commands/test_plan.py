@@ -1,4 +1,4 @@
-"""``plan`` on a small tower: what it prints adds up, and what it advises is what the same command then finds."""
+"""Tests of ``plan`` on a small network: its output adds up, and its advice is confirmed by the same command."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ class Tower(LightningModule):
 
 
 class Rows(LightningDataModule):
-    """Rows for the tower."""
+    """DataModule with rows for the tower."""
 
     def __init__(self, batch_size: int = 4, count: int = 24) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Rows(LightningDataModule):
 
 
 class Sizeless(ToyData):
-    """Has no size that could be set."""
+    """DataModule without a setting of the batch size."""
 
     def __init__(self) -> None:
         super().__init__()

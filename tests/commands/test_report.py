@@ -1,4 +1,4 @@
-"""``report``: runs that are whole, torn, going on, resumed, diverged, old or hostile, as a page that stands alone."""
+"""Tests of ``report`` with runs that are complete, damaged, unfinished, resumed, diverged, old or hostile."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def metrics(step: int, **values: Any) -> str:
 
 
 def whole(folder: Path, rate: float = 0.001, name: str = "") -> Path:
-    """A run as ``fit`` leaves it; ``name`` goes wherever a text of the user's may stand."""
+    """Write a run as ``fit`` does. ``name`` is used for every text that a user may choose."""
     (folder / "samples").mkdir(parents=True)
     write_record(folder, {})
     callback = {"class_path": "lit_efficient.LoRA", "init_args": {"rank": 4, "targets": [f"head{name}"]}}
@@ -96,7 +96,7 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     numbers = itertools.count()
 
     class Bad(str):
-        """Another text at each place that it is put."""
+        """Text that is different at each place where it is formatted."""
 
         def __format__(self, spec: str) -> str:
             return BAD.format(next(numbers))

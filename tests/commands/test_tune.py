@@ -1,4 +1,4 @@
-"""The command tune: an overlay that fit takes, exit codes, and what is wrong named by its option."""
+"""Tests of the command ``tune``: an overlay that ``fit`` accepts, exit codes, and errors that name the option."""
 
 import csv
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Plans by a formula, whose searches have an answer that can be counted out."""
+"""Plans that follow a formula, so that the right results of searches are known."""
 
 from collections.abc import Callable, Mapping
 
@@ -15,7 +15,7 @@ def plan_of(kinds: Mapping[str, int], batch: int = 1, **changes: object) -> Plan
 
 
 def by_formula(peak: Callable[[int], int], made: list[int] | None = None) -> Callable[[Change], Plan]:
-    """A fit whose batch decides all."""
+    """Return a function that plans a fit whose memory depends on its batch only."""
 
     def predict(change: Change) -> Plan:
         batch = change.settings["data.batch_size"]

@@ -1,4 +1,4 @@
-"""Faults that people make, planted in the parts of a run; `verify` is given the run as it is, and is to find each.
+"""Typical faults in the parts of a training. `verify` must find each of them.
 
 Each is a subclass or a wrapper of a real part: a network, a step, a loader, an optimizer, a callback, a strategy.
 """
@@ -30,12 +30,12 @@ DDP = (("devices", 2), ("strategy", "ddp"))
 
 @dataclass(frozen=True)
 class Fault:
-    """A training with something wrong in it.
+    """A training with a fault.
 
     Args:
         setup: The training.
         claim: The claim that must fail.
-        where: A part of what it says of where.
+        where: Text that the verdict's ``where`` must contain.
     """
 
     setup: Setup
@@ -47,7 +47,7 @@ class Fault:
 
 
 class Attention(nn.Module):
-    """Causal attention within documents; ``ahead`` later tokens are seen, too."""
+    """Causal attention within documents, which also sees ``ahead`` later tokens."""
 
     def __init__(self, width: int, ahead: int = 0, apart: bool = True) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Decoder(nn.Module):
 
 
 class Redrawn(Decoder):
-    """Recomputes its blocks without the random state that they had."""
+    """Decoder that recomputes its blocks without restoring their random state."""
 
     def block(self, i: int, x: Tensor, documents: Tensor) -> Tensor:
         block = partial(Decoder.block, self, i)
@@ -107,7 +107,7 @@ class Redrawn(Decoder):
 
 
 class Unreached(Decoder):
-    """Recomputes its blocks, reentrantly, behind a frozen embedding: no gradient reaches them."""
+    """Decoder with reentrant recomputation after a frozen embedding, so that no gradient reaches its blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Unreached(Decoder):
 
 
 class Reader(L.LightningModule):
-    """Somebody's training of a language model."""
+    """Training of a language model without this package."""
 
     def __init__(self, network: Callable[[], nn.Module] = Decoder) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class LosesLabels(le.LanguageModeling):
 
 
 class MeansOfChunks(Reader):
-    """Never holds all logits, and averages its chunks, of which each has another number of tokens that count."""
+    """Loss in chunks that averages the means of chunks with different numbers of labels."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         hidden = self.network.hidden(batch["input_ids"], self.positions(batch))
@@ -179,7 +179,7 @@ class MeansOfChunks(Reader):
 
 
 class WrongValue(torch.autograd.Function):
-    """Says another number than the one whose gradient it gives, as a chunked loss that loses a chunk's value."""
+    """Loss whose value does not belong to its gradient, like a chunked loss that drops the value of a chunk."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ class SaysAnother(Reader):
 
 
 class MixesLogits(Reader):
-    """Smooths its logits over time, behind the last layer."""
+    """Network that smooths its logits over time, after the last layer."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         logits = self.network(batch["input_ids"], self.positions(batch))
@@ -205,7 +205,7 @@ class MixesLogits(Reader):
 
 
 class TransformersReader(Reader):
-    """A model of transformers that is called as its tutorial says, on packed rows."""
+    """Model of transformers that is called as in its tutorial, with packed rows."""
 
     def __init__(self) -> None:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -241,7 +241,7 @@ class Centred(ResNet):
 
 
 class OverTheBatch(nn.Module):
-    """Attention of torch that takes the first dimension for the time, and is given the batch there."""
+    """Attention of torch that receives the batch in the dimension of time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,21 +253,21 @@ class OverTheBatch(nn.Module):
 
 
 class Resting(Stranger):
-    """Evaluates something before it trains, and does not go back."""
+    """Module that stays in evaluation mode after an evaluation before the training."""
 
     def on_train_start(self) -> None:
         self.network.eval()
 
 
 class NeverTraining(Stranger):
-    """Is handed over as an evaluation left it."""
+    """Module that is passed to the trainer in evaluation mode."""
 
     def on_train_start(self) -> None:
         self.eval()
 
 
 class Samples(L.Callback):
-    """Looks at samples after a batch, and leaves the network in evaluation mode."""
+    """Callback that draws samples after a batch, and leaves the network in evaluation mode."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         pl_module.network.eval()
@@ -282,7 +282,7 @@ def learns_filling(rows: list[Any]) -> dict[str, Tensor]:
 
 
 class NewOptimizer(L.Callback):
-    """Replaces the optimizer after its schedule was made."""
+    """Module that replaces its optimizer after building the schedule."""
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         (old,) = trainer.strategy.optimizers
@@ -290,7 +290,7 @@ class NewOptimizer(L.Callback):
 
 
 class FreezesAdapter(Toy):
-    """Takes an adapter for a part of the backbone that is to rest."""
+    """Callback that freezes an adapter together with the backbone."""
 
     def configure_optimizers(self) -> Any:
         for name, parameter in self.named_parameters():
@@ -305,7 +305,7 @@ class ThawsBase(L.Callback):
 
 
 class ByName(Toy):
-    """Chooses what trains by name, and misses the head."""
+    """Module that selects trainable parameters by name, and misses the head."""
 
     def configure_optimizers(self) -> Any:
         chosen = [p for name, p in self.named_parameters() if "stem" in name or "blocks" in name]
@@ -313,7 +313,7 @@ class ByName(Toy):
 
 
 class Loud(L.Callback):
-    """Lets an adapter count twice while it trains, which merging does not know."""
+    """Callback that doubles the output of an adapter in training, which merging ignores."""
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         pl_module.net.blocks[1].up.register_forward_hook(_louder)
@@ -333,14 +333,14 @@ class Untied(Toy):
 
 
 class Cut(Toy):
-    """Lets no gradient through to its first layers."""
+    """Module that detaches the output of its first layers."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.net.head(self.net.blocks[1](self.net.stem(batch[0]).detach())).square().mean()
 
 
 class TwoOptimizers(L.LightningModule):
-    """Gives the layer that both halves share to both optimizers."""
+    """Module that gives a shared layer to both of its optimizers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -363,7 +363,7 @@ class TwoOptimizers(L.LightningModule):
 
 
 class Diffuser(L.LightningModule):
-    """Draws one noise level for a whole batch, or hides the labels of all or none of its samples."""
+    """Diffusion model that draws one noise level for a whole batch, or hides the labels of all samples or of none."""
 
     def __init__(self, one_level: bool = False, all_hidden: bool = False) -> None:
         super().__init__()
@@ -392,14 +392,14 @@ def diffuses(**how: bool) -> Setup:
 
 
 class SavesRaw(le.EMA):
-    """Validates the average and saves the weights that train."""
+    """Average that is validated but not saved."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
 
 class OneLate(le.EMA):
-    """Misses the first step."""
+    """Average without the first step."""
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         if trainer.global_step > 1:
@@ -407,7 +407,7 @@ class OneLate(le.EMA):
 
 
 class OneAhead(le.EMA):
-    """Takes the decay of the step after."""
+    """Average with the decay of the next step."""
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         self.start_step -= 1
@@ -416,7 +416,7 @@ class OneAhead(le.EMA):
 
 
 class Amnesic(torch.optim.AdamW):
-    """Its state does not go into checkpoints."""
+    """Optimizer whose state is not saved in checkpoints."""
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "state": {}}
@@ -428,7 +428,7 @@ class WithAmnesic(Toy):
 
 
 class FromTheStart(le.ExactResume):
-    """Resumes with the first batch of the epoch."""
+    """Loader that resumes with the first batch of the epoch."""
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
@@ -438,7 +438,7 @@ class FromTheStart(le.ExactResume):
 
 
 class OwnDraws(Toy):
-    """Draws from a generator that no checkpoint holds, and ours does not find."""
+    """Module that draws from a generator that no checkpoint contains."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -473,7 +473,7 @@ def unseeded_data() -> DataLoader:
 
 
 class Hooked(DDPStrategy):
-    """Joins gradients in a way of its own."""
+    """Strategy with a communication hook."""
 
     def __init__(self, hook: Any) -> None:
         super().__init__()
@@ -486,20 +486,20 @@ class Hooked(DDPStrategy):
 
 
 def sums(state, bucket):
-    """A hook that adds the processes' gradients up, and forgets to divide."""
+    """Hook that sums the gradients of processes without dividing."""
     done = torch.distributed.all_reduce(bucket.buffer(), async_op=True).get_future()
     return done.then(lambda future: future.value()[0])
 
 
 def own_alone(state, bucket):
-    """A hook that leaves each process with its own gradient."""
+    """Hook that does not reduce gradients."""
     future: Any = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
 
 
 def wrong_backend(graph: Any, inputs: Any) -> Any:
-    """A compiler that takes another approximation of a GELU."""
+    """Compiler with another approximation of GELU."""
     for node in graph.graph.nodes:
         if "gelu" in str(node.target):
             node.kwargs = {**node.kwargs, "approximate": "tanh"}

@@ -1,4 +1,4 @@
-"""Small trainings of every kind that people have, for what is checked of any training: ours, and strangers'."""
+"""Small trainings of many kinds, for checks of any training: with and without this package."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VOCABULARY, LENGTH, END = 32, 24, 1
 
 
 class Documents(Dataset):
-    """Rows of documents of random tokens, each of which ends with END and begins with tokens that are not learned."""
+    """Rows of documents of random tokens. Each ends with END and begins with tokens without labels."""
 
     def __init__(self, rows: int = 16, packed: bool = True, prompt: int = 1) -> None:
         draw = torch.Generator().manual_seed(3)
@@ -90,7 +90,7 @@ class Latents(Dataset):
 
 
 class Stranger(L.LightningModule):
-    """Somebody's module: a network, a loss of what it gives and the targets, and an optimizer."""
+    """Module without this package: a network, a loss of its outputs and targets, and an optimizer."""
 
     def __init__(
         self,
@@ -148,12 +148,12 @@ def image_data(batch_size: int = 4) -> DataLoader:
 
 @dataclass(frozen=True)
 class Setup:
-    """A training: its module, its data, and how it is trained.
+    """A training: module, data and trainer.
 
     Args:
-        module: Makes the module.
-        data: Makes the data.
-        callbacks: Makes the callbacks.
+        module: Function that creates the module.
+        data: Function that creates the data.
+        callbacks: Function that creates the callbacks.
         trainer: Arguments of the trainer.
     """
 
@@ -163,14 +163,14 @@ class Setup:
     trainer: tuple[tuple[str, Any], ...] = ()
 
     def made(self) -> tuple[Any, Any, Any]:
-        """Trainer, module and data."""
+        """Return the trainer, the module and the data."""
         torch.manual_seed(0)
         how = {"max_steps": 4, "limit_val_batches": 0, **dict(self.trainer)}
         how = {name: value() if callable(value) else value for name, value in how.items()}
         return trainer(self.callbacks(), **how), self.module(), self.data()
 
     def but(self, **changes: Any) -> Setup:
-        """The same with some of it changed."""
+        """Return a copy with some changes."""
         return replace(self, **changes)
 
 
@@ -180,7 +180,7 @@ RESNET = Setup(lambda: Stranger(ResNet()), image_data)
 
 
 class Autoregressive(nn.Module):
-    """A recurrent network with a tied head."""
+    """Recurrent network with a tied head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class Autoregressive(nn.Module):
 
 
 def windows(rows: int = 16) -> TensorDataset:
-    """Tokens, and those that follow."""
+    """Return tokens and the next tokens."""
     ids = torch.randint(0, VOCABULARY, (rows, LENGTH + 1), generator=torch.Generator().manual_seed(11))
     return TensorDataset(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
 
@@ -206,7 +206,7 @@ class Streamed(IterableDataset):
 
 
 class Adversaries(L.LightningModule):
-    """A generator and a critic, by manual optimization."""
+    """Generator and critic with manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class Adversaries(L.LightningModule):
 
 
 class Contrastive(L.LightningModule):
-    """A loss over pairs of rows, of two views that the step makes."""
+    """Loss over pairs of rows, for two views that the step creates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class Contrastive(L.LightningModule):
 
 
 class Unfreezing(BaseFinetuning):
-    """Rests the blocks in the first epoch, of four batches."""
+    """Callback that freezes the blocks in the first epoch of four batches."""
 
     def freeze_before_training(self, pl_module: Any) -> None:
         self.freeze(pl_module.network.blocks)
@@ -259,7 +259,7 @@ class Unfreezing(BaseFinetuning):
 
 
 class Mixup(Stranger):
-    """Mixes the rows of its images before the network sees them."""
+    """Module that mixes rows of images before the network receives them."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         order = torch.randperm(len(batch[0]))
@@ -267,7 +267,7 @@ class Mixup(Stranger):
 
 
 class Denoiser(L.LightningModule):
-    """A UNet of diffusers that learns the noise."""
+    """UNet of diffusers that predicts the noise."""
 
     def __init__(self) -> None:
         from diffusers import DDPMScheduler, UNet2DModel
@@ -289,7 +289,7 @@ class Denoiser(L.LightningModule):
 
 
 class Vision(nn.Module):
-    """A ViT of transformers."""
+    """ViT of transformers."""
 
     def __init__(self) -> None:
         from transformers import ViTConfig, ViTForImageClassification

@@ -1,4 +1,4 @@
-"""Advice is the cheapest set that fits, as trying every set shows, and each piece of it is one that was planned."""
+"""Tests of advice: it is the cheapest set that fits among all sets, and each piece of it is planned."""
 
 import itertools
 import random
@@ -18,7 +18,7 @@ COSTS = {"one": 2, "two": 3, "three": 5, "four": 7, "five": 9}
 
 
 def model(seed: int, clash: frozenset[frozenset[str]] = frozenset()):
-    """A step with two moments, to each of which each technique leaves a share of its own."""
+    """Return a function that plans a step with two moments. Each technique scales each moment by a random factor."""
     draw = random.Random(seed)
     shares = {name: (draw.choice([0.4, 0.7, 1.0]), draw.choice([0.4, 0.7, 1.0])) for name in COSTS}
 

@@ -1,4 +1,4 @@
-"""Faults that are planted in the parts of a run are found by the claim they break; without them nothing is reported."""
+"""Tests of claims: each fault is found by the claim that it breaks, and healthy runs fail no claim."""
 
 import json
 import os
@@ -80,7 +80,7 @@ def test_a_step_that_draws_from_no_seed_is_not_deterministic():
 
 
 class TokenMean(Toy):
-    """A loss that is a mean over what counts, as of language models."""
+    """Module whose loss is a mean over some elements, as in language models."""
 
     def training_step(self, batch, batch_idx):
         counts = (batch[0] > 0).float()
@@ -104,7 +104,7 @@ def test_means_of_unequal_means_and_lost_gradients_are_not_the_gradient_of_one_b
 
 
 class Noisy(Toy):
-    """Draws for each row, and with Dropout, as diffusion does."""
+    """Module with random numbers for each row and Dropout, as in diffusion."""
 
     def training_step(self, batch, batch_idx):
         x = batch[0]
@@ -123,7 +123,7 @@ def test_what_is_drawn_for_a_row_goes_with_it_into_a_smaller_batch():
 
 
 class Part(Toy):
-    """Its optimizer lacks the head."""
+    """Module whose optimizer lacks the head."""
 
     def configure_optimizers(self):
         return torch.optim.SGD([p for name, p in self.named_parameters() if "head" not in name], 0.1)
@@ -220,7 +220,7 @@ class Dropped(Toy):
 
 
 class Stranger(L.Callback):
-    """Puts an optimizer in the place of the one that the schedule knows."""
+    """Callback that replaces the optimizer of the schedule."""
 
     def on_fit_start(self, trainer, pl_module):
         trainer.strategy.optimizers = [torch.optim.AdamW(pl_module.groups(), lr=1e-2)]
@@ -247,14 +247,14 @@ def test_a_schedule_that_does_not_act_is_found():
 
 
 class Momentum(torch.optim.SGD):
-    """Its state does not go into checkpoints."""
+    """Optimizer whose state is not saved in checkpoints."""
 
     def state_dict(self):
         return {**super().state_dict(), "state": {}}
 
 
 class Restless(Toy):
-    """Counts its steps where no checkpoint sees it."""
+    """Module that counts its steps in an attribute that no checkpoint contains."""
 
     steps = 0
 
@@ -275,7 +275,7 @@ class Lossy(Restless):
 
 
 class Late(Toy):
-    """Cannot read what it wrote."""
+    """Module that cannot load its own checkpoint."""
 
     def on_load_checkpoint(self, checkpoint):
         raise KeyError("tokenizer")
@@ -298,7 +298,7 @@ class Twice(EMA):
 
 
 class Other(EMA):
-    """Validates other weights than it saves."""
+    """Average whose validated weights are not the saved ones."""
 
     def swap_in(self, module):
         super().swap_in(module)
@@ -307,7 +307,7 @@ class Other(EMA):
 
 
 class Hidden(Toy):
-    """Trains something that no file of weights holds."""
+    """Module with a state that no file of weights contains."""
 
     def __init__(self):
         super().__init__()
@@ -372,7 +372,7 @@ def test_names_are_checked_and_a_fit_that_fails_by_itself_is_no_verdict(capsys):
 
 
 class Meshed(Toy):
-    """Shards itself over what one process does not have."""
+    """Module that needs a device mesh."""
 
     def configure_model(self) -> None:
         assert self.device_mesh is not None

@@ -1,4 +1,4 @@
-"""Comparisons of a small fit: what they find is there, nothing runs twice, and what fails is reported."""
+"""Tests of comparisons of a small fit: results are right, nothing runs twice, and failures are reported."""
 
 import json
 import math
@@ -97,7 +97,7 @@ def test_a_fit_that_is_refused_is_not_compared(source, tmp_path):
 
 
 class TooMuch(L.Callback):
-    """Stands in for a device that is too small."""
+    """Callback that runs out of memory without LoRA."""
 
     def on_train_start(self, trainer, pl_module):
         if not any(isinstance(one, LoRA) for one in trainer.callbacks):
@@ -227,7 +227,7 @@ def test_what_two_at_once_have_made_counts_once(tmp_path):
 
 
 def test_an_interval_that_is_narrow_by_chance_does_not_end_the_runs(source, tmp_path):
-    """With an end after three, a tenth of all comparisons of equals were evidence of a difference."""
+    """With at least three rounds, a tenth of all comparisons of equals found evidence of a difference."""
     run = Comparing(source, [Change("null")], Schedule(steps=1, seeds=1), tmp_path)
     settled = []
     for turn in range(6):

@@ -1,4 +1,4 @@
-"""The report of a comparison says what was measured, in four formats, whatever the variants are called."""
+"""Tests of the report of a comparison in four formats, with any names of variants."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def compared(*variants: VariantResult, **changes: Any) -> Comparison:
 
 
 def rows_of(text: str) -> list[list[list[str]]]:
-    """The tables of Markdown: cells, as they are shown."""
+    """Return the cells of the tables in Markdown, as they are shown."""
     parts = [part.splitlines() for part in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)]
     cells = [[re.split(r"(?<!\\) \| ", line[2:-2]) for line in part] for part in parts]
     return [[[entities.unescape(re.sub(r"\\([^a-z\s])", r"\1", c)) for c in row] for row in part] for part in cells]
@@ -230,7 +230,7 @@ def test_the_frontier_is_what_no_other_beats() -> None:
 
 
 def boxes(svg: ElementTree.Element) -> dict[str, tuple[float, float, float, float]]:
-    """Where each label is, by letters of the width of an ``n``."""
+    """Return the box of each label, if each letter is as wide as an ``n``."""
     found = {}
     for text in svg.iter("text"):
         if text.get("class") == "label":
@@ -340,7 +340,7 @@ def test_files_hold_what_the_functions_say(tmp_path: Path) -> None:
 
 
 def unblocked(data: bytes) -> bytes:
-    """What a run's file holds, in one piece: it lies there in blocks of 32 KiB, each piece behind 7 bytes."""
+    """Return the content of a W&B file, which consists of blocks of 32 KiB with 7 bytes before each piece."""
     found, at = b"", 7  # behind the file's own head
     while at + 7 <= len(data):
         left = 2**15 - at % 2**15

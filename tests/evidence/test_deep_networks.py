@@ -1,4 +1,4 @@
-"""A plan of a deep network, of which few blocks are traced, is that of all of them."""
+"""Tests of plans of deep networks: tracing few blocks gives the plan of all blocks."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Statistics of few runs, against scipy, against known answers, and against chance."""
+"""Tests of statistics against scipy, known results, and simulations."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""A fit made twice is the same fit; a change changes what it names and nothing else."""
+"""Tests of sources of fits: a fit that is made twice is equal, and a change affects only the named settings."""
 
 import lightning.pytorch as L
 import pytest

@@ -1,4 +1,4 @@
-"""Charts: ticks that are round and apart, long lines in few points, gaps."""
+"""Tests of charts: ticks are round and apart, long lines are thinned, lines have gaps."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def texts(svg: str, anchor: str) -> list[tuple[float, float, str]]:
 
 
 def drawn(svg: str) -> list[list[tuple[float, float]]]:
-    """The pieces of the line, as points."""
+    """Return the pieces of the line as points."""
     (path,) = [p.get("d") for p in ElementTree.fromstring(svg).iter("path") if p.get("class") == "line0"]
     pieces = [piece.replace("h0", "").split("L") for piece in path.split("M")[1:]]
     return [[tuple(map(float, point.split())) for point in piece] for piece in pieces]

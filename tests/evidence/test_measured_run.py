@@ -1,4 +1,4 @@
-"""A training in a process of its own: its figures are those of the fit itself, and whatever goes wrong is reported."""
+"""Tests of measured runs: measurements are those of the fit itself, and failures are reported."""
 
 import copy
 import os
@@ -23,7 +23,7 @@ def source() -> LiveFit:
 
 
 class ByHand(Toy):
-    """Steps two optimizers in each batch, which its trainer counts as two steps."""
+    """Module that steps two optimizers in each batch, which its trainer counts as two steps."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Memory by kind, of steps whose bytes can be reckoned by hand, and beside the plain meter of all bytes."""
+"""Tests of memory by kind, against sums by hand and the meter of all bytes."""
 
 import lightning.pytorch as L
 import torch
@@ -29,7 +29,7 @@ class Words(L.LightningModule):
 
 
 class Counted(L.Callback):
-    """All bytes of the second step, counted by the plain meter."""
+    """Callback that counts all bytes of the second step."""
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Tensor, i: int) -> None:
         if i == 1:

@@ -1,4 +1,4 @@
-"""A plan's bytes beside those of a real fit, counted: networks of our own, of transformers and of a stranger."""
+"""Tests of plans against the counted bytes of real fits: of this package, of transformers, and of a plain module."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUIET: dict[str, Any] = dict.fromkeys(
 
 
 class Rows(Dataset[Any]):
-    """Tokens, or pictures with labels."""
+    """Dataset of tokens, or of images with labels."""
 
     def __init__(self, pictures: bool) -> None:
         self.pictures = pictures
@@ -41,7 +41,7 @@ class Rows(Dataset[Any]):
 
 
 class Network(L.LightningModule):
-    """Anybody's."""
+    """Module without this package."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def test_a_plan_changes_nothing() -> None:
 
 
 def test_a_plan_for_cuda_keeps_what_its_kernels_keep() -> None:
-    """Of one block more: what its products, rotations and gates keep, and of norms inputs and a number a row."""
+    """The bytes of an additional block: outputs of products, rotations and gates; inputs of norms and a number a row."""
     length, dim, heads, hidden, batch = 256, 64, 4, 96, 2
 
     def planned(depth: int) -> le.Plan:
@@ -143,7 +143,7 @@ def test_a_plan_for_cuda_keeps_what_its_kernels_keep() -> None:
 
 
 def test_flops_are_counted() -> None:
-    """Of two linear layers: twice the products forward, and for the weights and the inputs backward."""
+    """Two linear layers: twice the products in forward, and in backward for the weights and the inputs."""
     module = Network(nn.Sequential(nn.Flatten(), nn.Linear(256, 32, bias=False), nn.Linear(32, 10, bias=False)))
     planned = le.plan(LiveFit(*fits(module, [])))
     first, second = 2 * 4 * 256 * 32, 2 * 4 * 32 * 10
@@ -161,7 +161,7 @@ def test_what_needs_values_is_left_out_and_said() -> None:
 
 
 class Recurrent(Network):
-    """Keeps what fakes do not: an LSTM's workspace, and a history that grows with the steps."""
+    """Module with an LSTM's workspace, which fake tensors lack, and a history that grows with each step."""
 
     def __init__(self, steps: int = 16, history: int = 0) -> None:
         super().__init__(nn.LSTM(16, 12, num_layers=2, bidirectional=True))
@@ -193,7 +193,7 @@ def test_an_lstm_on_a_cpu_and_a_history_that_grows_are_counted(steps: int, histo
 
 
 class Critic(L.LightningModule):
-    """Steps its large network once in five batches."""
+    """Module that steps its large network once in five batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ def test_sparse_gradients_are_said_to_be_left_out() -> None:
 
 
 class Chooses(Network):
-    """Takes entries by their values, or rows of unequal lengths."""
+    """Module that selects entries by value, or has rows of unequal lengths."""
 
     ragged = False
 

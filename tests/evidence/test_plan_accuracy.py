@@ -1,4 +1,4 @@
-"""What is planned is what is counted, on a few of the cells of benchmarks/plan_accuracy.py; all techniques have one."""
+"""Tests of planned against counted bytes, on some cells of benchmarks/plan_accuracy.py. All techniques have a cell."""
 
 import pytest
 

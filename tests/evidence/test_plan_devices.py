@@ -1,4 +1,4 @@
-"""What a strategy shares, and on how many devices a plan has room: against sums by hand."""
+"""Tests of plans for several devices against sums by hand."""
 
 import pytest
 import torch

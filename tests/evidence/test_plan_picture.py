@@ -1,4 +1,4 @@
-"""The picture has the plan's memory, its peak and the device's limit."""
+"""Tests of the picture of a plan: memory, peak and limit."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The searches find what counting every value out finds, in few plans."""
+"""Tests of searches: they find the same value as trying all, with few plans."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which settings are the batch, the context and the rank: of real parts, by plans whose formula is known."""
+"""Tests of finding the settings of batch, context and rank, with plans that follow a formula."""
 
 import pytest
 from lightning.pytorch import LightningDataModule
@@ -14,7 +14,7 @@ from tests.support import Toy, trainer
 
 
 class Rows(LightningDataModule):
-    """Its numbers do not say by their names what they are."""
+    """DataModule with numbers whose names do not tell their purpose."""
 
     def __init__(self, batch_size: int = 4, workers: int = 16, long: int = 128, classes: int = 130) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Every technique is accounted for: what a plan says of the toy with it is what a real step of it takes."""
+"""Tests of plans of a toy with every technique against a real step."""
 
 from __future__ import annotations
 

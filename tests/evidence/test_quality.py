@@ -1,4 +1,4 @@
-"""The arithmetic of benchmarks/quality.py: what is left after a kill, equal losses, and p as scipy has it."""
+"""Tests of the arithmetic of benchmarks/quality.py: results after a kill, equal losses, and p as in scipy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEEDED = {BASELINE: [80, 84, 78, 81, 79], "other": [40, 44, 41, 39, 43], "same":
 
 
 def attempt(arm: Arm, rate: float, seed: int) -> dict[str, Any]:
-    """A loss that falls evenly to zero at the step that the arm needs, at the second rate; at others it is higher."""
+    """Return a loss that falls to zero at the step that the arm needs at the second rate; at others it is higher."""
     zero = NEEDED[arm.name][seed % len(SEEDS)]
     higher = 0.0 if rate == RATES[1] else 0.1
     points = [(step, step / 10, max(0.0, 1 - step / zero) + higher) for step in range(0, 101, 10)]

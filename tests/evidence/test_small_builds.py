@@ -1,4 +1,4 @@
-"""A large network is built with two narrow blocks, by what its config or its lists say, and the report says so."""
+"""Tests of small versions of large networks, from settings of the config or from lists of blocks."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ VOCABULARY = 16  # what is no width of a block, and the data's
 
 
 class Inner(Net):
-    """Blocks that are ``inner`` wide inside."""
+    """Network with blocks of width ``inner``."""
 
     def __init__(self, depth: int, inner: int) -> None:
         super().__init__(VOCABULARY, depth)
@@ -23,7 +23,7 @@ class Inner(Net):
 
 
 class Settings(FitSource):
-    """A config of a toy: the width of its rows is the data's."""
+    """Source of a toy with a config."""
 
     def __init__(self, **settings: Any) -> None:
         self.settings = settings

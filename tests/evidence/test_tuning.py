@@ -1,4 +1,4 @@
-"""The search finds the fastest way that fits, by a simulated cost whose best is known, and runs few of all ways."""
+"""Tests of the search on simulated costs: it finds the fastest candidate that fits, with few runs."""
 
 import copy
 import functools
@@ -41,7 +41,7 @@ def _space() -> Space:
 
 
 def space_of(options: int, effective: int = 64) -> Space:
-    """A space whose options are made up."""
+    """Return a space with artificial options."""
     space = copy.copy(_space())
     space.options = {name: Option(name, "same", settings={name: 1}) for name in "ABCDEFGH"[:options]}
     space.left_out, space.effective, space.asked = {}, effective, Candidate(effective // 2, 2)
@@ -50,7 +50,7 @@ def space_of(options: int, effective: int = 64) -> Space:
 
 
 class Surface:
-    """Costs of all candidates of a space: options add, two of them interact, time bends along the batch size."""
+    """Simulated costs of all candidates: options add up, pairs interact, and time is a curve of the batch size."""
 
     def __init__(self, space: Space, seed: int, limit: float = 0.5) -> None:
         draw = random.Random(seed)
@@ -143,7 +143,7 @@ def test_what_nobody_can_run_is_told_from_what_does_not_fit():
 
 
 def test_runs_correct_what_plan_says():
-    """What ran out of memory, took more than planned, or had another batch is not chosen, nor is what takes more."""
+    """A candidate that ran out of memory, or had another batch, is not chosen, nor is a candidate that needs more."""
     surface = Surface(space_of(3), 2, limit=1.0)
 
     def measure(change, steps):
@@ -212,7 +212,7 @@ def test_errors_name_what_is_wrong():
 
 @pytest.mark.turns(2, family="whole searches")
 def test_a_live_fit_is_tuned(tmp_path):
-    """Real plans and runs, of a loader's batch size and one technique."""
+    """Real plans and runs, with a loader's batch size and one technique."""
     source = LiveFit(trainer(max_steps=2, limit_val_batches=0), Toy(), data())
     told: list[str] = []
     found = tune(
@@ -246,7 +246,7 @@ def test_a_run_that_hangs_does_not_hold_the_search(tmp_path):
 
 
 class HangsInPlans(L.Callback):
-    """Holds a step that has no values."""
+    """Callback that hangs in a plan."""
 
     here = os.getpid()
 

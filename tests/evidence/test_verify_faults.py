@@ -1,4 +1,4 @@
-"""Each planted fault is found by the claim that it breaks, which says where; of healthy runs nothing is reported."""
+"""Tests of `verify`: each fault is found by the claim that it breaks, and healthy runs fail no claim."""
 
 import pytest
 
