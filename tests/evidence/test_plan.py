@@ -124,7 +124,7 @@ def test_a_plan_changes_nothing() -> None:
 
 
 def test_a_plan_for_cuda_keeps_what_its_kernels_keep() -> None:
-    """The bytes of an additional block: outputs of products, rotations and gates; inputs of norms and a number a row."""
+    """The bytes of an additional block: outputs of products, rotations and gates, inputs of norms."""
     length, dim, heads, hidden, batch = 256, 64, 4, 96, 2
 
     def planned(depth: int) -> le.Plan:
