@@ -1,7 +1,7 @@
 """``python -m lit_efficient compare -c X --with lora --with ema``: measure the effect of techniques on a config.
 
 The config is trained unchanged, with each overlay alone, with all, and with all but one, alternately and each in a
-process of its own. The comparison is written as a table, Markdown, CSV and a page of HTML. Runs are kept: the same
+separate process. The comparison is written as a table, Markdown, CSV and a page of HTML. Runs are kept: the same
 command continues where it stopped, and more ``--with`` or ``--minutes`` add runs.
 """
 

@@ -2,7 +2,7 @@
 
 A step is traced without values (:mod:`lit_efficient.evidence.planning.plan`). For a fit that fits, the largest batch is
 searched. For one that does not, the cheapest set of techniques with which it fits is searched. Every answer comes from
-a plan of its own.
+a separate plan.
 """
 
 import argparse

@@ -99,7 +99,7 @@ class Fit:
 
     @property
     def loaders(self) -> tuple[Any, ...] | None:
-        """The training loader and maybe a validation loader; ``None`` if the fit has no loaders of its own."""
+        """The training loader and maybe a validation loader; ``None`` if the fit has no loaders."""
         if self.data is None or self.datamodule is not None:
             return None
         if isinstance(self.data, tuple):

@@ -1,4 +1,4 @@
-"""Measure one training of a fit, in a process of its own, so that earlier runs have no effect and nothing is left.
+"""Measure one training of a fit, in a separate process, so that earlier runs have no effect and nothing is left.
 
     one = measured(source, Change("ema", overlays=("ema",)), steps=40, seed=0, validations=4)
     one.timed, one.peak, one.kinds, one.held_out["val/loss"]
@@ -43,7 +43,7 @@ def measured(
     most_seconds: float | None = None,
     cpu_time: bool = False,
 ) -> Measured:
-    """Train in a process of its own and return the measurements. A failure of the training is a result too.
+    """Train in a separate process and return the measurements. A failure of the training is a result too.
 
     Args:
         source: Makes the fit.

@@ -46,7 +46,7 @@ def own_process(
     log: Path | None = None,
     most_seconds: float | None = None,
 ) -> Any:
-    """Return the result of ``task(*given, tell)`` in a process of its own. The result travels as JSON.
+    """Return the result of ``task(*given, tell)`` in a separate process. The result travels as JSON.
 
     Args:
         task: A function at the top level of a module.
@@ -78,7 +78,7 @@ class OwnProcess:
         try:
             self._process.start()
         except Exception as error:  # a process that is not forked gets its arguments by pickle
-            raise TaskFailed(f"cannot be sent to a process of its own: {_reason(error)}") from error
+            raise TaskFailed(f"cannot be sent to a separate process: {_reason(error)}") from error
         sender.close()
 
     def __enter__(self) -> "OwnProcess":
@@ -86,7 +86,7 @@ class OwnProcess:
 
     def __exit__(self, *_: object) -> None:
         if self._process.is_alive():
-            # The process leads a group of its own, with its data loader workers.
+            # The process leads a process group with its data loader workers.
             with contextlib.suppress(OSError, AttributeError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
@@ -116,7 +116,7 @@ class OwnProcess:
 
 
 def forks() -> bool:
-    """True if a process of its own is forked, and so has all imports. A forked process cannot use an accelerator."""
+    """True if a separate process is forked, and so has all imports. A forked process cannot use an accelerator."""
     uses_accelerator = torch.cuda.is_initialized()
     if sys.platform == "darwin":
         uses_accelerator |= torch.accelerator.is_available()

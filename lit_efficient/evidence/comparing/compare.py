@@ -3,7 +3,7 @@
     found = compare(trainer, module, data, with_={"lora": [LoRA(rank=8)], "ema": [EMA()]})
     found["lora"].time, found["lora"].peak_ratio, found["lora"].loss.evidence
 
-Every run has a process of its own. :mod:`~.comparison_runs` defines the runs, :mod:`~.estimates` the statistics.
+Every run has a separate process. :mod:`~.comparison_runs` defines the runs, :mod:`~.estimates` the statistics.
 """
 
 import copy

@@ -3,7 +3,7 @@
     v(n) = v(b) + (n - b) (v(b) - v(a)) / (b - a),    by kind, at the highest points of each phase of the step
 
 The peak at n blocks is the highest of these points, which may be another one than at b blocks. The end of a backward
-pass, from the last half of a block on, is a phase of its own, because gradients grow there while activations shrink.
+pass, from the last half of a block on, is a separate phase, because gradients grow there while activations shrink.
 """
 
 from collections.abc import Mapping

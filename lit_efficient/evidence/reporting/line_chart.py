@@ -165,14 +165,14 @@ def _clipped(value: float) -> float:
     return max(-_MOST, min(value, _MOST))
 
 
-def number(value: float, step: float | None = None, beside: float = 0.0) -> str:
+def number(value: float, step: float | None = None, reference: float = 0.0) -> str:
     """Return a number in a short form: 12.5k, 1.5M, 3e-4.
 
     Args:
         value: The number.
         step: Show the digits that multiples of ``step`` need, with trailing zeros. ``None`` shows four significant
             digits without trailing zeros.
-        beside: Use the unit of this number if it is larger than ``value``.
+        reference: Use the unit of this number if it is larger than ``value``.
 
     Example:
         >>> number(12500.0), number(0.00031), number(2.0, 0.5), number(500.0, 500.0, 15000.0), number(float("nan"))
@@ -182,7 +182,7 @@ def number(value: float, step: float | None = None, beside: float = 0.0) -> str:
         return "not finite"
     if abs(value) < 1e-300:
         return "0"
-    size = math.floor(math.log10(max(abs(value), abs(beside))) + 1e-9)
+    size = math.floor(math.log10(max(abs(value), abs(reference))) + 1e-9)
     exponent = size
     unit = f"e{size}"
     if -4 < size < 12:

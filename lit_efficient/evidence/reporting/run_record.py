@@ -229,7 +229,7 @@ def _leaves(value: object, name: str) -> Iterator[tuple[str, str]]:
     elif isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
         names = [_class_name(item) or str(place) for place, item in enumerate(value)]
         for i, key in enumerate(names):
-            # Two items of one class are told apart by their index.
+            # Two items of one class are distinguished by their index.
             if names.count(key) > 1:
                 key = f"{key}#{i}"  # noqa: PLW2901
             parts.append((key, value[i]))

@@ -47,7 +47,7 @@ def text_row(cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
 def _blocks(
     names: Sequence[str], columns: Mapping[str, Sequence[str]], width: int
 ) -> Iterator[tuple[list[str], list[int]]]:
-    """Yield the headings that fit beside the names, with the widths of all columns, until no heading is left."""
+    """Yield the headings that fit next to the names, with the widths of all columns, until no heading is left."""
     name_width = max((room_of(name) for name in names), default=0)
     left = list(columns)
     while left:

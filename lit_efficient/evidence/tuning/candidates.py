@@ -186,7 +186,7 @@ class Space:
                     self.left_out[name] = reason
                 else:
                     found[name] = one
-            elif one.computes != "other":  # nobody expects another training here
+            elif one.computes != "other":  # another training is no option of a search
                 self.left_out[name] = f"it changes the results (--allow-changes {name})"
         if self.only is None:
             for slot in ("trainer.plugins", "optimizer"):

@@ -66,7 +66,7 @@ def tune(
         folder: Folder for results, from which a search that was stopped continues; ``None`` keeps nothing.
         key: Text that distinguishes this search from others in the same folder.
         sketch: Makes the same fit for planning, with weights that take no memory.
-        measure: Function that runs a change for a number of timed steps; ``None`` runs it in a process of its own.
+        measure: Function that runs a change for a number of timed steps; ``None`` runs it in a separate process.
         say: Function that receives lines of progress.
 
     Raises:

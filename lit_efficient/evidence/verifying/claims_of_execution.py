@@ -96,11 +96,11 @@ class InTrainingMode(Claim):
             why = f"of {len(called)} layers that train and that a step calls, none is in evaluation mode"
             return self.measured(0, 0, why)
         # A layer matters only if its output is another one in the other mode.
-        bench.awake = list(resting.values())
-        bench.still = list(fallen.values())
+        bench.trained = list(resting.values())
+        bench.evaluated = list(fallen.values())
         now, _ = bench.step(bench.batch)
-        bench.awake = []
-        bench.still = []
+        bench.trained = []
+        bench.evaluated = []
         changed = resting.keys() | fallen.keys()
         moved = [a.described for a, b in aligned(calls, now) if a.name in changed and _differ(a.output, b.output)]
         when = ""

@@ -35,8 +35,8 @@ class Bench:
     Attributes:
         batch: The first training batch.
         coarse: True if the precision is below float32.
-        still: Layers that are in evaluation mode in every step.
-        awake: Layers that are in training mode in every step.
+        evaluated: Layers that are in evaluation mode in every step.
+        trained: Layers that are in training mode in every step.
     """
 
     def __init__(self, trainer: Any, module: LightningModule) -> None:
@@ -53,8 +53,8 @@ class Bench:
                     one.copy_(torch.arange(one.numel(), device=one.device).sin().mul(0.05).view_as(one))
         for optimizer in trainer.optimizers:
             vars(optimizer)["step"] = _closure_alone
-        self.still: list[nn.Module] = []
-        self.awake: list[nn.Module] = []
+        self.evaluated: list[nn.Module] = []
+        self.trained: list[nn.Module] = []
         self._record = Rewind([])
         self.step(self.batch)  # the first step may initialise caches
         self._record = Rewind([module, *trainer.callbacks])
@@ -77,9 +77,9 @@ class Bench:
         self._record.restore()
         if not training:
             self.module.eval()
-        for part in self.still:
+        for part in self.evaluated:
             part.eval()
-        for part in self.awake:
+        for part in self.trained:
             part.training = True
         batch = _copied(batch)
         keep = detached
