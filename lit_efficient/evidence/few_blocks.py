@@ -40,6 +40,7 @@ class FewBlocks(Callback):
         self.before = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # The callback is passed in an attribute, because a closure would not survive a deep copy.
         pl_module.__dict__["_lit_efficient_few"] = self
         wrap_method(pl_module, "configure_model", _configure_model)
 
@@ -53,6 +54,7 @@ class FewBlocks(Callback):
             self.before = len(blocks)
         for name, blocks in lists.items():
             parent: Any = module.get_submodule(name)
+            # A list may contain other modules between the blocks, so indices of blocks are not those of the list.
             removed = {id(block) for block in blocks[self.keep :]}
             for i in reversed(range(len(parent))):
                 if id(parent[i]) in removed:

@@ -119,6 +119,7 @@ class Fit:
         """Train, with the same seed each time."""
         from lightning.pytorch import seed_everything
 
+        # Data order and dropout follow from this seed.
         seed_everything(self.seed, verbose=False)
         if self.loaders is None:
             self.trainer.fit(self.module, datamodule=self.datamodule, ckpt_path=self.resumed)
@@ -197,6 +198,7 @@ class LiveFit(FitSource):
 
     def packages(self) -> set[str]:
         fit = self.parts
+        # The code of a base class matters as well.
         parts = [*fit.trainer.callbacks, *fit.module.modules(), fit.data]
         return {kind.__module__ for part in parts for kind in type(part).__mro__}
 
@@ -220,6 +222,7 @@ def sum_of_sources(modules: Collection[str]) -> str:
         if name == "lit_efficient" or not any(_installed(place) for place in places):
             for place in places:
                 files |= {file for file in [place, *place.rglob("*.py")] if file.suffix == ".py" and file.is_file()}
+    # The order of files must not depend on the file system.
     total = hashlib.sha256()
     for path in sorted(files):
         total.update(path.as_posix().encode() + path.read_bytes())
@@ -310,6 +313,7 @@ def give_arguments(trainer: Trainer, settings: Mapping[str, object]) -> dict[str
         known = part.arguments()
         if argument not in known:
             raise ConfigurationError(f"{name}: there is no such argument (accepted: {', '.join(known)})")
+        # Constructing again checks the value like the original construction.
         arguments = {one: getattr(part, one) for one in known}
         part.__init__(**{**arguments, argument: value})  # type: ignore[misc]
     return others
@@ -337,6 +341,7 @@ def batch_setting(fit: Fit, name: str = "auto") -> tuple[str, int] | None:
     wanted = [name]
     if name == "auto":
         wanted = [f"{part}.{one}" for one in NAMES for part in parts]
+    # An attribute of the DataModule has priority over one of the module.
     for one in wanted:
         part, _, key = one.partition(".")
         places = places_of(parts.get(part), key)

@@ -70,6 +70,7 @@ def measured(
     # A killed process may still write into the folder while it is removed.
     with tempfile.TemporaryDirectory(prefix="measured-", ignore_cleanup_errors=True) as folder:
         task = (_measure, source, replace(change, seed=seed), asked, Path(folder))
+        # A crash of the training ends the child process only, and becomes a result.
         try:
             return Measured.of(own_process(*task, heard=heard, log=log, most_seconds=most_seconds))
         except TaskFailed as error:
@@ -106,6 +107,7 @@ def _measure(
         # Schedulers and callbacks may wait for a metric of the validation.
         fit.change({"trainer.limit_val_batches": min(1, batches)})
     steps = StepWatch(found, tell, asked.cpu_time)
+    # Wrapping the loop catches every validation, whatever triggers it.
     validation = trainer.fit_loop.epoch_loop.val_loop
     validates = partial(steps.validate, trainer, validation.run)
     validation.run = validates
@@ -123,6 +125,7 @@ def _measure(
         found.held_out = {}
     if not found.steps:
         found.failed = "the fit ended before its first step"
+    # The validation on other data has the limit of the fit.
     fit.change({"trainer.limit_val_batches": batches})
     after = _validated(fit, asked)
     found.elsewhere = {name: [value, after[name]] for name, value in before.items() if name in after}
@@ -144,6 +147,7 @@ def _made(source: FitSource, change: Change, asked: _Asked, folder: Path) -> Fit
         raise ConfigurationError("cpu_time: this fit runs on an accelerator, whose time is not CPU time")
     set_default_root_dir(trainer, str(folder))
     trainer.loggers = [_Forgets(folder)] if trainer.loggers else []
+    # Writing checkpoints and drawing bars would be measured too.
     trainer.callbacks = [
         one for one in trainer.callbacks if not {base.__name__ for base in type(one).__mro__} & WRITERS
     ]

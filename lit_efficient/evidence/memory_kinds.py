@@ -129,6 +129,7 @@ class KindMeter(TorchDispatchMode):
         """Count all existing tensors and determine their kinds. A repeated call adds new tensors."""
         techniques = list(techniques)
         parameters = list(module.parameters())
+        # Tensors of averages are a separate kind; those of other techniques count as other.
         averaging = [one for one in techniques if getattr(one, "phase", None) is Phase.AVERAGE]
         others = list(_held(one for one in techniques if one not in averaging))
         adapters: list[Tensor] = []
@@ -148,6 +149,7 @@ class KindMeter(TorchDispatchMode):
         for kind, tensors in known.items():
             for tensor in tensors:
                 self._declare(tensor, kind)
+        # A hook tells when a gradient reaches its parameter. Until then it is an activation.
         for p in parameters:
             if p.requires_grad and p.is_leaf and id(p) not in self._watched:
                 self._watched[id(p)] = p.register_hook(self._gradient_arrives)
@@ -166,6 +168,7 @@ class KindMeter(TorchDispatchMode):
         now: Counter[str] = Counter()
         live = 0
         away = 0
+        # What exists at the start is counted before the log is replayed.
         for piece in self._start:
             if piece.away:
                 away += piece.size
@@ -281,6 +284,7 @@ class StepMeter(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.meter = KindMeter(self.device or pl_module.device.type, self.block)
         self._step = trainer.global_step
+        # Everything that exists before the first step is counted, but is no step.
         self._end_step(trainer, pl_module)
         self.steps.clear()
         self.meter.__enter__()
@@ -328,6 +332,7 @@ def storages_of(tensor: object) -> Iterator[tuple[torch.UntypedStorage, str]]:
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from storages_of(getattr(tensor, name))
+    # A sparse tensor has no single storage.
     elif tensor.layout is torch.strided:
         yield tensor.untyped_storage(), tensor.device.type
 

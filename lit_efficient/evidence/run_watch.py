@@ -158,6 +158,7 @@ class StepWatch(Callback):
     ) -> None:
         amount, self.found.unit = count_real(batch)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        # The graph would keep the activations of all batches alive.
         if isinstance(loss, Tensor):
             loss = loss.detach()
             if pl_module.automatic_optimization:
@@ -200,6 +201,7 @@ class StepWatch(Callback):
         """Write the result of a run of ``asked`` steps after its end. Values on a device are read only now."""
         found = self.found
         found.seconds = [_between(a, b) for a, b in itertools.pairwise(self._marks)]
+        # A validation runs between two marks and must not count as training time.
         for after, start, end in self._pauses:
             if after < len(found.seconds):  # no step follows the last validation
                 found.seconds[after] -= _between(start, end)
@@ -280,6 +282,7 @@ class ByteWatch(StepMeter):
             device = trainer.strategy.root_device
             if device.type != "cpu":
                 torch.accelerator.reset_peak_memory_stats(device)
+            # Compiled code does not pass the dispatcher, so its tensors cannot be observed.
             if not any(is_compiled(part) for part in pl_module.modules()):
                 super().on_train_start(trainer, pl_module)
         if self.meter is not None:
@@ -316,6 +319,7 @@ def _name(device: torch.device) -> str:
 
 
 def _between(start: Any, end: Any) -> float:
+    # CUDA events are compared after the run, when waiting for them costs nothing.
     if isinstance(start, float):
         return float(end - start)
     end.synchronize()

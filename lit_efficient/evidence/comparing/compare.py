@@ -78,7 +78,9 @@ def compare(
     """
     source = fit if isinstance(fit, FitSource) else LiveFit(fit, module, data)
     changes = [_change(name, added) for name, added in with_.items()]
+    # Wrong arguments are refused before anything runs.
     schedule = Schedule(steps, seeds, minutes, validations, narrow, cpu_time)
+    # Without a folder, runs and report are needed only until they are logged.
     with tempfile.TemporaryDirectory() as temporary:
         run = Comparing(source, changes, schedule, Path(folder or temporary), forgetting, said)
         run.run()
@@ -92,4 +94,5 @@ def _change(name: str, added: Added) -> Change:
         return replace(added, name=name)
     if callable(added):
         return Change(name, callbacks=added)
+    # A callback must not be shared between runs, since it keeps state.
     return Change(name, callbacks=lambda: copy.deepcopy(list(added)))

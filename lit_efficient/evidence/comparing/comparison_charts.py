@@ -98,6 +98,7 @@ def scatter(variants: Sequence[VariantResult]) -> tuple[Markup, list[int], dict[
     y_axis = _axis([memory for _, memory in points], _BOTTOM, _TOP)
     x_axis = _axis([*bounds, *(time for time, _ in points)], y_axis.room(), RIGHT)
     places = [(x_axis.at(x), y_axis.at(y)) for x, y in points]
+    # The line along the frontier is an obstacle for labels, and so are the intervals.
     stairs = _stairs([places[i] for i in best])
     whiskers = [_whisker(each, x_axis, y) for each, (_, y) in zip(variants, places)]
     steps = [(min(a, c), min(b, d), max(a, c), max(b, d)) for (a, b), (c, d) in itertools.pairwise(stairs)]
@@ -148,6 +149,7 @@ def bars(variants: Sequence[VariantResult], kinds: Sequence[str], unit: Unit) ->
                 start += size
         end = max(start, each.planned or 0)
         drawn.append(_Bar(each.name, _cut(each.name, 60), each.peak, each.planned, parts, end))
+    # The rest of the width is for the number behind the longest bar.
     scale = (WIDTH - 70) / max(max(bar.peak, bar.end) for bar in drawn)
     return rendered("bars.svg", width=WIDTH, bars=drawn, unit=unit, scale=scale)
 
@@ -232,6 +234,7 @@ def _placed(text: str, point: Point, area: Box, taken: Sequence[Box], labels: Se
             anchor = "end"
         box = (left, y - _LINE / 2, left + width, y + _LINE / 2)
         inside = area[0] <= box[0] and area[1] <= box[1] and box[2] <= area[2] and box[3] <= area[3]
+        # The line to the point is sampled at a few places, which is exact enough for boxes of this size.
         way = [(point[0] + reach * right * k / 8, point[1] + reach * down * k / 8) for k in range(8)]
         crossed = any(a <= p <= c and b <= q <= d for a, b, c, d in labels for p, q in way)
         if inside and not crossed and not any(_overlap(box, other) for other in taken):

@@ -28,6 +28,7 @@ NAME = "comparison"  # file name without its suffix
 def html(comparison: Comparison) -> str:
     """Return the whole page."""
     done = comparison.done
+    # A point needs both coordinates. An unknown one is NaN or 0.
     placed = [each for each in done if 0 < each.time.value < math.inf and 0 < each.peak_ratio < math.inf]
     drawing: Markup | str = ""
     best: list[int] = []
@@ -96,6 +97,7 @@ def log_to_wandb(comparison: Comparison, files: Sequence[Path], loggers: Sequenc
             import wandb
 
             run = logger.experiment
+            # Columns hold numbers and missing values, which are mixed types for W&B.
             table = wandb.Table(list(rows[0]), [list(row.values()) for row in rows], allow_mixed_types=True)
             shown: dict[str, object] = {f"{NAME}/table": table}
             artifact = wandb.Artifact(f"{NAME}-{run.id}", NAME)
@@ -109,6 +111,7 @@ def log_to_wandb(comparison: Comparison, files: Sequence[Path], loggers: Sequenc
 
 
 def _curves(done: Sequence[VariantResult], metric: str) -> Iterator[Markup]:
+    # A curve without finite times has no place on the axis of seconds.
     drawn = [each for each in done if each.curve and all(math.isfinite(seconds) for _, seconds, _ in each.curve)]
     if not drawn:
         return

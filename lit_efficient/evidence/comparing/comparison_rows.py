@@ -79,6 +79,7 @@ def time_ratio(rows: Sequence[Row], baseline: Sequence[Row]) -> Estimate:
     """Return the ratio of the median step times of two variants, paired by round."""
     plain = {(row.round, row.whole): row.run.step_time for row in baseline if not row.run.failed}
     mine = {(row.round, row.whole): row.run.step_time for row in rows if not row.run.failed}
+    # A pair of the same round was measured in the same conditions.
     both = mine.keys() & plain.keys()
     return ratio_of([mine[key] for key in sorted(both)], [plain[key] for key in sorted(both)])
 
@@ -195,6 +196,7 @@ def curve_of(run: Measured, metric: str) -> _Curve:
     """Return a run's metric by step and by seconds of training. A training loss is averaged over groups of steps."""
     if metric != TRAINING_LOSS:
         return run.held_out.get(metric, [])
+    # The loss of a single batch is too noisy to be compared.
     width = max(1, run.steps // _POINTS)
     curve = []
     for end in range(run.steps, 0, -width):
@@ -211,6 +213,7 @@ def _middle(curves: Sequence[_Curve]) -> _Curve:
             by_step[step].append((seconds, loss))
     middle = []
     for step, points in sorted(by_step.items()):
+        # A median over the remaining runs would jump where a run ends.
         if len(points) == len(curves):
             times, losses = zip(*points)
             middle.append((step, statistics.median(times), statistics.median(losses)))
@@ -244,6 +247,7 @@ def _reached(pairs: Sequence[tuple[_Curve, _Curve]], axis: int) -> Estimate | No
     """Return the ratio of the steps, or seconds, until both curves are as low as the second is at its end."""
     mine = [_first(one, other[-1][_LOSS], axis) for one, other in pairs]
     others = [_first(other, other[-1][_LOSS], axis) for _, other in pairs]
+    # A ratio over some of the seeds would favour variants that fail with the others.
     if not pairs or not all(math.isfinite(place) for place in (*mine, *others)):
         return None
     found = ratio_of(mine, others)

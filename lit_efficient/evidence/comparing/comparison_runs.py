@@ -106,6 +106,7 @@ class Comparing:
         self.about = json.loads(json.dumps(settings))  # as it is read back from the folder
         self.folder = folder or Path("runs", "compare", _hash(json.dumps(self.about))[:12])
         self.rows = Rows(self.folder, self.about)
+        # A variant is identified by its changes, so that a new definition under an old name runs again.
         self.keys = {name: _hash(f"{name}\n{source.identity(one)}") for name, one in self.variants.items()}
         self._costs: dict[tuple[str, bool], float] = {}  # seconds of the last run, by variant and whether it is whole
         self._late: dict[str, Row] = {}  # runs that took too long: another call may have time for them
@@ -120,8 +121,10 @@ class Comparing:
         if self.rows.rows:
             self.said(f"{self.folder} has {len(self.rows.rows)} runs already, which are used; delete it to begin anew")
         for turn in range(max(self.schedule.seeds, _MOST_ROUNDS)):
+            # The trainings of all seeds are made in any case, since losses need them.
             if turn >= self.schedule.seeds and self.settled:
                 return
+            # A variant that failed would fail again.
             names = self._alive()
             for i in range(len(names)):
                 name = names[(turn + i) % len(names)]
@@ -219,6 +222,7 @@ class Comparing:
                 reported = time.monotonic()
                 self.said(f"{title}: step {step} of {steps}; {self._time_left(turn)}")
 
+        # A failure is a result too, and is stored so that it is not repeated.
         found = measured(
             self.source,
             replace(self.variants[name], name=name),

@@ -78,6 +78,7 @@ def tables(comparison: Comparison) -> dict[str, Columns]:
 
     def compared(name: str, no_difference: float) -> list[str]:
         cells = [said(getattr(each, name), no_difference) for each in done]
+        # If the baseline failed, the first row is another variant.
         if done[0] is comparison.variants[0]:
             cells[0] = f"{no_difference:g}"  # the baseline, compared with itself
         return cells
@@ -139,6 +140,7 @@ def notes(comparison: Comparison) -> list[str]:
     done = comparison.done
     seeds = _range([each.seeds for each in done], "seed")
     rounds = _range([each.rounds for each in done], "round")
+    # The notes follow the order in which readers meet the marks in the tables.
     found = [
         f"In brackets: the 95 % confidence interval, from {seeds} and {rounds}. In parentheses: the ratio to the "
         "baseline's peak, and the error of the planned peak. No evidence: p > 0.05, so there may be no difference from "
@@ -193,6 +195,7 @@ def facts(comparison: Comparison) -> dict[str, str]:
 
 def terminal_table(comparison: Comparison, width: int = 80) -> str:
     """Return the tables for a terminal of ``width`` columns. Columns without room follow below."""
+    # Names come from users and may contain line breaks and terminal escapes.
     names = [one_line(each.name) for each in comparison.done]
     lines: list[str] = []
     for title, columns in tables(comparison).items():

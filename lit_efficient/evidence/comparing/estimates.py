@@ -60,6 +60,7 @@ def mean_of(values: Sequence[float]) -> Estimate:
     mean = statistics.fmean(values)
     if n == 1:
         return replace(UNKNOWN, value=mean, n=1)
+    # The standard error needs at least two values.
     error = statistics.stdev(values) / math.sqrt(n)
     # Equal values may differ by rounding.
     if error <= 1e-12 * abs(mean):
@@ -84,6 +85,7 @@ def holm(estimates: Mapping[str, Estimate]) -> dict[str, Estimate]:
         {'a': 0.03, 'b': 0.02}
     """
     found = dict(estimates)
+    # The smallest p is multiplied by the number of tests, the next one by one less.
     known = sorted((one.p, name) for name, one in estimates.items() if one.p is not None)
     least = 0.0
     for i, (p, name) in enumerate(known):

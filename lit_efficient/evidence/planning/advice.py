@@ -140,12 +140,14 @@ def cheapest(
     if predictions.fits(base):
         return []
     chosen = _enough(predictions, among, base, skipped)
+    # A technique that was refused may exclude cheaper ones that do not suffice.
     for first in among:
         if chosen is None and first.name in skipped:
             order = [first, *(one for one in among if one is not first)]
             chosen = _enough(predictions, order, base, {})
     if chosen is None:
         return None
+    # Adding in order of cost may have added techniques that later ones make unnecessary.
     for one in sorted(chosen, key=lambda one: -one.cost):
         rest = [other for other in chosen if other is not one]
         if predictions.fits(_with(base, rest)):
@@ -223,6 +225,7 @@ class Adviser:
             same = self._set("same", base, where)
         if same:
             yield same
+        # Changes of the training come last, whatever they cost.
         for kind in ("rounded", "other"):
             # A change of the results is worth it only if it is cheaper, or if nothing else fits.
             cheaper = [one for one in self.among if one.computes == kind]

@@ -34,6 +34,7 @@ def deepened(few: Traced, more: Traced, blocks: int) -> Traced:
     b = more.memory
     tops_a = _tops(a, FEW)
     tops_b = _tops(b, MORE)
+    # The peak of the deep network may be in another phase than that of the shallow ones.
     tops = [Moment(part[0], kinds(tops_a[part], tops_b[part])) for part in tops_b if part in tops_a]
     top = max(tops, key=lambda moment: moment.bytes)
     memory = StepMemory(top.bytes, top.kinds, kinds(a.resident, b.resident), line(a.host, b.host), tuple(tops))
@@ -54,6 +55,7 @@ def deepened(few: Traced, more: Traced, blocks: int) -> Traced:
 def _tops(memory: StepMemory, blocks: int) -> Mapping[tuple[str, bool], Bytes]:
     """Return the highest point of each phase by kind. The flag marks the last half of a block of a backward pass."""
     found: dict[tuple[str, bool], Moment] = {}
+    # Each phase has its own growth for each block.
     for name, run in groupby(memory.timeline, key=lambda moment: moment.name):
         moments = list(run)
         for i, moment in enumerate(moments):

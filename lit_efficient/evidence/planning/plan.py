@@ -78,6 +78,7 @@ def plan(source: FitSource, change: Change = AS_IT_IS, *, device: str | None = N
     """
     if device is not None:
         check_choice("plan", "device", device, ("cpu", "cuda"))
+    # Real tensors of data and of callbacks appear next to fake ones.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def make(few: FewBlocks) -> Fit:
@@ -85,6 +86,7 @@ def plan(source: FitSource, change: Change = AS_IT_IS, *, device: str | None = N
         made.trainer.callbacks = [few, *made.trainer.callbacks]
         return made
 
+    # Tracing takes time proportional to the number of blocks.
     few = FewBlocks(MORE, only_above=MANY)
     fit = make(few)
     if fit.trainer.world_size > 1:
@@ -114,6 +116,7 @@ def plan(source: FitSource, change: Change = AS_IT_IS, *, device: str | None = N
         return trace(fit, lambda: make(few), batch, batches, mode, block, simulated)
 
     traced = traced_with(few, fit)
+    # The first trace shows whether blocks were removed.
     if few.before:
         fewer = FewBlocks(FEW, only_above=MANY)
         shallow = make(fewer)

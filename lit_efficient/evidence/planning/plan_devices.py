@@ -53,6 +53,7 @@ def per_device(plan: "Plan", devices: int, traits: Traits, gathered: int = 0) ->
             if kind in sharded:
                 found[kind] = -(-size // devices)
         sent = 0
+        # Communication buffers exist only while gradients or weights travel.
         if traits.shards:
             if traits.stage == 3 and moment.name in ("forward", "backward"):
                 sent = gathered
@@ -127,6 +128,7 @@ def gathered_bytes(module: nn.Module, traits: Traits, precision: str = "") -> in
 
         units += ends_of(module, units)[0]
         units = [unit for unit in units if owns_its_parameters(unit, module)]
+    # Parameters outside of all units stay gathered during the whole step.
     inside = {id(parameter) for unit in units for parameter in unit.parameters()}
     rest, rest_gradients = _bytes(parameter for parameter in module.parameters() if id(parameter) not in inside)
     found = rest + max([rest_gradients, *(sum(_bytes(unit.parameters())) for unit in units)])

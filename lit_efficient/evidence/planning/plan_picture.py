@@ -59,6 +59,7 @@ def memory_figure(plan: "Plan", limit: int | None = None, title: str = "Memory o
         )
         figure.legend(loc="outside right upper", reverse=True, frameon=False, labelcolor=_INK, fontsize=9)
     _mark_peak(axes, plan, scale)
+    # The label of the peak needs room above it.
     ceiling = plan.peak / scale * 1.18
     if limit is not None and limit <= 4 * plan.peak:
         ceiling = max(ceiling, limit / scale * 1.12)
@@ -114,6 +115,7 @@ def _names(names: list[str]) -> dict[str, float]:
         end += length
         runs[name] = max(runs.get(name, (0, 0.0)), (length, end - length / 2))
     kept: dict[str, float] = {}
+    # Long runs are named first, since short ones may have no room.
     for name, (_, place) in sorted(runs.items(), key=lambda item: -item[1][0]):
         if all(abs(place - other) >= _APART * len(names) for other in kept.values()):
             kept[name] = place

@@ -57,6 +57,7 @@ class Predictions:
 
     def __call__(self, change: Change = AS_IT_IS) -> "Plan | Refusal":
         """Return the plan of a change, or the reason why it is refused."""
+        # Callbacks have no stable representation, and no search changes them.
         key = repr((sorted(change.settings.items()), change.overlays))
         if key not in self._known:
             self._progress()
@@ -139,6 +140,7 @@ def largest(
             reason = amiss(at * step, found)
             if reason:
                 found = Refusal(reason)
+        # A refusal is no peak, so it does not take part in the line.
         known[at] = found
         if not isinstance(found, Refusal) and found.peak <= predictions.limit:
             low = at
@@ -146,6 +148,7 @@ def largest(
             high = at
         # Every third value halves the interval, in case the line leads astray.
         at = _next(known, low, high, predictions.limit, halve=len(known) % 3 == 0)
+    # Nothing fits if the smallest value does not.
     value = None
     change = AS_IT_IS
     best: Plan | None = None

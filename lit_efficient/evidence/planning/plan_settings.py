@@ -119,6 +119,7 @@ def rank_lever(fit: Fit) -> Lever:
     Raises:
         ConfigurationError: If the fit has no adapters with a rank.
     """
+    # Other techniques may have a rank too, such as low-rank optimizers.
     for technique in techniques_of(fit.trainer):
         rank = getattr(technique, "rank", None)
         if technique.phase is Phase.ADAPT and isinstance(rank, int) and "rank" in technique.arguments():
@@ -139,6 +140,7 @@ def _numbers_of(fit: Fit) -> Iterator[tuple[str, int]]:
         arguments = {}
         for name in inspect.signature(type(owner)).parameters:
             value = getattr(owner, name, None)
+            # An argument need not be an attribute, but may be saved as a hyperparameter.
             if value is None and isinstance(stored, Mapping):
                 value = stored.get(name)
             arguments[name] = value

@@ -29,6 +29,7 @@ def batch_of(fit: Fit, notes: list[str]) -> tuple[Any, int | None]:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         notes.append(f"The data cannot be read ({lines[0][:100]}): the batch has the shape that its arguments define.")
         return batch, None
+    # A DataModule or a module may tell which of its samples are the longest.
     longest = None
     for owner in (fit.module, fit.datamodule):
         longest = getattr(owner, "longest_samples", longest)
@@ -52,6 +53,7 @@ def _loaders(fit: Fit) -> Any:
 
 
 def _largest(loader: Any, longest: Any) -> Any:
+    # Samples of an iterable dataset cannot be chosen.
     indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if indexed and batch_size_of(loader) is not None:
         return ProbeBatches(loader, ProbeBatches.find(loader, _SCAN, longest)).batch()

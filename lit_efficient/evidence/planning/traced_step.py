@@ -139,6 +139,7 @@ def _trace(fit: Fit, batch: object, batches: int | None, mode: FakeTensorMode, b
     fakes.module(fit.module)
     loader = _Loader(fakes.tree(batch), batches)
     data: dict[str, Any] = {"train_dataloaders": loader}
+    # The data was prepared for the batch, and its other hooks may need real values.
     if fit.datamodule is not None:
         for name in ("prepare_data", "setup", "teardown"):
             setattr(fit.datamodule, name, does_nothing)
@@ -158,6 +159,7 @@ def _trace(fit: Fit, batch: object, batches: int | None, mode: FakeTensorMode, b
     traced = observer.traced()
     sparing = [type(one).__name__ for one in techniques_of(trainer) if Trait.TAKES_LESS_THAN_MEASURED in one.traits]
     if sparing:
+        # Techniques that drop work at random, or by value, are planned with all of it.
         traced.at_most = f"it is assumed that {sparing[0]} leaves nothing out"
     elif stand_ins.chose_all:
         traced.at_most = "it is assumed that selections by value (a mask, nonzero) select all entries"
@@ -245,6 +247,7 @@ class _Observer(StepMeter):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
+        # The plan holds for a run of any length.
         for optimizer in trainer.optimizers:
             _fill_history(optimizer)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
@@ -261,6 +264,7 @@ class _Observer(StepMeter):
         flops = self.flops[-1] - self.flops[-2]
         if self.accumulated > 1:
             flops += (self.accumulated - 1) * (self.flops[-2] - self.flops[-3])
+        # Steps of manual optimization differ, for example by optimizer.
         if len(self.steps) > _STEPS:
             flops = (self.flops[-1] - self.flops[1]) // (len(self.flops) - 2)
             self.notes.append(
@@ -320,6 +324,7 @@ class _Fakes:
         if id(tensor) not in self._made:
             with self.mode, torch.no_grad():
                 fake: Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            # Parameters must stay parameters for optimizers and techniques.
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, tensor.requires_grad)
             elif not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta):
@@ -474,6 +479,7 @@ def _guess(func: Any, args: Any) -> bool | float:
 
 def _means_error(func: Any, args: Any) -> bool:
     """True if the truth of an operator's result means an error, such as a number that is NaN or too large."""
+    # A number differs from itself if it is NaN, and infinity is the usual error value.
     name = base_name(func)
     if name in ("ne", "eq") and not isinstance(args[1], Tensor):
         return name == "eq" and args[1] in (math.inf, -math.inf)

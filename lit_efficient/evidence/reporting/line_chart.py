@@ -64,6 +64,7 @@ def line_chart(title: str, lines: Sequence[Line], *, from_zero: bool = False, al
     values = [y for line in lines for _, y in line.points if math.isfinite(y)] or [0.0, 1.0]
     low = min(values)
     high = max(values)
+    # A logarithmic axis needs positive values, and helps only if they differ much.
     logarithmic = not from_zero and _LEAST < low < high / _LOGARITHMIC
     if from_zero:
         low = min(low, 0.0)
@@ -102,6 +103,7 @@ class Axis:
     ) -> None:
         low = _clipped(low)
         high = _clipped(high)
+        # A range of zero has no scale.
         if high - low <= 1e-9 * max(abs(low), abs(high)):  # all values are alike
             padding = 0.1 * abs(high) or 1.0
             low -= padding
@@ -182,6 +184,7 @@ def number(value: float, step: float | None = None, reference: float = 0.0) -> s
         return "not finite"
     if abs(value) < 1e-300:
         return "0"
+    # The tolerance keeps powers of ten from being rounded down.
     size = math.floor(math.log10(max(abs(value), abs(reference))) + 1e-9)
     exponent = size
     unit = f"e{size}"
@@ -229,6 +232,7 @@ def thinned(points: Sequence[Point], low: float, high: float, pixels: int) -> li
     if len(points) <= 2 * pixels:
         return list(points)
     kept: list[Point] = []
+    # The extremes of a column keep spikes visible.
     for _, column in itertools.groupby(points, lambda point: int((point[0] - low) / (high - low) * pixels)):
         mine = list(column)
         finite = sorted([point for point in mine if math.isfinite(point[1])], key=_y)

@@ -30,6 +30,7 @@ def rendered(template: str, **values: object) -> Markup:
 
 @cache
 def _templates() -> Environment:
+    # Templates are compiled once for all pictures of a page.
     folder = FileSystemLoader(Path(__file__).parent)
     return Environment(
         loader=folder,

@@ -61,6 +61,7 @@ def page(runs: Sequence[RunRecord]) -> str:
 
 def facts(run: RunRecord) -> dict[str, str]:
     """Return the main results of a run as text, the most wanted first."""
+    # The names of metrics depend on the task, such as tokens_per_second.
     speed, speeds = run.values("per_second")
     _, peaks = run.values("peak_memory")
     _, waits = run.values("data_wait")
@@ -181,6 +182,7 @@ def _samples(run: RunRecord, most: int) -> Iterator[_Samples]:
     for suffix in (".png", ".txt"):
         found = [sample for sample in run.samples if sample[1].suffix == suffix]
         count = min(most, len(found))
+        # The first and the last sample are always shown.
         places = {round(i * (len(found) - 1) / max(count - 1, 1)) for i in range(count)}
         if found:
             yield _Samples(suffix, len(found), [_sample(*found[place]) for place in sorted(places)])
@@ -193,6 +195,7 @@ def _sample(step: int, path: Path) -> _Sample:
             content = path.read_bytes()
     except OSError:  # the sample is shown as unreadable
         pass
+    # Only content that is a picture may become one, whatever its name is.
     if content.startswith(b"\x89PNG"):
         return _Sample(step, path, image="data:image/png;base64," + base64.b64encode(content).decode())
     if path.suffix == ".txt":

@@ -78,6 +78,7 @@ class RunRecord:
             self.missing.append("environment.json cannot be read")
         for event in self._events():
             self._take(event)
+        # Runs of other programs have no events.
         if not any(self.metrics.values()):
             self._read_table()
         self.metrics = {name: dict(sorted(points.items())) for name, points in self.metrics.items() if points}
@@ -90,6 +91,7 @@ class RunRecord:
         found = []
         for path in self.folder.glob("samples/*"):
             step = re.search(r"(\d+)\.(png|txt)$", path.name)
+            # A link could show any file of the machine in a report that is shared.
             if step and path.is_file() and path.resolve().is_relative_to(inside):
                 found.append((int(step[1]), path))
         return sorted(found)
@@ -120,6 +122,7 @@ class RunRecord:
             monitor = min(losses, key=len, default="")
             values = self.metrics.get(monitor, {})
             scored = [(monitor, value, step) for step, value in values.items() if math.isfinite(value)]
+        # The checkpoint callback tells whether its metric is minimised or maximised.
         savers = [key.removesuffix(".monitor") for key, value in self.config.items() if value == monitor]
         pick = min
         if "max" in [self.config.get(f"{saver}.mode") for saver in savers]:
@@ -149,6 +152,7 @@ class RunRecord:
             self.missing.append(f"{damaged} {lines} of events.jsonl cannot be read")
 
     def _take(self, event: Event) -> None:
+        # An event without a valid step belongs to the last known one.
         step = event.get("step")
         if isinstance(step, int) and 0 <= step < _MOST_STEPS:
             self.step = step
@@ -181,6 +185,7 @@ class RunRecord:
                 commands = event.get("next")
                 if isinstance(commands, list):
                     self.next = [str(command) for command in commands]
+        # A damaged clock must not produce a training time of decades.
         time = _number(event.get("time"))
         if 0 <= time < _LATEST:
             # The pause before a new start is no training time.

@@ -56,6 +56,7 @@ def _blocks(
         for head in left:
             words = [word for cell in (head, *columns[head]) for word in cell.split(" ")]
             least = min(max(room_of(word) for word in words), width - widths[0] - _BETWEEN)
+            # The other columns follow below.
             if sum(widths) + _BETWEEN * len(widths) + least > width:
                 break
             heads.append(head)
@@ -78,6 +79,7 @@ def text_lines(text: str, width: int) -> list[str]:
             lines.append("")
         lines[-1] += part
 
+    # Only spaces separate words: a no-break space keeps them together.
     for word in text.split(" "):
         if lines[-1] and room_of(f"{lines[-1]} {word}") <= width:
             lines[-1] += f" {word}"

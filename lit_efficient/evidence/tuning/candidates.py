@@ -102,6 +102,7 @@ class Space:
         self.effective = self.asked.batch * self.asked.accumulation
         self.left_out: dict[str, str] = {}
         self.options = self._options()
+        # Conflicts may depend on arguments, so that instances are compared.
         made = {name: option.technique() for name, option in self.options.items() if option.technique}
         self._excluded = {
             frozenset(pair) for pair in itertools.combinations(made, 2) if _conflict([made[name] for name in pair])
@@ -113,6 +114,7 @@ class Space:
         found: list[tuple[str, ...]] = []
         for size in range(len(self.options) + 1):
             more = [one for one in itertools.combinations(sorted(self.options), size) if self.go_together(one)]
+            # The number of sets doubles with each option.
             if len(found) + len(more) > _MOST_SETS:
                 break
             found += more
@@ -205,6 +207,7 @@ class Space:
 
     def _sizes(self) -> list[int]:
         """Return the batch sizes, the smallest first."""
+        # Without a setting there is nothing to vary.
         if not self.effective or not (self.only is None or BATCH in self.only):
             return [self.asked.batch]
         layers = _normalising_layers(self.fit.module)
@@ -223,6 +226,7 @@ def _techniques() -> Iterator[Option]:
     """Yield the callbacks of the catalogue that help with memory or speed."""
     cards = [card for card in read_cards() if card.slot == SLOTS["callbacks"]]
     faster = {name for name, _ in helping(cards, "speed")}
+    # A technique that sets the accumulation would change the effective batch.
     for name in _helpful(cards):
         kind = getattr(lit_efficient, name)
         if issubclass(kind, Declaration) and not has_trait(kind, Trait.CHANGES_ACCUMULATION):

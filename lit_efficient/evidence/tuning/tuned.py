@@ -79,6 +79,7 @@ def tune(
     if folder is not None:
         folder = Path(folder)
     sketch = sketch or source
+    # The parts of the fit may print.
     with _silence(prints=sys.stderr):
         fit = sketch.make()
     processes = fit.trainer.world_size
@@ -88,6 +89,7 @@ def tune(
         )
     device = fit.trainer.strategy.root_device
     limit = limit or _free(device)
+    # Results of other code, limits or machines must not be used again.
     ledger = Ledger(folder and folder / "rows.jsonl", f"{key} {source.code()} {limit} {batch} {_machine(device)}")
     search = Search(
         Space(fit, allow_changes, only, batch),

@@ -222,6 +222,7 @@ class Search:
 
         for name, value in self.ledger.result(f"plan {candidate}", make).items():
             setattr(row, name, value)
+        # A plan that does not fit saves a run that would fail.
         if row.planned > self.limit:
             row.state = "too large"
             row.reason = f"plan: {format_bytes(row.planned)}"
@@ -230,6 +231,7 @@ class Search:
     def _fits(self, candidate: Candidate) -> bool:
         """True if a candidate may run: neither its plan nor a candidate that needs less has exceeded the limit."""
         row = self.rows.setdefault(candidate, Row(candidate))
+        # A candidate with a larger batch and no more options that save memory needs at least as much.
         saving = self._saving.intersection(candidate.options)
         if not row.state:
             for other in self.rows.values():
@@ -243,6 +245,7 @@ class Search:
     def _largest(self, options: Sequence[str]) -> Candidate | None:
         """Return the candidate with the largest batch that fits with some options; ``None`` if there is none."""
         sizes = self.space.sizes
+        # The largest batch is usually the fastest, and often fits.
         most = self.space.candidate(sizes[-1], options)
         if self._fits(most):
             return most
@@ -256,6 +259,7 @@ class Search:
     def _leave_out(self) -> None:
         """Plan each option alone, and leave out those that refuse the fit or save nothing."""
         for name, option in list(self.space.options.items()):
+            # An option may refuse one batch size only.
             for size in dict.fromkeys([self.space.sizes[-1], self.space.asked.batch]):
                 base = self._plan(self.space.candidate(size))
                 row = self._plan(self.space.candidate(size, [name]))
@@ -314,6 +318,7 @@ class Search:
         for size in reversed(self.space.sizes):
             if size <= first.batch and slower < 2:
                 row = self._run(self.space.candidate(size, first.options))
+                # Time is a smooth curve of the batch size, so that two slower sizes end the search.
                 slower += 1
                 if row.state == "ran" and row.cost < best:
                     best = row.cost
@@ -325,6 +330,7 @@ class Search:
         if not ran:
             return None
         flops = np.array([self._known_flops(one) for one in self.every])
+        # The operations are known by plan, and the process learns only the rest.
         mean, deviation = self._expected(ran, [row.cost - self._known_flops(row.candidate) for row in ran])
         hopes = mean + flops - deviation
         likely = np.ones(len(self.every), bool)
@@ -412,6 +418,7 @@ class Search:
         if not seconds or not row.amount:
             return "it made no step that could be timed"
         effects = [self.space.options[name].computes for name in row.candidate.options if name in self.space.options]
+        # The first run sets the amount.
         if self._usual is None:
             self._usual = (row.unit, row.amount)
         unit, amount = self._usual

@@ -214,6 +214,7 @@ class Subject:
         # Claims about a single process do not need the others.
         if self.alone and trainer.world_size > 1:
             run_alone(trainer)
+        # Trial steps inside of these short fits would take most of the time.
         kept = [one for one in trainer.callbacks if not traces(one) and not has_trait(one, Trait.TRIES_STEPS)]
         trainer.callbacks = [*kept, _Short(steps)]
         trainer.loggers = [DummyLogger()] if trainer.loggers else []
@@ -268,6 +269,7 @@ class Subject:
         fit = self.fit(change, steps=steps + 1, traces=traces)
         inside = _Inside(probe, steps)
         fit.trainer.callbacks.append(inside)
+        # The probe ends the fit by an exception, since a trainer has no way to stop before its first batch.
         with contextlib.suppress(_Over):
             self.run(fit)
             raise ConfigurationError("verify: the fit ended before the claim could be checked")
@@ -411,6 +413,7 @@ def first_batch(trainer: Trainer) -> Batch:
 
 def twin(module: LightningModule) -> LightningModule:
     """Return a deep copy of a module in a fit, with the same trainer."""
+    # Lightning does not copy the reference to the trainer.
     copied = copy.deepcopy(module)
     set_trainer(copied, trainer_of(module))
     return copied
@@ -462,12 +465,14 @@ def difference(one: Tensors, other: Tensors) -> dict[str, float]:
     The difference of a tensor that is much smaller than the others may be rounding only, and is taken relative to a
     thousandth of the largest size. A tensor that is missing on one side, or not finite, differs by infinity.
     """
+    # A norm grows with the number of elements, a root mean square does not.
     sizes = {name: _size(tensor.detach().double()) for name, tensor in one.items()}
     usual = max(sizes.values(), default=0.0) * 1e-3
     found = {}
     for name in dict.fromkeys([*one, *other]):
         found[name] = math.inf
         if name in one and name in other and one[name].shape == other[name].shape:
+            # Differences in the last bits must not be lost in the subtraction.
             a = one[name].detach().cpu().double()
             b = other[name].detach().cpu().double()
             off = _size(a - b)
@@ -529,6 +534,7 @@ def tolerance_of(trainer: Trainer, module: nn.Module) -> float:
 def first_layer(differences: Differences, tolerance: float, order: list[str]) -> str:
     """Return the first name whose difference exceeds ``tolerance``, by the place of its module in ``order``."""
     place = {name: i for i, name in enumerate(order)}
+    # A difference of NaN is not at most the tolerance.
     wrong = [name for name, off in differences.items() if not off <= tolerance]
     return min(wrong, key=lambda name: place.get(name.rpartition(".")[0], len(place)), default="")
 

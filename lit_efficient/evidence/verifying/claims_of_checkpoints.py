@@ -71,6 +71,7 @@ class Resumed(Claim):
         uncovered = ["a checkpoint inside an accumulation window"]
         if any(has_trait(one, Trait.SEEDS_BATCHES) for one in trace.fit.trainer.callbacks):
             why = "a checkpoint after 2 steps, the restored state, and 2 more steps with and without the interruption"
+            # The resumed run has only the last batches.
             batches = len(again.batches)
             for i, (one, other) in enumerate(zip(trace.batches[-batches:], again.batches), start=1):
                 for name, by in _each(_flat(one), _flat(other)).items():
@@ -132,6 +133,7 @@ def _flat(tree: object, path: str = "") -> dict[str, Tensor]:
     Numbers of callbacks are left out, because they may be times.
     """
     if isinstance(tree, Tensor):
+        # A wrapper consists of other tensors.
         if is_traceable_wrapper_subclass(tree):
             return _flat({name: getattr(tree, name) for name in tree.__tensor_flatten__()[0]}, path)
         return {path: tree.detach().to("cpu", copy=True)}
@@ -170,6 +172,7 @@ class Averaged(Claim):
         off: dict[str, float] = {}
         kinds = []
         for technique in _averages(trace.fit):
+            # The formula gives the share of the weights of each step.
             shares = technique.shares(steps)
             found = technique.average(trace.fit.module)
             if shares is None or found is None:
@@ -270,6 +273,7 @@ class Exported(Claim):
         trainer: Trainer,
         module: LightningModule,
     ) -> dict[str, float]:
+        # Buffers need not be saved, but every parameter must be.
         missing = module.load_state_dict(state, strict=False).missing_keys
         parameters = {name for name, _ in module.named_parameters()}
         module.eval()

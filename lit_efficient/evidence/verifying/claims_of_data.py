@@ -96,6 +96,7 @@ class RowsApart(BenchClaim):
         others = [row for row in range(rows - 1) if not _same_rows(batch, rows, row, rows - 1)]
         if not others:
             return self.idle("the batch has no two different rows, or its tensors have different numbers of rows")
+        # The last row is replaced by a different one of the same batch, which is valid data.
         changed = cut(batch, rows, torch.tensor([*range(rows - 1), others[0]]))
         tolerance = bench.tolerance(_EXACT, _COARSE)
 
@@ -146,6 +147,7 @@ class Causal(BenchClaim):
         ids = found.ids.clone()
         before = torch.zeros(rows, length, dtype=torch.bool)
         for row in range(rows):
+            # The places differ between rows, to cover the whole length.
             place = max(1, length * (row + 1) // (rows + 1))
             ids[row, place] = _other_than(ids, ids[row, place])
             before[row, :place] = True
@@ -193,6 +195,7 @@ class DocumentsApart(BenchClaim):
         number = len(documents[row])
         if number < 2:
             return self.idle("no row of the first batch holds two documents")
+        # One row is enough, and gradients of other rows would be mixed with its own.
         alone = token_batch(found.part(row, 0, found.ids.shape[1]))
         if alone is None:
             return self.idle("the row with the most documents has no labels")

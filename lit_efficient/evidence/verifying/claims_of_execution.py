@@ -28,6 +28,7 @@ class Recomputed(BenchClaim):
     unit = _UNIT
 
     def tried(self, bench: Bench) -> Verdict:
+        # The same step is repeated with the same random states.
         own = bench.gradients()
         with without_recomputation() as kept:
             plain = bench.gradients()

@@ -101,6 +101,7 @@ def learned(bench: Bench, tokens: TokenBatch | None = None) -> Learned:
         raise _Unknown(_NO_GRADIENT)
     own = _gradient(loss, own_inputs, tokens)
     dense = {}
+    # Predictions at distance 0 and 2 reveal labels that are shifted wrongly.
     each = {ahead: _cross_entropy(logits, tokens, ahead) for ahead in (0, 1, 2)}
     for ahead, losses in each.items():
         gradient = _gradient(losses.sum(), inputs, tokens)
@@ -200,6 +201,7 @@ class CountsAlike(_LearnedClaim):
         shape = found.tokens.ids.shape
         if any(leaf.shape == shape and leaf.is_floating_point() for leaf in tree_leaves(found.tokens.batch)):
             return self.idle("the batch has weights for its tokens")
+        # Rows may have different weights, but tokens of a row may not.
         spread = 0.0
         for own, shown in zip(weights, found.shown):
             if shown.any():
@@ -258,6 +260,7 @@ def _norm(gradients: Sequence[Tensor | None]) -> float:
 def _predicted_padding(tokens: TokenBatch) -> int:
     """Return the number of padding tokens that are predicted. The first one of a row may mark the end of its text."""
     padded = tokens.kinds.padded
+    # Padding consists of a single token.
     if len(tokens.ids[padded].unique()) != 1:
         return 0  # the mask hides something else than padding
     return int((padded[:, :-1] & padded[:, 1:] & tokens.kinds.trained[:, 1:]).sum())

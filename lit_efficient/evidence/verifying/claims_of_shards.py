@@ -118,6 +118,7 @@ def _two_processes(source: FitSource, folder: Path) -> list[Report]:
     Raises:
         TaskFailed: If a process cannot make the step.
     """
+    # Port 0 asks for any free port.
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -134,6 +135,7 @@ def _one_of_two(source: FitSource, folder: Path, rank: int, port: int, tell: Cal
     own = folder / f"rank{rank}"
     own.mkdir(exist_ok=True)
     reporter = _Reporter()
+    # Both processes write to separate folders.
     subject = Subject(source, own, alone=False)
     fit = subject.fit(_two(source))
     strategy = fit.trainer.strategy

@@ -103,14 +103,17 @@ class Accumulated(Claim):
         asked = trainer.accumulate_grad_batches
         if not module.automatic_optimization:
             return self.idle("the module optimizes manually, and accumulates itself if at all")
+        # Four parts are enough, whatever the config accumulates.
         parts, whole = _window(trainer, max(2, min(asked, 4)))
         if not parts:
             return self.idle("the batches can neither be cut into equal parts nor be joined")
+        # Statistics and dropout of a batch differ from those of its parts on purpose.
         for part in module.modules():
             if isinstance(part, BatchNorm | Dropout):
                 part.eval()
         with torch.no_grad():
             loss_of(module, arrived(trainer, whole))  # the first step may initialise caches
+        # Each row must have the same noise in the batch and in its part.
         draws = Draws()
         with draws:
             loss = loss_of(module, arrived(trainer, whole))

@@ -43,9 +43,11 @@ class Trains(Claim):
         still = {name for name in ours if same(trace.start[name], trace.end[name])}
         unreached = still - reached
         unused: set[str] = set()
+        # The check of used layers takes another fit.
         if unreached:
             used = subject.within(_used)
             unused = {name for name in unreached if _owner(module, name) not in used}
+        # An optimizer may leave a parameter without a gradient unchanged on purpose.
         unmoved = still & nonzero
         rounded = {name for name in unmoved if trace.end[name].itemsize < 4}
         # The last reason of a parameter counts.

@@ -51,6 +51,7 @@ class Bench:
             for one in module.parameters():
                 if type(one) is nn.Parameter and one.is_floating_point() and one.itemsize > 1 and not one.any():
                     one.copy_(torch.arange(one.numel(), device=one.device).sin().mul(0.05).view_as(one))
+        # A step of manual optimization would change the weights.
         for optimizer in trainer.optimizers:
             vars(optimizer)["step"] = _closure_alone
         self.evaluated: list[nn.Module] = []
@@ -74,6 +75,7 @@ class Bench:
         Returns:
             The calls of all layers, and the loss; ``None`` for manual optimization.
         """
+        # Caches, buffers and random states must be equal in all steps.
         self._record.restore()
         if not training:
             self.module.eval()

@@ -63,6 +63,7 @@ def recorded(module: nn.Module, keep: Callable[[Any], Any]) -> Iterator[list[Cal
             nth = counts.get(name, 0)
             counts[name] = nth + 1
             call = Call(name, part, nth, stack[0].outer if stack else next(outer), outermost=not stack)
+            # Inputs of inner layers are needed for gradients only, and copies take memory.
             if call.outermost or keep is as_it_is:
                 call.args = keep(args)
                 call.kwargs = keep(kwargs)

@@ -92,6 +92,7 @@ def _changes(source: FitSource, module: nn.Module) -> Iterator[tuple[str, Change
     fewer = {}
     if depth > 2:
         fewer = {name: 2 for name, value in numbers.items() if value == depth}
+    # A smaller width may not divide the number of heads.
     for factor in (8, 4, 2):
         narrower = {}
         for name, value in numbers.items():

@@ -103,6 +103,7 @@ def token_batch(batch: Any) -> TokenBatch | None:
     else:
         leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim == 2]
         whole = [leaf for leaf in leaves if not (leaf.is_floating_point() or leaf.is_complex())]
+        # Names of the batch are unknown, so pairs of tensors are compared.
         for ids in whole:
             for labels in whole:
                 if labels is not ids and labels.shape == ids.shape and _ahead(ids, labels) == 1:

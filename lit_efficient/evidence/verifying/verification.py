@@ -171,6 +171,7 @@ def verify(
             with silence():
                 source, shortened = small(source, lambda changed: Subject(changed, Path(folder)).train(1))
         subject = Subject(source, Path(folder), full, shortened)
+        # An error of the user in the config must not become a failed claim.
         _check_start(subject)
         try:
             runs = RUNS.check(subject)
