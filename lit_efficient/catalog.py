@@ -1,12 +1,12 @@
-"""The list of techniques, read from the source files without importing them.
+"""Catalogue of techniques, read from the source files without importing them.
 
-``python -m lit_efficient techniques`` must answer in a blink, so this module parses the files that
-``lit_efficient.PUBLIC`` names with :mod:`ast`: no torch, no Lightning. What a card says is what the file says; there is
-no second list to keep up.
+``python -m lit_efficient techniques`` must answer quickly. Therefore this module parses the files of
+``lit_efficient.PUBLIC`` with :mod:`ast`, without torch and Lightning. Cards are made from the files alone, so that no
+second list has to be maintained.
 
-Packages of others register techniques as entry points of :data:`GROUP`, ``Clamp = my_package.clamp:Clamp``. They are
-listed from metadata and sources alone. A config that names one imports it: who installs a package that registers
-techniques trusts it as much as this one. A checkpoint never imports any.
+Other packages register techniques as entry points of :data:`GROUP`, for example ``Clamp = my_package.clamp:Clamp``.
+They are listed from metadata and sources. A config that names one imports it, because installing a package that
+registers techniques is a decision to trust it. A checkpoint never imports any.
 """
 
 import ast
@@ -14,7 +14,7 @@ import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -28,7 +28,7 @@ from lit_efficient.traits import OF_LIGHTNING, Trait, conflict_of
 PACKAGE = Path(__file__).parent
 GROUP = "lit_efficient.techniques"
 
-# A folder is a slot of the YAML.
+# Folder of a class -> its slot in the YAML.
 SLOTS = {
     "callbacks": "trainer.callbacks",
     "precision": "trainer.plugins",
@@ -38,35 +38,39 @@ SLOTS = {
     "tasks": "model",
     "data": "data",
 }
-_TECHNIQUES = {"precision", "plugins", "strategies", "optimizers"}  # a callback is one if it says what it saves
-# What one may want, each with its title; the first that a class names is where the list has it.
+_TECHNIQUES = {
+    "precision",
+    "plugins",
+    "strategies",
+    "optimizers",
+}  # a callback is a technique if its docstring has a line "Saves:"
+# Purposes of techniques and their titles. A technique is listed under the first purpose that it names.
 PURPOSES = {
     "memory": "less memory",
     "speed": "more speed",
     "quality": "better quality",
-    "safety": "safety: nothing is lost, nothing goes wrong unseen",
+    "safety": "safety: nothing is lost, nothing goes wrong unnoticed",
 }
 _LABELS = ("Saves", "Costs", "Source")
 
 
 @dataclass(frozen=True)
 class Card:
-    """What one file says about its class.
+    """Description of a class, as its file gives it.
 
     Args:
         name: Name of the class, which is also its short name in YAML.
-        slot: Where it goes in the YAML, for example ``trainer.callbacks``.
-        module: Module that holds it.
+        slot: Slot in the YAML, for example ``trainer.callbacks``.
+        module: Module that defines the class.
         summary: First sentence of the module's docstring.
-        facts: ``saves``, ``costs`` and ``source``, the lines that the docstring begins so, and ``phase``, in which it
-            is applied; each may be an empty string. For each of :data:`PURPOSES` that it serves, rank and reason.
+        facts: ``saves``, ``costs`` and ``source``, from the lines of the docstring that begin with these labels, and
+            ``phase``; each may be an empty string. For each of :data:`PURPOSES` that the class serves, rank and reason.
         signature: Arguments of the constructor, as written.
         arguments: The ``Args:`` section of the class docstring.
-        conflicts: Classes that it excludes by name, each with the reason and the way out.
+        conflicts: Names of classes, and traits, that it excludes, each with the reason and the way out.
         traits: Names of its traits (:class:`lit_efficient.traits.Trait`), which may exclude other classes.
-        excludes: Traits that it excludes, each with the reason and the way out.
-        is_technique: Whether it saves something, unlike a task, a data module or a progress bar.
-        distribution: The package of somebody else's that registers it, with its version; empty for ours.
+        is_technique: Whether it is a technique, unlike a task, a data module or a progress bar.
+        distribution: Name and version of another package that registers the class; empty for this package.
     """
 
     name: str
@@ -76,39 +80,38 @@ class Card:
     facts: dict[str, str] = field(default_factory=dict)
     signature: str = ""
     arguments: str = ""
-    conflicts: dict[str, str] = field(default_factory=dict)
+    conflicts: Mapping[str | Trait, str] = field(default_factory=dict)
     traits: frozenset[Trait] = frozenset()
-    excludes: dict[Trait, str] = field(default_factory=dict)
     is_technique: bool = True
     distribution: str = ""
 
     @property
     def is_block(self) -> bool:
-        """Whether it is a group of arguments of others, which stands in no slot itself."""
+        """Return whether the class is a group of arguments for other classes, without a slot of its own."""
         return "block" in self.facts
 
 
 def helping(cards: Iterable[Card], purpose: str) -> list[tuple[str, str]]:
-    """Name and reason of what helps with one of :data:`PURPOSES`, what costs least first; rank 0 is no first choice."""
+    """Return names and reasons of techniques for a purpose, those that cost least first, without rank 0."""
     found = [(card.facts[purpose].partition(". "), card) for card in cards if purpose in card.facts]
     ranked = sorted(found, key=lambda entry: int(entry[0][0]))
     return [(card.name, reason) for (rank, _, reason), card in ranked if rank != "0"]
 
 
 def overlay_of(card: Card) -> str:
-    """The name of the config that adds it to a run, if one comes along; a third party's has none."""
+    """Return the name of the config that adds the class to a run, or an empty string. Other packages' have none."""
     name = card.module.rpartition(".")[2]
     path = configs.known().get(name)
     return name if path and path.parent.name == "techniques" and card.module.startswith("lit_efficient.") else ""
 
 
 def purpose_of(card: Card) -> str:
-    """The first of :data:`PURPOSES` that a card names; empty where it names none."""
+    """Return the first of :data:`PURPOSES` that a card names, or an empty string."""
     return next((name for name in card.facts if name in PURPOSES), "")
 
 
 def arguments_of(card: Card) -> list[dict[str, str]]:
-    """Name, type, default and explanation of each argument; a text that the file does not give is empty."""
+    """Return name, type, default and explanation of each argument. Texts that the file does not give are empty."""
     (function,) = ast.parse(f"def f({card.signature}): ...").body
     assert isinstance(function, ast.FunctionDef)
     given = function.args
@@ -134,11 +137,11 @@ def read_cards(public: dict[str, str] = PUBLIC, package: Path = PACKAGE) -> list
     """Read the card of every public class that goes into a slot of the YAML, sorted by slot and name.
 
     Args:
-        public: Public names, each with the module (relative to the package) that holds it.
+        public: Public names, each with the module that defines it, relative to the package.
         package: Folder of the package.
 
     Returns:
-        One card a class. Public functions and classes outside the slot folders have none.
+        One card for each class. Public functions, and classes outside the folders of slots, have none.
     """
     cards = []
     for name, module in public.items():
@@ -166,11 +169,10 @@ def _read_card(name: str, module: str, slot: str, path: Path, distribution: str 
     docstring = (ast.get_docstring(tree) or ast.get_docstring(node) or "").replace("``", "`")
     attributes = _class_attributes(node)
     phase = ast.unparse(attributes["phase"]).split(".")[-1].replace("None", "") if "phase" in attributes else ""
-    conflicts = _conflicts(attributes.get("conflicts"))
     helps = ast.literal_eval(attributes["helps"]) if "helps" in attributes else {}
     helps = {purpose: f"{rank}. {reason}" for purpose, (rank, reason) in helps.items()}
     if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
-        helps["block"] = ""  # which a card does not print
+        helps["block"] = ""  # not printed
     return Card(
         name=name,
         slot=slot,
@@ -179,9 +181,8 @@ def _read_card(name: str, module: str, slot: str, path: Path, distribution: str 
         facts={label.lower(): _labelled(docstring, label) for label in _LABELS} | {"phase": phase} | helps,
         signature=_signature(node),
         arguments=_arguments_section((ast.get_docstring(node) or "").replace("``", "`")),
-        conflicts={key: reason for key, reason in conflicts.items() if isinstance(key, str)},
+        conflicts=_conflicts(attributes.get("conflicts")),
         traits=_traits(attributes.get("traits")),
-        excludes={key: reason for key, reason in conflicts.items() if isinstance(key, Trait)},
         is_technique=bool(
             distribution or "Technique" in bases or module.split(".")[1] in _TECHNIQUES or _labelled(docstring, "Saves")
         ),
@@ -210,7 +211,7 @@ def _conflicts(value: ast.expr | None) -> dict[str | Trait, str]:
         name = ast.unparse(item).partition(".")[0]
         other = read_cards({name: PUBLIC[name]}) if name in PUBLIC else []
         for card in other:
-            found |= {**card.conflicts, **card.excludes}
+            found |= card.conflicts
     return found
 
 
@@ -270,6 +271,8 @@ def pairs(cards: Iterable[Card]) -> dict[tuple[str, str], str]:
     conflicts: dict[tuple[str, str], str] = {}
     for card in cards:
         for key, reason in card.conflicts.items():
+            if isinstance(key, Trait):
+                continue
             other = key.partition("(")[0]
             pair = (other, card.name) if (other, card.name) in conflicts else (card.name, other)
             always = key == other and not conflicts.get(pair, "").startswith("conflicts:")
@@ -283,23 +286,23 @@ def pairs(cards: Iterable[Card]) -> dict[tuple[str, str], str]:
             pair = (other, card.name) if (other, card.name) in conflicts else (card.name, other)
             if other == card.name or conflicts.get(pair, "").startswith("conflicts:"):
                 continue
-            reason = next((card.excludes[trait] for trait in card.excludes if trait in traits), "")
+            reason = next((text for key, text in card.conflicts.items() if key in traits), "")
             reason = reason or conflict_of(card.name, card.traits, other, traits)
             if reason:
                 conflicts[pair] = f"conflicts: {reason}"
     return conflicts
 
 
-# Techniques of others ------------------------------------------------------------------------------------------------
+# Techniques of other packages ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Registered:
-    """An entry point of a package of somebody else's.
+    """Entry point of another package.
 
     Args:
-        path: Where the class is imported from, ``my_package.clamp.Clamp``.
-        owner: The package and its version.
+        path: Import path of the class, for example ``my_package.clamp.Clamp``.
+        owner: Name and version of the package.
     """
 
     path: str
@@ -308,7 +311,7 @@ class Registered:
 
 @functools.cache
 def registered() -> dict[str, tuple[Registered, ...]]:
-    """What installed packages register, by name, from their metadata alone."""
+    """Return the registered techniques of installed packages by name, from metadata alone."""
     found: dict[str, tuple[Registered, ...]] = {}
     for point in entry_points(group=GROUP):
         owner = f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown package"
@@ -317,10 +320,10 @@ def registered() -> dict[str, tuple[Registered, ...]]:
 
 
 def third_party(name: str) -> Registered | None:
-    """The technique of somebody else's that ``name`` is short for; our own names are never anybody else's.
+    """Return the registered technique of another package with this name, unless it is a name of ours.
 
     Raises:
-        ConfigurationError: If two packages register the name, or it is not the name of a class in a module.
+        ConfigurationError: If two packages register the name, or if it is not the name of the class.
     """
     known = registered().get(name, ())
     if name in PUBLIC or not known:
@@ -338,7 +341,7 @@ def third_party(name: str) -> Registered | None:
 
 
 def read_third_party() -> tuple[list[Card], list[str]]:
-    """The cards of others' techniques, and a sentence for each registered name that cannot be used."""
+    """Return the cards of other packages' techniques, and a sentence for each name that cannot be used."""
     cards, refused = [], []
     for name, known in sorted(registered().items()):
         try:
@@ -350,7 +353,9 @@ def read_third_party() -> tuple[list[Card], list[str]]:
             refused.append(f"{name} of {' and '.join(one.owner for one in known)} is not used: the name is ours")
             continue
         module, slot, card = one.path.rpartition(".")[0], SLOTS["callbacks"], None
-        with contextlib.suppress(OSError, SyntaxError, ValueError):  # what cannot be read is still listed
+        with contextlib.suppress(
+            OSError, SyntaxError, ValueError
+        ):  # a technique whose source cannot be read is still listed
             path = source(module)
             card = _read_card(name, module, slot, path, one.owner) if path else None
         cards.append(card or Card(name, slot, module, summary="", distribution=one.owner))
@@ -358,7 +363,7 @@ def read_third_party() -> tuple[list[Card], list[str]]:
 
 
 def source(module: str) -> Path | None:
-    """The file of a module that is not imported for it: only the package at its top is looked for."""
+    """Return the file of a module, without importing the module; only its top-level package is searched for."""
     top, *rest = module.split(".")
     spec = find_spec(top)
     if spec is None:

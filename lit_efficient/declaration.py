@@ -212,11 +212,15 @@ def check_conflicts(parts: Sequence[object]) -> None:
                 if one is not part and _is_excluded(one, other):
                     shown = type(one).__name__ if isinstance(other, Trait) else other
                     raise ConflictError(f"{type(part).__name__} cannot be combined with {shown}: {reason}")
-    for part in ours:
-        for one in parts:
-            reason = "" if one is part or type(one) is type(part) else _excluding(part, one)
+    with_traits = [(part, traits_of_part(part)) for part in parts]
+    for part, own in with_traits:
+        if not isinstance(part, Declaration | Optimizer):
+            continue
+        for one, others in with_traits:
+            names = type(part).__name__, type(one).__name__
+            reason = conflict_of(names[0], own, names[1], others) if type(one) is not type(part) else ""
             if reason:
-                raise ConflictError(f"{type(part).__name__} cannot be combined with {type(one).__name__}: {reason}")
+                raise ConflictError(f"{names[0]} cannot be combined with {names[1]}: {reason}")
     seen: set[type] = set()
     for technique in (part for part in parts if isinstance(part, Declaration)):
         if type(technique) in seen:
@@ -229,14 +233,6 @@ def traits_of_part(part: object) -> frozenset[Trait]:
     """Return the traits of a callback or optimizer: those that it declares, or that we know of Lightning's classes."""
     names = [base.__name__ for base in type(part).__mro__]
     return traits_of_class(names, frozenset(getattr(part, "traits", ())))
-
-
-def _excluding(one: object, other: object) -> str:
-    """Return why the traits of two parts exclude each other, or an empty string."""
-    ours, theirs = traits_of_part(one), traits_of_part(other)
-    if not ours or not theirs:
-        return ""
-    return conflict_of(type(one).__name__, ours, type(other).__name__, theirs)
 
 
 def _is_excluded(part: object, key: str | Trait) -> bool:

@@ -1,13 +1,13 @@
-"""Every error that this package raises on purpose, as one small tree.
+"""Errors that this package raises on purpose, and helpers that build their messages.
 
     LitEfficientError
     ├── ConfigurationError   an argument, file or combination that cannot work; also a ValueError
     │   └── ConflictError    two techniques that exclude each other, or a requirement that is not met
     ├── CheckpointError      a checkpoint that cannot be written, read or trusted
-    ├── OutOfMemoryError     a step that needs more memory than there is, or than it may take
+    ├── OutOfMemoryError     a step that needs more memory than is available or allowed
     └── DivergedError        gradients or weights that are not finite
 
-The command line prints any of them without a traceback, and ends with the code of :data:`EXIT_CODES` for it.
+The command line prints these errors without a traceback and exits with their code of :data:`EXIT_CODES`.
 """
 
 import math
@@ -23,42 +23,42 @@ EXIT_CODES = {
     4: "diverged",
     5: "undecided plan (only a bound is known)",
 }
-"""What the command line ends with; after signal n it is 128 + n."""
+"""Exit codes of the command line and their meanings. After signal n the exit code is 128 + n."""
 
 
 class LitEfficientError(Exception):
-    """Base of all errors of this package. ``exit_code`` is what the command line ends with."""
+    """Base of all errors of this package. ``exit_code`` is the exit code of the command line."""
 
     exit_code = 2
 
 
 class ConfigurationError(LitEfficientError, ValueError):
-    """An argument, file or combination that cannot work. The message names it, what is allowed and the value given."""
+    """Error for an argument, file or combination that cannot work. The message names the allowed and given value."""
 
 
 class ConflictError(ConfigurationError):
-    """Two techniques that exclude each other, or a requirement that is not met. The message names the way out."""
+    """Error for techniques that exclude each other, or a requirement that is not met. The message says what to do."""
 
 
 class CheckpointError(LitEfficientError, RuntimeError):
-    """A checkpoint that cannot be written, read or trusted. The message names the file."""
+    """Error for a checkpoint that cannot be written, read or trusted. The message names the file."""
 
 
 class OutOfMemoryError(LitEfficientError, RuntimeError):
-    """A step that needs more memory than there is, or than it may take. The message gives both in bytes."""
+    """Error for a step that needs more memory than is available or allowed. The message gives both in bytes."""
 
     exit_code = 3
 
 
 class DivergedError(LitEfficientError, RuntimeError):
-    """Gradients or weights that are not finite. The message names them; the weights are those before the step."""
+    """Error for gradients or weights that are not finite. The message names them. The step was not applied."""
 
     exit_code = 4
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory has run out: ours, torch's on any device, or the CPU allocator's."""
-    import torch  # which the command line may not have needed
+    """Return whether an error means that memory has run out: ours, torch's on any device, or the CPU allocator's."""
+    import torch  # late: the command line may not have needed it
 
     if isinstance(error, OutOfMemoryError | torch.OutOfMemoryError | MemoryError):
         return True
@@ -68,25 +68,28 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def refusal(owner: str, name: str, allowed: str, value: object) -> ConfigurationError:
-    """The error of an argument that is not what it must be: ``refusal("LoRA", "rank", "at least 1", 0)``.
+    """Return the error for a wrong argument, for example ``refusal("LoRA", "rank", "at least 1", 0)``.
 
     Args:
-        owner: Whose argument it is, as people know it: a class, or a subcommand.
-        name: The argument; of a block in YAML with dots.
-        allowed: What would be right, to be read after "must be".
-        value: What was given.
+        owner: Class or subcommand that has the argument.
+        name: Name of the argument; with dots if it is in a block of the YAML.
+        allowed: Allowed values, as the end of a sentence that begins with "must be".
+        value: The given value.
     """
     return ConfigurationError(f"{owner}: {name} must be {allowed}, got {value!r}")
 
 
 def check_choice(owner: str, name: str, value: object, choices: Collection[object], *, null: bool = False) -> None:
-    """Raise the refusal of an argument that is none of ``choices`` (nor, with ``null``, ``None``).
+    """Raise an error unless an argument is one of ``choices``, or ``None`` if ``null`` allows it.
 
     Raises:
         ConfigurationError: Naming argument, choices and value.
     """
-    if not (value is None and null) and not any(type(value) is type(choice) and value == choice for choice in choices):
-        raise refusal(owner, name, f"one of {', '.join(map(str, choices))}" + (" or null" if null else ""), value)
+    if value is None and null:
+        return
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        allowed = f"one of {', '.join(map(str, choices))}"
+        raise refusal(owner, name, f"{allowed} or null" if null else allowed, value)
 
 
 def check_number(
@@ -101,18 +104,18 @@ def check_number(
     whole: bool = False,
     null: bool = False,
 ) -> None:
-    """Raise the refusal of an argument that is no finite number in its range; a truth value is no number.
+    """Raise an error unless an argument is a finite number in its range. Booleans are not numbers.
 
     Args:
-        owner: Whose argument it is.
-        name: The argument.
-        value: What was given; a tensor of one number, which a rate may be, counts as that number, if not ``whole``.
-        least: The smallest value allowed.
-        above: What the value must exceed.
-        most: The largest value allowed.
-        below: What must exceed the value.
-        whole: Allow integers only.
-        null: Allow ``None``, too.
+        owner: Class or subcommand that has the argument.
+        name: Name of the argument.
+        value: The given value. A tensor of one number, which a learning rate may be, is allowed if not ``whole``.
+        least: Smallest allowed value.
+        above: Lower bound that is not allowed itself.
+        most: Largest allowed value.
+        below: Upper bound that is not allowed itself.
+        whole: Whether only integers are allowed.
+        null: Whether ``None`` is allowed.
 
     Raises:
         ConfigurationError: Naming argument, range and value.
@@ -138,8 +141,8 @@ def check_number(
 
 
 def nearest(name: str, known: Collection[str], most: int = 1) -> list[str]:
-    """Return those of the known names that ``name`` may be meant for, the nearest first."""
-    import difflib  # which nobody needs who makes no mistake
+    """Return at most ``most`` known names that ``name`` may be a misspelling of, the nearest first."""
+    import difflib  # late: only needed after a mistake
 
     names = {one.lower(): one for one in known} | {one: one for one in known}
     near = difflib.get_close_matches(name, names, most) or difflib.get_close_matches(name.lower(), names, most)
@@ -148,35 +151,38 @@ def nearest(name: str, known: Collection[str], most: int = 1) -> list[str]:
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """Return ``", did you mean 'x'?"`` for the nearest known name, or an empty string."""
-    return f", did you mean {near[0]!r}?" if (near := nearest(name, known)) else ""
+    near = nearest(name, known)
+    return f", did you mean {near[0]!r}?" if near else ""
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """Return the first of some names, and how many more there are."""
+    """Return the first ``most`` names, separated by commas, and the number of further ones."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def check_installed(owner: str, *packages: str) -> None:
-    """Refuse what needs packages that are missing, before it starts; once for all of them.
+    """Check that packages are installed.
 
     Raises:
-        ConfigurationError: Naming them, and the line that installs them.
+        ConfigurationError: Naming all missing packages and the command that installs them.
     """
     from importlib.util import find_spec
 
-    if missing := [package for package in packages if find_spec(package) is None]:
+    missing = [package for package in packages if find_spec(package) is None]
+    if missing:
         raise ConfigurationError(f"{owner} needs {' and '.join(missing)}: {install_line(*missing)}")
 
 
 def install_line(*packages: str) -> str:
-    """Return what installs packages: ``pip install`` with the first extra of ours that has them all, or their names."""
+    """Return the command that installs packages: with the first extra of ours that has them all, or by their names."""
     import re
     from importlib.metadata import PackageNotFoundError, requires
 
     extras: dict[str, set[str]] = {}
     try:
         for line in requires("lit-efficient") or ():
-            if match := re.match(r"([\w.-]+).*\bextra == ['\"]([\w-]+)['\"]", line):
+            match = re.match(r"([\w.-]+).*\bextra == ['\"]([\w-]+)['\"]", line)
+            if match:
                 extras.setdefault(match[2], set()).add(match[1])
     except PackageNotFoundError:  # a checkout that is not installed
         pass

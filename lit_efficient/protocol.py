@@ -1,9 +1,9 @@
-"""The loss protocol: how a technique reweighs a loss that somebody else's ``training_step`` computes.
+"""Loss protocol: techniques weigh the losses of samples that any module's ``training_step`` computes.
 
     loss = mean_i(w_i * sample_loss_i) + extra_loss,    w = the product of all techniques' weights
 
-``training_step`` returns ``{"loss", "sample_loss", ...}``; the techniques see the whole dict and give weights [B];
-later hooks see the dict with the new ``loss`` and without the protocol's extras.
+``training_step`` returns ``{"loss", "sample_loss", ...}``. Techniques get the whole dict and return weights [B]. Later
+hooks get the dict with the new ``loss`` and without the further keys of the protocol.
 """
 
 import math
@@ -28,11 +28,11 @@ Weigher = tuple[str, Callable[[Mapping[str, Any]], Tensor]]
 
 
 def weigh(output: Any, weighers: Sequence[Weigher], owner: str) -> Any:
-    """Recompute ``output["loss"]`` from weighted sample losses and drop the protocol's extras.
+    """Recompute ``output["loss"]`` from weighted sample losses and drop the further keys of the protocol.
 
     Args:
-        output: What ``training_step`` returned; ``None`` (the step is skipped) is passed on.
-        weighers: Names and functions; each function takes the output and returns weights [B].
+        output: Return value of ``training_step``. ``None``, which skips the step, is returned unchanged.
+        weighers: Names of techniques, and functions from the output to weights [B].
         owner: Name of the module's class, for errors.
 
     Raises:
@@ -53,9 +53,9 @@ def weigh(output: Any, weighers: Sequence[Weigher], owner: str) -> Any:
 
 
 def add_loss(output: Any, term: Tensor, name: str, owner: str) -> Any:
-    """Add a technique's term to what ``training_step`` returned: to the tensor, or to ``loss`` in a dict.
+    """Return the output of ``training_step`` with a term added to the tensor, or to ``loss`` in a dict.
 
-    A dict that follows the protocol (with ``sample_loss``) gets it in ``extra_loss``, too: weights leave it alone.
+    In a dict with ``sample_loss`` the term is also added to ``extra_loss``, which weights do not change.
 
     Raises:
         ConfigurationError: If ``output`` is neither a tensor nor a dict with a tensor in ``loss``.
@@ -73,15 +73,15 @@ def add_loss(output: Any, term: Tensor, name: str, owner: str) -> Any:
 
 
 def product(output: Mapping[str, Any], weighers: Sequence[Weigher]) -> Tensor:
-    """The product of all weights [B], for losses that are weighted where they are computed."""
+    """Return the product [B] of all weights, for losses that are weighted where they are computed."""
     return math.prod((weights_of(output) for _, weights_of in weighers[1:]), start=weighers[0][1](output))
 
 
 def sample_losses(output: Any, complaint: str) -> Tensor:
-    """The samples' losses [B] in what ``training_step`` returned.
+    """Return the losses [B] of the samples in the output of ``training_step``.
 
     Raises:
-        ConfigurationError: Beginning with ``complaint``, where there are none.
+        ConfigurationError: If there are none; the message begins with ``complaint``.
     """
     if not isinstance(output, Mapping):
         raise ConfigurationError(f"{complaint}, but a {type(output).__name__}; {PROTOCOL}")
@@ -94,10 +94,10 @@ def sample_losses(output: Any, complaint: str) -> Tensor:
 
 
 def check_loss(output: Mapping[str, Any], module: nn.Module) -> None:
-    """Check, on one step, that ``loss`` is what the protocol says: anything else in it would be lost.
+    """Check that ``loss`` equals the mean of ``sample_loss`` plus ``extra_loss``: other terms would be lost.
 
     Raises:
-        ConfigurationError: Naming both values.
+        ConfigurationError: If they differ; the message gives both values.
     """
     expected = output["sample_loss"].detach().mean() + output.get("extra_loss", 0.0)
     loss = output["loss"].detach()
@@ -109,6 +109,6 @@ def check_loss(output: Mapping[str, Any], module: nn.Module) -> None:
 
 
 def builds_no_layers(setup: Callable[..., None]) -> Callable[..., None]:
-    """Mark a module's ``setup`` that builds no part of the network: it is whole without it, and without data."""
+    """Mark a module's ``setup`` that builds no part of the network, which is then complete without data."""
     setup.builds_no_layers = True  # type: ignore[attr-defined]
     return setup

@@ -1,11 +1,11 @@
-"""Change a network in place and leave every parameter where it is, under the name it had.
+"""Change a network in place: every parameter keeps its module and its name.
 
-Everything here works on plain ``nn.Module`` s and optimizers and knows nothing of Lightning:
+The functions work on plain modules and optimizers, without Lightning:
 
-* :func:`mix_in` changes a module's behaviour by putting a class in front of its own (deep copies, pickles, FSDP2 and
-  ``isinstance`` go on working, no key of ``state_dict`` changes);
-* :func:`match_modules` and :func:`match_parameters` say where, and raise where there is nothing;
-* :func:`become` turns an optimizer into one of another class, with all the schedulers that point at it.
+* :func:`mix_in` changes a module's behaviour by a class in front of its own. Deep copies, pickles, FSDP2 and
+  ``isinstance`` still work, and no key of ``state_dict`` changes.
+* :func:`match_modules` and :func:`match_parameters` select by name, and raise if nothing matches.
+* :func:`become` turns an optimizer into one of another class. Schedulers that refer to it stay valid.
 """
 
 import difflib
@@ -29,18 +29,18 @@ from lit_efficient.internals.torch_shards import reshard as reshard  # noqa: PLC
 
 
 def mix_in(module: nn.Module, mixin: type, **attributes: object) -> None:
-    """Put ``mixin`` in front of ``module``'s own class, in place, and set ``attributes`` on the module.
+    """Put ``mixin`` in front of the class of ``module``, in place, and set ``attributes`` on the module.
 
-    The class keeps its name, so that class-name policies (FSDP wrapping, ``_no_split_modules``) still find it. Mixing
-    the same class in a second time only updates the attributes.
+    The class keeps its name, so that policies by class name (FSDP wrapping, ``_no_split_modules``) still find it.
+    Mixing in the same class again only updates the attributes.
 
     Args:
-        module: Any module; parameters, buffers, hooks and training mode stay as they are.
-        mixin: A class whose methods call ``super()``; it should hold no parameters of its own.
-        **attributes: Plain values that the mix-in's methods read from ``self``.
+        module: Any module. Its parameters, buffers, hooks and training mode stay.
+        mixin: Class whose methods call ``super()``. It should hold no parameters.
+        **attributes: Values that the methods of the mix-in read from ``self``.
 
     Raises:
-        TypeError: If ``mixin`` defines ``__init__`` (it would never run).
+        TypeError: If ``mixin`` defines ``__init__``, which would never run.
     """
     if "__init__" in vars(mixin):
         raise TypeError(f"mix_in: {mixin.__name__}.__init__ would never run; pass attributes instead")
@@ -52,13 +52,13 @@ def mix_in(module: nn.Module, mixin: type, **attributes: object) -> None:
 
 
 def mix_out(module: nn.Module, mixin: type) -> None:
-    """Take a class that :func:`mix_in` put in front of ``module``'s own out again; without it nothing happens."""
+    """Remove a class that :func:`mix_in` put in front of the class of ``module``, if it is there."""
     fronts, cls = _fronts(type(module))
     module.__class__ = _stacked([front for front in fronts if not issubclass(front, mixin)], cls)
 
 
 def mix_under(module: nn.Module, mixin: type, **attributes: object) -> None:
-    """:func:`mix_in` right in front of the module's own class: what was mixed in before, such as adapters, calls it."""
+    """Put ``mixin`` right in front of the module's own class, behind classes that were mixed in before."""
     fronts, cls = _fronts(type(module))
     if mixin not in fronts:
         module.__class__ = _stacked([*fronts, mixin], cls)
@@ -67,12 +67,12 @@ def mix_under(module: nn.Module, mixin: type, **attributes: object) -> None:
 
 
 def unmixed(module: nn.Module) -> type:
-    """The class that a module had before :func:`mix_in`."""
+    """Return the class that a module had before :func:`mix_in`."""
     return _fronts(type(module))[1]
 
 
 def _fronts(cls: Any) -> tuple[list[type], Any]:
-    """What :func:`mix_in` has put in front of a class, the foremost first, and that class."""
+    """Return the classes that :func:`mix_in` put in front of a class, the foremost first, and the class itself."""
     fronts: list[type] = []
     while "mixed_from" in vars(cls):
         front, cls = cls.mixed_from
@@ -87,26 +87,26 @@ def _stacked(fronts: Sequence[type], cls: Any) -> Any:
 
 
 def moved(tensor: Tensor, device: torch.device | str | None, dtype: torch.dtype | None = None) -> Tensor:
-    """``tensor`` on ``device``, in ``dtype``. The host waits only for what comes to itself, which it is going to read.
+    """Return ``tensor`` on ``device`` and in ``dtype``. The host waits only for copies to the CPU, which it will read.
 
-    A copy to a GPU that is not asked to be ``non_blocking`` waits until the GPU has done all that it was given before.
+    A copy to a GPU without ``non_blocking`` would wait until the GPU has finished all earlier work.
     """
     return tensor.to(device, dtype, non_blocking=device is not None and torch.device(device).type != "cpu")
 
 
 def weightless(tensor: Tensor) -> Tensor:
-    """A parameter or buffer of the same kind on the meta device, where it has no values."""
+    """Return a parameter or buffer of the same shape on the meta device, without values."""
     empty = torch.empty_like(tensor, device="meta")
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def home_of(weight: Tensor) -> torch.device:
-    """Where to put what stands beside a weight: where it is, or will be if it waits for its numbers."""
+    """Return the device for tensors that belong to a weight: its own, or the default device if it is on meta."""
     return torch.get_default_device() if weight.is_meta else weight.device
 
 
 def memory_of(tensor: object) -> object:
-    """What two tensors of a ``state_dict`` or a file have in common that are one, as a tied weight's are."""
+    """Return a key that is equal for tensors with the same memory, such as the entries of a tied weight."""
     if is_sharded(tensor):
         tensor = tensor.to_local()  # type: ignore[attr-defined]
     if not isinstance(tensor, Tensor) or tensor.numel() == 0:
@@ -116,7 +116,7 @@ def memory_of(tensor: object) -> object:
 
 @functools.cache
 def _mixed(mixin: type, base: type) -> type:
-    """The class ``mixin(base)``, made once a pair, so that equal modules keep equal classes."""
+    """Return the class ``mixin(base)``, created once for each pair, so that equal modules have equal classes."""
     namespace: dict[str, Any] = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
@@ -129,7 +129,7 @@ def _mixed(mixin: type, base: type) -> type:
 
 
 def _takes_anything(forward: Any) -> bool:
-    """Whether all that a signature says is ``(self, *args, **kwargs)``."""
+    """Return whether a signature is ``(self, *args, **kwargs)``."""
     if forward is None:
         return False
     kinds = [parameter.kind for parameter in inspect.signature(forward).parameters.values()][1:]
@@ -137,7 +137,7 @@ def _takes_anything(forward: Any) -> bool:
 
 
 def _with_signature(mixin: Any, base: Any) -> Callable[..., Any]:
-    """The mix-in's ``forward`` under the signature of the class's own: generation reads which arguments there are."""
+    """Return the mix-in's ``forward`` with the signature of the class's own, which text generation inspects."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return mixin.forward(self, *args, **kwargs)
@@ -148,15 +148,15 @@ def _with_signature(mixin: Any, base: Any) -> Callable[..., Any]:
 
 
 def _reduce_mixed(self: nn.Module, protocol: Any) -> str | tuple[Any, ...]:
-    """Pickle by naming the classes that were mixed: the mixed one cannot be found by import."""
+    """Pickle the names of the mixed classes: the class that they form cannot be imported."""
     mixins: list[type] = []
     base: Any = type(self)
     while "mixed_from" in vars(base):
         mixin, base = base.mixed_from
         mixins.append(mixin)
-    if not mixins:  # a class made on top of ours, by FSDP2 for one
+    if not mixins:  # a class made on top of ours, for example by FSDP2
         return object.__reduce_ex__(self, protocol)
-    return _new_mixed, (base, *reversed(mixins)), self.__getstate__()  # which leaves out what was compiled
+    return _new_mixed, (base, *reversed(mixins)), self.__getstate__()  # without compiled code
 
 
 def _new_mixed(base: Any, *mixins: type) -> nn.Module:
@@ -173,19 +173,19 @@ def match_modules(
     kind: type | tuple[type, ...] = nn.Module,
     where: Callable[[nn.Module], object] | None = None,
 ) -> list[tuple[str, nn.Module]]:
-    """Modules whose dotted name matches any of ``patterns``, in definition order.
+    """Return the modules whose dotted name matches any of ``patterns``, in definition order.
 
     Args:
-        root: Where to look.
+        root: Module to search.
         patterns: Regular expressions, each matched against the end of the dotted name at a dot (``"attn"`` matches
             ``blocks.0.attn``) or against the whole name.
-        who: Name of the technique that asks, for the error.
-        kind: Only modules of these classes.
-        where: Only modules for which this is true.
+        who: Name of the technique, for errors.
+        kind: Classes of the modules to return.
+        where: Further condition on the modules to return.
 
     Raises:
-        ConfigurationError: If a pattern is no regular expression or matches nothing; the message lists how
-            the names of those end that could match.
+        ConfigurationError: If a pattern is not a regular expression or matches nothing. The message lists the ends of
+            the names that could match.
     """
     modules: list[tuple[str, nn.Module]] = list(root.named_modules())
     candidates = {
@@ -200,19 +200,19 @@ def match_modules(
 def match_parameters(
     root: nn.Module, patterns: Sequence[str], *, who: str, where: Callable[[nn.Parameter], object] | None = None
 ) -> list[tuple[str, nn.Parameter]]:
-    """Parameters whose dotted name, or that of a module that holds them, matches any of ``patterns``.
+    """Return the parameters whose dotted name, or that of a module around them, matches any of ``patterns``.
 
-    A tied parameter may be matched by any of its names, and is given once, under the first.
+    A tied parameter matches by any of its names and is returned once, under the first.
 
     Args:
-        root: Where to look.
+        root: Module to search.
         patterns: Regular expressions as in :func:`match_modules`: ``"norm"`` matches all of ``blocks.0.norm``, and
             ``bias`` each bias.
-        who: Name of the technique that asks, for the error.
-        where: Only parameters for which this is true.
+        who: Name of the technique, for errors.
+        where: Further condition on the parameters to return.
 
     Raises:
-        ConfigurationError: If a pattern is no regular expression or matches nothing, as :func:`match_modules` does.
+        ConfigurationError: If a pattern is not a regular expression or matches nothing.
     """
     named = [item for item in root.named_parameters(remove_duplicate=False) if where is None or where(item[1])]
     candidates: dict[str, nn.Parameter] = {}
@@ -226,10 +226,10 @@ def match_parameters(
 
 
 def name_pattern(pattern: str, who: str) -> re.Pattern[str]:
-    """The compiled pattern for the end of a dotted name, to be used with ``fullmatch``.
+    """Return the compiled pattern for the end of a dotted name, to be used with ``fullmatch``.
 
     Raises:
-        ConfigurationError: If it is no regular expression.
+        ConfigurationError: If it is not a regular expression.
     """
     if not isinstance(pattern, str):
         raise refusal(who, "a pattern", "a text, for the end of a dotted name", pattern)
@@ -240,7 +240,7 @@ def name_pattern(pattern: str, who: str) -> re.Pattern[str]:
 
 
 def _matching(names: Mapping[str, Sequence[str]], patterns: Sequence[str], who: str, what: str) -> list[str]:
-    """Those of the keys of ``names`` for which a pattern matches one of the values; each pattern must match one."""
+    """Return the keys of ``names`` with a value that a pattern matches. Each pattern must match something."""
     matched: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         expression = name_pattern(pattern, who)
@@ -260,7 +260,7 @@ def _matching(names: Mapping[str, Sequence[str]], patterns: Sequence[str], who: 
 
 
 def endings(names: Iterable[str]) -> list[str]:
-    """The distinct ends of dotted names, in order: the last part, with those before it where it is a number.
+    """Return the distinct ends of dotted names, in order: the last part, with the part before it if it is a number.
 
     Example:
         >>> endings(["blocks.0.up", "blocks.1.up", "blocks.1.mlp.0"])
@@ -271,20 +271,21 @@ def endings(names: Iterable[str]) -> list[str]:
 
 
 def parents(name: str) -> Iterator[str]:
-    """Of a dotted name those of the modules around it, the nearest first; that of the root is empty and left out."""
+    """Yield the names of the modules around a dotted name, the nearest first, without the empty name of the root."""
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
 
 
 def expert_stacks(root: nn.Module) -> list[tuple[str, nn.Module, list[str]]]:
-    """Modules that hold the matrices of several experts in parameters of three dimensions, and these parameters' names.
+    """Return modules that hold the matrices of several experts in parameters [experts, ...], and their names.
 
-    Such a module has no parts with weights, and what it has is one entry for each expert. Convolutions are none.
+    Such a module has no children with weights, and each of its parameters has one entry for each expert. Convolutions
+    are left out.
     """
     found = []
     for name, module in root.named_modules():
-        if hasattr(module, "expert_shape"):  # our own, which may be quantised
+        if hasattr(module, "expert_shape"):  # our own class, which may be quantised
             found.append((name, module, ["weight"]))
             continue
         own = [(key, p) for key, p in module.named_parameters(recurse=False) if not key.startswith("lora_")]
@@ -301,31 +302,31 @@ _DROPPED_FLAGS = {"foreach", "fused", "capturable", "differentiable", "decoupled
 
 
 def call_layers(root: nn.Module) -> None:
-    """Keep torch's transformer encoder from reading the weights of layers in ``root`` whose forward has been changed.
+    """Make torch's transformer encoders in ``root`` call their layers, whose forward may have been changed.
 
-    In evaluation without gradients it runs a fused kernel on ``linear1.weight`` and its kin, and calls no layer: what
-    was put into their forwards would be left out without a word.
+    In evaluation without gradients they would run a fused kernel on weights such as ``linear1.weight``, and would
+    ignore changed forwards silently.
     """
     for part in root.modules():
         if isinstance(part, nn.TransformerEncoderLayer):
-            part.activation_relu_or_gelu = 0  # which nothing but the fused path reads
+            part.activation_relu_or_gelu = 0  # only the fused path reads it
         elif isinstance(part, nn.TransformerEncoder):
-            part.use_nested_tensor = False  # nested tensors exist for the fused path alone
+            part.use_nested_tensor = False  # only the fused path needs nested tensors
 
 
 def become(optimizer: Optimizer, cls: type[Optimizer], **arguments: object) -> None:
-    """Turn ``optimizer`` into a fresh ``cls`` in place: same object, same groups, same hyper-parameters, same hooks.
+    """Turn ``optimizer`` into a new ``cls`` in place, with the same groups, hyper-parameters and hooks.
 
-    Because the object stays the same, every scheduler that points at it (chained and sequential ones too) stays valid.
+    The object stays the same, so that every scheduler that refers to it stays valid.
 
     Args:
         optimizer: An optimizer that has not stepped yet.
-        cls: The class to turn it into; arguments that both have in common (its signature's, and its ``options``) keep
-            their values, group by group.
+        cls: The new class. Arguments that both classes have (in the signature, or in ``options``) keep their values,
+            group by group.
         **arguments: Further arguments for ``cls``.
 
     Raises:
-        ConfigurationError: If the optimizer holds state already (it would be lost).
+        ConfigurationError: If the optimizer already has state, which would be lost.
     """
     if optimizer.state:
         raise ConfigurationError(f"{type(optimizer).__name__} has stepped already; its state would be lost")
@@ -344,7 +345,7 @@ def become(optimizer: Optimizer, cls: type[Optimizer], **arguments: object) -> N
 
 
 def _counted(step: Callable[..., Any]) -> Callable[..., Any]:
-    """What a scheduler does to its optimizer's ``step`` to learn whether it was called before its own."""
+    """Return ``step`` wrapped as a scheduler wraps it, to learn whether it was called before the scheduler's step."""
 
     @functools.wraps(step)
     def wrapper(self: Optimizer, *args: object, **kwargs: object) -> object:
@@ -364,18 +365,19 @@ def weights_wait(root: nn.Module) -> bool:
 
 
 def count(parameters: Iterable[nn.Parameter]) -> int:
-    """Number of elements, tied parameters once."""
+    """Return the number of elements, with tied parameters counted once."""
     return sum({id(parameter): parameter.numel() for parameter in parameters}.values())
 
 
 @contextmanager
 def own_draws(seed: int | None = None) -> Iterator[None]:
-    """Draw on the CPU, from its global generator, which is as before afterwards; no other device's is touched.
+    """Context with the CPU as default device, after which the state of the CPU's global generator is restored.
 
-    Lightning calls ``configure_model`` with the run's device as the default: what is built in here must be moved there.
+    Lightning calls ``configure_model`` with the run's device as the default device: modules that are built in this
+    context must be moved there.
 
     Args:
-        seed: What the generator is seeded with; ``None`` leaves it where it stands.
+        seed: Seed of the generator; ``None`` keeps its state.
     """
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         if seed is not None:
@@ -384,6 +386,6 @@ def own_draws(seed: int | None = None) -> Iterator[None]:
 
 
 def inputs_first(layer: nn.Module) -> bool:
-    """Whether a layer's weight is [inputs, outputs, ...], as of transposed convolutions and of GPT-2's ``Conv1D``."""
+    """Return whether a layer's weight is [inputs, outputs, ...], as in transposed convolutions and ``Conv1D``."""
     conv1d = any(base.__name__ == "Conv1D" and hasattr(layer, "nf") for base in type(layer).__mro__)
     return conv1d or isinstance(layer, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d)

@@ -1,10 +1,10 @@
-"""The contract as checks that any technique can be put through, in the way of scikit-learn's ``check_estimator``.
+"""Contract suite for techniques, in the way of scikit-learn's ``check_estimator``.
 
     check_technique(Clamp, effect=stays_small, neutral=lambda: Clamp(limit=1e9))
 
-A check builds the technique anew, trains a toy with it, and raises an ``AssertionError`` that says what does not hold.
-:data:`CHECKS` has them one by one, for a test runner that reports each: ``check(case_of(make, effect))``. What a
-technique is *for* only its author knows: ``effect`` gets the :class:`Run` and asserts it.
+A check builds the technique, trains a toy with it, and raises an ``AssertionError`` that names the broken rule.
+:data:`CHECKS` lists the checks, for a test runner that reports each of them: ``check(Case(make, effect))``. Only the
+author knows the purpose of a technique: ``effect`` gets a :class:`Run` and asserts the purpose.
 """
 
 import copy
@@ -41,7 +41,7 @@ WIDTH = 16
 
 
 class Block(nn.Module):
-    """A residual block, [..., width] -> [..., width]."""
+    """Residual block, [..., width] -> [..., width]."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Repeated blocks between a stem and a head, [..., WIDTH] -> [..., WIDTH]."""
+    """Network of equal blocks between a stem and a head, [..., WIDTH] -> [..., WIDTH]."""
 
     def __init__(self, width: int = WIDTH, depth: int = 4) -> None:
         super().__init__()
@@ -70,12 +70,12 @@ class Net(nn.Module):
 
 
 class ToyMethods:
-    """The body of a LightningModule, for either namespace. It knows nothing of techniques.
+    """Methods of a LightningModule, for both namespaces of Lightning.
 
     Args:
-        where: In which hook the network is built: ``init``, ``setup`` or ``configure_model``.
-        network: What is built: [B, WIDTH] -> [B, WIDTH]. One with the attribute ``takes_labels`` is called with
-            ``labels`` [B], too, and returns losses [B].
+        where: Hook in which the network is built: ``init``, ``setup`` or ``configure_model``.
+        network: Class of the network, [B, WIDTH] -> [B, WIDTH]. A network with the attribute ``takes_labels`` is also
+            given ``labels`` [B], and returns losses [B].
     """
 
     prediction = "eps"
@@ -85,7 +85,7 @@ class ToyMethods:
         super().__init__()
         self.where, self.network = where, network
         self.net: Any = None
-        self.seen: dict[str, Any] = {}  # of the last training step, for effects
+        self.seen: dict[str, Any] = {}  # figures of the last training step, for effects
         if where == "init":
             self._build()
 
@@ -96,24 +96,24 @@ class ToyMethods:
                 self.net = self.network()
 
     def setup(self, stage: str) -> None:
-        """Build the network here, if it is to be."""
+        """Build the network if ``where`` names this hook."""
         if self.where == "setup":
             self._build()
 
     def configure_model(self) -> None:
-        """Build the network here, if it is to be."""
+        """Build the network if ``where`` names this hook."""
         if self.where == "configure_model":
             self._build()
 
     def _sample_loss(self, batch: Sequence[Tensor]) -> Tensor:
-        """Losses [B]: the row's numbers are to be reversed, or, with labels, the largest one named."""
+        """Return losses [B]. The task is to reverse a row, or, with labels, to find its largest number."""
         (x,) = batch
         if getattr(self.network, "takes_labels", False):
             return self.net(x, labels=x.argmax(-1))
         return (self.net(x) - x.flip(-1)).square().mean(-1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """The loss and what the loss protocol asks for."""
+        """Return the loss and the further keys of the loss protocol."""
         draw = torch.rand(())
         sample_loss = self._sample_loss(batch)
         log_snr = batch[0].detach().mean(-1) * 4
@@ -134,32 +134,32 @@ class ToyMethods:
         self.log("test/loss", self._sample_loss(batch).mean())  # type: ignore[attr-defined]
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """What the network says."""
+        """Return the output of the network."""
         return self.net(batch[0])
 
     def num_tokens(self, batch: Any) -> int:
-        """As if rows were sequences of different lengths."""
+        """Return a number that differs between batches, as for sequences of different lengths."""
         return int((batch[0] > 0).sum())
 
     def configure_optimizers(self) -> Any:
-        """AdamW with two groups and a schedule."""
+        """Return AdamW with two groups, and a schedule."""
         optimizer = torch.optim.AdamW(self.groups(), lr=1e-2, betas=(0.8, 0.95))
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def groups(self) -> list[dict[str, Any]]:
-        """Matrices, which decay, and all else."""
+        """Return two parameter groups: matrices with weight decay, and the others without."""
         decay = [p for p in self.net.parameters() if p.ndim > 1]
         rest = [p for p in self.net.parameters() if p.ndim <= 1]
         return [{"params": decay, "weight_decay": 0.1, "name": "decay"}, {"params": rest, "lr": 5e-3, "name": "rest"}]
 
 
 class Toy(ToyMethods, L.LightningModule):
-    """The toy of ``lightning.pytorch``."""
+    """Toy module for ``lightning.pytorch``."""
 
 
 def data(rows: int = 8, batch_size: int = 4, shuffle: bool = False) -> DataLoader:
-    """Rows of WIDTH random numbers, the same each time."""
+    """Return a loader of rows of WIDTH random numbers, the same in each call."""
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(rows, WIDTH, generator=generator, device="cpu")
     return DataLoader(TensorDataset(numbers), batch_size, shuffle=shuffle)
@@ -178,39 +178,39 @@ QUIET: dict[str, Any] = {
 
 
 def trainer(callbacks: Sequence[Any] = (), *, namespace: Any = L, **arguments: Any) -> Any:
-    """A quiet trainer on the CPU, of one epoch unless ``arguments`` say otherwise."""
+    """Return a trainer on the CPU without output, for one epoch unless ``arguments`` say otherwise."""
     precisions = [part for part in callbacks if isinstance(part, PrecisionTechnique)]
     others = [part for part in callbacks if not any(part is precision for precision in precisions)]
     plugins = [*precisions, *arguments.pop("plugins", ())] or None
     return namespace.Trainer(callbacks=others, plugins=plugins, **{**QUIET, "max_epochs": 1, **arguments})
 
 
-# A run and what was seen of it ---------------------------------------------------------------------------------------
+# A run and its records -----------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Step:
-    """One batch of training, as it was when all other callbacks were done with it."""
+    """Record of one training batch, at the end of ``on_train_batch_end``."""
 
-    number: int  # optimizer steps that were done by then
-    loss: Tensor  # that was differentiated
-    seen: dict[str, Any]  # by the toy; "influence" [B] is the gradient of that loss for each sample's
+    number: int  # optimizer steps so far
+    loss: Tensor  # the loss that was differentiated
+    seen: dict[str, Any]  # figures of the toy; "influence" [B] is d loss / d sample_loss
     weights: dict[str, Tensor]
-    gradients: dict[str, Tensor]  # after the backward pass, with those of earlier batches of the same step
-    rates: list[float]  # of the first optimizer's groups
+    gradients: dict[str, Tensor]  # after the backward pass, accumulated over the batches of the step
+    rates: list[float]  # learning rates of the first optimizer's groups
 
 
 @dataclass
 class Run:
-    """A run that has ended.
+    """Record of a finished run.
 
     Args:
         trainer: The trainer.
         module: The trained toy; its network is ``module.net``.
         start: Weights at the start of training, by name.
-        steps: One entry a batch.
-        checkpoint: The full checkpoint of the last epoch's end, loaded with ``weights_only=True``.
-        reports: What the techniques have reported, by name.
+        steps: One entry for each batch.
+        checkpoint: Full checkpoint of the end of the last epoch, loaded with ``weights_only=True``.
+        reports: Reports of the techniques, by name.
     """
 
     trainer: Any
@@ -221,17 +221,17 @@ class Run:
     reports: dict[str, Report] = field(default_factory=dict)
 
     def technique(self, name: str) -> Any:
-        """The callback, or the precision, whose class has this name, or ``None``."""
+        """Return the callback or precision whose class has this name, or ``None``."""
         return next((part for part in parts_of(self.trainer) if type(part).__name__ == name), None)
 
     def exported(self) -> dict[str, Any]:
-        """A checkpoint of weights alone, as it is saved when the run has ended."""
+        """Return a weights-only checkpoint, saved after the end of the run."""
         with tempfile.TemporaryDirectory() as folder:
             self.trainer.save_checkpoint(Path(folder) / "weights.ckpt", weights_only=True)
             return load(Path(folder) / "weights.ckpt")
 
     def state(self) -> dict[str, Any]:
-        """All that training goes on from: weights, optimizers, schedulers."""
+        """Return all states that training continues from: weights, optimizers, schedulers."""
         return {
             "weights": weights(self.module),
             "optimizers": [optimizer.state_dict() for optimizer in self.trainer.optimizers],
@@ -241,7 +241,7 @@ class Run:
 
 
 class Watch(L.Callback):
-    """Takes notes, and saves a checkpoint at each epoch's end; stateless, so that resuming without it is the same."""
+    """Callback that fills a :class:`Run` and saves a checkpoint at the end of each epoch. It has no state."""
 
     def __init__(self, run: Run, folder: Path, saves: bool = True) -> None:
         self.run, self.folder, self.saves = run, folder, saves
@@ -265,7 +265,7 @@ class Watch(L.Callback):
         self._taken = {}
 
     def _take(self, module: nn.Module, parameter: Any) -> None:
-        """Note a gradient that will not be there later."""
+        """Record a gradient that is freed before the end of the backward pass."""
         name = next(name for name, p in module.named_parameters() if p is parameter)
         self._taken[name] = parameter.grad.detach().clone()
 
@@ -284,12 +284,12 @@ class Watch(L.Callback):
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    """A copy of a module's weights and buffers by name."""
+    """Return copies of a module's weights and buffers by name."""
     return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A checkpoint, read without running code that lies in it."""
+    """Return a checkpoint, read without running code from it."""
     try:
         return dict(load_verified(path))
     except CheckpointError as error:
@@ -299,7 +299,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def assert_equal(a: Any, b: Any, what: str = "") -> None:
-    """Bitwise equality of nested states, with the path of what differs."""
+    """Assert that nested states are equal bit by bit; the error names the paths that differ."""
     differences = list(_differences(a, b, ""))
     assert not differences, f"{what}{': ' if what else ''}{len(differences)} differ, first: {differences[:3]}"
 
@@ -344,7 +344,7 @@ HOOKS = (
 )
 
 
-# What is checked -----------------------------------------------------------------------------------------------------
+# The checks ----------------------------------------------------------------------------------------------------------
 
 
 _PLAIN: dict[Any, dict[str, Any]] = {}
@@ -352,7 +352,7 @@ _PLAIN: dict[Any, dict[str, Any]] = {}
 
 @dataclass(frozen=True)
 class Case:
-    """Techniques that act together on the toy, and what is to come of it. See :func:`check_technique`."""
+    """Techniques that act together on the toy, and their expected effect. See :func:`check_technique`."""
 
     make: Callable[[], Sequence[Technique]]
     effect: Callable[[Run], object]
@@ -365,18 +365,18 @@ class Case:
     rows: int = 8
 
     def toy(self, where: str = "configure_model") -> Toy:
-        """The module, not yet trained."""
+        """Return the module, not yet trained."""
         return Toy(where, self.network)
 
     def plain(self) -> dict[str, Any]:
-        """The state of a run without techniques, which many cases have in common; not to be changed."""
+        """Return the state of a run without techniques. It is shared by many cases and must not be changed."""
         key = (self.network, self.rows, repr(sorted(self.trainer.items())))
         if key not in _PLAIN:
             _PLAIN[key] = self.fit([], saves=False).state()
         return _PLAIN[key]
 
     def fit(self, techniques: Sequence[Any], module: Any = None, **arguments: Any) -> Run:
-        """Train the toy with ``techniques``, watched, in a folder that is gone afterwards."""
+        """Train the toy with ``techniques`` in a temporary folder, and return the record."""
         with tempfile.TemporaryDirectory() as folder:
             return self.fit_in(Path(folder), techniques, module, **arguments)
 
@@ -384,7 +384,7 @@ class Case:
         self, folder: Path, techniques: Sequence[Any], module: Any = None, *,
         ckpt_path: Path | None = None, saves: bool = True, **more: Any,
     ) -> Run:  # fmt: skip
-        """Train the toy with ``techniques``, watched, and leave each epoch's checkpoint in ``folder``."""
+        """Train the toy with ``techniques``, save a checkpoint of each epoch in ``folder``, and return the record."""
         run = Run(None, self.toy() if module is None else module)
         run.trainer = trainer([*techniques, Watch(run, folder, saves)], **self.trainer, **more)
         torch.manual_seed(0)
@@ -394,7 +394,7 @@ class Case:
 
 
 def check_arguments(case: Case) -> None:
-    """Arguments are attributes of the same name, and what a checkpoint keeps of them is primitives."""
+    """Check that arguments are attributes of the same name, and that checkpoints keep them as primitives."""
     for technique in case.make():
         kind, given = type(technique), technique.arguments()
         odd = {name: value for name, value in given.items() if " at 0x" in str(value)}
@@ -405,7 +405,7 @@ def check_arguments(case: Case) -> None:
 
 
 def check_acts(case: Case) -> None:
-    """It acts wherever the network is built, reports it, a base still loads, and saving changes nothing."""
+    """Check that it acts wherever the network is built, reports, loads base checkpoints, and saves without effects."""
     plain = case.plain()["weights"]
     state = torch.get_rng_state()
     apply(case.toy("init"), case.make())
@@ -427,18 +427,18 @@ def check_acts(case: Case) -> None:
             f"built in {where}, the weights are {'not ' * case.changes}those of a plain run"
         )
         assert_equal(runs["init"].steps[-1].weights, run.steps[-1].weights, f"built in {where}, not in init")
-    case.effect(runs["setup"])  # which has saved; of a run whose network `configure_model` builds: see `check_resumes`
+    case.effect(runs["setup"])  # the run that has saved; `check_resumes` asserts the effect for `configure_model`
 
 
 def check_neutral(case: Case) -> None:
-    """At its neutral setting training equals plain Lightning, bit for bit."""
+    """Check that training at the neutral setting equals plain Lightning bit for bit."""
     if case.neutral is not None:
         usual = dataclasses.replace(case, trainer={})
         assert_equal(usual.plain(), usual.fit(case.neutral(), saves=False).state(), "neutral is not plain Lightning")
 
 
 def check_effect_is_real(case: Case) -> None:
-    """The effect does not hold for a run without the techniques: an effect that always holds tests nothing.
+    """Check that the effect does not hold for a run without the techniques: else it would test nothing.
 
     The techniques are added to the trainer after the run, so that an effect that asks them for figures is refuted by
     their figures.
@@ -453,7 +453,7 @@ def check_effect_is_real(case: Case) -> None:
 
 
 def check_resumes(case: Case) -> None:
-    """One epoch, a checkpoint, a fresh module and trainer, one more: equal to two in one go. Then the effect."""
+    """Check that an epoch, a checkpoint and an epoch with new objects equal two epochs without a stop."""
     with tempfile.TemporaryDirectory() as folder:
         whole = case.fit_in(Path(folder), case.make(), max_epochs=2)
         half = Path(folder) / "0.ckpt"
@@ -466,7 +466,7 @@ def check_resumes(case: Case) -> None:
 
 
 def check_loads_safely(case: Case) -> None:
-    """Full checkpoints and those of weights alone load with ``weights_only=True`` and name the techniques."""
+    """Check that full and weights-only checkpoints load with ``weights_only=True`` and name the techniques."""
     run = case.fit(case.make())
     expected = {type(technique).__name__: technique.arguments() for technique in case.make()}
     named = {record["name"]: record["arguments"] for record in run.checkpoint["lit_efficient"]["techniques"]}
@@ -475,7 +475,7 @@ def check_loads_safely(case: Case) -> None:
 
 
 def check_stages(case: Case) -> None:
-    """One module through fit, validation, test and prediction, and all again, is transformed once."""
+    """Check that a module is transformed once in two rounds of fit, validation, test and prediction."""
     module = case.toy()
     hooks: set[int] = set()
     for _ in range(2):
@@ -498,7 +498,7 @@ def check_stages(case: Case) -> None:
 
 
 def check_cleans_up(case: Case, hooks: Sequence[str] = HOOKS) -> None:
-    """No wrap is left after a run, nor after an exception in any of ``hooks``, and it can be trained again."""
+    """Check that no wrap is left after a run, nor after an exception in any of ``hooks``."""
     module = case.toy()
     before = _wraps(module)
     for hook in (*hooks, None):
@@ -510,12 +510,12 @@ def check_cleans_up(case: Case, hooks: Sequence[str] = HOOKS) -> None:
             pass
         else:
             assert hook is None, f"{hook} was not called"
-        left = _wraps(module) - before - {"on_save_checkpoint"}  # which stays: a trainer saves after its teardown, too
+        left = _wraps(module) - before - {"on_save_checkpoint"}  # stays: a trainer can save after its teardown
         assert not left, f"{left} of the module stay wrapped after {hook or 'a run'}: call super() in that hook"
 
 
 def check_deep_copy(case: Case) -> None:
-    """A deep copy in the middle of a run is a module of its own."""
+    """Check that a deep copy in the middle of a run is independent of the module."""
     copies: list[Any] = []
 
     class Copy(L.Callback):
@@ -541,7 +541,7 @@ def _moved(module: nn.Module, before: Mapping[str, Tensor]) -> set[str]:
 
 
 def check_standalone(case: Case) -> None:
-    """It trains alike in the standalone namespace ``pytorch_lightning``."""
+    """Check that training is equal in the standalone namespace ``pytorch_lightning``."""
     import pytorch_lightning
 
     states = []
@@ -578,19 +578,19 @@ def check_technique(
     repacks: bool = False,
     network: Callable[[], nn.Module] = Net,
 ) -> None:
-    """Put a technique through all of :data:`CHECKS`.
+    """Run all of :data:`CHECKS` on a technique.
 
     Args:
-        make: Builds it at a setting that visibly changes the toy's training.
-        effect: Asserts what the technique is for, of a run that it took part in: at its end, and in the checkpoint.
-        neutral: Builds it at a setting under which training is plain Lightning's; ``None`` where there is none.
-        changes: Whether ``make`` changes the weights that a short run ends with.
+        make: Function that builds the technique at a setting that visibly changes the toy's training.
+        effect: Function that asserts the purpose of the technique for a run with it, and fails for a run without it.
+        neutral: Function that builds the technique at a setting under which training equals plain Lightning, if any.
+        changes: Whether ``make`` changes the weights at the end of a short run.
         shadows: Whether evaluation uses other weights than the module's own.
-        repacks: Whether a weight has another shape afterwards, under its old name.
-        network: What the toy is made of, where :class:`Net` (linear layers and norms) is nothing to act on.
+        repacks: Whether a weight gets another shape under its old name.
+        network: Class of the toy's network, if the technique cannot act on :class:`Net` (linear layers and norms).
 
     Raises:
-        AssertionError: Of the first check that does not hold.
+        AssertionError: From the first check that fails.
     """
     plain = None if neutral is None else lambda: [neutral()]
     case = Case(lambda: [make()], effect, plain, changes, shadows, repacks, network)
