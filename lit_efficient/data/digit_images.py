@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from lit_efficient.errors import check_number, refusal
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key, loading
 
-HELD_OUT = 180  # images for validation, and as many for the test: a tenth each
+# Images for validation, and as many for the test: a tenth each.
+HELD_OUT = 180
 TRANSFORM = "bicubic enlargement, grey levels to [-1, 1]"
 
 

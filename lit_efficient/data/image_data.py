@@ -107,7 +107,8 @@ class ImageData(ImageModule):
             store.log_findings()
         self._log_shapes()
         if self.scores.judge is not None:
-            ImageJudge(self.scores.judge, "ImageData")  # a model that cannot be loaded raises an error now
+            # A model that cannot be loaded raises an error now.
+            ImageJudge(self.scores.judge, "ImageData")
 
     def setup(self, stage: str) -> None:
         self._open()
@@ -165,7 +166,8 @@ class ImageData(ImageModule):
         shapes = [offered[number] for number in nearest_shapes(sizes, offered).tolist()]
         self.dataset = KeyedImageFiles(every, shapes, self.view, self.seed, labels, captions)
         self._split(stores)
-        self._stores = every  # last, so that after an error everything is opened again
+        # Set last, so that after an error everything is opened again.
+        self._stores = every
 
     def _stores_of(self, part: str) -> list[StoredImages]:
         """Open the images of "train", "val" or "test"."""

@@ -232,7 +232,8 @@ class LatentData(KeyedModule):
             if self.features is not None and encoders.teacher is not None:
                 self._identity |= self.features.identity(encoders.teacher)
             for name, value in ({"variants": str(self.images.variants)} | self.images.identity()).items():
-                if name != "split":  # the entry "split" above holds for any source
+                # The entry "split" above holds for any source.
+                if name != "split":
                     self._identity[f"images.{name}"] = value
         return self._identity
 

@@ -24,14 +24,14 @@ from lit_efficient.data.latents import stage_one
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.files.cache import cache_root, digest_of
 from lit_efficient.files.sealed_folder import Contents, make_once, open_checked
-from lit_efficient.files.sums import sha256_of
 from lit_efficient.models.judges import conv_features
 from lit_efficient.models.judges.conv_features import DigitFeatures, judge_digits
 from lit_efficient.models.libraries.latent_codec import LatentCodec
 from lit_efficient.models.networks import autoencoder as autoencoder_module
 from lit_efficient.models.networks.autoencoder import FACTOR, AutoencoderConfig, sample_posterior
 
-_CODE = (autoencoder_module, conv_features, digits, stage_one)  # modules that stage one depends on
+# Modules whose code decides the result of stage one.
+_CODE = (autoencoder_module, conv_features, digits, stage_one)
 
 
 class LatentDigits(DigitsDataModule):
@@ -106,13 +106,10 @@ class LatentDigits(DigitsDataModule):
                 "std": torch.tensor(manifest["latent_std"]),
             }
         )
-        # On the meta device the judge draws no random numbers for weights that are replaced right away.
-        with torch.device("meta"):
-            judge = DigitFeatures()
-        judge.load_state_dict(files["judge.safetensors"], assign=True)
-        self.judge = judge.eval().requires_grad_(False)
+        self.judge = stage_one.load_classifier(DigitFeatures, files["judge.safetensors"])
         latents = files["latents.safetensors"]
-        if not torch.equal(latents["labels"], labels):  # a row is a dataset index, so labels must be on the same rows
+        # A row is a dataset index, so labels must be on the same rows.
+        if not torch.equal(latents["labels"], labels):
             raise ConfigurationError(
                 f"The latents in {self._folder(key)} have other labels. Delete the folder and run again."
             )
@@ -140,8 +137,7 @@ class LatentDigits(DigitsDataModule):
 
     def _key(self, images: Tensor, labels: Tensor) -> str:
         """Return a hash of the data, the settings and the code that the result of stage one depends on."""
-        sources = [str(module.__file__) for module in _CODE]
-        code = [sha256_of(Path(source)) for source in [*sources, __file__]]
+        code = stage_one.hashes_of_code(__file__, *(module.__file__ for module in _CODE))
         # The code is part of the key: a change of it must not reuse the result of the code before.
         settings = [asdict(self.autoencoder), self.autoencoder_steps, self.judge_steps, self.image_size, self.seed]
         return digest_of([digits.digest(images, labels), settings, code])

@@ -31,7 +31,6 @@ from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import check_choice, check_number, refusal
 from lit_efficient.files.cache import cache_root, digest_of
 from lit_efficient.files.sealed_folder import Contents, make_once, open_checked
-from lit_efficient.files.sums import sha256_of
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
 from lit_efficient.models.judges import conv_features, sample_quality
 from lit_efficient.models.judges.conv_features import ConvFeatures
@@ -40,7 +39,8 @@ from lit_efficient.models.judges.sample_quality import distances_of_features
 _NAMES = ("temple", "flower")
 _BANDS = ("top", "middle", "bottom")
 _ROWS, _COLUMNS = 3, 5
-_BLOCK = 128  # pixels of the shorter side of a block: 640 / 5
+# Pixels of the shorter side of a block: 640 / 5.
+_BLOCK = 128
 _CAPTIONS = (
     "a photograph of a temple with tiled roofs above trees and a lake under a pale blue sky",
     "a photograph of an orange dahlia in front of dark green leaves",
@@ -199,11 +199,7 @@ class PhotoCrops(ImageModule):
         if not self.judge_steps or self.judge is not None:
             return
         files, _ = open_checked(self._folder(), self._key())
-        # On the meta device the judge draws no random numbers for weights that are replaced right away.
-        with torch.device("meta"):
-            judge = _new_judge()
-        judge.load_state_dict(files["judge.safetensors"], assign=True)
-        self.judge = judge.eval().requires_grad_(False)
+        self.judge = stage_one.load_classifier(_new_judge, files["judge.safetensors"])
         self._reference = files["reference.safetensors"]["features"]
 
     def bucket_of(self, index: int) -> tuple[int, int]:
@@ -263,8 +259,7 @@ class PhotoCrops(ImageModule):
 
     def _key(self) -> str:
         """Return a hash of the crops, the settings and the code that the judge depends on."""
-        sources = (conv_features.__file__, sample_quality.__file__, stage_one.__file__, __file__)
-        code = [sha256_of(Path(str(source))) for source in sources]
+        code = stage_one.hashes_of_code(conv_features.__file__, sample_quality.__file__, stage_one.__file__, __file__)
         # Labels and variants do not change the crops that the judge is trained on.
         settings = {name: value for name, value in self.identity().items() if name not in ("labels", "variants")}
         return digest_of([settings, self.judge_steps, self.seed, code])

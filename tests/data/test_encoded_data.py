@@ -1,4 +1,4 @@
-"""Data sets that others have encoded: every reader on files that are written here, as those who publish them do."""
+"""Tests of EncodedData: every reader, on files in the formats of published data sets."""
 
 import io
 import json
@@ -197,7 +197,7 @@ def test_names_of_tables_are_no_patterns(tmp_path):
 
 
 def test_imagenet_int8_as_it_is_published(tmp_path):
-    """Flat bytes in a column whose encoding is called uint8, labels as text, values (x / 255 - 1/2) * 24."""
+    """Latents are flat bytes with the encoding uint8, labels are texts, and the values are (x / 255 - 1/2) * 24."""
     codes = np.random.default_rng(2).integers(0, 256, (ROWS, 4 * 8 * 8), dtype=np.uint8)
     columns = {"label": ("str", None), "label_as_text": ("str", None), "vae_output": ("uint8", None)}
     rows = {"label": [str(y).encode() for y in LABELS], "label_as_text": [c.encode() for c in CAPTIONS]}
@@ -218,7 +218,7 @@ def test_imagenet_int8_as_it_is_published(tmp_path):
 
 
 def test_cosmos_imagenet_as_it_is_published(tmp_path):
-    """int8 codes in one file for training and one for validation, values x * 16 / 255."""
+    """It has one file of int8 codes for training and one for validation, with the values x * 16 / 255."""
     codes = np.random.default_rng(3).integers(-128, 128, (ROWS, 16, 2, 2)).astype(np.int8)
     save_file({"latents": codes, "labels": LABELS}, tmp_path / "imagenet_ci8x8.safetensors")
     save_file({"latents": codes[:4], "labels": LABELS[:4]}, tmp_path / "imagenet_ci8x8_val.safetensors")
@@ -240,7 +240,7 @@ def test_cosmos_imagenet_as_it_is_published(tmp_path):
 
 
 def held_in_files(folder, **arguments):
-    """Labels that are trained on and those of validation, whose files are ``val_files``."""
+    """Return the labels of the training rows and of the validation rows."""
     data = EncodedData(str(folder), statistics="none", **{"num_classes": 7, **arguments})
     data.setup("fit")
     return [data.dataset.labels(index) for index in (data.train_index, data.val_index)]
@@ -350,7 +350,7 @@ def test_an_epoch_goes_on_where_it_stopped(tmp_path):
 
 
 class Trap:
-    """Would write a file if it were unpickled."""
+    """Object that writes a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = path

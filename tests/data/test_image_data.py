@@ -1,4 +1,4 @@
-"""ImageData: pure items, exact resume, splits and identities that follow the content, a policy for what is broken."""
+"""Tests of ImageData: pure items, exact resume, splits and identities by content, and damaged images."""
 
 import hashlib
 import json
@@ -139,7 +139,7 @@ def test_what_spawned_workers_are_given_arrives(folder):
 
 
 class Learner(Tiny):
-    """Learns the red of images of any shape."""
+    """Module that learns the red of images of any shape."""
 
     def __init__(self, data):
         super().__init__()

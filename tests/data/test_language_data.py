@@ -54,7 +54,7 @@ def caches(tmp_path: Path) -> set[str]:
 
 
 def answers(data: LanguageData, loader) -> list[str]:
-    """What the labels of all batches say, document by document."""
+    """Return the labels of all batches as text, document by document."""
     found = []
     for batch in loader:
         for labels in batch["labels"]:
@@ -137,7 +137,7 @@ def test_the_cache_is_used_again_and_never_stale(tmp_path: Path, caplog: pytest.
 
 
 def test_one_cache_serves_every_length(tmp_path: Path) -> None:
-    """Its rows are those of a cache that was made for that length alone."""
+    """The rows equal those of a cache that was made for that length alone."""
     source = tmp_path / "long.jsonl"
     rows = [chat(i, 1 + i % 40) for i in range(40)] + [{"text": f"word{i} é " * 5 * i} for i in range(1, 9)]
     source.write_text("\n".join(map(json.dumps, rows[:40])))
@@ -456,7 +456,7 @@ def test_the_packages_of_the_standard_library_are_other_files_than_the_instructi
 def test_processes_write_the_cache_that_one_writes_byte_for_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Malformed rows are listed in their order, whether reading finds them or tokenising, which is behind it."""
+    """Malformed rows are listed in order, no matter whether reading or tokenising finds them."""
     lines = write_rows(tmp_path / "data.jsonl", 90).read_text().splitlines()
     bad = json.dumps({"messages": [{"role": "user", "content": "<|im_end|>"}, chat(0)["messages"][1]]})
     for place, line in ((3, "{"), (20, bad), (41, "{"), (42, bad), (88, "{")):

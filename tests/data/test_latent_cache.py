@@ -1,4 +1,4 @@
-"""The latent cache: what comes back, what is refused, and what a kill leaves."""
+"""Tests of the latent cache: items, refusals, and resuming after a kill."""
 
 import json
 import os
@@ -64,7 +64,7 @@ WORDS = TextEncoderConfig(
 def made(
     folder: Path, images: ToyImages | None = None, autoencoder=OURS, shard_rows: int = 7, **arguments
 ) -> LatentData:
-    """A cache that was written, and opened again."""
+    """Write a cache and open it again."""
     data = LatentData(images or ToyImages(), autoencoder, folder=str(folder), **arguments)
     data.images.setup("fit")
     data.write_cache(shard_rows=shard_rows, batch_size=4)
@@ -78,7 +78,7 @@ def opened(data: LatentData) -> LatentData:
 
 
 def live(data: LatentData) -> LatentData:
-    """The same images, encoded in each step with the same statistics."""
+    """Return a module that encodes the same images in each step, with the same statistics."""
     other = LatentData(data.images, data.autoencoder, cached=False)
     other.setup("fit")
     other.codec.mean, other.codec.std = data.codec.mean, data.codec.std
@@ -86,7 +86,7 @@ def live(data: LatentData) -> LatentData:
 
 
 def test_cached_batches_are_the_live_ones_encoded(tmp_path):
-    """To float32's rounding: how a convolution adds up depends on how many images are encoded together."""
+    """Equal up to rounding in float32: the sums of a convolution depend on the size of the batch."""
     data = made(tmp_path / "cache", ToyImages(variants=3, buckets=True, captions=True))
     other = live(data)
     seen = set()
@@ -146,7 +146,7 @@ def test_a_folder_of_images_with_random_crops_and_flips(tmp_path):
 
 
 def test_a_pair_is_never_torn_whatever_the_order(tmp_path):
-    """Each latent must be that of the image its index and its label tell, for orders that no epoch ever had."""
+    """Each latent must belong to the image of its index and label, in any order of reading."""
     images = ToyImages(variants=2)
     data = made(tmp_path / "cache", images, shard_rows=5)
     store = LatentStore(tmp_path / "cache")
@@ -220,7 +220,7 @@ def test_captions_are_embedded_once_each_and_come_with_their_images(tmp_path):
 
 
 def test_what_a_cache_replaces_is_not_loaded_again(tmp_path, monkeypatch):
-    """Nor hashed: large encoders in files are known by their files."""
+    """Nor are its weights hashed: large encoders are recognised by their files."""
     monkeypatch.setenv("LIT_EFFICIENT_CACHE", str(tmp_path / "facts"))
     for module in (latent_codec, text_encoder):
         monkeypatch.setattr(module, "EMBEDDED_BYTES", 100)
@@ -403,7 +403,7 @@ def die_before(step: int) -> None:
 
 
 def killed_build(data: LatentData, before: int, **options) -> bool:
-    """Build in a process that is killed before its n-th step; whether it lived to the end."""
+    """Build in a process that is killed before its n-th step. Return whether the process finished."""
 
     def build() -> None:
         die_before(before)
@@ -477,7 +477,7 @@ def test_what_was_half_built_is_verified_and_belongs_to_its_settings(tmp_path):
 
 
 def test_two_processes_share_the_shards_and_write_the_cache_of_one(tmp_path):
-    """Threads in their place, of which one breaks off in the middle; then one process alone goes on."""
+    """Two threads act as processes, and one of them fails in the middle; then one process resumes the build."""
 
     def source(folder: str) -> LatentData:
         data = LatentData(ToyImages(captions=True, variants=2), OURS, text_encoder=WORDS, folder=str(tmp_path / folder))
@@ -518,7 +518,7 @@ def test_two_processes_share_the_shards_and_write_the_cache_of_one(tmp_path):
 
 
 class Breaking:
-    """Images of which one cannot be read."""
+    """Data set in which some images cannot be read."""
 
     def __init__(self, dataset) -> None:
         self.dataset = dataset
@@ -592,14 +592,14 @@ def test_ranks_share_an_epoch_between_them(tmp_path):
 
 
 class Trainer:
-    """What of Lightning's tells a data module which part is its process's."""
+    """Stand-in with the attributes of a Trainer that tell a DataModule the part of its process."""
 
     distributed_sampler_kwargs = {"num_replicas": 3, "rank": 2}  # noqa: RUF012
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
 
 
 class Images(ImageModule):
-    """A data module of images without any."""
+    """DataModule of images that needs no files."""
 
     def setup(self, stage: str) -> None:
         self.train_index = self.val_index = list(range(9))

@@ -1,4 +1,4 @@
-"""Crops of two photographs: parts that share no pixel, items that are functions of their key, a judge that sees."""
+"""Tests of PhotoCrops: parts share no pixel, items depend on the key alone, and the judge tells images apart."""
 
 import numpy as np
 import pytest

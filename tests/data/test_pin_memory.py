@@ -1,4 +1,4 @@
-"""Batches are pinned where they go to a CUDA device, and nowhere else: without a word on a CPU."""
+"""Tests of pinned memory: batches are pinned for CUDA devices only, without a warning on a CPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_only_for_cuda(device: str, wanted: bool, pinned: bool) -> None:
 
 @pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)
 def test_every_data_module_has_the_argument(kind: type) -> None:
-    """`LatentData` loads what its source loads, and as that does."""
+    """`LatentData` has no such argument, because its source does the loading."""
     named = inspect.signature(kind).parameters
     assert ("pin_memory" in named) == ("num_workers" in named)
 

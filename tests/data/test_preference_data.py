@@ -1,4 +1,4 @@
-"""Pairs: recognised and read, cut without touching an answer, held out by prompt, batched side by side."""
+"""Tests of PreferenceData: pairs are recognised, cut without touching an answer, held out by prompt and batched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`preload: true` gives the same batches from memory, reads each item once, and refuses what does not fit."""
+"""Tests of `preload: true`: equal batches from memory, one read of each item, and an error if the items do not fit."""
 
 from __future__ import annotations
 

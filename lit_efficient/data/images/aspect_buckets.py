@@ -51,7 +51,8 @@ class AspectBuckets:
             height = area // width // self.step * self.step
             if not height or max(height / width, width / height) > self.max_aspect:
                 continue
-            if (width + self.step) * height > area:  # else a wider shape of this height fits
+            # Without this condition a wider shape of the same height would fit, too.
+            if (width + self.step) * height > area:
                 found.append((height, width))
         if len(found) < 2:
             raise ConfigurationError(

@@ -174,7 +174,8 @@ def _metadata_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for row in reader:
             yield f"{file}, line {reader.line_num}", row
         return
-    for number, line in enumerate(text.split("\n"), 1):  # splitlines would also split at U+2028 and others
+    # splitlines() would also split at U+2028 and others.
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         place = f"{file}, line {number}"

@@ -92,7 +92,8 @@ class ImageModule(KeyedModule):
         pin_memory: Place batches for a CUDA device in pinned memory, which allows asynchronous copies.
     """
 
-    preload = False  # read all items once and keep them
+    # Read all items once and keep them.
+    preload = False
 
     def __init__(self, batch_size: int, num_workers: int, seed: int, variants: int, pin_memory: bool = True) -> None:
         super().__init__()

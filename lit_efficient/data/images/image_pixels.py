@@ -29,9 +29,11 @@ Crop = Literal["center", "random"]
 Resample = Literal["lanczos", "bicubic"]
 T = TypeVar("T")
 
-RULES = "1"  # part of every identity; raise it when the same bytes become other pixels
+# Part of every identity; raise it when the same bytes become other pixels.
+RULES = "1"
 _MODES = {"rgb": "RGB", "grey": "L"}
-_ORIENTATION = 0x0112  # tag of EXIF; the values 5 to 8 swap height and width
+# Tag of EXIF; the values 5 to 8 swap height and width.
+_ORIENTATION = 0x0112
 _END_OF_JPEG = b"\xff\xd9"
 # Other formats that Pillow knows may start programs (PostScript), or have decoders that are rarely tested.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM", "AVIF", "JPEG2000")
@@ -64,7 +66,8 @@ def decode(content: bytes, channels: Channels = "rgb") -> Image:
         opaque = upright.convert("RGBA")
         upright = Images.alpha_composite(Images.new("RGBA", opaque.size, "white"), opaque)
     elif upright.mode == "P":
-        upright = upright.convert("RGB")  # a direct conversion to grey would take some palettes for grey levels
+        # A direct conversion to grey would take some palettes for grey levels.
+        upright = upright.convert("RGB")
     return upright.convert(_MODES[channels])
 
 
@@ -83,7 +86,8 @@ def upright_size(content: bytes, thorough: bool = False) -> tuple[int, int]:
     image = _opened(content)
     if image.format == "PNG":
         _trying(image.verify)
-        image = _opened(content)  # an image cannot be read after verify()
+        # An image cannot be read after verify().
+        image = _opened(content)
     if image.format != "JPEG" or _END_OF_JPEG not in content[-64:]:
         _trying(image.load)
     if _trying(image.getexif).get(_ORIENTATION, 1) >= 5:

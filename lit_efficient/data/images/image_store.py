@@ -23,7 +23,8 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.cache import cache_folder, prepared_folder, read_manifest, seal
 from lit_efficient.files.file_hashes import broken_seal, hash_files
 
-FORMAT = 2  # part of every key; raise it when the meaning of the files changes
+# Part of every key; raise it when the meaning of the files changes.
+FORMAT = 2
 _SHOWN = 5
 _Unreadable = list[list[Any]]  # [row, reason] of each image
 

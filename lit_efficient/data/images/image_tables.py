@@ -123,7 +123,8 @@ def _files_in(folder: Path) -> list[Path]:
     Links to folders are followed, except links to a folder that contains them.
     """
     found = []
-    parents_of = {os.fspath(folder): {os.path.realpath(folder)}}  # real paths of a folder and of the folders above it
+    # Real paths of a folder and of the folders above it.
+    parents_of = {os.fspath(folder): {os.path.realpath(folder)}}
     for here, below, names in os.walk(folder, followlinks=True):
         parents = parents_of.pop(here)
         followed = []

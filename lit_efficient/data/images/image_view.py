@@ -64,7 +64,8 @@ class ImageView:
         elif self.variants != 1 + self.horizontal_flip:
             allowed = f"{1 + self.horizontal_flip} for crop: center {flip} horizontal_flip"
             raise refusal("ImageData", "view.variants", allowed, self.variants)
-        self.shapes()  # raises now if there are no such buckets
+        # Buckets that do not exist raise an error now.
+        self.shapes()
 
     def shapes(self) -> list[Shape]:
         """Return all shapes, from the tallest to the widest."""

@@ -93,7 +93,8 @@ class SafetensorsRows:
         self._ends = list(accumulate(lengths))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tensors": {}}  # a memory map belongs to one process
+        # A memory map belongs to one process.
+        return {**self.__dict__, "_tensors": {}}
 
     def __len__(self) -> int:
         return self._ends[-1]

@@ -59,7 +59,8 @@ class MosaicShards:
         self._mapped: dict[int, np.ndarray] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_mapped": {}}  # a memory map belongs to one process
+        # A memory map belongs to one process.
+        return {**self.__dict__, "_mapped": {}}
 
     def __len__(self) -> int:
         return self._ends[-1]

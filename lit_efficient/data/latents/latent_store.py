@@ -38,7 +38,8 @@ MANIFEST = "manifest.json"
 INDEX = "index.safetensors"
 COMMAND = "python -m lit_efficient cache-latents --config CONFIG"
 _ENTRIES = {"identity", "files", "count", "statistics", "labels", "text_rows"}  # required in a manifest
-_SHOWN = 60  # characters of an entry in an error
+# Characters of an entry in an error.
+_SHOWN = 60
 
 
 class LatentStore:
@@ -65,7 +66,8 @@ class LatentStore:
         self._opened: dict[str, dict[str, Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": {}}  # memory maps belong to one process
+        # Memory maps belong to one process.
+        return {**self.__dict__, "_opened": {}}
 
     def __len__(self) -> int:
         return int(self.manifest["count"])
@@ -94,7 +96,8 @@ class LatentStore:
         """
         index, variant = key
         opened = self._open(INDEX)
-        places = opened["places"].numpy()  # NumPy reads a single number ten times faster than torch
+        # NumPy reads a single number ten times faster than torch.
+        places = opened["places"].numpy()
         if not _holds(places, index, variant):
             raise ConfigurationError(
                 f"The latent cache {self.folder} has no image (index {index}, variant {variant}): it holds "

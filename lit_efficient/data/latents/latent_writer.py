@@ -50,8 +50,10 @@ from lit_efficient.models.libraries.text_encoder import TextEncoder
 SHARD_ROWS = 1024
 TEXT_ROWS = 256
 PSNR_IMAGES = 8
-_SETTINGS = "building.json"  # settings of a build that is not finished
-_CONTENT = {MANIFEST, INDEX, _SETTINGS, "shards", "text"}  # a folder that holds anything else is never removed
+# File with the settings of a build that is not finished.
+_SETTINGS = "building.json"
+# A folder that holds anything else is never removed.
+_CONTENT = {MANIFEST, INDEX, _SETTINGS, "shards", "text"}
 
 T = TypeVar("T")
 Progress = Callable[[int, int], Any]
@@ -151,7 +153,8 @@ def build_latents(
     partial = folder.with_name(f".{folder.name}.building")
     build = _Build(partial, plan, images, encoders, batch_size, device_of(device), ranks)
     if ranks.rank:
-        ranks.wait()  # until rank 0 has looked at the folders
+        # Rank 0 looks at the folders first.
+        ranks.wait()
         if overwrite or not (folder / MANIFEST).is_file():
             build.write(num_workers, progress)
             ranks.wait()
@@ -176,7 +179,8 @@ def build_latents(
             ranks.wait()
             build.write(num_workers, progress)
             manifest = build.finish(identity, about or {})
-            remove_whole(folder)  # also removes the rest of a cache that a kill left at this place
+            # Also removes the rest of a cache that a kill left at this place.
+            remove_whole(folder)
             os.replace(partial, folder)
             (folder / _SETTINGS).unlink()
         ranks.wait()
@@ -187,7 +191,8 @@ def _checked(folder: Path, identity: Mapping[str, str]) -> dict[str, Any]:
     """Return the manifest of a complete cache, after comparing its identity and all files."""
     hint = "Give another folder, restore the settings, or replace the cache with --overwrite."
     refuse_other(folder, read_manifest(folder)["identity"], identity, hint)
-    (folder / _SETTINGS).unlink(missing_ok=True)  # left by a run that was killed at its very end
+    # A run that was killed at its very end leaves this file.
+    (folder / _SETTINGS).unlink(missing_ok=True)
     return LatentStore(folder, thorough=True).manifest
 
 
@@ -210,7 +215,8 @@ def _begin(partial: Path, settings: Mapping[str, str], overwrite: bool) -> None:
         if not overwrite:
             hint = "Finish that cache, give another folder, or discard the unfinished cache with --overwrite."
             refuse_other(partial, found, settings, hint)
-    remove_whole(partial)  # files without their settings may belong to any build
+    # Files without their settings may belong to any build.
+    remove_whole(partial)
     write_json(path, settings)
 
 

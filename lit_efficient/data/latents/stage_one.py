@@ -6,13 +6,15 @@ state.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lit_efficient.files.sums import sha256_of
 from lit_efficient.models.judges.conv_features import ConvFeatures
 from lit_efficient.models.networks.autoencoder import Autoencoder, AutoencoderConfig, autoencoder_loss
 from lit_efficient.surgery import own_draws
@@ -42,6 +44,20 @@ def fit_classifier(build: Callable[[], _Judge], images: Tensor, labels: Tensor, 
         judge = build()
         _optimise(judge, len(images), steps, lambda rows: F.cross_entropy(judge.classify(images[rows]), labels[rows]))
     return judge.eval().requires_grad_(False)
+
+
+def load_classifier(build: Callable[[], _Judge], weights: Mapping[str, Tensor]) -> _Judge:
+    """Return a frozen classifier with the given weights."""
+    # On the meta device the classifier draws no random numbers for weights that are replaced right away.
+    with torch.device("meta"):
+        judge = build()
+    judge.load_state_dict(weights, assign=True)
+    return judge.eval().requires_grad_(False)
+
+
+def hashes_of_code(*files: str | None) -> list[str]:
+    """Return the SHA-256 of source files, for keys of results that must not outlive a change of the code."""
+    return [sha256_of(Path(str(file))) for file in files]
 
 
 def _optimise(model: nn.Module, count: int, steps: int, loss: Callable[[Tensor], Tensor]) -> None:

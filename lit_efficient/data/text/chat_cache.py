@@ -35,7 +35,8 @@ from lit_efficient.files.cache import MANIFEST, cache_folder, prepared_folder, r
 from lit_efficient.files.file_hashes import broken_seal
 
 SPLITS = ("train", "val")
-_CHUNK = 256  # rows that are tokenised together
+# Rows that are tokenised together.
+_CHUNK = 256
 
 
 @dataclass

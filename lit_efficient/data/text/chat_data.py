@@ -193,7 +193,8 @@ class ChatDataModule(LightningDataModule):
 
     def _prepare(self, thorough: bool) -> Path:
         settings = asdict(self.rows)
-        for name in ("max_malformed", "split", "val_split", "subset"):  # they change nothing but the content of rows
+        # These arguments change only which rows are read, and the hash of the content covers the rows.
+        for name in ("max_malformed", "split", "val_split", "subset"):
             del settings[name]
         tokenizer = self.chat.vocab_size
         if self.tokenizer_name is not None:

@@ -20,7 +20,8 @@ from lit_efficient.files.checkpoints import missing_folder
 from lit_efficient.files.sums import check_sums
 
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
-SMALLEST_VOCABULARY = 256 + 3  # bytes, and the three special tokens
+# Bytes, and the three special tokens.
+SMALLEST_VOCABULARY = 256 + 3
 
 # ChatML. The text between generation and endgeneration is written by the assistant, including its end of turn.
 CHATML = (
@@ -30,7 +31,8 @@ CHATML = (
     "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>")  # names of the end of a text in a bare tokenizer.json
+# Names of the end of a text in a bare tokenizer.json.
+_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>")
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 

@@ -21,7 +21,8 @@ from lit_efficient.data.text.truncation import Pieces, facts
 from lit_efficient.files.cache import map_numbers
 from lit_efficient.losses.next_token import IGNORE
 
-FORMAT = 5  # part of every key; raise it when the meaning of the files changes
+# Part of every key; raise it when the meaning of the files changes.
+FORMAT = 5
 
 
 class DocumentWriter:
@@ -85,7 +86,8 @@ class Documents:
         length, _, _, trained, cuttable = (column[pieces.document] for column in self.facts.T)
         is_whole = pieces.lengths == length
         count = int(trained[is_whole].sum())
-        count += int((pieces.lengths - 1)[(cuttable == 1) & ~is_whole].sum())  # all tokens of a text but the first
+        # All tokens of a text but the first.
+        count += int((pieces.lengths - 1)[(cuttable == 1) & ~is_whole].sum())
         for index in np.flatnonzero((cuttable == 0) & ~is_whole).tolist():
             stored = self._tokens[self._place(pieces, index)][1:]
             count += int((stored >= 0).sum())

@@ -104,7 +104,8 @@ class _Worker:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with suppress(BrokenPipeError):  # the process ended before it had read everything
+        # The process ended before it had read everything.
+        with suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.stdout.close()
         self._process.kill()
@@ -129,7 +130,8 @@ def _serve() -> None:
     """Main function of a process: read the work, then one part after the other, until the parent ends."""
     given = sys.stdin.buffer
     results = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # printed text goes to the standard error, and not among the results
+    # Printed text goes to the standard error, and not among the results.
+    os.dup2(2, 1)
     work = pickle.load(given)  # noqa: S301 (from our own parent)
     while True:
         try:

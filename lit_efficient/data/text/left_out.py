@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 
 from lit_efficient.data.text.chat_formats import Document, Message
 
-_THOUGHT_ENDS = "</think>"  # in the content; templates remove the text before it from earlier turns
+# End of the thoughts in a content. Templates remove the text before it from earlier turns.
+_THOUGHT_ENDS = "</think>"
 
 
 def left_out(document: Document, text: str) -> Counter[str]:
@@ -95,4 +96,5 @@ def _squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-_squeezed_text = functools.lru_cache(maxsize=2)(_squeezed)  # `occurs` is called for each part of one conversation
+# `occurs` is called for each part of one conversation.
+_squeezed_text = functools.lru_cache(maxsize=2)(_squeezed)

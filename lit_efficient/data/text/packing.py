@@ -63,7 +63,8 @@ def pack_lengths(lengths: ArrayLike, capacity: int) -> Bins:
     bin_of = np.empty(sizes.size, dtype=np.int64)  # of the items in `order`
     rooms = _Rooms()
     opened = 0  # number of bins
-    end = 0  # number of items of this length and of larger ones
+    # Number of items of this length and of larger ones.
+    end = 0
     values, counts = np.unique(sizes, return_counts=True)
     for length, count in zip(values[::-1].tolist(), counts[::-1].tolist()):
         end += count
@@ -71,7 +72,8 @@ def pack_lengths(lengths: ArrayLike, capacity: int) -> Bins:
         while left:
             room = rooms.smallest(length)
             space = capacity if room is None else room
-            each = space // length  # the best-fitting bin stays the best until this length no longer fits
+            # The best-fitting bin stays the best until this length no longer fits.
+            each = space // length
             wanted = -(-left // each)
             if room is None:
                 taken = np.arange(opened, opened + wanted)

@@ -19,7 +19,8 @@ from lit_efficient.data.text.text_files import standard_library
 
 REQUEST = "Write the body of this Python function."
 MAX_ROWS = 2000
-_SHORTEST, _LONGEST = 30, 600  # characters of an answer: more than `pass`, and short enough for a small model
+# Characters of an answer: more than `pass`, and short enough for a small model.
+_SHORTEST, _LONGEST = 30, 600
 
 
 @functools.cache

@@ -10,8 +10,10 @@ from lit_efficient.data.text.pair_formats import Example, StringsAs, read_pair, 
 from lit_efficient.data.text.rows import Source
 from lit_efficient.errors import ConfigurationError
 
-_SHOWN = 20  # malformed rows that are kept for messages
-_PEEKED = 100  # rows that decide the format of a source
+# Malformed rows that are kept for messages.
+_SHOWN = 20
+# Rows that decide the format of a source.
+_PEEKED = 100
 
 
 class Reader:
@@ -69,7 +71,8 @@ class Reader:
             return "text", f"{source.name}: text, one document a file"
         if kind == "auto":
             return recognise(self._first_rows(source), source.name, source.hint)
-        if source.hint:  # a table: if its columns lack the keys, all of its rows do
+        # A table: if its columns lack the keys, all of its rows do.
+        if source.hint:
             recognise(self._first_rows(source), source.name, source.hint, [kind])
         return kind, f"{source.name}: format {kind}, as asked"
 

@@ -30,7 +30,8 @@ from lit_efficient.files.file_hashes import hash_files
 from lit_efficient.files.sums import sha256_of
 from lit_efficient.internals.hugging_face import fingerprint, load_saved
 
-_LARGE = 2**26  # bytes; the hash of a larger file is kept for its size and time
+# Bytes; the hash of a larger file is kept for its size and time.
+_LARGE = 2**26
 STDLIB_INSTRUCTIONS = "stdlib-instructions"
 STDLIB_PACKAGES = "stdlib-packages"
 STDLIB_PREFERENCES = "stdlib-preferences"
@@ -98,7 +99,8 @@ def _folder(path: Path, name: str) -> list[Source]:
     files = [file for file in found if _suffix(file) in ROW_SUFFIXES + TEXT_SUFFIXES]
     # A .json file may be a description of the data, as in many folders of the hub.
     rows = [file for file in files if _suffix(file) in ROW_SUFFIXES and _suffix(file) != ".json"]
-    files = rows or files  # with files of rows, texts such as a README are no data
+    # With files of rows, texts such as a README are no data.
+    files = rows or files
     if not files:
         raise ConfigurationError(f"{name}: the folder holds no data. Supported are {READ}.")
     taken = set(files)
@@ -280,7 +282,8 @@ def _json_list(path: Path, name: str) -> Iterator[Row]:
 
 
 def _table(path: Path, name: str) -> Iterator[Row]:
-    csv.field_size_limit(sys.maxsize)  # the default of 128 KiB is too small for texts
+    # The default of 128 KiB is too small for texts.
+    csv.field_size_limit(sys.maxsize)
     with _open(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
         try:
             delimiter = _delimiter(path, text.readline())

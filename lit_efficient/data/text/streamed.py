@@ -30,7 +30,8 @@ from lit_efficient.distributed.ranks import place_among_ranks
 from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConfigurationError
 
-_ENOUGH_ROWS = 100  # rows from which on the share of malformed rows is checked
+# Rows from which on the share of malformed rows is checked.
+_ENOUGH_ROWS = 100
 
 PackedRow = list[tuple[np.ndarray, np.ndarray, int]]
 
@@ -68,7 +69,8 @@ class StreamedRows(IterableDataset[PackedRow]):
         self.buffer = buffer
         self.max_malformed = max_malformed
         self.seed = seed
-        self.place: tuple[int, int] | None = None  # rank and ranks, set by the main process: workers may not know
+        # Rank and ranks, set by the main process: workers may not know.
+        self.place: tuple[int, int] | None = None
         self.counts = Counts()
         self._rows_read = RowCount()  # of this pass over the stream
         self._has_warned = False
@@ -84,7 +86,8 @@ class StreamedRows(IterableDataset[PackedRow]):
             for waiting in self._buffers(part, parts):
                 rows = self._packed(waiting, mix_seed(self.seed, number, yielded, part))
                 yielded += len(rows)
-                if len(waiting) < self.buffer:  # the last buffer: the whole stream is read
+                # The last buffer: the whole stream is read.
+                if len(waiting) < self.buffer:
                     self._report()
                     if not yielded:
                         raise ConfigurationError(

@@ -21,9 +21,12 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Pair = tuple[int, int]
-_LINE = r"\n+[^\n]*|[^\n]+"  # line breaks belong to the line that follows, like its indentation
-_MOST = 32_000_000  # characters of text (or a little more) that the second stage holds in memory
-_SPACE = "Ġ"  # spelling of a space in byte-level vocabularies
+# Line breaks belong to the line that follows, like its indentation.
+_LINE = r"\n+[^\n]*|[^\n]+"
+# Characters of text (or a little more) that the second stage holds in memory.
+_MOST = 32_000_000
+# Spelling of a space in byte-level vocabularies.
+_SPACE = "Ġ"
 
 
 def train_superbpe(
@@ -96,7 +99,8 @@ def continue_merges(
 
     while heap and len(spelling) < vocab_size:
         count, pair = heapq.heappop(heap)
-        if -count != frequency[pair]:  # an old entry; a pair that became more frequent has a newer entry
+        # An old entry; a pair that became more frequent has a newer entry.
+        if -count != frequency[pair]:
             if 1 < frequency[pair] < -count:
                 heapq.heappush(heap, (-frequency[pair], pair))
             continue
@@ -110,7 +114,8 @@ def continue_merges(
         for position in sorted(places.pop(pair)):
             following = after[position]
             if following < 0 or (symbol[position], symbol[following]) != pair:
-                continue  # another merge has changed this place
+                # Another merge has changed this place.
+                continue
             left = before[position]
             right = after[following]
             times = weight[position]

@@ -27,7 +27,8 @@ from lit_efficient.files.tensors import load_tensors, map_tensors, save_tensors
 from lit_efficient.losses.next_token import IGNORE, targets_of
 
 MANIFEST = "manifest.json"
-FORMAT = 1  # part of every key; raise it when the meaning of the files changes
+# Part of every key; raise it when the meaning of the files changes.
+FORMAT = 1
 SHARD_BATCHES = 64
 ROW = ("input_ids", "labels", "shift_labels", "position_ids", "attention_mask")
 """Entries of a batch that may identify a row."""
@@ -146,7 +147,8 @@ class TopKCache:
             raise ConfigurationError(f"The cache's manifest {folder / MANIFEST} cannot be read. {hint}") from error
         self.folder = folder
         self._shards: list[Any] = []
-        self._places: dict[bytes, tuple[int, int, int]] = {}  # shard, first token and number of tokens of each row
+        # Shard, first token and number of tokens of each row.
+        self._places: dict[bytes, tuple[int, int, int]] = {}
         for name, expected in files.items():
             path = folder / name
             if not path.is_file() or (thorough and sha256_of(path) != expected):

@@ -10,8 +10,10 @@ from typing import NoReturn
 
 from lit_efficient.errors import ConfigurationError
 
-_SECONDS = 2  # of processor time; a conversation takes milliseconds
-_BYTES = 1 << 30  # above the memory that the process has
+# Limit of processor time. A conversation takes milliseconds.
+_SECONDS = 2
+# Limit of memory, above the memory that the process has.
+_BYTES = 1 << 30
 
 
 @contextlib.contextmanager
@@ -29,7 +31,8 @@ def limited(template: str) -> Iterator[None]:
         )
     # The limit is on address space, of which the process already has some.
     before = resource.getrlimit(resource.RLIMIT_AS)
-    with contextlib.suppress(OSError, ValueError):  # no /proc, or the limit is lower already
+    # No /proc, or the limit is lower already.
+    with contextlib.suppress(OSError, ValueError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + _BYTES, before[1]))
     try:
@@ -45,7 +48,8 @@ def limited(template: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _time_limit() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
+    # Only the main thread receives signals.
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     handler = signal.signal(signal.SIGVTALRM, _stop)

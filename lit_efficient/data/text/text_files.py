@@ -131,7 +131,8 @@ def split_texts(files: list[TextFile], fraction: float, seed: int) -> tuple[list
     ranks = []
     for file in files:
         name = f"{seed}:{file.path}"
-        if seen[file.path]:  # several folders may hold the same relative path
+        # Several folders may hold the same relative path.
+        if seen[file.path]:
             name += f":{seen[file.path]}"
         ranks.append(unit_hash(name))
         seen[file.path] += 1

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
-FORMAT = 2  # part of every key; raise it when the meaning of the files changes
+# Part of every key; raise it when the meaning of the files changes.
+FORMAT = 2
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, special: Sequence[str] = (END_OF_TEXT,)) -> "Tokenizer":
@@ -107,7 +108,9 @@ def open_tokens(folder: Path, split: str) -> np.ndarray:
 def _tokenise(tokenizer: "Tokenizer", texts: Sequence[str], dtype: np.dtype) -> Iterator[np.ndarray]:
     """Yield the ids of each text."""
     end = tokenizer.token_to_id(END_OF_TEXT)
-    tokenizer.encode_special_tokens = True  # a text that spells END_OF_TEXT, as this file does, must not end there
-    for start in range(0, len(texts), 256):  # encodings are many times larger than their ids, so keep few of them
+    # A text that spells END_OF_TEXT, as this file does, must not end there.
+    tokenizer.encode_special_tokens = True
+    # Encodings are many times larger than their ids, so keep few of them.
+    for start in range(0, len(texts), 256):
         for encoding in tokenizer.encode_batch_fast(list(texts[start : start + 256])):
             yield np.asarray([*encoding.ids, end], dtype=dtype)

@@ -85,7 +85,8 @@ def cut(documents: np.ndarray, max_length: int, side: Side, counts: Counts) -> P
     if side == "drop":
         number[truncated] = 0
     of = np.repeat(np.arange(len(documents)), number)  # document of each piece
-    place = np.arange(len(of)) - np.repeat(np.cumsum(number) - number, number)  # number of the piece in its document
+    # Number of the piece in its document.
+    place = np.arange(len(of)) - np.repeat(np.cumsum(number) - number, number)
     start = place * (max_length - 1)
     if side == "left":
         start += np.where(truncated, length - max_length, 0)[of]

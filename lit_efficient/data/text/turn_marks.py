@@ -22,7 +22,8 @@ from lit_efficient.internals.hugging_face import chat_environment, template_mess
 if TYPE_CHECKING:
     from jinja2 import Template
 
-_MARK = re.compile("\ufdd0(\\d+);(-?\\d+)\ufdd1")  # noncharacters, which no text holds
+# Noncharacters, which no text holds.
+_MARK = re.compile("\ufdd0(\\d+);(-?\\d+)\ufdd1")
 _NAME = "lit_efficient_mark"
 
 

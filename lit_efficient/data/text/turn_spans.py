@@ -142,7 +142,8 @@ class TurnSpans:
         if len(marks) == len(answers):
             return [[span] for index, span in zip(answers, marks) if index in wanted]
         placed = self._placed(document.messages, document.tools)
-        if placed is None:  # the marks of different turns cannot be told apart
+        # The marks of different turns cannot be told apart.
+        if placed is None:
             if wanted != answers:
                 raise MalformedRow(f"the chat template marks {len(marks)} of the {len(answers)} assistant turns")
             return [[span] for span in marks]
@@ -196,7 +197,8 @@ class TurnSpans:
             if index not in placed.spans and message["role"] != "system" and content:
                 if content not in text:
                     raise MalformedRow(f"the chat template omits turn {index + 1}, of the role {message['role']}")
-                return []  # it is written elsewhere, perhaps inside an assistant turn
+                # The message is written elsewhere, perhaps inside an assistant turn.
+                return []
         turns: list[Turn] = []
         for index in wanted:
             before = messages[:index]

@@ -1,4 +1,4 @@
-"""Small image files of every layout, each image of one colour, so that its pixels say which it is."""
+"""Small image files in every layout. Each image has one colour, so that its pixels identify it."""
 
 import csv
 import io
@@ -11,7 +11,7 @@ SIZES = [(40, 40), (30, 60), (60, 30), (40, 50), (64, 24)]
 
 
 def picture(number, size=None):
-    """An image of colour ``number`` in red, a ramp in green."""
+    """Return an image with red ``number`` and a ramp in green."""
     height, width = size or SIZES[number % len(SIZES)]
     array = np.zeros((height, width, 3), np.uint8)
     array[..., 0] = 10 * number + 5
@@ -26,12 +26,12 @@ def encoded(image, kind="PNG"):
 
 
 def number_of(images):
-    """Which picture an item shows."""
+    """Return the number of the picture that an item shows."""
     return round((float(images[0].mean()) + 1) * 127.5 - 5) // 10
 
 
 def write(folder, names, captions=None):
-    """Picture number k as the k-th name, with captions beside them."""
+    """Write picture k to the k-th name, with caption files beside the images."""
     for number, name in enumerate(names):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Every format becomes the pixels that a viewer shows, and crops are functions of their key."""
+"""Tests of decoding and cropping: every format gives a viewer's pixels, and crops depend on the key alone."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Each layout that people have their images in gives the same images, labels and captions."""
+"""Tests of image tables: each layout of files gives the same images, labels and captions."""
 
 import json
 import pickle
@@ -26,7 +26,7 @@ def opened(train, **arguments):
 
 
 def contents(data):
-    """{number of the picture: (name of its class, caption)}"""
+    """Return {number of the picture: (name of its class, caption)}."""
     found = {}
     for index in range(len(data.dataset)):
         item = data.dataset[(index, 0)]
@@ -118,7 +118,7 @@ def test_links_to_folders_are_followed_but_not_in_circles(tmp_path):
 
 
 def test_links_to_one_file_are_several_images(tmp_path):
-    """As the hub's snapshots link to blobs, by content."""
+    """Snapshots of the hub link to files that are named by their content."""
     write(tmp_path / "blobs", [f"{n}.png" for n in range(4)])
     (tmp_path / "data").mkdir()
     for number in range(COUNT):
@@ -262,7 +262,7 @@ def test_rows_are_read_by_workers(tmp_path, kind):
 
 
 def broken(folder, kind):
-    """Make ``folder`` wrong in one way."""
+    """Break ``folder`` in one way."""
     names = [f"{n}.png" for n in range(COUNT)]
     listed = [{"file_name": name, "text": "x", "label": 1} for name in names]
     if kind == "empty":

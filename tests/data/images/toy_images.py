@@ -1,4 +1,4 @@
-"""A small source of images for tests of what reads one: variants, buckets, labels, captions."""
+"""Small image source for tests, with variants, buckets, labels and captions."""
 
 import hashlib
 from typing import Any
@@ -12,7 +12,7 @@ from lit_efficient.mechanisms.order.keyed_batch_sampler import Key, KeyedBatchSa
 
 
 class ToyImages(LightningDataModule):
-    """Noise images whose label is their index modulo ten; variant 1 is flipped, further ones are shifted."""
+    """Images of noise. The label is the index modulo ten; variant 1 is flipped, and further variants are shifted."""
 
     class_names = tuple(f"class {i}" for i in range(10))
     num_classes = 10

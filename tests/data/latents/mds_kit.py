@@ -1,4 +1,4 @@
-"""MDS files as MosaicML's `MDSWriter` writes them, without it."""
+"""Writer of MDS files in the format of MosaicML's `MDSWriter`."""
 
 import json
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def write_mds(folder, columns, rows, parts) -> None:
-    """A shard for each of ``parts``, slices of rows. ``columns``: name -> (encoding, fixed size or None)."""
+    """Write one shard for each slice of rows in ``parts``. ``columns``: name -> (encoding, fixed size or None)."""
     shards = []
     for number, part in enumerate(parts):
         samples = []

@@ -1,4 +1,4 @@
-"""What rounding costs, and the statistics of channels against draws."""
+"""Tests of the error of rounding, and of channel statistics against drawn samples."""
 
 import pytest
 import torch

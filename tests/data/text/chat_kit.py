@@ -1,4 +1,4 @@
-"""A tiny tokenizer and the chat templates of well-known families, written anew with their quirks."""
+"""Tiny tokenizer, and chat templates with the peculiarities of well-known model families."""
 
 from typing import Any
 

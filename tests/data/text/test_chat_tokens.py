@@ -47,7 +47,7 @@ def encode(document: Document, template: str | None = CHATML, **arguments) -> tu
 
 
 def learned(found: Encoded, encoder: ChatTokens) -> list[str]:
-    """The stretches of tokens that are learned, as text."""
+    """Return the runs of tokens with loss, as texts."""
     edges = np.flatnonzero(np.diff(found.trained.astype(int), prepend=0, append=0)).reshape(-1, 2)
     return [encoder.tokenizer.decode(found.ids[start:stop]) for start, stop in edges]
 
@@ -139,7 +139,7 @@ def test_a_twin_writes_what_its_template_writes_and_says_where_messages_stand() 
 @pytest.mark.parametrize("header", ["### Response:\n", "ASSISTANT: "])
 @pytest.mark.parametrize("space", ["{}{{{{ '\n\n' }}}}", "{{% if not loop.first %}}{{{{ '\n\n' }}}}{{% endif %}}{}"])
 def test_white_space_around_turns_is_no_beginning_of_one(header: str, space: str) -> None:
-    """Alpaca's template: blank lines between turns are no reason to leave out an answer's first paragraph."""
+    """Blank lines between turns, as in Alpaca's template, must not cut off the first paragraph of an answer."""
     body = f"{{{{ (m['content'] + '\n' if m.role == 'user' else {header!r} + m['content'] + eos_token) }}}}"
     loop = f"{{% for m in messages %}}{space.format(body)}{{% endfor %}}"
     template = f"{loop}{{% if add_generation_prompt %}}{{{{ '\n\n' + {header!r} }}}}{{% endif %}}"
@@ -296,7 +296,7 @@ def test_texts_end_and_prompts_are_given() -> None:
 
 @pytest.mark.parametrize("marks", [("", ""), ("{% generation %}", "{% endgeneration %}")])
 def test_a_word_that_has_the_prompts_last_space_is_learned(marks: tuple[str, str]) -> None:
-    """As transformers' mask has it; else a prompt "Answer: " and an answer "yes" would teach the end alone."""
+    """As in the mask of transformers. Otherwise the answer "yes" to "Answer: " would teach the end alone."""
     made = train_chat_tokenizer(["Answer: yes Answer: no"] * 60, 300)
     assert made.tokenize("Answer: yes")[-1] == "Ġyes"
     (found,) = ChatTokens(made).encode([Document(text="Answer: yes", given=8)])
@@ -338,7 +338,7 @@ def test_a_beginning_that_the_tokenizer_adds_stays_once() -> None:
 
 
 def fitted(document: Encoded, max_length: int, side: Side, counts: Counts) -> list[list[int]]:
-    """The ids of the pieces of a document."""
+    """Return the ids of the pieces of a document."""
     pieces = cut(np.array([facts(document)]), max_length, side, counts)
     assert pieces.document.tolist() == [0] * len(pieces)
     return [document.ids[start:stop].tolist() for start, stop in zip(pieces.start, pieces.stop)]
@@ -431,7 +431,7 @@ def test_the_turns_of_a_prompt_are_given_and_those_of_its_completion_learned(tem
 
 
 def test_a_turn_that_ends_with_another_token_does_not_learn_what_follows() -> None:
-    """As of Llama 3.1, whose calls of tools end with a token of their own."""
+    """As in Llama 3.1, where tool calls end with a separate token."""
     template = UNENDED.replace(
         "{% endgeneration %}{{ '<|im_end|>' }}",
         "{% endgeneration %}{{ '<|endoftext|>' if loop.index == 3 else '<|im_end|>' }}",
@@ -442,7 +442,7 @@ def test_a_turn_that_ends_with_another_token_does_not_learn_what_follows() -> No
 
 
 def test_a_long_conversation_is_searched_without_white_space_once() -> None:
-    """Calls with arguments in quotes stand there escaped; only what is missing is looked for in another text."""
+    """Only parts that are not found literally are searched in the text without white space."""
     calls = [{"function": {"name": "ask", "arguments": {"text": f'"{i}"\n'}}} for i in range(20)]
     document = Document(messages=({"role": "assistant", "content": "", "tool_calls": calls},))
     left_out_module._squeezed_text.cache_clear()

@@ -1,4 +1,4 @@
-"""What becomes of a process that tokenises, seen from its parent."""
+"""Tests of worker processes that fail or end, from the view of the parent."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A packed batch gives the loss and the gradients of its documents one by one: no token sees another document."""
+"""Tests of document isolation: a packed batch gives the loss and the gradients of its separate documents."""
 
 import copy
 
@@ -16,7 +16,7 @@ VOCABULARY = 50
 
 
 def documents(seed: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Six documents of very different lengths, a masked prompt in each, one of a single learned token."""
+    """Return six documents of very different lengths, each with a masked prompt, one with a single token with loss."""
     rng = np.random.default_rng(seed)
     found = []
     for length in (9, 2, 7, 5, 3, 11):
@@ -33,7 +33,7 @@ def rows() -> list[list[tuple[np.ndarray, np.ndarray]]]:
 
 
 def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The sum over labels that count, shifted by one."""
+    """Return the sum of the losses of all labels, shifted by one."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE, reduction="sum")
 
 
@@ -138,7 +138,7 @@ def test_positions_and_cache_exclude_each_other() -> None:
 
 
 def test_stochastic_depth_of_rows_takes_each_row_with_its_positions() -> None:
-    """A technique that runs blocks on some rows must cut table and mask along."""
+    """A technique that runs blocks on some rows must select the rows of positions and mask as well."""
     from lit_efficient.models.networks.gpt import packed_layout
 
     batch = packed_batch(rows(), length=24)

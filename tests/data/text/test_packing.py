@@ -6,13 +6,13 @@ from lit_efficient.errors import ConfigurationError
 
 
 def realistic(count: int, capacity: int, seed: int = 0) -> np.ndarray:
-    """Lengths as instruction data has them: log-normal, median 300 tokens, cut at the capacity."""
+    """Return lengths like those of instruction data: log-normal, median 300 tokens, cut at the capacity."""
     drawn = np.random.default_rng(seed).lognormal(np.log(300), 0.9, count)
     return np.clip(drawn, 4, capacity).astype(np.int64)
 
 
 def one_by_one(lengths: np.ndarray, capacity: int) -> list[int]:
-    """The textbook algorithm, item by item: the room left in each bin."""
+    """Return the room left in each bin by the textbook algorithm, item by item."""
     rooms: list[int] = []
     for length in sorted(lengths.tolist(), reverse=True):
         fitting = [room for room in rooms if room >= length]

@@ -64,7 +64,7 @@ def test_a_stream_goes_on_where_it_stood_with_two_workers(tmp_path: Path) -> Non
 
 
 class Watched(LightningModule):
-    """Keeps the tokens of every batch that it was trained on; the weight depends on all of them."""
+    """Module that keeps the tokens of every training batch. Its weight depends on all of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Watched(LightningModule):
 
 
 class SaveAtSix(Callback):
-    """Keeps a checkpoint of the sixth step, without a state of its own."""
+    """Callback that saves a checkpoint at the sixth step, and has no state."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -130,7 +130,7 @@ def test_a_short_stream_is_checked_and_says_what_it_lost(tmp_path: Path) -> None
 
 
 def test_a_stream_can_be_sent_to_workers_that_are_spawned(tmp_path: Path) -> None:
-    """They know no process group: the main process tells them their place."""
+    """Spawned workers have no process group: the main process sends them their place."""
     loader = streamed(tmp_path).train_dataloader()
     assert next(iter(loader))["input_ids"].ndim == 2
     sent = pickle.loads(pickle.dumps(loader.loader.dataset))

@@ -1,4 +1,4 @@
-"""SuperBPE: the second stage is byte-pair encoding, spans words within its limits, and saves tokens."""
+"""Tests of SuperBPE: the second stage is byte-pair encoding, spans words within its limits, and saves tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def texts() -> list[str]:
 
 
 def _naive(sequences: list[list[int]], counts: list[int], spelling: dict[int, str], size: int) -> list[Any]:
-    """The same by counting everything anew for each merge."""
+    """Return the same merges by counting all pairs again for each merge."""
     sequences, spelling = [list(s) for s in sequences], dict(spelling)
     merges: list[tuple[str, str]] = []
     while len(spelling) < size:

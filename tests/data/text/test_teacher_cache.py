@@ -1,4 +1,4 @@
-"""A teacher's answers on disk: found by what a row says, whole after a crash, refused when altered."""
+"""Tests of the teacher's cache: found by content, complete after a crash, refused when altered."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def batch(*seeds: int, padded: int = 9) -> dict[str, torch.Tensor]:
 
 
 def teach(of: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Answers that tell by which token they were asked."""
+    """Return answers that identify the token that they belong to."""
     asked = of["input_ids"][targets_of(of) != IGNORE]
     return torch.stack((asked, asked + 100), dim=1), torch.stack((-asked, -asked - 1, -asked - 2), dim=1) / 10
 

@@ -1,4 +1,4 @@
-"""A chat template that takes too much is stopped, and what it found is as it was."""
+"""Tests of the limits for chat templates: a template is stopped, and the limits of the process are restored."""
 
 import resource
 import signal
