@@ -51,7 +51,9 @@ def exchange(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     for part in module.modules():
         table = tensor_tables(part)[0]
         for name, p in table.items():
-            other = p if p is None else change(p)
+            if p is None:
+                continue
+            other = change(p)
             if other is not p:
                 table[name] = made.setdefault(id(p), nn.Parameter(other, p.requires_grad))
 

@@ -1,17 +1,18 @@
-"""Checkpoints that can be trusted: written whole or not at all, checked before use, and never a way to run code.
+"""Reliable checkpoints: written completely or not at all, verified before use, and loaded without running code.
 
-    save:  temporary file beside the target -> flush, fsync -> os.replace -> fsync of the folder
+    save:  temporary file in the same folder -> flush, fsync -> os.replace -> fsync of the folder
     load:  CRC-32 of every record -> torch.load(weights_only=True) on the CPU
 
-Saves: the run, when a process is killed while writing, a disk fills up or a bit flips (torch never reads its own CRCs),
-and the last good weights of one that diverges.
-Costs: one more read of the file when loading, in pieces of 1 MB; an fsync and one pass over the weights when saving.
-    A checkpoint that begins as the one before is compared with it as far as they agree.
+Saves: the run if a process is killed while writing, a disk is full or a bit flips (torch never reads its own CRCs), and
+    the last good weights of a run that diverges
+Costs: one more read of the file when loading, in pieces of 1 MB; an fsync and one pass over the weights when saving;
+    a comparison with the previous checkpoint, up to the first difference
 Source: torch.serialization's zip format, https://docs.pytorch.org/docs/stable/notes/serialization.html.
 """
 
 import os
 import sys
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,24 +34,25 @@ from lit_efficient.files.checkpoints import (
     state_of,
 )
 
-_MAPPED = sys.platform != "win32"  # where a file cannot be replaced while somebody reads it
+_MAPPED = sys.platform != "win32"  # Windows cannot replace a file that is mapped into memory
 
 
 class SafeCheckpointIO(CheckpointIO):
-    """Writes checkpoints atomically, checks them when loading, loads tensors and primitives only, and never from a URL.
+    """CheckpointIO that writes atomically, verifies files when loading, and only loads tensors and primitives.
 
-    Two checkpoints of the same content, such as a best and a last one of the same step, are one file with two names. A
-    resume leaves tensors on disk until they are used, and reads none twice for two processes.
+    URLs are not supported. Two checkpoints with the same content, such as the best and the last one of a step, are one
+    file with two names. When a run resumes, tensors stay on disk until they are used, and processes share their pages.
 
-    Folders, which sharding strategies write and read themselves, are read whole for a run on one device, and removed.
+    Sharding strategies write and read checkpoint folders themselves. Such folders can be loaded for a run on one
+    device, and removed.
 
     Args:
-        verify: Check every record's checksum before loading.
-        fallback: If a checkpoint is damaged, load the newest other ``*.ckpt`` of its folder (by modification time) that
-            is whole and holds optimizer states, and warn. Without it the error names that one. A missing file is always
-            an error: a name may be mistyped.
-        finite: Refuse to write weights and optimizers' states that are not finite, so that they replace none that are.
-            A mask of -inf may be among the weights; buffers that hold NaN on purpose need false.
+        verify: Check the checksum of every record before loading.
+        fallback: If a checkpoint is damaged, warn and load the newest other ``*.ckpt`` in its folder (by modification
+            time) that is intact and contains optimizer states. Otherwise the error names that file. A missing file is
+            always an error, because its name may be mistyped.
+        finite: Raise an error instead of writing weights and optimizer states that are not finite, so that they do not
+            replace good ones. Masks of -inf are allowed. Set it to false if buffers contain NaN on purpose.
 
     Raises:
         ConfigurationError: If an option is not a boolean.
@@ -67,49 +69,57 @@ class SafeCheckpointIO(CheckpointIO):
         self.verify = verify
         self.fallback = fallback
         self.finite = finite
-        self.checked: tuple[int, ...] | None = None  # the state of a file whose checksums are known to be right
-        self._written: tuple[Path, tuple[int, ...] | None] | None = None  # what was written last, and its state
-        # The standalone pytorch_lightning brings a base class of its own and asks for it with isinstance.
+        self.checked: tuple[int, ...] | None = None  # state (inode, size, time) of a file that has been verified
+        self._written: tuple[Path, tuple[int, ...] | None] | None = None  # file that was written last, and its state
+        # The standalone pytorch_lightning requires an instance of its own base class.
         if "lightning_fabric" in sys.modules:
             sys.modules["lightning_fabric.plugins"].CheckpointIO.register(type(self))
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Write a checkpoint whole or not at all.
+        """Write a checkpoint completely or not at all.
 
         Raises:
-            CheckpointError: If it cannot be written; the previous file is as it was.
-            DivergedError: If weights or optimizers' states are not finite; the previous file is as it was.
-            ConfigurationError: If ``storage_options`` are given: there is only the local file system.
+            CheckpointError: If it cannot be written. The previous file does not change.
+            DivergedError: If weights or optimizer states are not finite. The previous file does not change.
+            ConfigurationError: If ``storage_options`` are given, because only the local file system is supported.
         """
         if storage_options is not None:
             raise refusal("SafeCheckpointIO", "storage_options", "null", storage_options)
-        names = [*not_finite(checkpoint.get("state_dict", {})), *_states_not_finite(checkpoint)] if self.finite else []
-        if names:
-            raise DivergedError(f"{path} is not written: it is not finite in {listed(names)}")
-        target, before = local_file(path), self._written
-        if before is None or target == before[0] or state_of(before[0]) != before[1] or (
-            not is_written(checkpoint, before[0]) or not link_again(before[0], target)
-        ):  # fmt: skip
+        if self.finite:
+            names = [*not_finite(checkpoint.get("state_dict", {})), *_states_not_finite(checkpoint)]
+            if names:
+                raise DivergedError(f"{path} is not written, because it has NaN or infinity in {listed(names)}")
+        target = local_file(path)
+        if not self._linked(checkpoint, target):
             save_atomically(checkpoint, target)
         self._written = target, state_of(target)
+
+    def _linked(self, checkpoint: dict[str, Any], target: Path) -> bool:
+        """Make ``target`` a second name of the file that was written last, if that has the same content."""
+        if self._written is None:
+            return False
+        previous, state = self._written
+        if target == previous or state_of(previous) != state:
+            return False
+        return is_written(checkpoint, previous) and link_again(previous, target)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = "cpu", weights_only: bool | None = True
     ) -> Any:
-        """Load a checkpoint on the CPU; with ``fallback`` the last good one beside it if it is damaged.
+        """Load a checkpoint on the CPU. With ``fallback``, load the last good one in its folder if it is damaged.
 
         Raises:
-            CheckpointError: If the file is missing or cannot be used; of a damaged one it names the last good one.
-            ConfigurationError: If classes are allowed (``weights_only=False``) or another location is asked for.
+            CheckpointError: If the file is missing or cannot be used. For a damaged file it names the last good one.
+            ConfigurationError: For ``weights_only=False`` or a ``map_location`` other than the CPU.
         """
         if weights_only is False:
-            raise refusal("SafeCheckpointIO", "weights_only", "true or null (else loading could run code)", False)
+            raise refusal("SafeCheckpointIO", "weights_only", "true or null (otherwise loading could run code)", False)
         if map_location is not None and str(map_location) != "cpu":
             raise refusal("SafeCheckpointIO", "map_location", "cpu or null", map_location)
         folder = local_file(path)
-        if folder.is_dir():  # which a strategy that shards has written; its own reading comes past here
+        if folder.is_dir():  # written by a sharding strategy, which does not call this method to read it
             check_shards(folder)
             return read_shards(folder)
         try:
@@ -119,21 +129,21 @@ class SafeCheckpointIO(CheckpointIO):
             other = self.last_good(path)
             if other is None:
                 raise CheckpointError(
-                    f"{error}. No other *.ckpt in {Path(path).parent} is whole and resumable"
+                    f"{error}. No other *.ckpt in {Path(path).parent} is intact and resumable"
                 ) from error
             if not self.fallback:
-                raise CheckpointError(f"{error}. The last good one beside it: {other}") from error
-            rank_zero_warn(f"{error}. Going on from the last good checkpoint beside it: {other}")
+                raise CheckpointError(f"{error}. The last good checkpoint in its folder: {other}") from error
+            rank_zero_warn(f"{error}. Continuing from the last good checkpoint in its folder: {other}")
             return load_verified(other, self.verify, mapped=_MAPPED)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a file, or a folder such that nobody ever finds half of it."""
+        """Remove a file, or a folder atomically."""
         remove_whole(local_file(path))
 
     def last_good(self, damaged: str | os.PathLike[str]) -> Path | None:
-        """The newest other ``*.ckpt`` beside a checkpoint, by modification time, that is whole and resumable."""
-        beside = [file for file in Path(damaged).parent.glob("*.ckpt") if file.is_file()]
-        others = [file for file in beside if not file.samefile(damaged)]
+        """Return the newest other ``*.ckpt`` in the same folder that is intact and resumable, or ``None``."""
+        files = [file for file in Path(damaged).parent.glob("*.ckpt") if file.is_file()]
+        others = [file for file in files if not file.samefile(damaged)]
         for other in sorted(others, key=lambda file: file.stat().st_mtime_ns, reverse=True):
             try:
                 checkpoint = load_verified(other, self.verify, mapped=True)
@@ -145,9 +155,15 @@ class SafeCheckpointIO(CheckpointIO):
 
 
 def _states_not_finite(checkpoint: dict[str, Any]) -> list[str]:
-    """Names of optimizers' tensors that hold NaN or infinity: a weight whose second moment is infinite stands still."""
-    named: list[tuple[str, Any]] = [("optimizer", checkpoint.get("optimizer_states"))]
-    for name, value in named:  # which grows: optimizers keep numbers, lists and mappings, of tensors and of all at once
-        inner = dict(enumerate(value)) if isinstance(value, list | tuple) else value
-        named += [(f"{name} {key}", one) for key, one in (inner.items() if isinstance(inner, Mapping) else ())]
-    return [name for name, value in named if is_floating(value) and not value.isfinite().all()]
+    """Return the names of optimizer states with NaN or infinity. An infinite second moment stops a weight for good."""
+    found: list[str] = []
+    queue: deque[tuple[str, Any]] = deque([("optimizer", checkpoint.get("optimizer_states"))])
+    while queue:
+        name, value = queue.popleft()
+        if isinstance(value, list | tuple):
+            queue += [(f"{name} {position}", one) for position, one in enumerate(value)]
+        elif isinstance(value, Mapping):
+            queue += [(f"{name} {key}", one) for key, one in value.items()]
+        elif is_floating(value) and not value.isfinite().all():
+            found.append(name)
+    return found

@@ -1,20 +1,23 @@
-"""Float8: the products of linear layers in eight bits, forward and backward; weights and optimizer stay as they are.
+"""Float8: matrix products of linear layers in 8 bits, forward and backward, with unchanged weights and optimizer.
 
-    y = (q(x / s_x) q(W / s_w)^T) s_x s_w,    s = max |.| / max of the format: of a tensor, or of each of its rows
+    y = (q(x / s_x) q(W / s_w)^T) s_x s_w,    s = max |.| / largest float8, for a tensor or for each of its rows
 
-Saves: time on GPUs from Ada and Hopper on, whose products in float8 run at twice bf16's rate; use it with Compile
-Costs: 3 bits of mantissa in each operand (2 in tensorwise gradients); casts, which layers below some 1000 do not repay
+Saves: time on Ada, Hopper and later GPUs, whose float8 products are twice as fast as bf16; use it with Compile
+Costs: only 3 bits of mantissa in each operand (2 in tensorwise gradients); casts, which only pay off from sizes of
+    about 1000
 Source: Micikevicius et al. (2022), https://arxiv.org/abs/2209.05433; kernels and recipes: torchao
 
-Weights keep their names, types and values, so checkpoints are those of a run without it. It saves no memory. Shards are
-gathered in their own type, not in float8.
+Weights keep their names, dtypes and values, so checkpoints equal those of a run without it. It saves no memory. Shards
+are gathered in their own dtype, not in float8.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
 
@@ -30,16 +33,16 @@ from lit_efficient.traits import Trait
 
 _RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 _PRECISIONS = ("bf16-mixed", "bf16-true", "32-true")
-_UNITS = (8, 9)  # compute capability from which a GPU multiplies float8
-_MULTIPLE = 16  # of which its kernels want both sizes of a layer
+_UNITS = (8, 9)  # smallest compute capability of GPUs with float8 products
+_MULTIPLE = 16  # the kernels need sizes of a layer that are multiples of this
 
 
 def to_float8(linear: nn.Linear, recipe: str = "tensorwise", emulate: bool = False) -> None:
-    """Let a linear layer multiply in float8 from now on, in place; parameters, names and adapters on it stay.
+    """Change a linear layer, in place, to multiply in float8. Parameters, names and adapters stay.
 
     Args:
-        linear: An ``nn.Linear`` of floats; both sizes multiples of 16, unless emulated.
-        recipe: ``tensorwise``, ``rowwise`` or ``rowwise_with_gw_hp``, as of torchao.
+        linear: An ``nn.Linear`` with float weights. Both sizes must be multiples of 16, unless emulated.
+        recipe: Recipe of torchao: ``tensorwise``, ``rowwise`` or ``rowwise_with_gw_hp``.
         emulate: Round to float8 and multiply in float32, on any device.
     """
     silence_imports()
@@ -49,7 +52,7 @@ def to_float8(linear: nn.Linear, recipe: str = "tensorwise", emulate: bool = Fal
 
 
 class _Float8Linear(nn.Module):
-    """Mix-in of a linear layer; adapters in front of it add to its product."""
+    """Mix-in of a linear layer. Adapters in front of it add to its product."""
 
     weight: Tensor
     bias: Tensor | None
@@ -65,25 +68,26 @@ class _Float8Linear(nn.Module):
 
 
 class Float8Precision(PrecisionTechnique):
-    """Train with the linear layers' products in float8, and all else in bf16 or float32.
+    """Train with the matrix products of linear layers in float8, and everything else in bf16 or float32.
 
-    Output heads, embeddings, norms, attention's own products and the routers of experts stay as they are; the report
-    names the linear layers that do. What exports and other programs read are the weights, which are not rounded.
+    Output heads, embeddings, norms, the products inside attention and the routers of experts do not change. The report
+    names the linear layers that are not converted. Weights are not rounded, so exports are those of a normal run.
 
     Args:
-        recipe: ``tensorwise``: one scale a tensor, fastest; ``rowwise``: one a row, more exact;
-            ``rowwise_with_gw_hp``: the weights' gradients in high precision, too.
-        precision: Of all else, as ``Trainer(precision=...)``, which this takes the place of: ``bf16-mixed``,
-            ``bf16-true`` or ``32-true``; not fp16: its losses need scaling, and all GPUs with float8 have bf16.
-        modules: ``blocks``: linear layers inside the repeated blocks; ``all``; or regular expressions for the ends of
-            dotted names of what is converted, with all inside it.
-        skip: Regular expressions for those that stay; none need match.
-        min_size: Layers with fewer inputs or outputs stay, at least 16. Both must be multiples of 16.
-        emulate: Compute the same roundings without float8 units, on any device: slower, for trying it out.
+        recipe: ``tensorwise``, one scale for each tensor, fastest; ``rowwise``, one scale for each row, more accurate;
+            ``rowwise_with_gw_hp``, which also computes the gradients of weights in high precision.
+        precision: Precision of everything else, instead of ``Trainer(precision=...)``: ``bf16-mixed``, ``bf16-true`` or
+            ``32-true``. fp16 is not supported: it needs loss scaling, and all GPUs with float8 support bf16.
+        modules: ``blocks``, the linear layers inside the repeated blocks; ``all``; or regular expressions that match
+            the ends of dotted names. Linear layers inside the matching modules are converted.
+        skip: Regular expressions for layers that are not converted. They need not match anything.
+        min_size: Layers with fewer inputs or outputs are not converted. At least 16. Both sizes must be multiples of
+            16.
+        emulate: Compute the same rounding without float8 hardware, on any device. Slower, for trials.
 
     Raises:
-        ConfigurationError: For an argument out of range, for a device without float8 units, without layers to convert,
-            and for a model whose weights are quantised.
+        ConfigurationError: For an argument out of range, a device without float8, if no layer can be converted, and
+            for a model whose weights are quantised.
     """
 
     phase = Phase.LAYOUT
@@ -116,32 +120,34 @@ class Float8Precision(PrecisionTechnique):
             name_pattern(pattern, "Float8Precision: skip")
         check_installed("Float8Precision", "torchao")
         self.recipe = recipe
-        self.precision = precision  # which Lightning reads, too
+        self.precision = precision  # Lightning reads this attribute too
         self.modules = modules
         self.skip = tuple(skip)
         self.min_size = min_size
         self.emulate = emulate
         self._rest = _plain(precision, "cuda")
 
-    def check(self, trainer: Any, module: Any) -> None:
-        """Refuse a device that has no float8 units, unless they are emulated."""
+    def check(self, trainer: Trainer, module: LightningModule) -> None:
         device = trainer.strategy.root_device
-        fits = device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) >= _UNITS)
-        if not fits and not self.emulate:
-            found = (
-                f"compute capability {torch.cuda.get_device_capability(device)}" if device.type == "cuda" else device
-            )
-            raise ConfigurationError(
-                f"Float8Precision: float8 needs a GPU of compute capability 8.9 (Ada, Hopper) or later, and this is "
-                f"{found}: use Trainer(precision={self.precision!r}), or emulate=True to try it out (slower)"
-            )
+        if self.emulate:
+            return
+        found = str(device)
+        if device.type == "cuda":
+            capability = torch.cuda.get_device_capability(device)
+            if torch.version.hip or capability >= _UNITS:
+                return
+            found = f"compute capability {capability}"
+        raise ConfigurationError(
+            f"Float8Precision: float8 needs a GPU of compute capability 8.9 (Ada, Hopper) or later, and this is "
+            f"{found}: use Trainer(precision={self.precision!r}), or emulate=True to try it out (slower)"
+        )
 
     def transform(self, module: nn.Module) -> Report:
         codes = [name for name, part in module.named_modules() if is_quantized(part)]
         if codes:
             raise ConfigurationError(
                 f"Float8Precision: {len(codes)} layers of {type(module).__name__} are quantised, first {codes[0]!r}: "
-                "they hold codes, not weights that could be rounded to float8; load the float weights"
+                "they contain codes instead of weights that could be rounded to float8; load the float weights"
             )
         linears = {name: part for name, part in module.named_modules() if unmixed(part) is nn.Linear}
         wanted = self._wanted(module, linears)
@@ -152,7 +158,7 @@ class Float8Precision(PrecisionTechnique):
             raise ConfigurationError(
                 f"Float8Precision: none of the {len(linears)} linear layers of {type(module).__name__} is converted: "
                 f"{len(small)} of the {len(wanted)} in modules={self.modules!r} have sizes below min_size "
-                f"({self.min_size}) or no multiples of {_MULTIPLE}; inputs and outputs are {str(shapes)[1:-1]}"
+                f"({self.min_size}) or not divisible by {_MULTIPLE}; inputs and outputs are {str(shapes)[1:-1]}"
             )
         for name in found:
             to_float8(linears[name], self.recipe, self.emulate)
@@ -161,24 +167,29 @@ class Float8Precision(PrecisionTechnique):
         every = sum(p.numel() for p in module.parameters())
         left = [name for name in linears if name not in found]
         left += [f"{name} (stacked experts)" for name, _, _ in expert_stacks(module)]
-        stays = f"; in {self.precision} stay {listed(left, 6)}" if left else ""
+        recipe = f"{self.recipe}, emulated" if self.emulate else self.recipe
+        summary = f"{len(found)} of {len(linears)} linear layers multiply in float8 ({recipe}), "
+        summary += f"{weights / every:.0%} of all weights"
+        if left:
+            summary += f"; in {self.precision} stay {listed(left, 6)}"
         return Report(
-            f"{len(found)} of {len(linears)} linear layers multiply in float8 ({self.recipe}"
-            f"{', emulated' if self.emulate else ''}), {weights / every:.0%} of all weights{stays}",
+            summary,
             modules=tuple(found),
             parameters=weights,
             details={"recipe": self.recipe, "left": len(left), "left_names": ", ".join(left)},
         )
 
     def _wanted(self, module: nn.Module, linears: Mapping[str, nn.Module]) -> set[str]:
+        """Return the names of the linear layers that ``modules`` and ``skip`` select."""
         if self.modules == "all":
             chosen = set(linears)
         else:
-            inside = (
-                find_blocks(module, who="Float8Precision", every=True, example=r"modules=['layers\.\d+'], or 'all'")
-                if self.modules == "blocks"
-                else match_modules(module, _listed(self.modules), who="Float8Precision: modules")
-            )
+            if self.modules == "blocks":
+                example = r"modules=['layers\.\d+'], or 'all'"
+                inside = find_blocks(module, who="Float8Precision", every=True, example=example)
+            else:
+                patterns = [self.modules] if isinstance(self.modules, str) else list(self.modules)
+                inside = match_modules(module, patterns, who="Float8Precision: modules")
             chosen = {name for name in linears if any(name == n or name.startswith(f"{n}.") for n, _ in inside)}
         if self.modules in ("blocks", "all"):
             chosen -= {*_heads(module, linears), *_routers(module, linears)}
@@ -188,7 +199,7 @@ class Float8Precision(PrecisionTechnique):
     def _fits(self, *sizes: int) -> bool:
         return all(size >= self.min_size and size % _MULTIPLE == 0 for size in sizes)
 
-    # What Lightning asks of a precision: the rest's answers.
+    # The methods of a precision plugin, which call those of `precision`.
 
     def convert_module(self, module: Any) -> Any:
         module = super().convert_module(module)
@@ -211,14 +222,12 @@ class Float8Precision(PrecisionTechnique):
 
 
 def _plain(precision: str, device: str) -> Precision:
-    """Lightning's own plugin of a precision."""
+    """Return Lightning's plugin for a precision."""
     if precision == "bf16-mixed":
         return MixedPrecision("bf16-mixed", device)
-    return HalfPrecision("bf16-true") if precision == "bf16-true" else Precision()
-
-
-def _listed(patterns: str | list[str]) -> list[str]:
-    return [patterns] if isinstance(patterns, str) else list(patterns)
+    if precision == "bf16-true":
+        return HalfPrecision("bf16-true")
+    return Precision()
 
 
 def _sizes(linear: Any) -> tuple[int, int]:
@@ -226,7 +235,7 @@ def _sizes(linear: Any) -> tuple[int, int]:
 
 
 def _heads(module: nn.Module, linears: Mapping[str, nn.Module]) -> Iterator[str]:
-    """Layers that make the outputs: named by transformers, tied to an embedding, or the last one of the network."""
+    """Yield the output layers: named by transformers, tied to an embedding, or the last one of the network."""
     networks: list[Any] = [part for part in module.modules() if hasattr(part, "get_output_embeddings")]
     given = [network.get_output_embeddings() for network in networks]
     named = [head for head in given if head is not None]  # classifiers have none
@@ -238,13 +247,13 @@ def _heads(module: nn.Module, linears: Mapping[str, nn.Module]) -> Iterator[str]
 
 
 def _routers(module: nn.Module, linears: Mapping[str, nn.Module]) -> Iterator[str]:
-    """Layers with one output for each of the experts that stand beside them."""
-    stacks = {
-        name: next(part.get_parameter(key).shape[0] for key in keys) for name, part, keys in expert_stacks(module)
-    }
-    lists = {name: len(part) for name, part in module.named_modules() if isinstance(part, nn.ModuleList)}
-    for name, part in linears.items():
-        owner = name.rpartition(".")[0]
-        beside = {number for other, number in {**stacks, **lists}.items() if other.rpartition(".")[0] == owner}
-        if part.out_features in beside:
+    """Yield the layers with one output for each expert in the same module."""
+    experts: dict[str, set[int]] = defaultdict(set)  # numbers of experts, by the name of the module that owns them
+    for name, part, keys in expert_stacks(module):
+        experts[name.rpartition(".")[0]].add(part.get_parameter(next(iter(keys))).shape[0])
+    for name, children in module.named_modules():
+        if isinstance(children, nn.ModuleList):
+            experts[name.rpartition(".")[0]].add(len(children))
+    for name, linear in linears.items():
+        if linear.out_features in experts[name.rpartition(".")[0]]:
             yield name

@@ -78,7 +78,7 @@ def test_one_flipped_bit_in_a_checkpoint_is_seen(trained, capsys):
     for command in ("fit", "validate", "test", "predict"):  # what was named is not replaced
         said = refused(capsys, "--ckpt_path", str(flipped), command=command)
         assert "flipped.ckpt is damaged" in said
-        assert "The last good one beside it: alone/good.ckpt" in said
+        assert "The last good checkpoint in its folder: alone/good.ckpt" in said
 
 
 def test_a_checkpoint_is_compared_with_its_checksums_once_unless_it_changes_meanwhile(trained, capsys, monkeypatch):

@@ -159,15 +159,15 @@ def test_of_a_damaged_checkpoint_the_last_good_one_is_named_or_taken_on_request(
             path.write_bytes(path.read_bytes()[:-100])
         os.utime(path, (1000 - age, 1000 - age))
     (tmp_path / "last.ckpt").symlink_to("damaged.ckpt")
-    with pytest.warns(UserWarning, match=r"damaged\.ckpt is damaged.* Going on from .*newest_good\.ckpt"):
+    with pytest.warns(UserWarning, match=r"damaged\.ckpt is damaged.* Continuing from .*newest_good\.ckpt"):
         assert SafeCheckpointIO(fallback=True).load_checkpoint(tmp_path / "damaged.ckpt")["global_step"] == 3
-    with pytest.raises(CheckpointError, match=r"damaged\.ckpt is damaged.* last good one beside it: .*newest_good"):
+    with pytest.raises(CheckpointError, match=r"damaged\.ckpt is damaged.* last good .* in its folder: .*newest_good"):
         SafeCheckpointIO().load_checkpoint(tmp_path / "damaged.ckpt")
     with pytest.raises(CheckpointError, match=r"there is no file .*absent\.ckpt"):
         SafeCheckpointIO().load_checkpoint(tmp_path / "absent.ckpt")
     (tmp_path / "newest_good.ckpt").unlink()
     (tmp_path / "older_good.ckpt").unlink()
-    with pytest.raises(CheckpointError, match=r"No other .* is whole and resumable"):
+    with pytest.raises(CheckpointError, match=r"No other .* is intact and resumable"):
         SafeCheckpointIO(fallback=True).load_checkpoint(tmp_path / "damaged.ckpt")
 
 
@@ -198,11 +198,11 @@ def test_weights_that_are_not_finite_replace_none_that_are(tmp_path):
     bad += [torch.tensor([1.0, torch.nan]).to(torch.float8_e4m3fn), torch.tensor([0, -torch.inf, 1]).bfloat16()]
     bad += [torch.tensor([1.0, 1.0, torch.inf]), torch.tensor([-torch.inf, 0.0, torch.inf])]  # a norm's weights, say
     for tensor in bad:
-        with pytest.raises(DivergedError, match=r"a\.ckpt is not written: it is not finite in w$"):
+        with pytest.raises(DivergedError, match=r"a\.ckpt is not written, because it has NaN or infinity in w$"):
             io.save_checkpoint({"state_dict": {**sound, "w": tensor}}, path)
         assert torch.equal(load_verified(path)["state_dict"]["w"], torch.ones(3))
     states = [{"state": {0: {"step": torch.tensor(3.0), "moment": torch.full((3,), torch.inf)}}}]
-    with pytest.raises(DivergedError, match=r"it is not finite in optimizer 0 state 0 moment$"):
+    with pytest.raises(DivergedError, match=r"it has NaN or infinity in optimizer 0 state 0 moment$"):
         io.save_checkpoint({"state_dict": sound, "optimizer_states": states}, path)
     nan = torch.tensor([torch.nan])
     for state, name in (
@@ -210,7 +210,7 @@ def test_weights_that_are_not_finite_replace_none_that_are(tmp_path):
         ({0: {"in": {"m": nan}}}, "0 in m"),
         ({"all": nan}, "all"),
     ):
-        with pytest.raises(DivergedError, match=f"it is not finite in optimizer 0 state {name}$"):
+        with pytest.raises(DivergedError, match=f"it has NaN or infinity in optimizer 0 state {name}$"):
             io.save_checkpoint({"state_dict": sound, "optimizer_states": [{"state": state}]}, path)
     kept = {"calls": 3, "all": torch.ones(2), 0: {"old": [torch.ones(2)], "last": None}}
     io.save_checkpoint({"state_dict": sound, "optimizer_states": [{"state": kept}]}, path)
@@ -245,7 +245,7 @@ def test_both_trainers_take_it(tmp_path, namespace):
     torn = tmp_path / "step=3.ckpt"
     torn.write_bytes(torn.read_bytes()[:-50])
     again = package.Trainer(max_steps=2, plugins=[SafeCheckpointIO(fallback=True)], callbacks=[saver], **arguments)
-    with pytest.warns(UserWarning, match=r"Going on from .*step=2\.ckpt"):
+    with pytest.warns(UserWarning, match=r"Continuing from .*step=2\.ckpt"):
         again.fit(Module(), loader, ckpt_path=torn)
     assert again.global_step == 2
 
