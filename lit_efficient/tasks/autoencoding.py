@@ -1,14 +1,16 @@
-"""Train an autoencoder on images: what it loses, plus a small KL term, plus what a frozen network sees of the loss.
+"""Train an autoencoder on images: reconstruction error, a small KL term, and an optional perceptual distance.
 
     loss = d(x, decode(z)) + kl_weight KL(q || N(0, 1)) + w_p d_features(x, decode(z)),    z ~ q(z | x)
 
-d is a distance of pixels: squared, absolute or smooth. q is of ours or of diffusers' AutoencoderKL; AutoencoderTiny and
-AutoencoderDC encode without a distribution: z = encode(x), and no KL. The VF loss is a technique: `LatentAlignment`.
+d is a distance of pixels: squared, absolute or smooth. The encoder of this package and AutoencoderKL of diffusers give
+a distribution q. AutoencoderTiny and AutoencoderDC are deterministic: z = encode(x), without a KL term. The VF loss is
+a
+technique: `LatentAlignment`.
 
     fit --model Autoencoding --data DigitImages
 
-Latent diffusion on the digits does this by itself as its stage one; this task is for one's own images, for fine-tuning,
-and for watching. Its checkpoint is all that `build_autoencoder` needs.
+Latent diffusion on the digits trains its autoencoder itself. This task is for other images, for fine-tuning, and for
+logging. `build_autoencoder` only needs its checkpoint.
 """
 
 from collections.abc import Mapping
@@ -41,21 +43,21 @@ from lit_efficient.surgery import own_draws
 Reconstruction = Literal["l1", "l2", "smooth"]
 _VALIDATION_SEED = 1_000_003
 _KL_WEIGHT = 1e-4
-_SHOWN = 64  # images of the first validation batch that `sample_images` can show at most
+_SHOWN = 64  # most images of the first validation batch that `sample_images` can show
 
 
 class Autoencoding(LightningModule):
-    """An autoencoder under training. Batches are dictionaries with "images" [B, C, H, W] in [-1, 1].
+    """Training of an autoencoder. Batches are dictionaries with "images" [B, C, H, W] in [-1, 1].
 
-    Random weights are drawn on the run's device: for one seed, a GPU's are others than a CPU's.
+    Random weights are drawn on the device of the run, so a GPU and a CPU give different weights for one seed.
 
     Args:
-        autoencoder: Shape of ours, or a model of diffusers (AutoencoderKL, AutoencoderTiny or AutoencoderDC), with its
-            weights to fine-tune or random ones.
-        kl_weight: Weight of the mean KL per latent element, >= 0; null is 1e-4, and 0 of a deterministic encoder.
-        learning_rate: AdamW's rate, > 0.
-        reconstruction: Distance of pixels: l2 (squared), l1, or smooth (Huber's, quadratic up to 0.1).
-        perceptual: A distance in the features of a frozen network, which is added; null is none.
+        autoencoder: Shape of this package's autoencoder, or a model of diffusers (AutoencoderKL, AutoencoderTiny or
+            AutoencoderDC) with pretrained or random weights.
+        kl_weight: Weight of the mean KL per latent element, >= 0. null takes 1e-4, or 0 for a deterministic encoder.
+        learning_rate: Learning rate of AdamW, > 0.
+        reconstruction: Distance of pixels: l2 (squared), l1, or smooth (Huber, quadratic up to 0.1).
+        perceptual: Additional distance in the features of a frozen network. null for none.
     """
 
     trains_on: ClassVar[tuple[str, ...]] = ("images",)
@@ -69,7 +71,7 @@ class Autoencoding(LightningModule):
         perceptual: Perceptual | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(autoencoder, dict):  # as a checkpoint stores it
+        if isinstance(autoencoder, dict):  # from a checkpoint
             autoencoder = as_spec(autoencoder)
         if isinstance(perceptual, dict):
             perceptual = Perceptual(**perceptual)
@@ -94,7 +96,7 @@ class Autoencoding(LightningModule):
         self.perceptual = perceptual
         self._named = isinstance(autoencoder, DiffusersModelConfig) and autoencoder.name_or_path is not None
         if not self._named:
-            self._check_kind()  # a name is looked up when the network is built
+            self._check_kind()  # the config of a name is only read when the network is built
         self.autoencoder: Any = None
         self._features: Teacher | None = None
         self._shown: Tensor | None = None
@@ -107,19 +109,19 @@ class Autoencoding(LightningModule):
             except ConfigurationError:
                 if trainer_of(self) is not None or not self._named:
                     raise
-                return  # a checkpoint that is being loaded needs no folder: see on_load_checkpoint
-            self.autoencoder.source = None  # what trains is soon not what is there
+                return  # `on_load_checkpoint` builds it from the checkpoint, without the folder
+            self.autoencoder.source = None  # training makes the weights differ from those of the source
         if self.perceptual is not None and self._features is None and trainer_of(self) is not None:
             data = getattr(self.trainer, "datamodule", None)
             self._features = find_network(self.perceptual, self.autoencoder.image_channels, data, "Autoencoding")
 
     def forward(self, images: Tensor) -> Tensor:
-        """Reconstruct images [B, C, H, W] through the posterior's mean."""
+        """Reconstruct images [B, C, H, W] from the mean of the posterior."""
         assert self.autoencoder is not None, "configure_model() builds the network"
         return self.autoencoder.decode(self.autoencoder.encode(images)[0])
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Loss through one posterior sample an image, drawn from the global generator."""
+        """Return the loss for one sample of each image's posterior, drawn from the global generator."""
         images = _images(batch)
         mean, logvar = self.autoencoder.encode(images)
         decoded = self.autoencoder.decode(sample_posterior(mean, logvar))
@@ -139,24 +141,27 @@ class Autoencoding(LightningModule):
         return self(_images(batch))
 
     def sample_images(self, num: int, seed: int) -> Tensor:
-        """Images of the first validation batch, each followed by its reconstruction, in [-1, 1]: [2 n, C, H, W], on the
-        CPU.
+        """Return images of the first validation batch, each followed by its reconstruction from the posterior's mean.
 
-        At most ``num`` in all; with an even number of columns in a grid, the two are side by side. The mean draws
-        nothing.
+        Args:
+            num: Largest number of images in all. An even number of columns in a grid puts each pair side by side.
+            seed: Not used.
+
+        Returns:
+            [2 n, C, H, W] in [-1, 1], on the CPU.
         """
         if self._shown is None:
-            raise ConfigurationError("Autoencoding: sample_images shows images of a validation: validate first.")
+            raise ConfigurationError("Autoencoding: sample_images shows images of the validation data: validate first")
         originals = self._shown[: max(1, num // 2)]
         reconstructions = self(originals.to(self.device)).float().cpu()
         return torch.stack((originals.float(), reconstructions.clamp(-1.0, 1.0)), dim=1).flatten(0, 1)
 
     def image_captions(self, num: int) -> list[str]:
-        """What each of :meth:`sample_images` is."""
+        """Return a caption for each of :meth:`sample_images`."""
         return ["original", "reconstruction"] * (num // 2)
 
     def configure_optimizers(self) -> Any:
-        """AdamW with a linear decay to zero over the run, if its length is known."""
+        """Return AdamW, with a linear decay to zero over the run if its length is known."""
         trainable = [p for p in self.parameters() if p.requires_grad]
         optimizer = FusedAdamW(trainable, self.learning_rate)
         total = self.trainer.estimated_stepping_batches
@@ -166,41 +171,42 @@ class Autoencoding(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the whole configuration: the checkpoint alone builds the autoencoder, whatever becomes of a folder."""
+        """Store the whole config, so that the checkpoint is enough to build the autoencoder."""
         checkpoint[CHECKPOINT_KEY] = stored_config(self.autoencoder)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Build the network if what it was named by is gone; refuse weights of one that computes something else."""
+        """Build the network if its source is missing. Raise CheckpointError for weights of another autoencoder."""
         stored = checkpoint.get(CHECKPOINT_KEY)
         if stored is None:
             return
         if self.autoencoder is None and "_class_name" in stored:
-            with own_draws():  # the weights that this draws are replaced
+            with own_draws():  # the random weights are replaced later
                 network: Any = from_fields(stored)
             dtype = getattr(torch, self.config.dtype) if isinstance(self.config, DiffusersModelConfig) else None
-            # diffusers' own method warns of formats, whatever the format.
+            # `to` of diffusers would warn about 16-bit weights on a CPU.
             self.autoencoder = DiffusersAutoencoder(torch.nn.Module.to(network, dtype))
         ours = stored_config(self.autoencoder)
         if description(ours) != description(stored):
             raise CheckpointError(
-                f"Autoencoding: the checkpoint is of another autoencoder: {description(stored)}, not "
-                f"{description(ours) or ours}."
+                f"Autoencoding: the checkpoint contains another autoencoder: {description(stored)}, not "
+                f"{description(ours) or ours}"
             )
 
     def _check_kind(self) -> None:
-        """Refuse what is no image autoencoder, and a KL term that there is no distribution for."""
+        """Raise ConfigurationError for anything but an image autoencoder, and for a KL term without a distribution."""
         if is_deterministic(self.config) and self.kl_weight:
             described = getattr(self.config, "described", "")
             allowed = f"0 or null for {described}, a deterministic encoder, whose latents have no variance"
             raise refusal("Autoencoding", "kl_weight", allowed, self.kl_weight)
 
     def _losses(self, images: Tensor, decoded: Tensor, mean: Tensor, logvar: Tensor | None) -> dict[str, Tensor]:
-        """The loss and its terms before their weights, by name."""
+        """Return the loss, and its terms without weights, by name."""
         error = pixel_distance(decoded, images, self.reconstruction)
         terms = {"loss": error, "error": error.detach()}
         if logvar is not None:
             kl = kl_divergence(mean.float(), logvar.float())
-            terms["loss"] = terms["loss"] + (_KL_WEIGHT if self.kl_weight is None else self.kl_weight) * kl
+            weight = _KL_WEIGHT if self.kl_weight is None else self.kl_weight
+            terms["loss"] = terms["loss"] + weight * kl
             terms["kl"] = kl.detach()
         if self.perceptual is not None and self._features is not None:
             self._features.to(self.device)
@@ -221,16 +227,14 @@ class Autoencoding(LightningModule):
         terms = self._losses(images, decoded, mean, logvar)
         through_mean = decoded if logvar is None else self.autoencoder.decode(mean)
         error = pixel_distance(through_mean, images, "l2")
-        figures = {
-            f"{stage}/loss": terms["loss"],
-            f"{stage}/psnr_db": 10.0 * torch.log10(4.0 / error),
-        }  # pixels' range: 2
+        psnr = 10.0 * torch.log10(4.0 / error)  # pixels have the range 2
+        figures = {f"{stage}/loss": terms["loss"], f"{stage}/psnr_db": psnr}
         if "perceptual" in terms:
             figures[f"{stage}/perceptual"] = terms["perceptual"]
         self.log_dict(figures, batch_size=len(images), sync_dist=True)
 
 
-def _images(batch: Any) -> Tensor:
+def _images(batch: object) -> Tensor:
     if not isinstance(batch, Mapping) or "images" not in batch:
         has = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
         raise refusal("Autoencoding", "batches", "dictionaries with 'images'", has)

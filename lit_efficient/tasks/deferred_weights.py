@@ -8,7 +8,7 @@ from lit_efficient.traits import Trait
 
 
 def weights_may_wait(module: Any) -> bool:
-    """Whether the strategy gives each process its slices of a network, and no technique asks for numbers before."""
+    """Return whether the strategy reads slices of the weights later, and no technique needs the weights before."""
     trainer = trainer_of(module)
     if trainer is None or not getattr(trainer.strategy, "reads_slices", False):
         return False

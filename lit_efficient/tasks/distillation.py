@@ -1,10 +1,12 @@
-"""Distillation: a student learns the next-token distribution of a teacher who reads the same tokens.
+"""Distillation: a student learns the next-token distribution of a teacher that reads the same tokens.
 
     loss = mean_t [(1 - w) * -log q(token_t) + w * D(p_t, q_t)] + rationale_weight * mean_s [-log q(rationale_s)]
 
-D is the forward or reverse KL or the Jensen-Shannon divergence of `lit_efficient.losses.distillation`. The teacher is
-asked live, or once for all, its likeliest tokens then lying on disk. Logits exist for a chunk of tokens at a time.
-Sources: https://arxiv.org/abs/1503.02531, https://arxiv.org/abs/2306.13649; rationales https://arxiv.org/abs/2305.02301.
+D is the forward or reverse KL or the Jensen-Shannon divergence of `lit_efficient.losses.distillation`. The teacher runs
+in each step, or once for all training data, with its most likely tokens cached on disk. Logits exist for one chunk of
+tokens at a time.
+Sources: https://arxiv.org/abs/1503.02531, https://arxiv.org/abs/2306.13649; rationales
+    https://arxiv.org/abs/2305.02301.
 """
 
 from collections.abc import Iterator, Mapping
@@ -46,19 +48,19 @@ from lit_efficient.tasks.token_metrics import TokenMetrics
 
 _DEFAULT_STUDENT = GPTConfig()
 _RATIONALE = "rationale_"
-_ANSWERS = ("teacher_ids", "teacher_log_probs")  # of a batch whose teacher is a cache
+_ANSWERS = ("teacher_ids", "teacher_log_probs")  # entries of a batch that come from the cache of a teacher
 
 
 @dataclass(frozen=True)
 class DistillationLoss:
-    """What the student minimises.
+    """Objective of the student.
 
     Args:
-        divergence: from the teacher's distribution, and the temperature.
-        weight: w, of the divergence; the cross-entropy with the data has 1 - w. In (0, 1].
-        rationale_weight: of the loss on rationales, for batches that have them; at least 0. Where several batches make
-            an optimizer step, each batch's rationales count as much as its answers have tokens.
-        chunk_size: tokens whose logits exist at one time, at least 1.
+        divergence: Divergence from the teacher's distribution, with its temperature.
+        weight: Weight w of the divergence, in (0, 1]. The cross-entropy with the data has the weight 1 - w.
+        rationale_weight: Weight of the loss on rationales, for batches that have them, at least 0. With gradient
+            accumulation, the rationales of a batch are weighted by the number of tokens in its answers.
+        chunk_size: Tokens whose logits exist at a time, at least 1.
     """
 
     divergence: Divergence = field(default_factory=Divergence)
@@ -76,27 +78,28 @@ _DEFAULT_LOSS = DistillationLoss()
 
 
 class Distillation(LanguageModeling):
-    """`LanguageModeling` with a teacher; batches, figures, checkpoints and prediction are the same.
+    """`LanguageModeling` with a teacher. Batches, metrics, checkpoints and prediction are the same.
 
-    Training batches may carry a second set of tensors under ``rationale_input_ids``, ``rationale_labels`` and so on, of
-    as many rows: the explanations that lead to the answers, learned as a task of their own, from the data alone.
+    Training batches may contain a second set of tensors with the prefix ``rationale_`` (``rationale_input_ids``,
+    ``rationale_labels``) and the same number of rows: explanations of the answers. They are learned from the data,
+    without the teacher.
 
-    Logs ``train/loss``, ``train/cross_entropy``, ``train/divergence`` (and ``train/rationale``); ``val/loss`` is the
-    cross-entropy, and a live teacher adds ``val/divergence``. The teacher stands outside the module: no technique,
-    optimizer or checkpoint sees it. Its tokenizer must give all tokens of the student's the same ids; rows of either
-    head beyond them are padding and compared with nothing.
+    Logs ``train/loss``, ``train/cross_entropy``, ``train/divergence`` (and ``train/rationale``). ``val/loss`` is the
+    cross-entropy. A teacher without cache adds ``val/divergence``. The teacher is not a submodule, so techniques,
+    optimizers and checkpoints do not see it. Its tokenizer must give all tokens of the student the same ids. Further
+    rows of both heads are padding and are not compared.
 
     Args:
-        teacher: a checkpoint of `LanguageModeling`, a name or folder of Hugging Face, or a `CausalLMConfig` (with
+        teacher: Checkpoint of `LanguageModeling`, name or folder of a Hugging Face model, or a `CausalLMConfig` (with
             ``quantize`` and ``dtype``).
-        model: the student, as in `LanguageModeling`.
-        objective: what is minimised.
-        cache_top_k: ask the teacher once about the training data and keep so many tokens' probabilities on disk, all
-            others as one sum; null asks it live, at every step. For data that are the same every time they are read.
-        cache_dir: where; null is ``$LIT_EFFICIENT_CACHE``, else ``~/.cache/lit_efficient``.
-        learning_rate: as in `LanguageModeling`.
-        weight_decay: as in `LanguageModeling`.
-        warmup_steps: as in `LanguageModeling`.
+        model: The student, as in `LanguageModeling`.
+        objective: Objective of the student.
+        cache_top_k: Run the teacher once over the training data, and store the probabilities of this many tokens on
+            disk, with all others merged. null runs the teacher in each step. The data must be the same in each epoch.
+        cache_dir: Folder of the cache. null takes ``$LIT_EFFICIENT_CACHE``, or ``~/.cache/lit_efficient``.
+        learning_rate: As in `LanguageModeling`.
+        weight_decay: As in `LanguageModeling`.
+        warmup_steps: As in `LanguageModeling`.
     """
 
     takes_slices = False  # a teacher reads whole rows
@@ -112,7 +115,7 @@ class Distillation(LanguageModeling):
         weight_decay: float = 0.1,
         warmup_steps: int = 100,
     ) -> None:
-        if isinstance(teacher, Mapping):  # as hyper-parameters are stored
+        if isinstance(teacher, Mapping):  # from the hyper-parameters of a checkpoint
             teacher = CausalLMConfig(**teacher)
         if isinstance(objective, Mapping):
             objective = DistillationLoss(**{**objective, "divergence": Divergence(**objective["divergence"])})
@@ -134,8 +137,8 @@ class Distillation(LanguageModeling):
         self._source = TeacherSource(teacher)
         self._live: FrozenNetwork | None = None
         self._cache: TopKCache | None = None
-        self._shared: int | None = None  # tokens that both know
-        self._checked: set[int] = set()  # networks whose head is known to be understood
+        self._shared: int | None = None  # number of tokens that both networks know
+        self._checked: set[int] = set()  # ids of networks whose head has been checked
         self._read = DocumentRows("Distillation: teacher")
 
     def setup(self, stage: str) -> None:
@@ -150,7 +153,7 @@ class Distillation(LanguageModeling):
 
     def on_sharded(self) -> None:
         if self._live is not None:
-            self._asks()  # which gives it its weights, before the first step
+            self._teacher_network()  # loads its weights before the first step
 
     def on_train_start(self) -> None:
         if self.cache_top_k is not None:
@@ -162,7 +165,7 @@ class Distillation(LanguageModeling):
         unwrap_method(self.trainer.strategy, "batch_to_device", _batch_to_device)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """The mixed loss over all tokens of the batch, and over those of each sequence for who reweights them."""
+        """Return the distillation loss: the mean over all tokens, and one value for each sequence ``[B]``."""
         parts, targets, extra_loss = self._token_losses(batch, self.objective.weight)
         loss, sample_loss = sample_means(parts.loss, targets)
         self.log("train/cross_entropy", sample_means(parts.cross_entropy, targets)[0])
@@ -174,11 +177,12 @@ class Distillation(LanguageModeling):
             if of_samples.shape != sample_loss.shape:
                 raise ConfigurationError(
                     f"Distillation: rationale_input_ids must have a row for each of the {len(sample_loss)} answers, "
-                    f"got {len(of_samples)}."
+                    f"got {len(of_samples)}"
                 )
             self.log("train/rationale", rationale_loss)
             weight = self.objective.rationale_weight
-            loss, sample_loss = loss + weight * rationale_loss, sample_loss + weight * of_samples
+            loss = loss + weight * rationale_loss
+            sample_loss = sample_loss + weight * of_samples
             if extra_loss is not None and further_loss is not None:
                 extra_loss = extra_loss + weight * further_loss
         output = {"sample_loss": sample_loss}
@@ -204,12 +208,16 @@ class Distillation(LanguageModeling):
         return parts.cross_entropy, targets, router_loss
 
     def _token_losses(self, batch: Mapping[str, Tensor], weight: float) -> tuple[TokenLosses, Tensor, Tensor | None]:
-        """Losses ``[B, T]`` (0 where nothing is learned), targets, and the balancing loss of a mixture of experts."""
-        network, targets = self._built(), targets_of(batch)
-        learned, head = targets != IGNORE, output_head(network)
+        """Return losses ``[B, T]`` (0 for ignored targets), targets, and the balancing loss of a mixture of experts."""
+        network = self._built()
+        targets = targets_of(batch)
+        learned = targets != IGNORE
+        head = output_head(network)
         whole = computes_ignored(targets.device)
         chosen = slice(None) if whole else learned.flatten()
-        teacher = self._teacher_of(batch, chosen, self._vocabulary(head.rows)) if weight else None
+        teacher = None
+        if weight:
+            teacher = self._teacher_of(batch, chosen, self._vocabulary(head.rows))
         hidden, output = self._hidden_states(network, batch)
         flat = chunked_losses(
             head,
@@ -233,9 +241,10 @@ class Distillation(LanguageModeling):
         return losses, targets, router_loss
 
     def _hidden_states(self, network: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
-        # The teacher of a cache is asked by one process alone.
-        ours = network is self.network
-        inputs = self._rows.arguments(network, batch, self._agree) if ours else self._read.arguments(network, batch)
+        if network is self.network:
+            inputs = self._rows.arguments(network, batch, self._agree)
+        else:  # without agreement of the processes: only one of them runs the teacher that fills a cache
+            inputs = self._read.arguments(network, batch)
         if id(network) not in self._checked:
             check_head(network, {"input_ids": batch["input_ids"]})
             self._checked.add(id(network))
@@ -244,57 +253,63 @@ class Distillation(LanguageModeling):
         return hidden.view(*batch["input_ids"].shape, -1), output
 
     def _looked_up(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of a batch on the CPU: what the cache holds, ``[B, T, ...]``, zeros for tokens that are not learned."""
+        """Look a batch on the CPU up in the cache. Return tensors ``[B, T, ...]`` with zeros for ignored targets."""
         assert self._cache is not None
-        learned, answers = targets_of(batch) != IGNORE, {}
+        learned = targets_of(batch) != IGNORE
+        answers: dict[str, Tensor] = {}
         for name, found in zip(_ANSWERS, self._cache.find({name: batch[name] for name in ROW if name in batch})):
             answers[name] = found.new_zeros(*learned.shape, found.shape[1])
             answers[name][learned] = found
         return answers
 
     def _teacher_of(self, batch: Mapping[str, Tensor], chosen: Any, vocab_size: int) -> Teacher:
-        """What is known of the tokens ``chosen``, of all."""
+        """Return the teacher's distribution for the tokens ``chosen`` among all ``B T``."""
         if self._cache is None:
-            return self._asked(batch, chosen, vocab_size)
+            return self._live_teacher(batch, chosen, vocab_size)
         answers: Mapping[str, Tensor] = batch
-        if _ANSWERS[0] not in batch:  # where a hook has a hand in the transfer, or not by the trainer's loop
+        if _ANSWERS[0] not in batch:  # a hook changes batches during the transfer, or no trainer has transferred it
             answers = self._looked_up({name: batch[name].cpu() for name in ROW if name in batch})
         ids, log_probs = (moved(answers[name].flatten(0, 1), self.device)[chosen] for name in _ANSWERS)
         return TopKTeacher(ids, log_probs, vocab_size)
 
     @torch.no_grad()
-    def _asked(self, batch: Mapping[str, Tensor], chosen: Any, vocab_size: int) -> LiveTeacher:
-        """What the live teacher has to say of the tokens ``chosen`` of a batch."""
-        network = self._asks()
+    def _live_teacher(self, batch: Mapping[str, Tensor], chosen: Any, vocab_size: int) -> LiveTeacher:
+        """Run the teacher on a batch, and return its hidden states for the tokens ``chosen``."""
+        network = self._teacher_network()
         hidden, _ = self._hidden_states(network, batch)
         return LiveTeacher(hidden.flatten(0, 1)[chosen], output_head(network), vocab_size)
 
-    def _asks(self) -> nn.Module:
-        """The live teacher; sharded where all processes ask it, and not the first one for a cache."""
+    def _teacher_network(self) -> nn.Module:
+        """Return the teacher network.
+
+        It is sharded if every process calls it, and whole if only rank 0 calls it to fill a cache.
+        """
         assert self._live is not None
         strategy = getattr(trainer_of(self), "strategy", None)
         device = getattr(strategy, "root_device", self.device)
         return self._live.on(device, strategy if self.cache_top_k is None else None)
 
     def _vocabulary(self, rows: int) -> int:
-        """Tokens to compare, for a student's head with so many rows."""
+        """Return the number of tokens to compare, for a student whose head has ``rows`` rows."""
         if self._shared is not None:
             return self._shared
-        theirs = rows if self._live is None else output_head(self._asks()).rows
+        theirs = rows
+        if self._live is not None:
+            theirs = output_head(self._teacher_network()).rows
         if rows != theirs:
             raise ConfigurationError(
                 f"Distillation: without a tokenizer in the data, student and teacher must have the same number of "
-                f"token ids, got {rows} and {theirs}: which of them are padding cannot be known."
+                f"token ids, got {rows} and {theirs}: it is unknown which of them are padding"
             )
         return rows
 
     def _cached(self, k: int) -> TopKCache:
-        """The cache for the training data, made by this process if no other has."""
+        """Return the cache for the training data. One process creates it if it does not exist."""
         batches = _in_order(self.trainer.train_dataloader)
         temperature = self.objective.divergence.temperature
         size = self._vocabulary(output_head(self._built()).rows)
         if k > size:
-            raise refusal("Distillation", "cache_top_k", f"at most {size}, the tokens there are", k)
+            raise refusal("Distillation", "cache_top_k", f"at most {size}, the size of the vocabulary", k)
         settings = {"k": k, "temperature": temperature, "vocab_size": size, "precision": str(self.trainer.precision)}
         folder = cache_root(self.cache_dir) / "teacher" / cache_key(self._source.digest(), settings, batches())
 
@@ -302,17 +317,17 @@ class Distillation(LanguageModeling):
             batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
             learned = targets_of(batch) != IGNORE
             if self._live is None:
-                rank_zero_info(f"Distillation: the teacher is asked once about all training data, for {folder}")
+                rank_zero_info(f"Distillation: the teacher runs once over all training data, for {folder}")
                 self._live = self._source.load()
                 self._vocabulary(size)
             with torch.no_grad(), self.trainer.precision_plugin.forward_context():
-                asked = self._asked(batch, learned.flatten(), size)
-                chunks = asked.hidden.split(self.objective.chunk_size)
-                kept = [top_k_of(asked.head(chunk)[:, :size], k, temperature) for chunk in chunks]
+                teacher = self._live_teacher(batch, learned.flatten(), size)
+                chunks = teacher.hidden.split(self.objective.chunk_size)
+                kept = [top_k_of(teacher.head(chunk)[:, :size], k, temperature) for chunk in chunks]
             return torch.cat([ids for ids, _ in kept]), torch.cat([log_probs for _, log_probs in kept])
 
         write_top_k(folder, batches(), answer)
-        self._live = None  # its memory is the student's now
+        self._live = None  # free its memory for the student
         self._checked.clear()
         return TopKCache(folder, thorough=self.trainer.is_global_zero)
 
@@ -323,18 +338,18 @@ class Distillation(LanguageModeling):
 
 
 def _batch_to_device(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """The strategy's; what the teacher has said of a batch of training is looked up while that is still on the host."""
+    """Wrap of the strategy's method that looks a training batch up in the cache while it is still on the host."""
     if self.lightning_module.trainer.training and batch is not None:
         batch = {**batch, **self.lightning_module._looked_up(batch)}
     return inner_method(self, "batch_to_device", _batch_to_device)(batch, *args, **kwargs)
 
 
 def _in_order(loader: Any) -> Any:
-    """A function that reads the data set of a loader once, in its order, and leaves torch's generator as it was."""
+    """Return a function that reads the data set of a loader once, in order, without changing torch's generator."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or not loader.batch_sampler:
         raise ConfigurationError(
-            "Distillation: cache_top_k needs one DataLoader over a data set with an index, batched by the loader; for "
-            "streams let the teacher answer live (cache_top_k null)."
+            "Distillation: cache_top_k needs one DataLoader over an indexed data set, which batches it. For streams, "
+            "run the teacher in each step (cache_top_k null)"
         )
 
     def batches() -> Iterator[Any]:

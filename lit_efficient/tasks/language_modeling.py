@@ -1,9 +1,9 @@
-"""Train a language model to predict the next token of text, and let it write: our GPT or any of Hugging Face.
+"""Train a language model on next-token prediction, and generate text: the GPT of this package or a Hugging Face model.
 
     loss = -mean_t log p(token_{t+1} | token_1 ... token_t)
 
-A checkpoint holds the configuration and the tokenizer: ``LanguageModeling.load_from_checkpoint(path)`` alone gives a
-model that generates text, and a checkpoint never meets tokens of another tokenizer unnoticed.
+A checkpoint contains the config and the tokenizer. ``LanguageModeling.load_from_checkpoint(path)`` returns a model that
+can generate text, and loading a checkpoint with another tokenizer raises an error.
 """
 
 import json
@@ -46,8 +46,8 @@ from lit_efficient.tasks.token_metrics import TokenMetrics
 from lit_efficient.traits import Trait, has_trait
 
 _CHECKPOINT_KEY = "language_modeling"
-_MAY_DIFFER = {"dropout", "max_length"}  # of a configuration: weights mean the same under any value of these
-# Fields of a configuration of transformers without which the same weights would be another function.
+_MAY_DIFFER = {"dropout", "max_length"}  # fields of GPTConfig that may differ from those of a checkpoint
+# Fields of a config of transformers that must agree with those of a checkpoint.
 _HF_SHAPE = (
     *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "n_embd", "n_layer", "n_head", "rope_theta", "rope_parameters", "rope_scaling", "rms_norm_eps"),
@@ -60,23 +60,23 @@ _DEFAULT_MODEL = GPTConfig()
 class LanguageModeling(LightningModule):
     """Next-token prediction on batches ``{"input_ids": [B, T], "labels": [B, T]}``.
 
-    Labels stand under their own token, as transformers has them, and -100 counts for nothing; a batch may have
-    ``shift_labels`` instead, already shifted. ``attention_mask`` ``[B, T]`` goes to the network, and ``position_ids``,
-    which begin at 0 in every document of a row. Before its first batch the network is asked whether it is causal, and
-    by what it keeps the documents of a row apart; where nothing does, packed rows are refused.
+    Labels are aligned with ``input_ids`` as in transformers, and -100 is ignored. A batch may contain ``shift_labels``
+    instead, which are already shifted. ``attention_mask`` ``[B, T]`` and ``position_ids`` (which restart at 0 in every
+    document of a packed row) are passed to the network. Before the first batch, a probe checks that the network is
+    causal, and finds out how it separates the documents of a row. If it cannot, packed rows raise an error.
 
-    Random weights are drawn on the run's device: for one seed, a GPU's are others than a CPU's.
+    Random weights are drawn on the device of the run, so a GPU and a CPU give different weights for one seed.
 
     Logs ``train/loss``, and ``loss``, ``perplexity`` and (for batches with ``num_bytes`` ``[B]``) ``bits_per_byte``
-    under ``val/`` and ``test/``. Prediction continues the texts of a batch ``{"prompts": [...]}``, and gives the loss
+    under ``val/`` and ``test/``. Prediction continues the texts of a batch ``{"prompts": [...]}``, and returns the loss
     of each sequence ``[B]`` for a batch of tokens.
 
     Args:
-        model: a `GPTConfig`, the shape of our GPT, or a `CausalLMConfig` (``name_or_path`` or ``config``), a model of
-            Hugging Face; ``vocab_size`` null is taken from the data.
-        learning_rate: peak rate of AdamW, used unless the configuration has an ``optimizer`` of its own.
-        weight_decay: of the matrices; vectors (norms) have none.
-        warmup_steps: optimizer steps until the peak; half a cosine to 0 at the end of training follows.
+        model: A `GPTConfig`, the shape of this package's GPT, or a `CausalLMConfig` (``name_or_path`` or ``config``) of
+            a Hugging Face model. ``vocab_size`` null takes that of the data.
+        learning_rate: Peak learning rate of AdamW. It is not used if the config sets an ``optimizer``.
+        weight_decay: Weight decay of the matrices. Vectors (norms) have none.
+        warmup_steps: Optimizer steps of the warm-up, which is followed by half a cosine to 0 at the end of training.
     """
 
     logs: ClassVar[tuple[str, ...]] = (
@@ -86,9 +86,9 @@ class LanguageModeling(LightningModule):
         "val/perplexity",
         "val/bits_per_byte",
     )
-    loads_as: ClassVar[str] = "LanguageModeling"  # the public class that a checkpoint alone is loaded as
+    loads_as: ClassVar[str] = "LanguageModeling"  # public class as which checkpoints of this task are loaded
     trains_on: ClassVar[tuple[str, ...]] = ("tokens",)
-    takes_slices: ClassVar[bool] = True  # of rows that processes share, each a part of their length
+    takes_slices: ClassVar[bool] = True  # supports rows whose length is split over processes
     commands_after_fit: ClassVar[tuple[str, ...]] = ("generate --ckpt {ckpt} --prompt 'Once upon a time'",)
 
     def __init__(
@@ -99,7 +99,7 @@ class LanguageModeling(LightningModule):
         warmup_steps: int = 100,
     ) -> None:
         super().__init__()
-        if isinstance(model, Mapping):  # as hyper-parameters are stored: a safe load gives primitives only
+        if isinstance(model, Mapping):  # from the hyper-parameters of a checkpoint, which are primitives
             named = "config_fields" in model
             model = rebuild(CausalLMConfig, model) if named else rebuild(GPTConfig, model)
         if not isinstance(model, GPTConfig | CausalLMConfig):
@@ -121,13 +121,14 @@ class LanguageModeling(LightningModule):
         )
         self.network: nn.Module | None = None
         self.tokenizer_state: dict[str, Any] | None = None
-        self.epoch_metrics = TokenMetrics()  # of the validation or test epoch under way
+        self.epoch_metrics = TokenMetrics()  # of the current validation or test epoch
         self._rows = DocumentRows(type(self).__name__)
-        self._learned: tuple[int, int] | None = None  # of the batch that was moved last: labels, and those that count
+        # Of the batch that was transferred last: the number of labels, and of those that are not ignored.
+        self._learned: tuple[int, int] | None = None
 
     @builds_no_layers
     def setup(self, stage: str) -> None:
-        """Take the tokenizer from the datamodule, if it has one; that with a chat template first."""
+        """Take the tokenizer of the data module, if it has one. One with a chat template takes precedence."""
         self._rows = DocumentRows(type(self).__name__)  # techniques may have changed the network since the last run
         data = getattr(trainer_of(self), "datamodule", None)
         tokenizer = getattr(data, "chat_tokenizer", None) or getattr(data, "tokenizer", None)
@@ -138,22 +139,25 @@ class LanguageModeling(LightningModule):
         trainer: Any = self.trainer
         several = trainer.accumulate_grad_batches > 1 or trainer.world_size > 1
         several = several or any(_changes_accumulation(callback) for callback in trainer.callbacks)
-        counted = any(isinstance(callback, TokenWeightedAccumulation) for callback in trainer.callbacks)
-        if several and not counted and trainer.strategy.handles_gradient_accumulation:
-            name = type(trainer.strategy).__name__
-            rank_zero_warn(f"{name} weighs all batches alike in a step, however many tokens each has: pack them")
+        if not several or any(isinstance(callback, TokenWeightedAccumulation) for callback in trainer.callbacks):
             return []
-        return [TokenWeightedAccumulation()] if several and not counted else []
+        if trainer.strategy.handles_gradient_accumulation:
+            name = type(trainer.strategy).__name__
+            rank_zero_warn(
+                f"{name} gives all batches of a step the same weight, whatever their number of tokens: pack them"
+            )
+            return []
+        return [TokenWeightedAccumulation()]
 
     @property
     def max_length(self) -> int | None:
-        """Most tokens that the network reads at once; None for one of Hugging Face whose positions go on."""
+        """Largest length of a sequence, or ``None`` for a Hugging Face model without learned positions."""
         if isinstance(self.model, CausalLMConfig):
             return positions_of(self.model) if self.network is None else learned_positions(self.network)
         return self.network.config.max_length if isinstance(self.network, GPT) else self.model.max_length
 
     def num_tokens(self, batch: dict[str, Tensor]) -> int:
-        """How many tokens of a batch are learned."""
+        """Return the number of tokens in a batch that contribute to the loss."""
         return int((targets_of(batch) != IGNORE).sum())
 
     def configure_model(self) -> None:
@@ -165,8 +169,9 @@ class LanguageModeling(LightningModule):
                 make = partial(causal_lm.build, self.model, from_data, self._replacing())
                 empty = causal_lm.build_empty(self.model, from_data) if waits else None
                 self.network = empty or (built_empty(make) if waits and self.model.draws_weights else make())
-                if said := causal_lm.widened(self.model):
-                    rank_zero_info(f"{type(self).__name__}: {said}")
+                message = causal_lm.widened(self.model)
+                if message:
+                    rank_zero_info(f"{type(self).__name__}: {message}")
             return
         offered = getattr(getattr(trainer_of(self), "datamodule", None), "vocab_size", None)
         wanted = self.model.vocab_size
@@ -181,12 +186,12 @@ class LanguageModeling(LightningModule):
             raise refusal("LanguageModeling", "model.vocab_size", "a number for data without vocab_size", wanted)
         if isinstance(self.network, GPT) and offered not in {None, self.network.config.vocab_size}:
             raise ConfigurationError(
-                f"LanguageModeling: the network was built for {self.network.config.vocab_size} token ids, the data has "
-                f"{offered}."
+                f"LanguageModeling: the network was built for {self.network.config.vocab_size} token ids, but the data "
+                f"has {offered}"
             )
 
     def configure_optimizers(self) -> Any:
-        """AdamW over what trains, with `warmup_cosine` over the steps of the run."""
+        """Return AdamW over the parameters that train, with `warmup_cosine` over the steps of the run."""
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         optimizer = FusedAdamW(
             trained, self.learning_rate, (0.9, 0.95), weight_decay=self.weight_decay, decay_norm_and_bias=False
@@ -203,18 +208,18 @@ class LanguageModeling(LightningModule):
         unwrap_method(self.trainer.strategy, "batch_to_device", _batch_to_device)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Logits ``[B, T, V]`` for ``[B, T]``."""
+        """Return logits ``[B, T, V]`` for token ids ``[B, T]``."""
         output = self._built()(input_ids)
         return output if isinstance(output, Tensor) else output.logits
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """Loss over all tokens of the batch, and over those of each sequence for who reweights them."""
+        """Return the mean loss over all tokens, and over each sequence ``[B]`` for techniques that reweight samples."""
         losses, targets, router_loss = self._losses(batch)
         loss, sample_loss = sample_means(losses, targets)
         logged = mean_over_rows(losses, targets) if ROW_POSITIONS in batch else loss
         self.log("train/loss", logged, prog_bar=logs_in_bar(loss))
         output = {"loss": loss, "sample_loss": sample_loss}
-        if router_loss is not None:  # of a mixture of experts whose config says output_router_logits
+        if router_loss is not None:  # of a mixture of experts whose config sets output_router_logits
             self.log("train/router_loss", router_loss)
             output |= {"loss": loss + router_loss, "extra_loss": router_loss}
         return output
@@ -239,7 +244,7 @@ class LanguageModeling(LightningModule):
         self._log_epoch("test")
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> list[str] | Tensor:
-        """Continued texts for ``prompts``, else the loss of each sequence ``[B]``."""
+        """Return continued texts for ``prompts``, else the loss of each sequence ``[B]``."""
         if "prompts" in batch:
             return self.generate_text(batch["prompts"])
         losses, targets, _ = self._losses(batch)
@@ -247,10 +252,10 @@ class LanguageModeling(LightningModule):
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer that the network was trained with, of the kind that the data has."""
+        """Tokenizer of the model, of the same class as that of the data."""
         if self.tokenizer_state is None:
             raise ConfigurationError(
-                "LanguageModeling: no tokenizer: train on a datamodule that has one, or load a checkpoint that was."
+                "LanguageModeling: no tokenizer: train on a data module with a tokenizer, or load such a checkpoint"
             )
         return unpack_tokenizer(self.tokenizer_state)
 
@@ -269,20 +274,21 @@ class LanguageModeling(LightningModule):
         repetition_penalty: float = 1.0,
         stop: Sequence[str] = (),
     ) -> list[str]:
-        """Prompts with their continuations, up to where the model ends them; no global random state is read or changed.
+        """Return prompts with their continuations, without reading or changing the global random state.
 
         Args:
-            prompts: texts to continue. A text does best without a space at its end: tokens begin with theirs.
-            max_new_tokens: tokens to add, below ``max_length`` of the model; the prompt's last ones that fit are used.
-            temperature: at least 0; 0 takes the likeliest token.
-            top_p: draw among the likeliest tokens that together have this probability, in (0, 1].
-            seed: prompt number i is continued with the seed ``seed + i``.
-            chat: each prompt is a user's turn, to be answered in the tokenizer's chat template.
-            batch_size: most prompts at a time; each is continued as if it were alone.
-            top_k: draw among this many likeliest tokens; 0 is all.
-            min_p: draw among tokens at least this many times as likely as the likeliest, in [0, 1].
-            repetition_penalty: above 0; more than 1 makes tokens less likely that the prompt or its continuation has.
-            stop: texts that end a continuation, which is cut before them.
+            prompts: Texts to continue. They should not end with a space, because tokens begin with their own.
+            max_new_tokens: Largest number of new tokens, below ``max_length`` of the model. A long prompt is cut at its
+                beginning.
+            temperature: At least 0. 0 always takes the most likely token.
+            top_p: Draw from the most likely tokens that together have this probability, in (0, 1].
+            seed: Prompt number i is continued with the seed ``seed + i``.
+            chat: Answer each prompt as a user's turn, in the tokenizer's chat template.
+            batch_size: Largest number of prompts in a batch. The result does not depend on it.
+            top_k: Draw from this many most likely tokens. 0 is all.
+            min_p: Draw from tokens whose probability is at least this share of the largest one, in [0, 1].
+            repetition_penalty: Above 0. Values above 1 make tokens less likely that already occur in the text.
+            stop: Texts that end a continuation. It is cut before them.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         tokenizer = self.tokenizer
@@ -300,7 +306,7 @@ class LanguageModeling(LightningModule):
         return [text + new for text, (new, _) in zip(texts, found)]
 
     def continuations(self, tokenizer: Any, prompts: list[str], **how: Any) -> list[tuple[str, bool]]:
-        """What follows each prompt, and whether it ended; ``how`` as for `text_generation.continuations`."""
+        """Return the continuation of each prompt, and whether it has ended. ``how``: see `text_generation`."""
         stop = set((self.tokenizer_state or {}).get("stop", ()))
         return continuations(self._built(), tokenizer, prompts, stop=stop, device=self.device, **how)
 
@@ -312,34 +318,34 @@ class LanguageModeling(LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Build the network if that is still to be done; refuse weights or tokens that mean something else."""
+        """Build the network if necessary. Raise ConfigurationError for another network or another tokenizer."""
         saved = checkpoint.get(_CHECKPOINT_KEY)
         if saved is None:
             if self.network is None:
-                raise ConfigurationError("LanguageModeling: this checkpoint is not one of LanguageModeling.")
+                raise ConfigurationError("LanguageModeling: this is not a checkpoint of LanguageModeling")
             return
-        if saved["tokenizer"] is not None:  # first: another tokenizer is why vocabularies differ in size
+        if saved["tokenizer"] is not None:  # checked first: its error explains why sizes of vocabularies differ
             ours = self.tokenizer_state
             self._adopt_tokenizer(saved["tokenizer"], "the checkpoint")
-            if ours is not None:  # the data's chat template is the one that is trained from here on
+            if ours is not None:  # training continues with the chat template of the data
                 self.tokenizer_state = ours
         if self.network is None:
             self.network = self._rebuilt(saved["model"], checkpoint)
         _check_same_network(_described(self.network), saved["model"])
 
     def _rebuilt(self, described: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> nn.Module:
-        """The network that a checkpoint was written with; its weights follow, unless they are a base's.
+        """Build the network of a checkpoint. Its weights are loaded later, except those of a base under adapters.
 
         Raises:
-            CheckpointError: If they are a base's that nobody names: what would be drawn is another one.
+            CheckpointError: If the weights of the base are neither in the checkpoint nor named by the config.
         """
         state = checkpoint["state_dict"]
         named = isinstance(self.model, CausalLMConfig) and not self.model.draws_weights
         lost = [name for name in checkpoint.get("lit_efficient", {}).get("base", {}) if name not in state]
         if lost and not named and getattr(self, "start_from", None) is None:
             raise CheckpointError(
-                f"the checkpoint's adapters were trained beside another base than random weights: it lacks {len(lost)} "
-                f"frozen tensors, first {lost[0]!r}. Name the base, or train with save_base=True"
+                f"the checkpoint contains adapters without their base: it lacks {len(lost)} frozen tensors, first "
+                f"{lost[0]!r}. Name the base, or train with save_base=True"
             )
         if "hugging_face" not in described:
             model = self.model if isinstance(self.model, GPTConfig) else rebuild(GPTConfig, described)
@@ -348,12 +354,8 @@ class LanguageModeling(LightningModule):
         with torch.device("meta"):
             empty = causal_lm.from_json(config)
         needed = {f"network.{name}" for name, _ in empty.named_parameters()}
-        whole = needed <= state.keys()  # adapters' checkpoints leave the base out
-        if (
-            isinstance(self.model, CausalLMConfig)
-            and not self.model.draws_weights
-            and (self.model.quantize or not whole)
-        ):
+        whole = needed <= state.keys()  # checkpoints of adapters do not contain the base
+        if isinstance(self.model, CausalLMConfig) and named and (self.model.quantize or not whole):
             from_data = {"vocab_size": int(empty.config.get_text_config().vocab_size)}
             return causal_lm.build(self.model, from_data, self._replacing(checkpoint))
         dtype = self.model.dtype if isinstance(self.model, CausalLMConfig) else "float32"
@@ -362,40 +364,44 @@ class LanguageModeling(LightningModule):
         return causal_lm.from_json(config, exact, whole)
 
     def _replacing(self, checkpoint: Mapping[str, Any] | None = None) -> Replacing | None:
-        """What is replaced while weights are read: nothing where others have a hand in the network before it is."""
+        """Return the layers that techniques replace while weights are read.
+
+        ``None`` if a subclass changes the network before the techniques do.
+        """
         restored = checkpoint is not None and getattr(self, "start_from", None) is None
         return on_read(self, "network.", checkpoint) if restored or self._builds_alone() else None
 
     def _builds_alone(self) -> bool:
-        """Whether nobody else has a hand in the network before techniques do."""
+        """Return whether no subclass changes the network before the techniques do."""
         return type(self).configure_model is LanguageModeling.configure_model
 
     def _built(self) -> nn.Module:
         if self.network is None:
-            raise ConfigurationError(
-                "LanguageModeling: the network is not built yet; a Trainer or a checkpoint does it."
-            )
+            raise ConfigurationError("LanguageModeling: no Trainer or checkpoint has built the network yet")
         return self.network
 
     def _adopt_tokenizer(self, state: dict[str, Any], origin: str) -> None:
         if self.tokenizer_state is not None and self.tokenizer_state["json"] != state["json"]:
             raise ConfigurationError(
-                f"LanguageModeling: the tokenizer of {origin} is not the one this model has: its token ids would mean "
-                "other text. Save the model's (`model.tokenizer.save('tokenizer.json')`) and give it to the data as "
-                "tokenizer_file."
+                f"LanguageModeling: the tokenizer of {origin} differs from that of the model, so token ids would mean "
+                "other text. Save the model's tokenizer (`model.tokenizer.save('tokenizer.json')`) and pass it to the "
+                "data as tokenizer_file"
             )
         self.tokenizer_state = state
 
     def _losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Losses and targets ``[B, T]``, and the balancing loss of a mixture of experts, if it asks for one."""
+        """Return losses and targets ``[B, T]``, and the balancing loss of a mixture of experts, if it has one."""
         network: Any = self._built()
         targets = targets_of(batch)
         inputs = self._rows.arguments(network, batch, self._agree)
         arranged = targets.reshape(inputs["input_ids"].shape)
-        (labels, learned), self._learned = self._learned or (0, None), None
+        counted = self._learned
+        self._learned = None
         with nullcontext() if isinstance(network, GPT) else masks_unread(targets.device):
-            if hasattr(network, "token_losses"):  # ChunkedCrossEntropy has put the logits off
-                known = learned if labels == targets.numel() else None
+            if hasattr(network, "token_losses"):  # from ChunkedCrossEntropy, which defers the logits
+                known = None
+                if counted is not None and counted[0] == targets.numel():  # this is the batch that was counted
+                    known = counted[1]
                 losses, output = network.token_losses(arranged, known, **inputs)
             elif isinstance(network, GPT):
                 losses = output = network(**inputs, labels=arranged)
@@ -408,50 +414,49 @@ class LanguageModeling(LightningModule):
         return losses.view_as(targets), targets, router_loss
 
     def _agree(self, decision: bool) -> bool:
-        """Whether all processes say yes: they must call the network alike."""
+        """Return whether a decision is true on all processes, which must call the network in the same way."""
         trainer = trainer_of(self)
         return decision if trainer is None else bool(trainer.strategy.reduce_boolean_decision(decision))
 
     def _log_epoch(self, prefix: str) -> None:
-        # compute() has already summed over processes; sync_dist averages equal numbers and keeps Lightning quiet.
+        # `compute` has already summed over processes. sync_dist averages equal numbers, and avoids a warning.
         figures = {f"{prefix}/{name}": value for name, value in self.epoch_metrics.compute().items()}
         self.log_dict(figures, prog_bar=True, sync_dist=True)
 
 
 def _described(network: nn.Module) -> dict[str, Any]:
-    """What a checkpoint keeps of the network's shape, as primitives."""
+    """Return the config of a network as primitives, for a checkpoint."""
     if isinstance(network, GPT):
         return asdict(network.config)
     return {"hugging_face": network.config.to_json_string(use_diff=False)}  # type: ignore[operator, union-attr]
 
 
 def _check_same_network(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    different = [
-        f"{name} is {then!r} in the checkpoint and {now!r} here"
-        for name, then, now in _compared(ours, theirs)
-        if then != now and name not in _MAY_DIFFER
-    ]
-    if different:
-        raise ConfigurationError(f"LanguageModeling: a checkpoint of another network: {'; '.join(different)}.")
-
-
-def _compared(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Names, the checkpoint's values and ours, with what is left open resolved."""
-    kinds = ["of Hugging Face" if "hugging_face" in one else "GPT" for one in (ours, theirs)]
-    if kinds[0] != kinds[1]:
-        return [("model", kinds[1], kinds[0])]
-    if kinds[0] == "GPT":
-        configs = [rebuild(GPTConfig, one) for one in (ours, theirs)]
-        now, then = (asdict(c) | {"num_kv_heads": c.kv_heads, "hidden_dim": c.mlp_dim} for c in configs)
+    now = _shape_of(ours)
+    then = _shape_of(theirs)
+    if now["model"] == then["model"]:
+        names = [name for name in now if name in then and name not in _MAY_DIFFER]  # versions of transformers differ
     else:
-        now, then = (json.loads(one["hugging_face"]) for one in (ours, theirs))
-        shared = [name for name in _HF_SHAPE if name in now and name in then]  # versions of transformers differ
-        now, then = ({name: one[name] for name in shared} for one in (now, then))
-    return [(name, then[name], now[name]) for name in now]
+        names = ["model"]
+    different = []
+    for name in names:
+        if then[name] != now[name]:
+            different.append(f"{name} is {then[name]!r} in the checkpoint and {now[name]!r} here")
+    if different:
+        raise ConfigurationError(f"LanguageModeling: the checkpoint is of another network: {'; '.join(different)}")
+
+
+def _shape_of(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config that must agree with those of a checkpoint, without defaults to be resolved."""
+    if "hugging_face" in described:
+        fields = json.loads(described["hugging_face"])
+        return {"model": "of Hugging Face"} | {name: fields[name] for name in _HF_SHAPE if name in fields}
+    config = rebuild(GPTConfig, described)
+    return {"model": "GPT"} | asdict(config) | {"num_kv_heads": config.kv_heads, "hidden_dim": config.mlp_dim}
 
 
 def _batch_to_device(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """The strategy's; what is learned is counted on the host, as a GPU does not tell without a wait."""
+    """Wrap of the strategy's method that counts the labels on the host, because counting on a GPU would synchronise."""
     self.lightning_module._learned = None
     if isinstance(batch, Mapping) and not {"labels", "shift_labels"}.isdisjoint(batch):
         targets = targets_of(batch)
@@ -461,5 +466,5 @@ def _batch_to_device(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _changes_accumulation(callback: object) -> bool:
-    named = type(callback).__name__ == "GradientAccumulationScheduler"  # Lightning's, which exists in two packages
+    named = type(callback).__name__ == "GradientAccumulationScheduler"  # exists in both packages of Lightning
     return named or has_trait(callback, Trait.CHANGES_ACCUMULATION)

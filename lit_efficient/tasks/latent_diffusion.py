@@ -1,18 +1,19 @@
-"""Train a diffusion network on latents, and look at what it samples.
+"""Train a diffusion network on latents, with sampling in validation.
 
     x_t = alpha x0 + sigma eps;   loss = mean |network(x_t, t, condition) - target|^2;   target: flow, eps, v, x0 or edm
 
-Validation measures the same loss at fixed draws, over all and by the range of log SNR, then samples with guidance and
-has the data module judge the images. With a technique that evaluates averaged weights (EMA), ``val/loss`` is the
-average's and ``val/loss_raw`` that of the weights that train, at the same draws.
+Validation computes the same loss with fixed random numbers, over all samples and by ranges of log SNR. Then it samples
+images with guidance, which the data module scores. With a technique that evaluates averaged weights (EMA), ``val/loss``
+is that of the average, and ``val/loss_raw`` that of the training weights, with the same random numbers.
 
-The parts: the model without its training, :mod:`lit_efficient.tasks.latent_generator`; what data must offer and batches
-may hold, :mod:`lit_efficient.tasks.latent_source`; what the network gets of labels and captions,
-:mod:`lit_efficient.tasks.latent_conditions`; the networks, :mod:`lit_efficient.models.libraries.backbones`.
+Parts: the model without its training, :mod:`lit_efficient.tasks.latent_generator`; the interface to the data,
+:mod:`lit_efficient.tasks.latent_source`; conditions, :mod:`lit_efficient.tasks.latent_conditions`; networks,
+:mod:`lit_efficient.models.libraries.backbones`.
 
-Costs: with validation, one sampling of ``samples.count`` images, two network evaluations a step; with averaged
-weights each batch of it is evaluated twice.
-Source: Rombach et al. (2022), https://arxiv.org/abs/2112.10752; Peebles and Xie (2022), https://arxiv.org/abs/2212.09748.
+Costs: each validation samples ``samples.count`` images, with two network evaluations a step. With averaged weights,
+each validation batch is evaluated twice.
+Source: Rombach et al. (2022), https://arxiv.org/abs/2112.10752; Peebles and Xie (2022),
+    https://arxiv.org/abs/2212.09748.
 """
 
 from dataclasses import asdict, replace
@@ -53,32 +54,33 @@ _WARMUP_STEPS = 100
 
 
 class LatentDiffusion(LatentGenerator):
-    """Diffusion on latents: of classes, of captions, of both or of neither, as the backbone takes them.
+    """Training of a latent diffusion model with classes, captions, both or neither, depending on the backbone.
 
-    Batches hold latents, their posterior or images, and labels, captions or their embeddings. Autoencoder and text
-    encoder come from the data module; they are no submodules, but travel in the checkpoint beside the weights, so it
-    alone samples images, and ``parameters()`` is only what trains. Random weights are drawn on the run's device: for
-    one seed, a GPU's are others than a CPU's.
+    Batches contain latents, their posterior or images, and labels, captions or their embeddings. Autoencoder and text
+    encoder come from the data module. They are not submodules, so ``parameters()`` only contains parameters that train.
+    They are stored in the checkpoint, which is enough to sample images. Random weights are drawn on the device of the
+    run, so a GPU and a CPU give different weights for one seed.
 
     Args:
-        backbone: The network: the shape of our diffusion transformer, or a model of diffusers. That of a UNet with
-            classes has one row more than there are classes (``num_class_embeds``), for "no label".
-        prediction: What the network predicts: flow, eps, v, x0 or edm. eps learns the classes many times slower.
-        schedule: The noise schedule by name (flow, cosine, squared_cosine, linear, scaled_linear, edm), or the whole
+        backbone: The network: shape of this package's diffusion transformer, or a model of diffusers. A UNet with
+            classes needs one more row than there are classes (``num_class_embeds``), for "no label".
+        prediction: Target that the network predicts: flow, eps, v, x0 or edm. eps learns classes many times slower.
+        schedule: Noise schedule by name (flow, cosine, squared_cosine, linear, scaled_linear, edm), or the whole
             process: betas, zero terminal SNR, offset noise and input perturbation.
-        timestep_sampling: Distribution of training times by name (uniform, logit_normal, mode, log_normal), or with its
+        timestep_sampling: Distribution of training times by name (uniform, logit_normal, mode, log_normal), or with
             location, scale and shift.
-        label_dropout: Probability that a training sample's conditions are hidden, in [0, 1): its label and its text
-            together, by one draw.
-        guidance_scale: Strength of classifier-free guidance when sampling; 1 is none.
+        label_dropout: Probability that the conditions of a training sample are hidden, in [0, 1). Label and text are
+            hidden together.
+        guidance_scale: Strength of classifier-free guidance in sampling. 1 is no guidance.
         sampling_steps: Steps of the sampler.
-        sampler: The sampler by name (builtin, and diffusers' ddim, euler, heun, dpmsolver++), or with its shift and the
-            rescaling of guidance.
-        learning_rate: AdamW's peak rate; 100 steps of warm-up (a tenth of short runs), then a cosine to zero.
-        samples: How many images are sampled at each validation, of which captions, and how they are shown.
+        sampler: Sampler by name (builtin, and ddim, euler, heun, dpmsolver++ of diffusers), or with shift and rescaling
+            of the guidance.
+        learning_rate: Peak learning rate of AdamW, with 100 steps of warm-up (a tenth of short runs), then a cosine to
+            zero.
+        samples: Number of images that are sampled in each validation, their captions, and their decoder.
     """
 
-    logs: ClassVar[tuple[str, ...]] = ("train/loss", "val/loss")  # and more whose names begin so
+    logs: ClassVar[tuple[str, ...]] = ("train/loss", "val/loss")  # and others with these prefixes
     commands_after_fit: ClassVar[tuple[str, ...]] = ("sample --ckpt {ckpt} --output {output}.png",)
 
     def __init__(
@@ -100,17 +102,25 @@ class LatentDiffusion(LatentGenerator):
         check_number("LatentDiffusion", "label_dropout", label_dropout, least=0, below=1)
         check_number("LatentDiffusion", "learning_rate", learning_rate, above=0)
         if label_dropout == 0.0:
-            allowed = "1 when label_dropout is 0 (untrained null)"
+            allowed = "1 when label_dropout is 0, because the empty condition is not trained"
             check("guidance_scale", guidance_scale, allowed, guidance_scale == 1.0)
         self.label_dropout = label_dropout
         self.learning_rate = learning_rate
         # Primitives only, so that checkpoints load with weights_only=True.
-        names = "prediction label_dropout guidance_scale sampling_steps learning_rate"
-        values = {name: getattr(self, name) for name in names.split()}
-        values |= {"backbone": asdict(self.backbone), "schedule": asdict(self.process)}
-        values |= {"timestep_sampling": asdict(self.timestep_sampling), "sampler": asdict(self.sampler)}
-        values |= {"samples": asdict(self.samples)}
-        self.save_hyperparameters(values)
+        self.save_hyperparameters(
+            {
+                "prediction": prediction,
+                "label_dropout": label_dropout,
+                "guidance_scale": guidance_scale,
+                "sampling_steps": sampling_steps,
+                "learning_rate": learning_rate,
+                "backbone": asdict(self.backbone),
+                "schedule": asdict(self.process),
+                "timestep_sampling": asdict(self.timestep_sampling),
+                "sampler": asdict(self.sampler),
+                "samples": asdict(self.samples),
+            }
+        )
         self._by_noise = LossByNoise()
         self._judged = True
 
@@ -118,13 +128,13 @@ class LatentDiffusion(LatentGenerator):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         if stage == "fit" and isinstance(self.backbone, DiTConfig):
-            _say_if_not_exported(self.backbone)
+            _warn_about_export(self.backbone)
         if stage == "fit" and self.codec is not None and self.text_encoder is None and self.shape.takes_text:
-            allowed = "0 without a text encoder, of which the empty caption is needed: give the data one (text_encoder)"
+            allowed = "0 without a text encoder, which embeds the empty caption: add one to the data (text_encoder)"
             check("label_dropout", self.label_dropout, allowed, self.label_dropout == 0.0)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
-        """Loss, and per sample the loss, the time, the log-SNR, what was predicted and its target, for techniques."""
+        """Return the loss, and per sample the loss, time, log-SNR, prediction and target for techniques."""
         count = latent_source.batch_size(batch)
         condition = self.conditioning.of_batch(batch, self.device)
         if self.shape.conditions:
@@ -154,14 +164,14 @@ class LatentDiffusion(LatentGenerator):
         self._prompts.begin()
 
     def on_validation_epoch_end(self) -> None:
-        """Log the averages; sample and judge, a handful in the sanity check."""
+        """Log the losses by noise level, then sample and score images: only a few in the sanity check."""
         self._conclude("val")
 
     def on_test_epoch_end(self) -> None:
         self._conclude("test")
 
     def configure_optimizers(self) -> Any:
-        """AdamW over what trains, with warm-up and a cosine to zero over the length of the run."""
+        """Return AdamW with warm-up and a cosine to zero over the length of the run."""
         trainable = [p for p in self.parameters() if p.requires_grad]
         optimizer = FusedAdamW(trainable, self.learning_rate, betas=(0.9, 0.99), weight_decay=0.01)
         total = float(self.trainer.estimated_stepping_batches)
@@ -173,41 +183,43 @@ class LatentDiffusion(LatentGenerator):
     def _losses(
         self, batch: dict[str, Any], condition: Condition, process: DiffusionProcess, generator: torch.Generator | None
     ) -> dict[str, Tensor]:
-        """The loss protocol's dictionary; every draw comes from ``generator`` (None: the global one)."""
-        x0, features = latent_source.draw_latents(batch, generator), self.shape.class_token.features
+        """Return the loss and its parts per sample. ``generator`` draws all random numbers (None: the global one)."""
+        x0 = latent_source.draw_latents(batch, generator)
+        features = self.shape.class_token.features
         if features:
             x0 = with_token(x0, self._class_features(batch, features))
         t = sample_timesteps(len(x0), self.timestep_sampling, generator, x0.device, process)
         eps, seen = diffusion.draw_noise(x0, process, generator)
         output = self(diffusion.add_noise(x0, seen, t, process), t, condition)
-        wanted = diffusion.target(x0, eps, t, process, self.prediction)
-        of_token = {}
+        target = diffusion.target(x0, eps, t, process, self.prediction)
+        losses = {}
         if features:
-            (output, drawn), (wanted, meant) = apart(output, features), apart(wanted, features)
-            of_token = {"class_loss": (drawn - meant).square().mean(dim=1)}
-        sample_loss = (output - wanted).square().flatten(1).mean(dim=1)
-        snr = process.log_snr(t)
-        losses = {"loss": sample_loss.mean(), "sample_loss": sample_loss, "timesteps": t, "log_snr": snr}
-        return losses | {"predicted": output, "target": wanted} | of_token
+            output, predicted_token = apart(output, features)
+            target, target_token = apart(target, features)
+            losses["class_loss"] = (predicted_token - target_token).square().mean(dim=1)
+        sample_loss = (output - target).square().flatten(1).mean(dim=1)
+        losses |= {"loss": sample_loss.mean(), "sample_loss": sample_loss, "timesteps": t}
+        return losses | {"log_snr": process.log_snr(t), "predicted": output, "target": target}
 
     def _class_features(self, batch: dict[str, Any], features: int) -> Tensor:
-        """What an encoder says of each clean image, [B, features]."""
+        """Return the class token of an encoder for each clean image, [B, features]."""
         callbacks: list[Any] = getattr(trainer_of(self), "callbacks", None) or []
         source = next((one for one in callbacks if getattr(one, "gives_class_token", False)), None)
         if "class_token" not in batch and source is None:
             raise ConfigurationError(
-                "LatentDiffusion: the backbone has a variant.class_token, and nothing says an image's: let batches "
-                "hold class_token [B, features], or add HiddenAlignment with head.class_layer, whose teacher gives it"
+                "LatentDiffusion: the backbone has a variant.class_token, but there is no source of class tokens: add "
+                "class_token [B, features] to batches, or use HiddenAlignment with head.class_layer, whose teacher "
+                "computes it"
             )
         given = batch["class_token"] if "class_token" in batch else source.class_token(self, batch)  # type: ignore[union-attr]
         found: Tensor = moved(given, self.device)
         allowed = f"[B, {features}], as variant.class_token.features says"
-        check("the class token", list(found.shape), allowed, found.ndim == 2 and found.shape[1] == features)
+        check("the shape of class_token", list(found.shape), allowed, found.ndim == 2 and found.shape[1] == features)
         return found
 
     def _evaluate(self, stage: str, batch: dict[str, Any], batch_idx: int) -> None:
         seed = FIXED_SEED + batch_idx * self.trainer.world_size + data_rank(self.trainer)
-        process = replace(self.process, input_perturbation=0.0)  # a means of training; samplers do not perturb
+        process = replace(self.process, input_perturbation=0.0)  # only for training; samplers do not perturb
         condition = self.conditioning.of_batch(batch, self.device)
         encoded = latent_source.with_posterior(batch, self.codec)
         if self.shape.takes_text:
@@ -237,7 +249,7 @@ class LatentDiffusion(LatentGenerator):
         self._judge(stage)
 
     def _judge(self, stage: str) -> None:
-        """Every process samples and judges the same images: a sharded network needs all of them in step."""
+        """Sample and score images. Every process does so with the same images, as a sharded network requires."""
         data = self._source()
         if data is None or self.samples.count == 0 or not self._judged:
             return
@@ -245,8 +257,8 @@ class LatentDiffusion(LatentGenerator):
         if self.codec is None or score is None or not getattr(data, "judges_samples", True):
             self._judged = False
             rank_zero_info(
-                f"LatentDiffusion: {type(data).__name__} has no judge of samples, or no autoencoder to decode them: "
-                "there will be no scores."
+                f"LatentDiffusion: {type(data).__name__} cannot score samples, or has no autoencoder to decode them: "
+                "there are no scores"
             )
             return
         count = self.samples.count
@@ -259,12 +271,12 @@ class LatentDiffusion(LatentGenerator):
             self.log(f"{stage}/{name}", value, prog_bar=name == "sample_accuracy", sync_dist=True)
 
 
-def _say_if_not_exported(config: DiTConfig) -> None:
-    """Say before training what would be learned after it."""
+def _warn_about_export(config: DiTConfig) -> None:
+    """Report before training that a network cannot be exported."""
     try:
         diffusers_fields(config)
     except ConfigurationError as error:
         rank_zero_info(
-            f"LatentDiffusion: `export --format diffusers` will refuse this network, whatever it learns: {error} Other "
-            "formats and sampling here are not concerned."
+            f"LatentDiffusion: `export --format diffusers` does not support this network: {error}. Other formats and "
+            "sampling are not affected"
         )

@@ -1,9 +1,9 @@
-"""A latent diffusion model that samples: network, encoders and checkpoint, without its training.
+"""Latent diffusion model without its training: network, encoders, sampling and checkpoints.
 
-    noise -> [sampler: network under guidance] -> latents -> [autoencoder] -> images
+    noise -> [sampler: network with guidance] -> latents -> [autoencoder] -> images
 
-Autoencoder and text encoder come from the data module and travel in the checkpoint beside the weights, so that the
-checkpoint alone samples. Neither is a submodule: ``parameters()`` is only what trains.
+Autoencoder and text encoder come from the data module. They are stored in the checkpoint, which is enough to draw
+samples. Neither is a submodule, so ``parameters()`` only contains parameters that train.
 
 Costs: one evaluation of the network a step, two with guidance.
 Source: Rombach et al. (2022), https://arxiv.org/abs/2112.10752.
@@ -45,27 +45,30 @@ from lit_efficient.tasks.latent_conditions import Conditioning, Prompts
 from lit_efficient.tasks.latent_sampling import draw_noise, guided, sample_latents
 from lit_efficient.tasks.latent_source import LatentSource
 
-_SAMPLED_AT_ONCE, _DECODED_AT_ONCE = 64, 32
-FIXED_SEED = 1_000_003  # of draws that are the same each time: validation's, prediction's
-_CODEC_KEY, _TEXT_KEY, _OWN_KEY = "latent_codec", "text_encoder", "latent_diffusion"
+_SAMPLED_AT_ONCE = 64
+_DECODED_AT_ONCE = 32
+FIXED_SEED = 1_000_003  # of random numbers that are the same in each validation and prediction
+_CODEC_KEY = "latent_codec"
+_TEXT_KEY = "text_encoder"
+_OWN_KEY = "latent_diffusion"
 _T = TypeVar("_T")
 
 
 def check(name: str, value: object, allowed: str, holds: bool) -> None:
-    """Raise ConfigurationError unless ``holds``."""
+    """Raise ConfigurationError for an argument unless ``holds``. ``allowed`` is read after "must be"."""
     if not holds:
         raise refusal("LatentDiffusion", name, allowed, value)
 
 
 @dataclass(frozen=True)
 class Samples:
-    """The images that a task shows and judges.
+    """Images that a task samples in validation.
 
     Args:
-        count: Images sampled and judged at each validation; 0 for none.
-        prompts: Captions that samples are made for; null: the first 64 of the validation data.
-        preview: A finished AutoencoderTiny (TAESD), which imitates the data's autoencoder; nothing here trains one.
-            While fitting, `SampleImages` decodes by it. What is measured, and all else, goes through the autoencoder.
+        count: Number of images that are sampled and scored in each validation. 0 for none.
+        prompts: Captions of the samples. null takes the first 64 of the validation data.
+        preview: A trained AutoencoderTiny (TAESD) that approximates the data's autoencoder. `SampleImages` decodes with
+            it during a fit. Metrics always use the autoencoder.
     """
 
     count: int = 200
@@ -73,7 +76,7 @@ class Samples:
     preview: DiffusersModelConfig | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.preview, dict):  # as checkpoints store it
+        if isinstance(self.preview, dict):  # from a checkpoint
             object.__setattr__(self, "preview", DiffusersModelConfig(**self.preview))
         check("samples.count", self.count, "0 or >= 2", self.count == 0 or self.count >= 2)
         allowed = "null or a list of at least one caption"
@@ -81,7 +84,7 @@ class Samples:
 
 
 class LatentGenerator(LightningModule):
-    """Draws latents and images of labels, of captions, of both or of neither, as its backbone takes them."""
+    """Sampling of latents and images for labels, captions, both or neither, depending on the backbone."""
 
     trains_on: ClassVar[tuple[str, ...]] = ("latents", "images")
 
@@ -96,7 +99,8 @@ class LatentGenerator(LightningModule):
         samples: Samples,
     ) -> None:
         super().__init__()
-        self.backbone = backbones.as_spec(backbone) if isinstance(backbone, dict) else backbone  # as checkpoints store
+        # Arguments are dicts if they come from a checkpoint.
+        self.backbone = backbones.as_spec(backbone) if isinstance(backbone, dict) else backbone
         self.samples = Samples(**samples) if isinstance(samples, dict) else samples
         self.process = described(DiffusionProcess, "schedule", schedule, Schedule)
         self.sampler = described(Sampler, "sampler", sampler, SamplerName)
@@ -104,20 +108,17 @@ class LatentGenerator(LightningModule):
         check_number("LatentDiffusion", "guidance_scale", guidance_scale, least=0)
         check_number("LatentDiffusion", "sampling_steps", sampling_steps, least=1, whole=True)
         drops = self.sampler.path_drop
-        check(
-            "sampler.path_drop",
-            drops,
-            "false at guidance_scale 1, which does not guide",
-            guidance_scale != 1 or not drops,
-        )
+        allowed = "false at guidance_scale 1, which applies no guidance"
+        check("sampler.path_drop", drops, allowed, guidance_scale != 1 or not drops)
         try:
             check_sampler(self.process, self.sampler, prediction)
             check_steps(self.process, self.sampler, sampling_steps)
         except ConfigurationError as error:
-            if not isinstance(sampler, dict):  # as checkpoints store it: what was trained is not lost by it
+            if not isinstance(sampler, dict):
                 raise
+            # A checkpoint must load even if its sampler is not available here.
             self.sampler = replace(self.sampler, name="builtin")
-            rank_zero_warn(f"{error} The checkpoint's sampler is replaced by builtin.")
+            rank_zero_warn(f"{error}. The checkpoint's sampler is replaced by builtin")
         self.prediction: Prediction = prediction
         self.guidance_scale = guidance_scale
         self.sampling_steps = sampling_steps
@@ -128,20 +129,20 @@ class LatentGenerator(LightningModule):
         self.codec: LatentCodec | None = None
         self.text_encoder: TextEncoder | None = None
         self.latent_size: tuple[int, int] | None = None
-        self.class_names: list[str] = []  # of the data that it was trained on, if it has some
+        self.class_names: list[str] = []  # of the training data
 
     @cached_property
     def shape(self) -> BackboneShape:
-        """What the backbone takes, from its description."""
+        """Inputs and sizes of the backbone, from its config."""
         return backbones.shape_of(self.backbone)
 
     @property
     def conditioning(self) -> Conditioning:
-        """Makes the conditions that the network gets."""
+        """Builder of the network's conditions."""
         return Conditioning(self.shape, self.text_encoder)
 
     def check_latents(self, channels: int, height: int, width: int) -> None:
-        """Refuse latents that the backbone does not take."""
+        """Raise ConfigurationError for latents that do not fit the backbone."""
         self.shape.check_latents(channels, height, width, "LatentDiffusion")
         if isinstance(self.backbone, DiTConfig) and height == width:
             allowed = f"{height}, as the data's latents are"
@@ -154,18 +155,19 @@ class LatentGenerator(LightningModule):
             return
         channels, height, width = data.latent_shape
         self.check_latents(channels, height, width)
-        self.codec = self.codec if data.codec is None else data.codec
+        if data.codec is not None:
+            self.codec = data.codec
         self.text_encoder = getattr(data, "text_encoder", None) or self.text_encoder
         self.latent_size = (height, width)
         self.class_names = [str(name) for name in getattr(data, "class_names", None) or self.class_names]
         self.conditioning.check(data.num_classes)
         self._check_nothing()
         if self.samples.preview is not None and stage == "fit":
-            allowed = "null for data without an autoencoder (codec), which it would imitate"
+            allowed = "null for data without an autoencoder (codec) to approximate"
             check("samples.preview", self.samples.preview, allowed, self.codec is not None)
             self._preview = PreviewDecoder(self._decoder(), self.samples.preview)
             if self.samples.preview.draws_weights:
-                rank_zero_info("LatentDiffusion: samples.preview has random weights, and pictures by it show nothing.")
+                rank_zero_info("LatentDiffusion: samples.preview has random weights, so its images are meaningless")
 
     def configure_model(self) -> None:
         if self.network is not None:
@@ -179,7 +181,7 @@ class LatentGenerator(LightningModule):
         if self.shape.learned_variance:
             rank_zero_info(
                 f"LatentDiffusion: {self.shape.name} has twice as many output channels as input channels. The second "
-                "half, a variance, is neither trained nor used."
+                "half, a variance, is neither trained nor used"
             )
 
     def on_fit_start(self) -> None:
@@ -187,14 +189,20 @@ class LatentGenerator(LightningModule):
             deep_path(self)
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition | Tensor | None = None) -> Tensor:
-        """Predictions [B, c, h, w], float32, of noisy latents [B, c, h, w] at times [B] in [0, 1].
+        """Predict the target from noisy latents.
 
-        Labels [B] alone stand for a condition of them.
+        Args:
+            x: Noisy latents [B, c, h, w].
+            t: Times [B] in [0, 1].
+            condition: Conditions, or labels [B].
+
+        Returns:
+            [B, c, h, w], float32.
         """
         assert self.network is not None, "configure_model() builds the network"
         known = condition if isinstance(condition, Condition) else Condition(labels=condition)
         if known.sizes is None and self.shape.takes_text and self.codec is not None:
-            # Whole images, as large as the latents stand for.
+            # The sizes of uncropped images that have these latents.
             height, width = (self.codec.factor * side for side in x.shape[2:])
             sizes = moved(torch.tensor([height, width, 0, 0, height, width], dtype=torch.float32), x.device)
             known = replace(known, sizes=sizes.expand(len(x), -1))
@@ -202,8 +210,9 @@ class LatentGenerator(LightningModule):
         return backbones.call_backbone(self.network, scaled, t, known, self.process).float()
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """One new image for each sample's label and caption: uint8 [B, C, H, W]."""
-        seed = FIXED_SEED + batch_idx * self.trainer.world_size + data_rank(self.trainer)  # no noise twice
+        """Sample one image for the label and caption of each sample in the batch: uint8 [B, C, H, W]."""
+        # Every batch of every process gets other noise.
+        seed = FIXED_SEED + batch_idx * self.trainer.world_size + data_rank(self.trainer)
         generator = torch.Generator().manual_seed(seed)
         condition = self.conditioning.of_batch(batch, self.device)
         size = latent_source.latent_size(batch, self.codec)
@@ -222,20 +231,20 @@ class LatentGenerator(LightningModule):
         count: int | None = None,
         size: tuple[int, int] | None = None,
     ) -> Tensor:
-        """Draw normalised latents [B, c, h, w], float32; put the module in evaluation mode first.
+        """Sample normalised latents [B, c, h, w], float32. The module must be in evaluation mode.
 
         Args:
-            labels: Classes, [B] int64, for a backbone that takes them.
-            generator: Source of the noise, or one for each sample; None is torch's global generator. A CPU generator
-                serves every device.
-            guidance_scale: None takes the module's.
-            steps: None takes the module's ``sampling_steps``.
-            captions: B captions, for a backbone that takes text.
-            count: B, for a backbone that takes neither.
-            size: Height and width of the latents; None: those of the training data.
+            labels: Classes, [B] int64, for a backbone with classes.
+            generator: Random generator of the noise, or one for each sample. None takes torch's global generator. A CPU
+                generator works for every device.
+            guidance_scale: Guidance scale. None takes the module's.
+            steps: Steps of the sampler. None takes the module's ``sampling_steps``.
+            captions: B captions, for a backbone with text.
+            count: B, for a backbone with neither.
+            size: Height and width of the latents. None takes those of the training data.
 
         Raises:
-            ConfigurationError: For what the backbone does not take, and an argument out of range.
+            ConfigurationError: For conditions that the backbone does not support, and arguments out of range.
         """
         given = {"labels": labels, "captions": captions}
         known = {name: value for name, value in given.items() if value is not None}
@@ -246,9 +255,16 @@ class LatentGenerator(LightningModule):
         return self._sample(condition, counted, generator, guidance_scale, steps, size)
 
     def sample_images(self, num: int, seed: int) -> Tensor:
-        """``num`` images: uint8 [num, C, H, W]. Touches no global generator.
+        """Sample images for all classes and prompts, repeated as necessary, without using the global generator.
 
-        Classes and prompts in turn; by ``samples.preview`` while fitting.
+        During a fit, ``samples.preview`` decodes them if it is set.
+
+        Args:
+            num: Number of images.
+            seed: Seed of the noise.
+
+        Returns:
+            uint8 [num, C, H, W].
         """
         latents = self.sample(**self.in_turn(num), generator=torch.Generator().manual_seed(seed))
         trainer = trainer_of(self)
@@ -256,68 +272,86 @@ class LatentGenerator(LightningModule):
         return to_uint8(self._decode(latents, self._preview if fitting else None))
 
     def image_captions(self, num: int) -> list[str]:
-        """What each of :meth:`sample_images` is meant to be; empty if nothing is."""
+        """Return the class and the caption of each of :meth:`sample_images`. Empty without conditions."""
         asked = self.in_turn(num)
-        kinds = [asked.get("captions"), [self.class_label(int(i)) for i in asked.get("labels", ())]]
-        return [": ".join(names) for names in zip(*(kind for kind in reversed(kinds) if kind))]
+        parts = []
+        if "labels" in asked:
+            parts.append([self.class_label(int(i)) for i in asked["labels"]])
+        if "captions" in asked:
+            parts.append(asked["captions"])
+        return [": ".join(names) for names in zip(*parts)]
 
     def in_turn(self, count: int) -> dict[str, Any]:
-        """Arguments of ``sample`` for ``count`` samples: classes and prompts in turn."""
+        """Return arguments of ``sample`` for ``count`` samples with all classes and prompts, repeated as necessary."""
         known: dict[str, Any] = {}
+        labels = None
         if self.shape.takes_text:
             known["captions"] = self._prompts.first(count)
+            labels = self._prompts.labels_of(count)
         if self.shape.num_classes:
-            labels = self._prompts.labels_of(count) if "captions" in known else None
             known["labels"] = torch.arange(count) % self.shape.num_classes if labels is None else labels
         return known or {"count": count}
 
     def class_label(self, number: int) -> str:
-        """A class by its number, and its name if that is another one."""
+        """Return the number of a class, followed by its name if they differ."""
         name = self.class_names[number] if number < len(self.class_names) else str(number)
         return name if name == str(number) else f"{number} {name}"
 
     def draw_images(
         self, seeds: Sequence[int], labels: Sequence[int] | None = None, captions: list[str] | None = None
     ) -> Tensor:
-        """An image of each seed and its label and caption: uint8 [N, C, H, W], the same whatever is drawn beside it.
+        """Sample one image for each seed, with its label and caption: uint8 [N, C, H, W].
 
-        Its noise is that of ``sample`` for it alone, with a generator of this seed.
+        An image does not depend on the others: its noise is that of ``sample`` for one image with this seed.
         """
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         given = None if labels is None else torch.tensor(labels)
         return to_uint8(self._decode(self.sample(given, generators, captions=captions, count=len(seeds))))
 
     def check_sample_images(self) -> None:
-        """Refuse what could not make images, before the first step."""
+        """Raise ConfigurationError, before the first step, if there is no autoencoder to decode samples."""
         self._decoder()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Put the encoders, the size and the prompts beside the weights: the checkpoint alone samples images."""
+        """Store the encoders, the size and the prompts, so that the checkpoint is enough to sample images."""
         if self.codec is not None:
             checkpoint[_CODEC_KEY] = self.codec.state_dict()
         if self.text_encoder is not None:
             checkpoint[_TEXT_KEY] = self.text_encoder.state_dict()
-        size = None if self.latent_size is None else list(self.latent_size)
-        checkpoint[_OWN_KEY] = {"latent_size": size, "prompts": self._prompts.state(), "backbone": self._described}
-        checkpoint[_OWN_KEY]["class_names"] = self.class_names
+        checkpoint[_OWN_KEY] = {
+            "latent_size": None if self.latent_size is None else list(self.latent_size),
+            "prompts": self._prompts.state(),
+            "backbone": self._described,
+            "class_names": self.class_names,
+        }
         held = checkpoint.get("state_dict", {})
         whole = self._described and all(f"network.{name}" in held for name, _ in self.network.named_parameters())  # type: ignore[union-attr]
-        if whole and not leaves_base_out(self):  # which techniques take out of the checkpoint later
-            # All weights are here: where they came from need not be there when this is loaded.
+        if whole and not leaves_base_out(self):  # techniques would remove the base from the checkpoint later
+            # With all weights in the checkpoint, loading it does not need the source of the backbone.
             arguments = dict(checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {}))
             checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = arguments | {"backbone": self._described}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         trainer = trainer_of(self)
-        must_agree = not (trainer is not None and trainer.predicting)  # which needs nothing of the data
+        must_agree = trainer is None or not trainer.predicting  # prediction does not use the encoders of the data
         if _CODEC_KEY in checkpoint:
-            what, way_out = "latents of another autoencoder", "Use the cache of the original run, or start again."
-            saved = checkpoint[_CODEC_KEY]
-            self.codec = latent_source.restored(LatentCodec, saved, self.codec, must_agree, what, way_out)
+            self.codec = latent_source.restored(
+                LatentCodec,
+                checkpoint[_CODEC_KEY],
+                self.codec,
+                must_agree,
+                "latents of another autoencoder",
+                "Use the cache of the original run, or start again",
+            )
         if _TEXT_KEY in checkpoint:
-            what, way_out = "texts of another encoder", "Give the data the encoder of the original run, or start again."
-            saved = checkpoint[_TEXT_KEY]
-            self.text_encoder = latent_source.restored(TextEncoder, saved, self.text_encoder, must_agree, what, way_out)
+            self.text_encoder = latent_source.restored(
+                TextEncoder,
+                checkpoint[_TEXT_KEY],
+                self.text_encoder,
+                must_agree,
+                "texts of another encoder",
+                "Use the text encoder of the original run for the data, or start again",
+            )
         own = checkpoint.get(_OWN_KEY)
         if own is not None:
             self._prompts.load(own["prompts"])
@@ -341,68 +375,78 @@ class LatentGenerator(LightningModule):
         size = size or self.latent_size or self.shape.size
         if size is None:
             raise ConfigurationError(
-                f"LatentDiffusion: sample needs size, height and width of the latents: {self.shape.name} says none."
+                f"LatentDiffusion: sample needs size, the height and width of the latents, because {self.shape.name} "
+                "does not define it"
             )
         features = self.shape.class_token.features
         rows = rows_of(features, self.shape.channels, size[1])
         noise = draw_noise((count, self.shape.channels, size[0] + rows, size[1]), generator, self.device)
-        nothing = partial(self.conditioning.null, self.device)
+        null = partial(self.conditioning.null, self.device)
         steps = self.sampling_steps if steps is None else steps
         drawn = []
         for start in range(0, count, _SAMPLED_AT_ONCE):
             part = slice(start, start + _SAMPLED_AT_ONCE)
-            predict = guided(self, condition.rows(part), nothing, scale, self.sampler)
+            predict = guided(self, condition.rows(part), null, scale, self.sampler)
             drawn.append(sample_latents(predict, noise[part], steps, self.process, self.prediction, self.sampler))
         whole = torch.cat(drawn)
         return apart(whole, features)[0] if features else whole
 
     def _check_nothing(self) -> None:
-        """Refuse guidance without the empty caption's embedding, of which a text encoder is needed."""
+        """Raise ConfigurationError for guidance without a text encoder, which embeds the empty caption."""
         if self.text_encoder is None and self.shape.takes_text:
-            where = "without a text encoder: give the data or the module one (text_encoder)"
-            check("guidance_scale", self.guidance_scale, f"1 {where}", self.guidance_scale == 1.0)
+            allowed = "1 without a text encoder: add one to the data or the module (text_encoder)"
+            check("guidance_scale", self.guidance_scale, allowed, self.guidance_scale == 1.0)
 
     def _check_request(self, labels: Tensor | None, captions: list[str] | None, count: int | None) -> int:
-        """How many samples are asked for; refuses what the backbone does not take."""
-        name, classes = self.shape.name, self.shape.num_classes
+        """Return the number of samples. Raise ConfigurationError for conditions that the backbone does not support."""
+        name = self.shape.name
+        classes = self.shape.num_classes
         check("captions", captions, f"null for {name}, which takes no text", captions is None or self.shape.takes_text)
         check("labels", labels, f"null for {name}, which takes none", labels is None or classes > 0)
         if labels is not None:
             known = bool(((labels >= 0) & (labels <= classes)).all())
             check("labels", labels.tolist(), f"in [0, {classes}], the last of which is no label", known)
         numbers = {len(given) for given in (labels, captions) if given is not None}
-        numbers |= set() if count is None else {count}
+        if count is not None:
+            numbers.add(count)
         if len(numbers) != 1:
-            allowed = "one, given by labels, captions or count"
+            allowed = "the same in labels, captions and count"
             raise refusal("LatentDiffusion", "the number of samples", allowed, sorted(numbers))
         return numbers.pop()
 
     def _decode(self, latents: Tensor, viewer: PreviewDecoder | None = None) -> Tensor:
-        """Latents to images, some at a time."""
+        """Decode latents to images, in parts to bound the memory."""
         decoder = viewer or self._decoder()
         return torch.cat([decoder.decode(part) for part in latents.split(_DECODED_AT_ONCE)])
 
     def _decoder(self) -> LatentCodec:
         if self.codec is None:
             raise ConfigurationError(
-                "LatentDiffusion has no autoencoder to make images with: load a checkpoint that was trained with a "
-                "data module such as LatentDigits, or set codec to a LatentCodec. sample() gives latents without one."
+                "LatentDiffusion has no autoencoder to decode images: load a checkpoint that was trained with a data "
+                "module such as LatentDigits, or set codec to a LatentCodec. sample() draws latents without one"
             )
         return self.codec
 
     def _source(self) -> LatentSource | None:
-        """The data module, if there is one that has an autoencoder."""
+        """Return the data module if it can have an autoencoder, else ``None``."""
         data = getattr(trainer_of(self), "datamodule", None)
         return data if isinstance(data, LatentSource) else None
 
 
 def to_uint8(images: Tensor) -> Tensor:
-    """Images in [-1, 1] to 0..255, uint8, on the CPU."""
+    """Convert images in [-1, 1] to uint8, 0 to 255, on the CPU."""
     return ((images.float().clamp(-1.0, 1.0) + 1.0) * 127.5).round().to(torch.uint8).cpu()
 
 
 def described(kind: type[_T], name: str, value: Any, names: Any) -> _T:
-    """A description as such, by its name alone, or as a checkpoint stores it."""
+    """Return an object of class ``kind`` from itself, from a dict of its arguments, or from one of its names.
+
+    Args:
+        kind: A dataclass whose first argument is a name.
+        name: Name of the argument, for the error.
+        value: The value.
+        names: Literal type of the allowed names.
+    """
     if isinstance(value, kind):
         return value
     if isinstance(value, dict):

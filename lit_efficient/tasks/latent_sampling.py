@@ -1,4 +1,4 @@
-"""From noise to latents with a conditional network: guidance, then any sampler."""
+"""Sampling of latents with a conditional network: classifier-free guidance and samplers."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,24 +17,28 @@ from lit_efficient.surgery import moved
 def guided(
     network: nn.Module, condition: Condition, null: Callable[[], Condition], scale: float, sampler: Sampler
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """The network under classifier-free guidance: noisy latents [B, ...] and times [B] to a prediction.
+    """Return a network with classifier-free guidance: noisy latents [B, ...] and times [B] to a prediction.
 
-    The network takes latents, times and conditions. ``null`` gives the condition of nothing, of one sample, and is
-    asked only if there is guidance: at a scale of 1 there is one evaluation a step. See `guide`.
+    Args:
+        network: Network of latents, times and conditions.
+        condition: Conditions of the samples.
+        null: Returns the empty condition of one sample. It is only called for a scale other than 1.
+        scale: Guidance scale. See `guide`.
+        sampler: Settings of the guidance.
     """
     if scale == 1.0:
         return lambda x, t: network(x, t, condition)
-    nothing = null()
+    empty = null()
 
     def predict(x: Tensor, t: Tensor) -> Tensor:
         if sampler.path_drop:
-            with_ = network(x, t, condition)
+            conditional = network(x, t, condition)
             with path_dropped(network):
-                without = network(x, t, nothing.repeated(len(x)))
+                unconditional = network(x, t, empty.repeated(len(x)))
         else:
-            both = condition.followed_by(nothing.repeated(len(x)))
-            with_, without = network(x.repeat(2, 1, 1, 1), t.repeat(2), both).chunk(2)
-        return guide(with_, without, scale, sampler.guidance_rescale)
+            both = condition.followed_by(empty.repeated(len(x)))
+            conditional, unconditional = network(x.repeat(2, 1, 1, 1), t.repeat(2), both).chunk(2)
+        return guide(conditional, unconditional, scale, sampler.guidance_rescale)
 
     return predict
 
@@ -42,9 +46,13 @@ def guided(
 def draw_noise(
     shape: tuple[int, ...], generator: torch.Generator | Sequence[torch.Generator] | None, device: torch.device
 ) -> Tensor:
-    """Standard normal, float32; a CPU generator serves every device, and None is torch's global one.
+    """Draw standard normal noise, float32.
 
-    Of several generators each draws its own sample, the same whatever is drawn beside it.
+    Args:
+        shape: Shape of the noise.
+        generator: Random generator, or one for each sample, so that a sample does not depend on the others. ``None``
+            takes torch's global generator of the CPU. A CPU generator works for every device.
+        device: Device of the result.
     """
     if isinstance(generator, Sequence):
         return torch.cat([draw_noise((1, *shape[1:]), one, device) for one in generator])
@@ -60,7 +68,7 @@ def sample_latents(
     prediction: Prediction,
     sampler: Sampler,
 ) -> Tensor:
-    """Integrate noise [B, c, h, w] to latents, float32, by our sampler or one of diffusers'."""
+    """Integrate noise [B, c, h, w] to latents, float32, with the builtin sampler or one of diffusers."""
     if sampler.name != "builtin":
         return sample_with_diffusers(predict, noise, steps, process, prediction, sampler)
     times = sampling_times(steps, prediction, process, sampler.shift)

@@ -1,12 +1,12 @@
-"""What latent diffusion needs from its data besides batches, and how the frozen parts of it travel in checkpoints.
+"""Interface between latent diffusion and its data: batches, the data module, and frozen encoders in checkpoints.
 
-    batch:  latents [B, c, h, w], or mean and logvar (or none) of a posterior, normalised, or images [B, C, H, W]
-            and labels [B], and captions (B strings), or text [B, L, D], text_mask [B, L] and pooled [B, P]
-            and sizes [B, 6] in pixels, which SDXL and PixArt take: height and width of the original, top and left of
-            the crop, height and width of what was encoded; without them those of whole images
+    batch:  normalised latents [B, c, h, w]; or mean and optional logvar of a posterior; or images [B, C, H, W]
+            optional labels [B]; optional captions (B strings), or text [B, L, D], text_mask [B, L] and pooled [B, P]
+            optional sizes [B, 6] in pixels, for SDXL and PixArt: height and width of the original, top and left of the
+            crop, height and width of the encoded image; the default is an uncropped image
 
-Images are encoded where they are used. Nothing is drawn for it, so training on cached posteriors makes the same draws
-as training on images.
+Images are encoded in the step that uses them. Encoding draws no random numbers, so training on cached posteriors uses
+the same random numbers as training on images.
 """
 
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -25,11 +25,16 @@ _Frozen = TypeVar("_Frozen", LatentCodec, TextEncoder)
 
 @runtime_checkable
 class LatentSource(Protocol):
-    """What a data module offers so that samples can be decoded. ``LatentDigits`` and ``LatentData`` do.
+    """Attributes of a data module whose samples can be decoded, such as ``LatentDigits`` and ``LatentData``.
 
-    It may have more: ``text_encoder``, a `TextEncoder` for its captions, and ``score_samples(images, labels) ->
-    dict[str, float]``, metrics of images [M, C, H, W] in [-1, 1] that were meant to be ``labels`` [M] or None; with
-    ``judges_samples`` false it has no judge, and no samples are made for it. Without ``codec`` the module's stays.
+    Optional attributes:
+
+    - ``text_encoder``: `TextEncoder` of the captions.
+    - ``score_samples(images, labels) -> dict[str, float]``: metrics of images [M, C, H, W] in [-1, 1] that were
+      sampled for ``labels`` [M] or None.
+    - ``judges_samples``: False if there is no ``score_samples`` for this data, so that no samples are drawn for it.
+
+    If ``codec`` is None, the task keeps its own.
     """
 
     codec: LatentCodec | None
@@ -37,19 +42,19 @@ class LatentSource(Protocol):
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of a latent; of the most frequent ones if there are several."""
+        """Channels, height and width of a latent. If sizes differ, the most frequent size."""
 
 
 def batch_size(batch: dict[str, Any]) -> int:
-    """B."""
+    """Return the number of samples in a batch."""
     for name in ("latents", "mean", "images", "labels", "captions"):
         if name in batch:
             return len(batch[name])
-    raise ConfigurationError(f"LatentDiffusion: a batch must have images or latents; this one has {sorted(batch)}.")
+    raise ConfigurationError(f"LatentDiffusion: a batch must have images or latents; this one has {sorted(batch)}")
 
 
 def latent_size(batch: dict[str, Any], codec: LatentCodec | None) -> tuple[int, int] | None:
-    """Height and width of a batch's latents, where it tells."""
+    """Return the height and width of the latents of a batch, or ``None`` if it has neither latents nor images."""
     for name in ("latents", "mean", "images"):
         if name in batch:
             height, width = batch[name].shape[-2:]
@@ -59,48 +64,61 @@ def latent_size(batch: dict[str, Any], codec: LatentCodec | None) -> tuple[int, 
 
 
 def with_posterior(batch: dict[str, Any], codec: LatentCodec | None) -> dict[str, Any]:
-    """A batch of images with its posterior; other batches as they are."""
+    """Encode the images of a batch, and add the posterior to it. Return batches with latents unchanged."""
     if "images" not in batch or "latents" in batch or "mean" in batch:
         return batch
     if codec is None:
         raise ConfigurationError(
-            "LatentDiffusion: the batch has images and there is no autoencoder to encode them: use a data module that "
-            "has one (LatentData), or set codec to a LatentCodec."
+            "LatentDiffusion: the batch has images, but there is no autoencoder to encode them: use a data module with "
+            "one (LatentData), or set codec to a LatentCodec"
         )
     with torch.no_grad():
-        # In even parts: one image alone takes other kernels than two, and the last bits of a latent with them.
+        # Parts of equal size, because kernels for a single image differ in the last bits of the latents.
         count = -(-len(batch["images"]) // _IMAGES_AT_ONCE)
         parts = [codec.encode(images) for images in batch["images"].tensor_split(count)]
-    mean = torch.cat([part[0] for part in parts])
+    encoded = {**batch, "mean": torch.cat([part[0] for part in parts])}
     logvars = [part[1] for part in parts if part[1] is not None]
-    return {**batch, "mean": mean} | ({"logvar": torch.cat(logvars)} if logvars else {})
+    if logvars:
+        encoded["logvar"] = torch.cat(logvars)
+    return encoded
 
 
 def draw_latents(batch: dict[str, Any], generator: torch.Generator | None) -> Tensor:
-    """Latents [B, c, h, w] float32 of an encoded batch; a posterior is sampled."""
+    """Return the latents [B, c, h, w] of an encoded batch in float32. A posterior is sampled."""
     if "latents" in batch:
         return batch["latents"].float()
     if "mean" not in batch:
         raise ConfigurationError(
-            f"LatentDiffusion: a batch must have images, latents, or mean (and logvar); this one has {sorted(batch)}."
+            f"LatentDiffusion: a batch must have images, latents, or mean (and logvar); this one has {sorted(batch)}"
         )
     logvar = batch.get("logvar")
-    return sample_posterior(batch["mean"].float(), None if logvar is None else logvar.float(), generator)
+    if logvar is not None:
+        logvar = logvar.float()
+    return sample_posterior(batch["mean"].float(), logvar, generator)
 
 
 def restored(
     kind: type[_Frozen], saved: dict[str, Any], ours: _Frozen | None, must_agree: bool, what: str, way_out: str
 ) -> _Frozen:
-    """The frozen part of a checkpoint; the data's own if it is the same, which spares loading it twice.
+    """Return a frozen encoder from a checkpoint, or that of the data if both are the same.
 
-    Another one is refused where they ``must_agree``.
+    Args:
+        kind: Class of the encoder.
+        saved: State of the encoder in the checkpoint.
+        ours: Encoder of the data module, if it has one.
+        must_agree: Raise an error if both differ.
+        what: Noun for the error message: "trained on {what}".
+        way_out: Sentence at the end of the error message.
+
+    Raises:
+        CheckpointError: If both differ and ``must_agree``.
     """
     if ours is not None and saved.get("fingerprint") == ours.fingerprint():
         return ours
     theirs = kind.from_state_dict(saved)
     if must_agree and ours is not None and theirs.fingerprint() != ours.fingerprint():
         raise CheckpointError(
-            f"The checkpoint was trained on {what} ({theirs.fingerprint()[:12]}) than the data module's "
+            f"The checkpoint was trained on {what} ({theirs.fingerprint()[:12]}) than that of the data module "
             f"({ours.fingerprint()[:12]}). {way_out}"
         )
     return theirs

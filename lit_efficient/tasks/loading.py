@@ -1,4 +1,4 @@
-"""Models that are ready to use: from a checkpoint of ours; language models also from Hugging Face."""
+"""Loading of models from checkpoints of this package, and of language models from Hugging Face."""
 
 import inspect
 from collections.abc import Mapping
@@ -17,14 +17,14 @@ from lit_efficient.tasks.language_modeling import LanguageModeling
 
 
 def load_language_model(path: str, weights: Any = "auto") -> tuple[Any, str]:
-    """The model of a checkpoint, ready to use, and which weights it has.
+    """Load a language model in eval mode, and return it with the kind of its weights.
 
     Args:
-        path: a checkpoint of `LanguageModeling`, or of a task derived from it.
-        weights: ``auto``, ``average`` or ``raw``, see `lit_efficient.restore`.
+        path: Checkpoint of `LanguageModeling`, or of a task derived from it.
+        weights: ``auto``, ``average`` or ``raw``. See `lit_efficient.restore`.
 
     Raises:
-        CheckpointError: if the file cannot be read, or was not written by a language model.
+        CheckpointError: If the file cannot be read, or is not of a language model.
     """
     return language_model_of(read_language_model(path), path, weights)
 
@@ -32,32 +32,39 @@ def load_language_model(path: str, weights: Any = "auto") -> tuple[Any, str]:
 def language_model_of(
     checkpoint: dict[str, Any], path: str, weights: Any = "auto", base: str | None = None
 ) -> tuple[Any, str]:
-    """As `load_language_model`, of a checkpoint that is read already.
+    """Build the language model of a checkpoint that has been read, as `load_language_model` does.
 
-    ``base``: what adapters stand beside where the checkpoint neither holds nor names it: a folder of transformers, a
-    checkpoint or a safetensors file.
+    Args:
+        checkpoint: Contents of the checkpoint.
+        path: Path of the checkpoint, for errors.
+        weights: ``auto``, ``average`` or ``raw``.
+        base: Base of adapters, if the checkpoint does not contain or name it: a folder of transformers, a checkpoint or
+            a safetensors file.
     """
-    given = read_checkpoint(base)["state_dict"] if base is not None and Path(base).is_file() else None
+    given = None  # weights of the base
+    if base is not None and Path(base).is_file():
+        given = read_checkpoint(base)["state_dict"]
     cls = _task(checkpoint, path)
-    known = inspect.signature(cls).parameters  # a task derived from it may have arguments of its own
+    known = inspect.signature(cls).parameters  # hyper-parameters may belong to a task that is derived from `cls`
     arguments = {name: value for name, value in checkpoint["hyper_parameters"].items() if name in known}
     if base is not None and given is None and "config_fields" in arguments["model"]:
         fields = arguments["model"]["config_fields"] if arguments["model"]["name_or_path"] else None
         named = {"name_or_path": base, "random_weights": False, "config_fields": fields}
         arguments["model"] = {**arguments["model"], **named}
     model = cls(**arguments)
-    whole = checkpoint if given is None else {**checkpoint, "state_dict": {**given, **checkpoint["state_dict"]}}
-    model.on_load_checkpoint(whole)
-    if given is not None:
+    if given is None:
+        model.on_load_checkpoint(checkpoint)
+    else:
+        model.on_load_checkpoint({**checkpoint, "state_dict": {**given, **checkpoint["state_dict"]}})
         model.load_state_dict(given, strict=False)
     return model, take_weights(model, checkpoint, weights)
 
 
 def read_language_model(path: str) -> dict[str, Any]:
-    """A checkpoint of `LanguageModeling`, or of a task derived from it.
+    """Read a checkpoint of `LanguageModeling`, or of a task derived from it.
 
     Raises:
-        CheckpointError: if the file cannot be read, or was not written by a language model.
+        CheckpointError: If the file cannot be read, or is not of a language model.
     """
     checkpoint = read_checkpoint(path)
     if "language_modeling" not in checkpoint:
@@ -66,16 +73,16 @@ def read_language_model(path: str) -> dict[str, Any]:
 
 
 def load_latent_diffusion(path: str, weights: Any = "auto") -> tuple[Any, str]:
-    """The model of a checkpoint of `LatentDiffusion`, in eval mode with its encoders, and which weights it has.
+    """Load a `LatentDiffusion` with its encoders in eval mode, and return it with the kind of its weights.
 
     Args:
-        path: the checkpoint.
-        weights: ``auto``, ``average`` or ``raw``, see `lit_efficient.restore`.
+        path: The checkpoint.
+        weights: ``auto``, ``average`` or ``raw``. See `lit_efficient.restore`.
 
     Raises:
-        CheckpointError: if the file cannot be read, or was not written by that task.
+        CheckpointError: If the file cannot be read, or is not of this task.
     """
-    from lit_efficient.tasks.latent_diffusion import LatentDiffusion  # which language models have no use for
+    from lit_efficient.tasks.latent_diffusion import LatentDiffusion  # language models do not need it
 
     checkpoint = read_checkpoint(path)
     arguments = checkpoint.get("hyper_parameters") or {}
@@ -89,37 +96,35 @@ def load_latent_diffusion(path: str, weights: Any = "auto") -> tuple[Any, str]:
 
 
 def _task(checkpoint: Mapping[str, Any], path: str) -> type[LanguageModeling]:
-    """The class that a checkpoint names: public, and of `lit_efficient.tasks`, so that no file chooses what runs."""
-    # Checkpoints that name none are older: a key of its own tells Preference, whose adapters need its start.
-    older = "Preference" if "preference" in checkpoint else "LanguageModeling"
-    name = str(checkpoint["language_modeling"].get("task", older))
+    """Return the class that a checkpoint names. Only public tasks are allowed, so that a file cannot run other code."""
+    name = str(checkpoint["language_modeling"]["task"])
     if not lit_efficient.PUBLIC.get(name, "").startswith("tasks."):
-        raise CheckpointError(f"{path} is of the task {name!r}, which is none of this package's")
+        raise CheckpointError(f"{path} is of the task {name!r}, which this package does not have")
     cls = getattr(lit_efficient, name)
     if not (isinstance(cls, type) and issubclass(cls, LanguageModeling)):
-        raise CheckpointError(f"{path} is of the task {name!r}, which is no language model")
+        raise CheckpointError(f"{path} is of the task {name!r}, which is not a language model")
     return cls
 
 
 def load_hugging_face(spec: CausalLMConfig) -> Any:
-    """A model of Hugging Face with its own tokenizer, as a `LanguageModeling` in eval mode.
+    """Load a model of Hugging Face with its tokenizer as a `LanguageModeling` in eval mode.
 
     Raises:
-        ConfigurationError: if the model or its tokenizer cannot be read.
+        ConfigurationError: If the model or its tokenizer cannot be read.
     """
     model = LanguageModeling(spec)
     model.tokenizer_state = hugging_face_tokenizer(spec)
     if model.tokenizer_state is None:
-        raise ConfigurationError(f"{spec.name_or_path} has no tokenizer: save it there (tokenizer.save_pretrained).")
+        raise ConfigurationError(f"{spec.name_or_path} has no tokenizer: save it there (tokenizer.save_pretrained)")
     model.configure_model()
     return model.eval()
 
 
 def hugging_face_tokenizer(spec: CausalLMConfig) -> dict[str, Any] | None:
-    """The tokenizer beside a model's weights, packed as a checkpoint has it; None for a folder that has none.
+    """Return the tokenizer of a model in the format of checkpoints, or ``None`` for a folder without one.
 
     Raises:
-        ConfigurationError: if there is one that cannot be read.
+        ConfigurationError: If the tokenizer cannot be read.
     """
     from transformers import AutoTokenizer
 

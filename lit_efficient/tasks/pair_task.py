@@ -1,4 +1,4 @@
-"""What tasks on pairs of answers have in common: their steps, what they log, and where they start."""
+"""Base of tasks on pairs of answers: steps, logging, and the checkpoint from which training starts."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,9 +19,15 @@ from lit_efficient.tasks.pairs import Comparison
 
 
 class PairTask(LanguageModeling):
-    """A task that compares the two answers of each pair; every pair counts the same.
+    """Base of tasks that compare the two answers of each pair. Every pair has the same weight.
 
-    ``start_from`` is a checkpoint of `LanguageModeling` of the same shape, its adapters merged; the rest is as there.
+    Args:
+        model: As in `LanguageModeling`.
+        start_from: Checkpoint of `LanguageModeling` of the same shape with the initial weights. Its adapters are
+            merged.
+        learning_rate: As in `LanguageModeling`.
+        weight_decay: As in `LanguageModeling`.
+        warmup_steps: As in `LanguageModeling`.
     """
 
     trains_on = ("pairs",)
@@ -40,26 +46,27 @@ class PairTask(LanguageModeling):
         self.save_hyperparameters({"start_from": start_from})
 
     def compare(self, batch: Mapping[str, Tensor]) -> Comparison:
-        """Losses and rewards of the pairs of a batch."""
+        """Return the losses and rewards of the pairs of a batch."""
         raise NotImplementedError
 
     def configure_model(self) -> None:
-        """Build the network, once, and give it the weights of ``start_from``."""
+        """Build the network once, and load the weights of ``start_from``."""
         fresh = self.network is None
         super().configure_model()
         if fresh and self.network is not None:
             self._begin(self.network)
 
     def configure_callbacks(self) -> list[Callback]:
-        """None: the loss is a mean over pairs, not over tokens."""
+        """Return no callbacks, because the loss is a mean over pairs and not over tokens."""
         return []
 
     def num_tokens(self, batch: dict[str, Tensor]) -> int:
-        """How many pairs a batch has: what `TokenWeightedAccumulation` is to count here."""
+        """Return the number of pairs in a batch, by which `TokenWeightedAccumulation` weights batches."""
         return len(batch["chosen_input_ids"])
 
     def _begin(self, network: nn.Module) -> None:
-        # Without a trainer a checkpoint is being read: only one of adapters needs the start, and it refuses another.
+        # Without a trainer, a checkpoint is being loaded. Only a checkpoint of adapters needs the start, and it is
+        # checked later that it is the right one.
         if self.start_from is None or (trainer_of(self) is None and not Path(self.start_from).is_file()):
             return
         try:
@@ -67,15 +74,17 @@ class PairTask(LanguageModeling):
         except LitEfficientError as error:
             raise type(error)(f"{type(self).__name__}: start_from: {error}") from error
         own = self.tokenizer_state
-        if start.tokenizer_state is not None:  # first: another tokenizer is why vocabularies differ in size
+        if start.tokenizer_state is not None:  # checked first: its error explains why sizes of vocabularies differ
             self._adopt_tokenizer(start.tokenizer_state, f"start_from ({self.start_from})")
         self.tokenizer_state = own or start.tokenizer_state
         merged: Any = merge_adapters(start)
         try:
             network.load_state_dict(merged.network.state_dict())
         except RuntimeError as error:
-            reason, who = " ".join(str(error).split())[:300], f"{type(self).__name__}: start_from {self.start_from}"
-            raise CheckpointError(f"{who} does not fit the model here: {reason}") from error
+            reason = " ".join(str(error).split())[:300]
+            raise CheckpointError(
+                f"{type(self).__name__}: start_from {self.start_from} does not fit the model here: {reason}"
+            ) from error
 
     def _builds_alone(self) -> bool:
         return self.start_from is None and type(self).configure_model is PairTask.configure_model
@@ -86,7 +95,7 @@ class PairTask(LanguageModeling):
         return network
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """Loss over all pairs of the batch, and of each ``[B]`` for who reweights them."""
+        """Return the mean loss over pairs, and the loss of each pair ``[B]`` for techniques that reweight samples."""
         done = self.compare(batch)
         self._log(done, "train")
         output = {"loss": done.losses.mean(), "sample_loss": done.losses}
@@ -96,11 +105,11 @@ class PairTask(LanguageModeling):
         return output
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Log the figures of the batch; those of the epoch are means over pairs."""
+        """Log the figures of the batch. Those of the epoch are means over pairs."""
         self._log(self.compare(batch), "val")
 
     def on_validation_epoch_end(self) -> None:
-        """Nothing: the steps have logged."""
+        """Do nothing, because the steps have logged all figures."""
 
     on_test_epoch_end = on_validation_epoch_end
 

@@ -1,4 +1,4 @@
-"""Batches of pairs: chosen and rejected answers as one batch for the network, and back."""
+"""Batches of pairs: chosen and rejected answers are joined to one batch for the network, and split again."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,20 +10,20 @@ from torch import Tensor
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.next_token import IGNORE
 
-_FILLING = {"input_ids": 0, "labels": IGNORE, "attention_mask": 0}
+_PADDING = {"input_ids": 0, "labels": IGNORE, "attention_mask": 0}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What became of a batch of pairs."""
+    """Losses and rewards of a batch of pairs."""
 
     losses: Tensor  # ``[B]``
     chosen: Tensor  # rewards of the chosen answers ``[B]``, without a gradient
-    rejected: Tensor  # those of the rejected ones ``[B]``
-    router_loss: Tensor | None = None  # the balancing loss of a mixture of experts, if it asks for one
+    rejected: Tensor  # rewards of the rejected answers ``[B]``, without a gradient
+    router_loss: Tensor | None = None  # balancing loss of a mixture of experts, if the model has one
 
     def figures(self) -> dict[str, Tensor]:
-        """Means over the batch, by the names that are logged; a tie is half right."""
+        """Return means over the batch by their logged names. A tie counts as half correct."""
         margin = self.chosen - self.rejected
         return {
             "loss": self.losses.detach().mean(),
@@ -40,10 +40,16 @@ def joined(
     needed: Sequence[str] = ("input_ids", "labels"),
     optional: Sequence[str] = ("attention_mask",),
 ) -> dict[str, Tensor]:
-    """The chosen answers and, below them, the rejected ones, ``[2 B, T]`` each, filled up on the right.
+    """Concatenate chosen and rejected answers along the batch, padded on the right: ``[2 B, T]`` each.
 
-    The batch has ``chosen_input_ids`` and so on, ``[B, T]``, and the same with ``rejected_``, whose T may be another;
-    what is neither ``needed`` nor ``optional`` is left out.
+    Args:
+        batch: Tensors ``chosen_*`` and ``rejected_*`` ``[B, T]``, with different T.
+        who: Name at the beginning of the error message.
+        needed: Names, without prefix, of tensors that must exist.
+        optional: Names of tensors that may be missing. Other tensors are left out.
+
+    Returns:
+        The tensors by their names without prefix.
 
     Raises:
         ConfigurationError: If the batch has no pairs.
@@ -55,15 +61,16 @@ def joined(
         if len(present) < 2 and (present or name in needed):
             raise ConfigurationError(
                 f"{who}: a batch must have chosen_{name} and rejected_{name}; got {', '.join(sorted(batch))}. "
-                "PreferenceData makes such batches."
+                "PreferenceData makes such batches"
             )
         if present:
-            length, filling = max(side.shape[1] for side in present), _FILLING[name]
-            found[name] = torch.cat([F.pad(side, (0, length - side.shape[1]), value=filling) for side in present])
+            length = max(side.shape[1] for side in present)
+            padded = [F.pad(side, (0, length - side.shape[1]), value=_PADDING[name]) for side in present]
+            found[name] = torch.cat(padded)
     return found
 
 
 def pairs_of(values: Tensor) -> tuple[Tensor, Tensor]:
-    """``[2 B]`` as chosen ``[B]`` and rejected ``[B]``."""
+    """Split ``[2 B]`` into the values of chosen ``[B]`` and rejected ``[B]`` answers."""
     chosen, rejected = values.chunk(2)
     return chosen, rejected

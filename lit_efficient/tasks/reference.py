@@ -1,11 +1,12 @@
-"""The network as it was before training, without a second network: adapters off, and the first values of what trains.
+"""Reference policy: the network as it was before training, without a second network.
 
-    under adapters    the frozen base, with copies of what trains in full beside them (a new head): often nothing
-    without           copies of all weights, which take the place of the trained ones for one forward pass
-    in shards         copies of each process's, which change places with the trained ones for it
+    with adapters       the frozen base, and copies of other weights that train (a new head); often there are none
+    without adapters    copies of all weights, which replace the trained ones during one forward pass
+    sharded             copies of the shards of each process, which are swapped with the trained ones
 
-The copies belong to no module: no checkpoint, optimizer or technique ever meets them. A run that is resumed builds its
-start as the first one did and takes the copies from there; a fingerprint in the checkpoint proves them to be the same.
+The copies do not belong to a module, so checkpoints, optimizers and techniques do not see them. A resumed run builds
+its start as the first run did and copies the weights again. A fingerprint in the checkpoint verifies that they are the
+same.
 """
 
 import hashlib
@@ -25,16 +26,15 @@ from lit_efficient.mechanisms.adapters.disabled import disabled, has_adapters
 from lit_efficient.models.probes.modes import evaluating
 from lit_efficient.surgery import is_sharded, local
 
-_SAMPLES = 1024
+_SAMPLES = 1024  # values of each tensor in the fingerprint
 
 
 class Reference:
-    """What a network computes now, to be asked again after its weights have changed.
+    """Snapshot of a network that can be evaluated after the weights have changed.
 
     Args:
-        network: The network, with its adapters if it is to have any. Its weights are copied, except for those that
-            adapters keep frozen.
-        root: What is sharded, with the network in it; by default the network.
+        network: The network, with its adapters if it has any. Weights are copied unless adapters keep them frozen.
+        root: Root of the sharded modules that contains the network. ``None`` for the network itself.
     """
 
     def __init__(self, network: nn.Module, root: nn.Module | None = None) -> None:
@@ -49,17 +49,19 @@ class Reference:
         }
         self.sharded = any(map(is_sharded, self.tensors.values()))
         self._fingerprint = ""
-        if self.sharded:  # now, as all processes make it together
+        if self.sharded:  # computed here, because all processes must take part
             self._fingerprint = self.fingerprint()
 
     def describe(self) -> str:
-        """One line about where it comes from, and what it costs."""
-        size = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values()) / 2**20
-        copies = f"a copy of {len(self.tensors)} tensors, {size:.1f} MiB" if self.tensors else "no copy"
-        return f"the base under disabled adapters, {copies}" if self.adapted else copies
+        """Return one line about the source of the reference and its memory."""
+        copies = "no copy"
+        if self.tensors:
+            size = sum(tensor.nbytes for tensor in self.tensors.values()) / 2**20
+            copies = f"a copy of {len(self.tensors)} tensors, {size:.1f} MiB"
+        return f"the base with disabled adapters, {copies}" if self.adapted else copies
 
     def fingerprint(self) -> str:
-        """A digest of the copies; that of frozen weights is the adapters' own business."""
+        """Return a digest of the copies. Adapters verify the frozen weights themselves."""
         if self._fingerprint:
             return self._fingerprint
         own = {name: _samples(tensor) for name, tensor in self.tensors.items()}
@@ -72,18 +74,18 @@ class Reference:
         return hashlib.sha256(repr(found).encode()).hexdigest()[:32]
 
     def __call__(self, network: nn.Module, function: Callable[[], Any]) -> Any:
-        """What ``function`` returns while ``network`` is as it was, in eval mode and without gradients.
+        """Call ``function`` while ``network`` has its original weights, in eval mode and without gradients.
 
-        Nothing that requires a gradient takes part, so autocast caches no weight of it for the policy's own pass.
+        No tensor that requires a gradient takes part, so autocast does not cache casts for the policy's forward pass.
 
         Raises:
-            ConfigurationError: If a weight trains now that was frozen when the copies were made.
+            ConfigurationError: If a weight trains that was frozen when the copies were made.
         """
         late = [name for name in _train_in_full(network) if name not in self.tensors] if self.adapted else []
         if late:
             raise ConfigurationError(
-                f"Preference: {late[0]!r} has begun to train beside adapters, and the reference has no copy of it: "
-                "let all that trains do so from the start, or use no adapters"
+                f"Preference: {late[0]!r} was unfrozen after training began, and the reference has no copy of it: "
+                "unfreeze it from the start, or do not use adapters"
             )
         if self.sharded:
             with torch.no_grad(), evaluating(network), disabled(network):
@@ -94,22 +96,24 @@ class Reference:
                     self._exchange(network)
         device = next(network.parameters()).device
         self.tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        originals = {f"network.{name}": tensor for name, tensor in self.tensors.items()}
         with torch.no_grad(), evaluating(network), disabled(network):
-            return functional_call(_Call(network, function), {f"network.{k}": t for k, t in self.tensors.items()}, ())
+            return functional_call(_Call(network, function), originals, ())
 
     def _exchange(self, network: nn.Module) -> None:
-        """Let the shards of the network and those of the copies change places."""
+        """Swap the shards of the network with those of the copies."""
         drop_gathered(self.root)
         parameters = dict(network.named_parameters())
         for name, tensor in self.tensors.items():
-            ours, theirs = local(parameters[name].detach()), local(tensor)
-            now = ours.clone()
-            ours.copy_(theirs)
-            theirs.copy_(now)
+            current = local(parameters[name].detach())
+            copy = local(tensor)
+            kept = current.clone()
+            current.copy_(copy)
+            copy.copy_(kept)
 
 
 class _Call(nn.Module):
-    """A function of a network, as the module that ``functional_call`` wants."""
+    """Module that calls a function of a network, for ``functional_call``."""
 
     def __init__(self, network: nn.Module, function: Callable[[], Any]) -> None:
         super().__init__()
@@ -127,13 +131,21 @@ def _train_in_full(network: nn.Module) -> list[str]:
 
 
 def _samples(tensor: Any) -> tuple[int, bytes]:
-    """Of up to 1024 values of a tensor, bit by bit, those that this process holds, and the number of the first of them:
-    one step at a rate of 1e-6 must show.
+    """Return the bits of up to 1024 evenly spaced values of a tensor, as far as this process holds them.
+
+    The values are exact, so that even one step at a learning rate of 1e-6 changes them.
+
+    Returns:
+        The number of the first value among all of the tensor's, and the bytes.
     """
-    step, rows = max(1, tensor.numel() // _SAMPLES), own_slices(tensor) if is_sharded(tensor) else None
-    if rows is None or local(tensor).shape[1:] != tensor.shape[1:]:
-        rows, tensor = (slice(0, None),), tensor.full_tensor() if is_sharded(tensor) else tensor
-    before = rows[0].start * (tensor.numel() // max(1, len(tensor)) if tensor.ndim else 1)
+    step = max(1, tensor.numel() // _SAMPLES)
+    rows = own_slices(tensor) if is_sharded(tensor) else None
+    if rows is None or local(tensor).shape[1:] != tensor.shape[1:]:  # whole, or sharded along another dimension
+        rows = (slice(0, None),)
+        if is_sharded(tensor):
+            tensor = tensor.full_tensor()
+    row = tensor.numel() // max(1, len(tensor)) if tensor.ndim else 1
+    before = rows[0].start * row  # values in earlier processes
     first = -(-before // step)
     values = local(tensor).reshape(-1)[first * step - before :: step].contiguous().cpu()
     return first, values.view(torch.uint8).numpy().tobytes()

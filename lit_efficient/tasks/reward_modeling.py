@@ -1,8 +1,8 @@
-"""Train a model to say how good an answer is, from pairs of which one is preferred.
+"""Train a reward model, which rates answers, from pairs of a chosen and a rejected answer.
 
     loss = -log sigmoid(R(chosen) - R(rejected) - margin) + centering (R(chosen) + R(rejected))^2
 
-R is one linear layer on the last hidden state of any causal language model; see
+R is a linear layer on the last hidden state of a causal language model. See
 :mod:`lit_efficient.models.networks.reward`.
 """
 
@@ -25,27 +25,29 @@ _NEEDED = ("input_ids", "attention_mask")
 
 
 class RewardModeling(PairTask):
-    """A reward model on batches of pairs, ``chosen_`` and ``rejected_`` each with ``input_ids`` and ``attention_mask``.
+    """Training of a reward model on batches of pairs.
 
-    All are ``[B, T]``; ``margin`` ``[B]``, if a batch has it, says by how much the chosen reward should be higher. The
-    language model's own head is taken off; ``score`` starts at zero, so that the loss starts at log 2. With LoRA, give
-    it ``modules_to_save: [score]``.
+    Batches have ``input_ids`` and ``attention_mask`` ``[B, T]``, each with the prefixes ``chosen_`` and ``rejected_``,
+    and optionally ``margin`` ``[B]``, the amount by which the chosen reward should be higher. The language model's head
+    is removed. The layer ``score`` is initialised to zero, so the loss starts at log 2. With LoRA, set
+    ``modules_to_save: [score]``.
 
     Logs ``loss``, ``accuracy``, ``margin``, ``rewards/chosen`` and ``rewards/rejected`` under ``train/``, ``val/`` and
-    ``test/``. Prediction gives rewards ``[B]`` for batches with ``input_ids``, and differences ``[B]`` for pairs. The
+    ``test/``. Prediction returns rewards ``[B]`` for batches with ``input_ids``, and differences ``[B]`` for pairs. The
     balancing loss of a mixture of experts is not added.
 
     Args:
-        model: as for `LanguageModeling`; with trained weights, or with ``start_from``.
-        centering: weight of a term that keeps rewards around 0 (0.01 in its paper), at least 0.
-        start_from: a checkpoint of `LanguageModeling` (SFT) of the same shape to start from, its adapters merged.
-        learning_rate: peak rate of AdamW.
-        weight_decay: of the matrices.
-        warmup_steps: as for `LanguageModeling`.
+        model: As in `LanguageModeling`, with trained weights or with ``start_from``.
+        centering: Weight of a term that keeps rewards around 0, at least 0. Its paper uses 0.01.
+        start_from: Checkpoint of `LanguageModeling` (SFT) of the same shape with the initial weights. Its adapters are
+            merged.
+        learning_rate: Peak learning rate of AdamW.
+        weight_decay: Weight decay of the matrices.
+        warmup_steps: As in `LanguageModeling`.
     """
 
     loads_as = "RewardModeling"
-    commands_after_fit: ClassVar[tuple[str, ...]] = ()  # it writes no text
+    commands_after_fit: ClassVar[tuple[str, ...]] = ()  # it cannot generate text
 
     def __init__(
         self,
@@ -66,14 +68,14 @@ class RewardModeling(PairTask):
         score = self._score()
         if not all(parameter.requires_grad for name, parameter in score.named_parameters() if name == "weight"):
             raise ConfigurationError(
-                "RewardModeling: the head does not train, and it starts at zero: give the adapters "
-                "modules_to_save=['score']"
+                "RewardModeling: the layer score is zero and frozen: set modules_to_save=['score'] of the adapters"
             )
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Rewards ``[B]`` of texts ``[B, T]``; without a mask every token counts."""
-        mask = input_ids.new_ones(input_ids.shape) if attention_mask is None else attention_mask
-        rewards: Tensor = self._score()(reward.last_hidden_states(self._built(), input_ids, mask))
+        """Return the rewards ``[B]`` of texts ``[B, T]``. Without a mask, no token is padding."""
+        if attention_mask is None:
+            attention_mask = input_ids.new_ones(input_ids.shape)
+        rewards: Tensor = self._score()(reward.last_hidden_states(self._built(), input_ids, attention_mask))
         return rewards[:, 0].float()
 
     def compare(self, batch: Mapping[str, Tensor]) -> Comparison:
@@ -83,26 +85,26 @@ class RewardModeling(PairTask):
         return Comparison(losses, chosen.detach(), rejected.detach())
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """Rewards ``[B]``, for pairs by how much the chosen one is higher ``[B]``."""
+        """Return rewards ``[B]``, or for pairs the difference between chosen and rejected rewards ``[B]``."""
         if "input_ids" in batch:
             return self(batch["input_ids"], batch.get("attention_mask"))
         done = self.compare(batch)
         return done.chosen - done.rejected
 
     def generate_text(self, prompts: str | list[str], **options: Any) -> list[str]:
-        """Refuse: it has no head that writes."""
+        """Raise ConfigurationError, because the model has no language head."""
         return [text for text, _ in self.continuations(None, [])]
 
     def continuations(self, tokenizer: Any, prompts: list[str], **how: Any) -> list[tuple[str, bool]]:
-        """Refuse: it has no head that writes."""
-        raise ConfigurationError("RewardModeling: a reward model judges texts and writes none.")
+        """Raise ConfigurationError, because the model has no language head."""
+        raise ConfigurationError("RewardModeling: a reward model rates texts and cannot generate them")
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """As for `LanguageModeling`; a language model's own checkpoint is refused."""
-        state = checkpoint.get("state_dict", [".score.weight"])  # else the strategy reads them, of a folder
+        """Check the checkpoint as `LanguageModeling` does. Raise ConfigurationError for one of a language model."""
+        state = checkpoint.get("state_dict", [".score.weight"])  # missing if the strategy reads weights from a folder
         if "language_modeling" in checkpoint and not any(f".{name}".endswith(".score.weight") for name in state):
             raise ConfigurationError(
-                "RewardModeling: this is the checkpoint of a language model, which has no score: give it as start_from"
+                "RewardModeling: this is a checkpoint of a language model without a layer score: pass it as start_from"
             )
         super().on_load_checkpoint(checkpoint)
 

@@ -1,7 +1,7 @@
-"""A teacher for distillation: where it comes from, whether it reads the student's tokens, and how it is held.
+"""Teacher for distillation: its source, the comparison of its tokenizer with the student's, and the frozen network.
 
-It is held beside the module, not in it: no technique changes it, no optimizer, average or checkpoint sees it, and no
-strategy replicates it. Each process has a whole one, or, of one that all ask together, a part of its blocks.
+The network is not a submodule of the task, so techniques, optimizers, averages, checkpoints and strategies do not see
+it. Each process holds the whole network, or shards of it if all processes call it together.
 """
 
 from __future__ import annotations
@@ -28,58 +28,66 @@ from lit_efficient.tasks.loading import hugging_face_tokenizer, load_language_mo
 
 @dataclass(frozen=True)
 class TeacherSource:
-    """What a user names as a teacher.
+    """Source of a teacher.
 
     Args:
-        spec: a checkpoint's path, a name or folder of Hugging Face, or a `CausalLMConfig` with one.
+        spec: Path of a checkpoint, name or folder of a Hugging Face model, or a `CausalLMConfig` with one of the
+            latter.
 
     Raises:
-        ConfigurationError: for a model with random weights.
+        ConfigurationError: For a model with random weights.
     """
 
     spec: str | CausalLMConfig
 
     def __post_init__(self) -> None:
         if isinstance(self.spec, CausalLMConfig) and self.spec.draws_weights:
-            raise ConfigurationError("Distillation: teacher must have trained weights, got one that draws them.")
+            raise ConfigurationError("Distillation: teacher must have trained weights, got random ones")
 
     @property
     def name(self) -> str:
-        """What to call it."""
+        """Path or name of the teacher, for messages."""
         return self.spec if isinstance(self.spec, str) else str(self.spec.name_or_path)
 
     @property
     def checkpoint(self) -> str | None:
-        """The path, if it is a checkpoint."""
-        return self.spec if isinstance(self.spec, str) and Path(self.spec).is_file() else None
+        """Path of the checkpoint, or ``None`` for a Hugging Face model."""
+        if isinstance(self.spec, str) and Path(self.spec).is_file():
+            return self.spec
+        return None
 
     def check(self) -> None:
-        """Refuse a path at which nothing is, before it is taken for a name on a hub.
+        """Check that a path exists, because a missing path would be looked up on the hub.
 
         Raises:
-            ConfigurationError: that says what is missing.
+            ConfigurationError: Naming the missing file or folder.
         """
         if not isinstance(self.spec, str) or self.checkpoint is not None:
             return
         if Path(self.spec).suffix in (".ckpt", ".pt", ".pth"):
-            raise ConfigurationError(f"Distillation: teacher: there is no file {self.spec}.")
-        if missing := missing_folder(self.spec):
+            raise ConfigurationError(f"Distillation: teacher: there is no file {self.spec}")
+        missing = missing_folder(self.spec)
+        if missing:
             raise ConfigurationError(f"Distillation: teacher: {missing}")
 
     @property
     def config(self) -> CausalLMConfig:
-        """The model of Hugging Face, if it is one."""
+        """Config of the Hugging Face model."""
         return CausalLMConfig(self.spec) if isinstance(self.spec, str) else self.spec
 
     def tokenizer_state(self) -> dict[str, Any] | None:
-        """Its tokenizer as checkpoints have it; None if none lies beside the weights."""
+        """Return the teacher's tokenizer in the format of checkpoints, or ``None`` if it has none."""
         self.check()
         if self.checkpoint is None:
             return hugging_face_tokenizer(self.config)
         return read_language_model(self.checkpoint)["language_modeling"]["tokenizer"]
 
     def load(self, empty: bool = False) -> FrozenNetwork:
-        """The network on the CPU, ``empty`` if its weights can wait; the global random state stays as it is."""
+        """Load the network on the CPU, without changing the global random state.
+
+        Args:
+            empty: Leave the weights on the meta device if they can be read later.
+        """
         self.check()
         with own_draws():
             if self.checkpoint is not None:
@@ -88,30 +96,27 @@ class TeacherSource:
             return FrozenNetwork(network or causal_lm.build(self.config))
 
     def digest(self) -> str:
-        """Hash of all that decides its answers: the bytes of its files, and how they are read."""
+        """Return a hash of everything that determines the teacher's outputs: its files and its config."""
         if self.checkpoint is None:
             return _digest_of_files(self.config)
         digest = sha256_of(Path(self.checkpoint))
         model = read_language_model(self.checkpoint)["hyper_parameters"]["model"]
         if not model.get("name_or_path") or model.get("random_weights"):
             return digest
-        base = _digest_of_files(CausalLMConfig(**model))  # an adapter's base is not in its checkpoint
+        base = _digest_of_files(CausalLMConfig(**model))  # the checkpoint of adapters does not contain their base
         return digest_of([digest, base])
 
 
 class FrozenNetwork:
-    """A network, frozen in place, in eval mode, which the module that holds it does not see.
-
-    A copy of the module shares it.
-    """
+    """Frozen network in eval mode that is not a submodule of its owner. Copies of the owner share it."""
 
     def __init__(self, network: nn.Module) -> None:
-        # In a list, because a model of transformers refuses .to() itself when it is quantised; its parts do not.
+        # In a list, because `to` of a quantised transformers model raises an error, but that of a parent does not.
         self._held = nn.ModuleList([network.eval().requires_grad_(False)])
         self._device: torch.device | None = None
 
     def on(self, device: torch.device, strategy: Any = None) -> nn.Module:
-        """The network, moved there if it is elsewhere, and sharded by a strategy that can (``shard_frozen``)."""
+        """Return the network on a device. It is sharded if the strategy can do so (``shard_frozen``)."""
         if self._device != device:
             self._device = device
             if not weights_wait(self._held):
@@ -127,30 +132,36 @@ class FrozenNetwork:
 
 
 def tokens_in_common(ours: Mapping[str, Any], theirs: Mapping[str, Any] | None, name: str) -> int:
-    """Number of ids that mean the same text for both packed tokenizers: all of ours. The teacher may know more.
+    """Check that the teacher's tokenizer gives the student's tokens the same ids, and return their number.
+
+    Args:
+        ours: Tokenizer of the student, in the format of checkpoints.
+        theirs: Tokenizer of the teacher, in the same format. It may have more tokens.
+        name: Name of the teacher, for the error.
 
     Raises:
-        ConfigurationError: if a token of ours has another id there, or none.
+        ConfigurationError: If a token of the student has another id or none, or the teacher has no tokenizer.
     """
     way_out = (
-        "Give the data the teacher's tokenizer and start the student from random weights or from a model of the "
-        "teacher's family; or let the teacher write the training data: python -m lit_efficient write-data"
+        "Use the teacher's tokenizer for the data, and a student with random weights or of the same model family; or "
+        "generate the training data with the teacher: python -m lit_efficient write-data"
     )
     if theirs is None:
         raise ConfigurationError(
-            f"Distillation: the teacher {name} has no tokenizer that could be compared with the student's; save it "
-            f"beside its weights (tokenizer.save_pretrained)."
+            f"Distillation: the teacher {name} has no tokenizer to compare with the student's; save it in the folder "
+            f"of its weights (tokenizer.save_pretrained)"
         )
-    mine, its = unpack_tokenizer(ours), unpack_tokenizer(theirs)
-    vocabulary, other = mine.get_vocab(), its.get_vocab()
+    student = unpack_tokenizer(ours)
+    vocabulary = student.get_vocab()
+    other = unpack_tokenizer(theirs).get_vocab()
     unlike = [(token, number) for token, number in vocabulary.items() if other.get(token) != number]
     if unlike:
         token, number = min(unlike, key=lambda pair: pair[1])
         raise ConfigurationError(
             f"Distillation: the teacher {name} has another tokenizer: {len(unlike)} of {len(vocabulary)} tokens have "
-            f"another id there or none ({token!r} is {number} here, {other.get(token, 'unknown')} there). {way_out}."
+            f"another id there or none ({token!r} is {number} here, {other.get(token, 'unknown')} there). {way_out}"
         )
-    return token_ids(mine)["vocab_size"]
+    return token_ids(student)["vocab_size"]
 
 
 def _digest_of_files(spec: CausalLMConfig) -> str:
@@ -161,5 +172,7 @@ def _digest_of_files(spec: CausalLMConfig) -> str:
             f"Distillation: the files of the teacher {spec.name_or_path} cannot be read: {str(error).splitlines()[0]}"
         ) from error
     files = sorted((*folder.glob("*.safetensors"), *folder.glob("*.json")))
-    found = [(path.name, sha256_of(path)) for path in files]
-    return digest_of([{key: value for key, value in asdict(spec).items() if key != "name_or_path"}, found])
+    hashes = [(path.name, sha256_of(path)) for path in files]
+    settings = asdict(spec)
+    del settings["name_or_path"]  # the same files have the same hash in another folder
+    return digest_of([settings, hashes])

@@ -1,4 +1,4 @@
-"""Continue texts with a language model, our GPT or one of transformers, by one set of rules and reproducibly."""
+"""Reproducible text generation with the GPT of this package or a model of transformers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,31 +30,32 @@ def continuations(
     endings: Sequence[str] = (),
     watch: Callable[[int, str], None] | None = None,
 ) -> list[tuple[str, bool]]:
-    """What follows each prompt, and whether the model or an ending (not the limit) ended it.
-
-    No global random state is read or changed.
+    """Generate a continuation of each prompt, without reading or changing the global random state.
 
     Args:
-        network: a `GPT`, or a causal model of transformers.
-        tokenizer: its tokenizer, a ``tokenizers.Tokenizer`` or a fast one of transformers.
-        prompts: texts to continue; the last tokens that leave room for the new ones are used.
-        max_new_tokens: most tokens to add.
-        sampling: how tokens are drawn.
-        seeds: of each prompt.
-        stop: further ids that end a text.
-        device: where the network is.
-        special: whether the tokenizer adds what begins a text; a chat template has written it.
-        batch_size: most prompts at a time; each is continued as if it were alone.
-        endings: texts that end a continuation, which is cut before them.
-        watch: called after each token with the number of its prompt and the whole continuation so far.
+        network: A `GPT`, or a causal model of transformers.
+        tokenizer: Tokenizer of the network: a ``tokenizers.Tokenizer`` or a fast one of transformers.
+        prompts: Texts to continue. A long prompt is cut at its beginning to leave room for new tokens.
+        max_new_tokens: Largest number of new tokens.
+        sampling: Settings of the sampling.
+        seeds: One seed for each prompt.
+        stop: Further ids of tokens that end a text.
+        device: Device of the network.
+        special: Let the tokenizer add the special tokens that begin a text. A chat template has added them already.
+        batch_size: Largest number of prompts in a batch. The result does not depend on it.
+        endings: Texts that end a continuation. It is cut before them.
+        watch: Called after each token with the index of the prompt and the whole continuation so far.
+
+    Returns:
+        Each continuation, and whether it was ended by the model or an ending instead of the limit.
 
     Raises:
-        ConfigurationError: for arguments out of range, and an empty prompt where no token begins a text.
+        ConfigurationError: For arguments out of range, and for an empty prompt if no token begins a text.
     """
     sampling.check("generate_text")
     check_number("generate_text", "batch_size", batch_size, least=1, whole=True)
     if isinstance(endings, str) or not all(isinstance(ending, str) and ending for ending in endings):
-        raise refusal("generate_text", "stop", "a list of texts with something in them", endings)
+        raise refusal("generate_text", "stop", "a list of non-empty texts", endings)
     room = room_for(network, max_new_tokens)
     stop = stop | stop_ids(network, tokenizer)
     rows = [_ids(tokenizer, prompt, special, stop)[-room:] for prompt in prompts]
@@ -71,9 +72,16 @@ def continuations(
                 watch(group[j], text)
             return ended
 
-        ways: dict[str, Any] = {"sampling": sampling, "stop": stop, "written": written if endings or watch else None}
-        ways["generators"] = [torch.Generator(device).manual_seed(seeds[i]) for i in group]
-        for i, new in zip(group, continue_rows(network, [rows[i] for i in group], max_new_tokens, **ways)):
+        continued = continue_rows(
+            network,
+            [rows[i] for i in group],
+            max_new_tokens,
+            sampling=sampling,
+            stop=stop,
+            written=written if endings or watch else None,
+            generators=[torch.Generator(device).manual_seed(seeds[i]) for i in group],
+        )
+        for i, new in zip(group, continued):
             by_model = new[-1] in stop
             text, ended = text_of(i, new[:-1] if by_model else new)
             found[i] = text, by_model or ended
@@ -81,10 +89,10 @@ def continuations(
 
 
 def room_for(network: nn.Module, max_new_tokens: int) -> int:
-    """Most tokens of a prompt beside so many new ones.
+    """Return the largest length of a prompt that leaves room for ``max_new_tokens``.
 
     Raises:
-        ConfigurationError: if there is none.
+        ConfigurationError: If there is no room for a prompt.
     """
     longest = longest_row(network)
     if max_new_tokens < 1 or max_new_tokens >= longest:
@@ -94,18 +102,26 @@ def room_for(network: nn.Module, max_new_tokens: int) -> int:
 
 
 def length_of(tokenizer: Any, chat: str) -> int:
-    """Tokens of a chat in its template."""
+    """Return the number of tokens of a chat that is already in its template."""
     return len(_encode(tokenizer, chat, False))
 
 
 def _before(text: str, endings: Sequence[str]) -> tuple[str, bool]:
-    """``text`` up to the first of the endings, and whether there is one."""
+    """Cut ``text`` before the first ending, and return whether there was one."""
     places = [text.index(ending) for ending in endings if ending in text]
-    return (text[: min(places)], True) if places else (text, False)
+    if places:
+        return text[: min(places)], True
+    return text, False
 
 
 def _groups(lengths: Sequence[int], size: int, most: int) -> list[list[int]]:
-    """Numbers of rows to go on with together: at most ``size``, which differ by at most ``most`` tokens in length."""
+    """Group rows of similar length into batches, and return their indices.
+
+    Args:
+        lengths: Lengths of the rows.
+        size: Largest number of rows in a batch.
+        most: Largest difference of lengths in a batch.
+    """
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
         if not groups or len(groups[-1]) == size or lengths[i] - lengths[groups[-1][0]] > most:
@@ -115,41 +131,49 @@ def _groups(lengths: Sequence[int], size: int, most: int) -> list[list[int]]:
 
 
 def _ids(tokenizer: Any, prompt: str, special: bool, stop: set[int]) -> list[int]:
-    # ``special``: what begins a tokenizer's texts. A chat template has written it, and no model has seen two of them.
+    """Return the token ids of a prompt, without a final end token. An empty prompt is the end of another text."""
     ids = _encode(tokenizer, prompt, special)
     if special and ids and ids[-1] == getattr(tokenizer, "eos_token_id", None):
-        ids = ids[:-1]  # some tokenizers end every text, and nothing goes on behind its end
+        ids = ids[:-1]  # some tokenizers append the end token to every text
     if not ids and not stop:
-        raise refusal("generate_text", "prompts", f"texts with something in them, without {END_OF_TEXT}", prompt)
-    return ids or [min(stop)]  # an empty prompt starts a new text
+        raise refusal("generate_text", "prompts", f"non-empty texts for a tokenizer without {END_OF_TEXT}", prompt)
+    return ids or [min(stop)]  # the end of a text is what precedes a new one
 
 
 def _decoded_behind(tokenizer: Any, ids: list[int], new: list[int]) -> str:
-    """The text of ``new`` behind ``ids``: some tokenizers drop the space that begins whatever they decode."""
-    before, whole = tokenizer.decode(ids), tokenizer.decode(ids + new)
-    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(new)
+    """Return the text of ``new`` after ``ids``. Some tokenizers drop the space at the beginning of a decoded text."""
+    before = tokenizer.decode(ids)
+    whole = tokenizer.decode(ids + new)
+    if whole.startswith(before):
+        return whole[len(before) :]
+    return tokenizer.decode(new)
 
 
 def as_chat(tokenizer: Any, turns: str | list[dict[str, str]], owner: str = "generate_text: chat") -> str:
-    """Turns (or a user's only one) in the tokenizer's chat template, with what begins the answer.
+    """Format turns with the tokenizer's chat template, followed by the beginning of the answer.
+
+    Args:
+        tokenizer: The tokenizer.
+        turns: Messages with ``role`` and ``content``, or the text of a single user turn.
+        owner: Name at the beginning of the error message.
 
     Raises:
-        ConfigurationError: if the tokenizer has no template.
+        ConfigurationError: If the tokenizer has no template.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise ConfigurationError(f"{owner} needs a tokenizer with a chat template, and the model's has none")
+        raise ConfigurationError(f"{owner} needs a tokenizer with a chat template, but the model's has none")
     messages = [{"role": "user", "content": turns}] if isinstance(turns, str) else turns
     with limited(tokenizer.get_chat_template()):
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
 def stop_ids(network: nn.Module, tokenizer: Any) -> set[int]:
-    """Ids that end a text: the tokenizer's, and those of the model's generation settings."""
+    """Return the ids that end a text, from the tokenizer and the model's generation config."""
     found = {getattr(tokenizer, "eos_token_id", None)}
     if not hasattr(tokenizer, "backend_tokenizer"):
         found.add(tokenizer.token_to_id(END_OF_TEXT))
     settings = getattr(getattr(network, "generation_config", None), "eos_token_id", None)
-    found |= set(settings) if isinstance(settings, list) else {settings}
+    found.update(settings if isinstance(settings, list) else [settings])
     return {token for token in found if token is not None}
 
 

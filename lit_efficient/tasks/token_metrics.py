@@ -1,9 +1,9 @@
-"""Loss, perplexity and bits per byte of a language model, weighted by tokens over a whole epoch and all processes.
+"""Loss, perplexity and bits per byte of a language model, as means over all tokens of an epoch and all processes.
 
     loss = sum nll / tokens;    perplexity = exp(loss);    bits per byte = sum nll / (ln 2 * bytes of text)
 
-Bits per byte does not depend on the tokenizer: use it to compare models of different vocabularies. torchmetrics'
-``Perplexity`` gives the same number but normalises all logits a second time; this one adds up losses already computed.
+Bits per byte does not depend on the tokenizer, so it compares models with different vocabularies. ``Perplexity`` of
+torchmetrics computes the softmax of all logits again. This metric uses losses that are already known.
 """
 
 import math
@@ -16,7 +16,7 @@ from lit_efficient.losses.next_token import IGNORE
 
 
 class TokenMetrics(Metric):
-    """Sums over tokens; `compute` returns ``loss``, ``perplexity`` and, if bytes were counted, ``bits_per_byte``."""
+    """Metric whose `compute` returns ``loss``, ``perplexity`` and, if bytes are known, ``bits_per_byte``."""
 
     full_state_update = False
     higher_is_better = False
@@ -31,8 +31,12 @@ class TokenMetrics(Metric):
         self.add_state("num_bytes", torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, losses: Tensor, labels: Tensor, num_bytes: Tensor | None = None) -> None:
-        """Add a batch: of each token the negative log-likelihood ``[B, T]``, in nats, 0 where the label is ignored, and
-        the bytes of text ``[B]`` that the labels stand for, if they are known.
+        """Add a batch.
+
+        Args:
+            losses: Negative log-likelihood of each token ``[B, T]`` in nats, 0 where the label is ignored.
+            labels: ``[B, T]``.
+            num_bytes: Bytes of text of the labels ``[B]``, if they are known.
         """
         self.nats += losses.sum()
         self.tokens += (labels != IGNORE).sum()
