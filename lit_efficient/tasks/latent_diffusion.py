@@ -276,7 +276,8 @@ def _warn_about_export(config: DiTConfig) -> None:
     try:
         diffusers_fields(config)
     except ConfigurationError as error:
+        reason = str(error).rstrip(".")
         rank_zero_info(
-            f"LatentDiffusion: `export --format diffusers` does not support this network: {error}. Other formats and "
+            f"LatentDiffusion: `export --format diffusers` does not support this network: {reason}. Other formats and "
             "sampling are not affected"
         )

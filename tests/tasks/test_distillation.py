@@ -404,10 +404,10 @@ def test_data_that_cannot_be_cached_are_refused(home: Path, tmp_path: Path) -> N
 
     task = Distillation(str(home / "teacher"), STUDENT, cache_top_k=4, cache_dir=str(tmp_path))
     task.model = GPTConfig(vocab_size=97, dim=16, depth=1, num_heads=2)
-    with pytest.raises(ConfigurationError, match="needs one DataLoader over a data set with an index"):
+    with pytest.raises(ConfigurationError, match="needs one DataLoader over an indexed data set"):
         trainer(default_root_dir=home).fit(task, *(DataLoader(Stream(), batch_size=None) for _ in range(2)))
     task = Distillation(str(home / "teacher"), STUDENT, cache_top_k=299, cache_dir=str(tmp_path))
-    with pytest.raises(ConfigurationError, match="cache_top_k must be at most 298, the tokens there are, got 299"):
+    with pytest.raises(ConfigurationError, match="cache_top_k must be at most 298, the size of the vocabulary, got 299"):
         trainer(default_root_dir=home).fit(task, datamodule=corpus(home))
     assert not list(tmp_path.iterdir())
 
@@ -442,7 +442,7 @@ def test_a_teacher_of_other_tokens_is_refused(home: Path, tmp_path: Path) -> Non
     torch.manual_seed(0)
     build(CausalLMConfig(config_fields={**FAMILIES["llama"], "vocab_size": 300})).save_pretrained(tmp_path)
     task = Distillation(str(tmp_path), STUDENT)
-    with pytest.raises(ConfigurationError, match="has no tokenizer that could be compared"):
+    with pytest.raises(ConfigurationError, match="has no tokenizer to compare"):
         trainer(default_root_dir=home).fit(task, datamodule=corpus(home))
     words = Tokenizer(WordLevel({"def": 1, "return": 2}))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)

@@ -183,9 +183,9 @@ def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path, source: Path) -
     for index in range(30):
         (source / f"file{index}.py").write_text(f"class Other{index}:\n    other_{index} = None\n" * 8)
     new = LanguageModeling(SMALL)
-    with pytest.raises(ConfigurationError, match="tokenizer of the checkpoint is not the one"):
+    with pytest.raises(ConfigurationError, match="tokenizer of the checkpoint differs from that of the model"):
         trainer(default_root_dir=tmp_path).fit(new, datamodule=corpus(source), ckpt_path=path, weights_only=True)
-    with pytest.raises(ConfigurationError, match="tokenizer of the data is not the one"):
+    with pytest.raises(ConfigurationError, match="tokenizer of the data differs from that of the model"):
         trainer(default_root_dir=tmp_path).fit(model, datamodule=corpus(source))
     model.tokenizer.save(str(tmp_path / "tokenizer.json"))
     more = trainer(default_root_dir=tmp_path, max_steps=6)
@@ -231,7 +231,7 @@ def test_a_strategy_that_accumulates_by_itself_is_taken_and_what_it_does_is_said
     model = LanguageModeling(GPTConfig(vocab_size=9, dim=16, depth=1, num_heads=2))
     strategy = StepsByItself(torch.device("cpu"))
     run = trainer(default_root_dir=tmp_path, accumulate_grad_batches=2, max_steps=1, strategy=strategy)
-    with pytest.warns(UserWarning, match="StepsByItself weighs all batches alike in a step"):
+    with pytest.warns(UserWarning, match="StepsByItself gives all batches of a step the same weight"):
         run.fit(model, loader, loader)
     assert run.global_step == 1
 
@@ -266,7 +266,7 @@ def test_bad_arguments_are_refused_by_name(changes: dict) -> None:
 def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "foreign.ckpt"
     torch.save({"state_dict": {}, "hyper_parameters": {}, "pytorch-lightning_version": "2.6.0"}, path)
-    with pytest.raises(ConfigurationError, match="not one of LanguageModeling"):
+    with pytest.raises(ConfigurationError, match="not a checkpoint of LanguageModeling"):
         LanguageModeling.load_from_checkpoint(path, weights_only=True)
 
 

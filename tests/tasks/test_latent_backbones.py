@@ -182,7 +182,7 @@ def test_unconditional_models_need_guidance_of_one(tmp_path):
     predicted = trainer(default_root_dir=tmp_path).predict(module, data)
     assert sum(len(part) for part in predicted) == 12
     with pytest.raises(
-        ConfigurationError, match=r"the number of samples must be one, given by labels, captions or count, got \[\]"
+        ConfigurationError, match=r"the number of samples must be the same in labels, captions and count, got \[\]"
     ):
         module.sample()
 
@@ -228,7 +228,7 @@ def test_without_a_judge_there_are_no_scores_and_it_is_said_once(tmp_path, caplo
     with caplog.at_level(logging.INFO):
         runner = trainer(default_root_dir=tmp_path, max_steps=6)
         runner.fit(module, CaptionedLatents(text_encoder()))
-    said = [record for record in caplog.records if "no judge of samples" in record.getMessage()]
+    said = [record for record in caplog.records if "cannot score samples" in record.getMessage()]
     assert len(said) == 1
     assert {name for name in runner.callback_metrics if name.startswith("val/")} >= {"val/loss"}
 
@@ -310,7 +310,7 @@ def test_lora_trains_adapters_only_and_diffusers_loads_them(tmp_path, fields):
     [
         (model({**CONDITIONED, "cross_attention_dim": 24}), {}, "takes text of width 24; the text encoder's is 16"),
         (model({**SD3, "pooled_projection_dim": 9}), {}, "text of pooled_width 9; the text encoder's is 8"),
-        (model({**UNET, "num_class_embeds": 4}), {}, "has a text encoder, and the backbone UNet2DModel takes no text"),
+        (model({**UNET, "num_class_embeds": 4}), {}, "has a text encoder, but the backbone UNet2DModel takes no text"),
         (model(CONDITIONED), {"encoder": None}, "guidance_scale must be 1 without a text encoder"),
         (
             model({**CONDITIONED, "num_class_embeds": 3}),
@@ -327,7 +327,7 @@ def test_lora_trains_adapters_only_and_diffusers_loads_them(tmp_path, fields):
         (
             model({**SD3, **POOLED}),
             {"captions": CaptionReading(padding="hidden")},
-            "SD3Transformer2DModel cannot leave tokens out",
+            "SD3Transformer2DModel cannot mask tokens",
         ),
     ],
 )
@@ -355,13 +355,13 @@ def test_what_a_batch_lacks_is_named(missing, message):
 def test_embeddings_without_an_encoder_train_only_where_nothing_is_hidden():
     text = {"text": torch.randn(2, 5, 16), "text_mask": torch.ones(2, 5, dtype=torch.bool)}
     batch = {"latents": torch.zeros(2, 4, 8, 8), "labels": torch.arange(2), **text}
-    with pytest.raises(ConfigurationError, match="the embedding of the empty caption, and there is no text encoder"):
+    with pytest.raises(ConfigurationError, match="the embedding of the empty caption, but there is no text encoder"):
         built().training_step(batch, 0)
     assert built(label_dropout=0.0, guidance_scale=1.0).training_step(batch, 0)["loss"].isfinite()
     labelled = built(DiTConfig(channels=4, size=8, width=16, depth=1, heads=2, num_classes=3))
     with pytest.raises(ConfigurationError, match="captions must be null for DiT, which takes no text"):
         labelled.sample(torch.arange(1), captions=["a"])
-    with pytest.raises(ConfigurationError, match="images and there is no autoencoder to encode them"):
+    with pytest.raises(ConfigurationError, match="images, but there is no autoencoder to encode them"):
         built(encoder=text_encoder()).training_step(
             {"images": torch.zeros(1, 1, 32, 32), "labels": torch.arange(1), "captions": ["a"]}, 0
         )
@@ -430,7 +430,7 @@ def test_samples_in_parts_are_those_of_one_batch_and_requests_are_checked(monkey
         ({"steps": 0}, "steps must be a whole number of at least 1 or null, got 0"),
         ({"guidance_scale": float("nan")}, "guidance_scale must be at least 0 or null, got nan"),
         ({"labels": torch.tensor([7])}, r"labels must be in .0, 3., .* got .7."),
-        ({"count": 2}, r"the number of samples must be one, .* got .2, 5."),
+        ({"count": 2}, r"the number of samples must be the same .* got .2, 5."),
     ):
         with pytest.raises(ConfigurationError, match=message):
             module.sample(**{"labels": labels, **arguments})

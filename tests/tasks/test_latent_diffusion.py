@@ -203,7 +203,7 @@ def test_without_a_data_module_it_trains_on_plain_latents_and_says_what_pictures
     module = task()
     trainer(default_root_dir=tmp_path).fit(module, loader, loader)
     assert module.sample(torch.arange(3)).shape == (3, 2, 4, 4)
-    with pytest.raises(ConfigurationError, match="no autoencoder to make images with"):
+    with pytest.raises(ConfigurationError, match="no autoencoder to decode images"):
         module.sample_images(4, seed=0)
 
 
@@ -311,7 +311,7 @@ def test_a_network_that_cannot_become_a_pipeline_says_so_before_it_trains(tmp_pa
     module = task(backbone=replace(BACKBONE, variant=DiTVariant(time_embedding=kind)))
     with caplog.at_level(logging.INFO):
         trainer(default_root_dir=tmp_path, max_steps=1).fit(module, plain(), plain())
-    said = [r.getMessage() for r in caplog.records if "`export --format diffusers` will refuse" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "`export --format diffusers` does not support" in r.getMessage()]
     assert len(said) == (kind == "compact")
     assert all("train with variant.time_embedding='diffusers'" in line for line in said)
 
@@ -319,7 +319,7 @@ def test_a_network_that_cannot_become_a_pipeline_says_so_before_it_trains(tmp_pa
 def test_images_without_an_autoencoder_are_refused_before_the_first_step(tmp_path):
     module = task(samples=Samples(0))
     run = trainer(default_root_dir=tmp_path, callbacks=[SampleImages(columns=2, rows=1)], num_sanity_val_steps=0)
-    with pytest.raises(ConfigurationError, match="has no autoencoder to make images with"):
+    with pytest.raises(ConfigurationError, match="has no autoencoder to decode images"):
         run.fit(module, plain(), plain())
     assert run.global_step == 0
 

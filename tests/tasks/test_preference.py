@@ -180,7 +180,7 @@ def test_what_trains_in_full_beside_adapters_is_copied(tmp_path: Path) -> None:
         expected = build(saved(tmp_path)).eval()(ids).logits
     assert torch.equal(reference(network, lambda: network(ids).logits), expected)
     network.get_parameter("model.norm.weight").requires_grad_(True)
-    with pytest.raises(ConfigurationError, match=r"'model.norm.weight' has begun to train"):
+    with pytest.raises(ConfigurationError, match=r"'model.norm.weight' was unfrozen after training began"):
         reference(network, lambda: None)
 
 
@@ -220,7 +220,7 @@ def test_another_start_is_refused_on_resume_and_a_trained_network_as_its_own_ref
     same = Preference(saved(tmp_path))
     assert trainer(default_root_dir=tmp_path).validate(same, loader(), ckpt_path=path, verbose=False) == expected
     loaded = Preference.load_from_checkpoint(path)
-    with pytest.raises(CheckpointError, match=r"give the checkpoint to the trainer"):
+    with pytest.raises(CheckpointError, match=r"pass the checkpoint to the trainer"):
         trainer(default_root_dir=tmp_path).validate(loaded, loader(), verbose=False)
     other = CausalLMConfig(saved(tmp_path).name_or_path, random_weights=True)
     with pytest.raises(CheckpointError, match="from the same start"):
@@ -305,8 +305,8 @@ def test_sides_of_different_lengths_are_filled_up_and_routers_balanced() -> None
         ({"loss": "kto"}, "loss must be one of sigmoid, hinge, ipo, orpo, simpo, got 'kto'"),
         ({"beta": 0.0}, "beta must be above 0, got 0.0"),
         ({"label_smoothing": 0.7}, "label_smoothing must be at least 0 and below 0.5, got 0.7"),
-        ({"loss": "orpo", "label_smoothing": 0.1}, "label_smoothing is for sigmoid, got 0.1 with orpo"),
-        ({"gamma": 0.5}, "gamma must be null with sigmoid, as it is for simpo, got 0.5"),
+        ({"loss": "orpo", "label_smoothing": 0.1}, "label_smoothing must be 0 with orpo, .* got 0.1"),
+        ({"gamma": 0.5}, "gamma must be null with sigmoid, because only simpo uses it, got 0.5"),
         ({"loss": "simpo", "gamma": -1.0}, "gamma must be at least 0 or null, got -1.0"),
     ],
 )
@@ -324,7 +324,7 @@ def test_a_copy_of_sharded_weights_is_refused_before_training(tmp_path: Path) ->
     def strategy() -> dict[str, Any]:
         return {"strategy": FSDPStrategy(torch.device("cpu"), CPUAccelerator()), "accelerator": "auto"}
 
-    with pytest.raises(ConflictError, match=r"keeps a copy of what trains in full.*which FSDPStrategy shards"):
+    with pytest.raises(ConflictError, match=r"needs a copy of .* which FSDPStrategy shards"):
         trainer(default_root_dir=tmp_path, **strategy()).fit(Preference(saved(tmp_path)), loader(), loader())
     for loss, callbacks in (("simpo", []), ("sigmoid", [LoRA(rank=2)])):
         task = Preference(saved(tmp_path), loss)  # type: ignore[arg-type]

@@ -91,7 +91,7 @@ def test_lora_without_the_head_and_batches_without_masks_are_refused(tmp_path: P
     del batch["chosen_attention_mask"]
     with pytest.raises(ConfigurationError, match="must have chosen_attention_mask and rejected_attention_mask"):
         task.predict_step(batch, 0)
-    with pytest.raises(ConfigurationError, match="judges texts and writes none"):
+    with pytest.raises(ConfigurationError, match="rates texts and cannot generate them"):
         task.generate_text("a")
     with pytest.raises(ConfigurationError, match="centering must be at least 0, got -1"):
         RewardModeling(centering=-1)
@@ -119,5 +119,5 @@ def test_margins_and_a_start_from_a_language_model(tmp_path: Path) -> None:
     margin = torch.tensor([0.0, 1.0, 2.0])
     expected = torch.nn.functional.softplus(margin - differences)
     torch.testing.assert_close(task.training_step({**batch, "margin": margin}, 0)["sample_loss"], expected)
-    with pytest.raises(ConfigurationError, match="give it as start_from"):
+    with pytest.raises(ConfigurationError, match="pass it as start_from"):
         RewardModeling.load_from_checkpoint(tmp_path / "sft.ckpt")

@@ -129,5 +129,5 @@ def test_the_same_seed_writes_the_same_whatever_the_batch(written: tuple[Any, An
 
 @pytest.mark.parametrize("endings", ["\n", [""], [1]])
 def test_an_ending_is_a_text(written: tuple[Any, Any], endings: Any) -> None:
-    with pytest.raises(ConfigurationError, match="generate_text: stop must be a list of texts"):
+    with pytest.raises(ConfigurationError, match="generate_text: stop must be a list of non-empty texts"):
         _continued(written, PROMPTS, Sampling(), endings=endings)

@@ -172,7 +172,7 @@ def test_without_tokens_or_with_others_it_says_what_to_do() -> None:
     rows = {"latents": torch.randn(8, 2, 4, 4)}
     with pytest.raises(ConfigurationError, match=r"batches hold class_token \[B, features\], or add HiddenAlign"):
         fit(ENTANGLED, loader(rows), max_steps=1)
-    with pytest.raises(ConfigurationError, match=r"the class token must be \[B, 5\]"):
+    with pytest.raises(ConfigurationError, match=r"the shape of class_token must be \[B, 5\]"):
         fit(ENTANGLED, loader({**rows, "class_token": torch.randn(8, 3)}), max_steps=1)
 
 
