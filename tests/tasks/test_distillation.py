@@ -407,7 +407,7 @@ def test_data_that_cannot_be_cached_are_refused(home: Path, tmp_path: Path) -> N
     with pytest.raises(ConfigurationError, match="needs one DataLoader over an indexed data set"):
         trainer(default_root_dir=home).fit(task, *(DataLoader(Stream(), batch_size=None) for _ in range(2)))
     task = Distillation(str(home / "teacher"), STUDENT, cache_top_k=299, cache_dir=str(tmp_path))
-    with pytest.raises(ConfigurationError, match="cache_top_k must be at most 298, the size of .*, got 299"):
+    with pytest.raises(ConfigurationError, match=r"cache_top_k must be at most 298, the size of .*, got 299"):
         trainer(default_root_dir=home).fit(task, datamodule=corpus(home))
     assert not list(tmp_path.iterdir())
 
