@@ -222,12 +222,12 @@ def _middle(curves: Sequence[_Curve]) -> _Curve:
 
 def _difference(pairs: Sequence[tuple[float, float]]) -> Estimate:
     found = mean_of([mine - other for mine, other in pairs])
-    if found.value and _seeds_say_nothing(pairs):
+    if found.value and _seeds_have_no_effect(pairs):
         return replace(found, p=None)
     return found
 
 
-def _seeds_say_nothing(pairs: Sequence[tuple[float, float]]) -> bool:
+def _seeds_have_no_effect(pairs: Sequence[tuple[float, float]]) -> bool:
     """True if the runs of all seeds are equal up to rounding. They count as one run, which is no evidence."""
     return all(len(side) > 1 and max(side) - min(side) <= 1e-5 * max(map(abs, side)) for side in zip(*pairs))
 
@@ -251,7 +251,7 @@ def _reached(pairs: Sequence[tuple[_Curve, _Curve]], axis: int) -> Estimate | No
     if not pairs or not all(math.isfinite(place) for place in (*mine, *others)):
         return None
     found = ratio_of(mine, others)
-    if _seeds_say_nothing([(one[-1][_LOSS], other[-1][_LOSS]) for one, other in pairs]):
+    if _seeds_have_no_effect([(one[-1][_LOSS], other[-1][_LOSS]) for one, other in pairs]):
         return replace(found, p=None)
     return found
 

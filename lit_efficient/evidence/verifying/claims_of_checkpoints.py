@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
 from lit_efficient.application.optimizers import OptimizerHooks
@@ -184,8 +185,10 @@ class Averaged(Claim):
                 right[name] = sum(share * weights[name].double() for share, weights in zip(shares, trace.weights))
             off |= difference(right, found)
         if not kinds:
-            reasons = "; ".join(notes)
-            return self.idle(f"no technique of this package averages weights{reasons and f': {reasons}'}")
+            why = "no technique of this package averages weights"
+            if notes:
+                why += f": {'; '.join(notes)}"
+            return self.idle(why)
         why = f"the average of {' and '.join(kinds)} after {steps} steps, and the sum in float64"
         return self.compared(off, 1e-5, why, (*notes, "statistics of BatchNorm"))
 
@@ -248,13 +251,17 @@ class Exported(Claim):
         # An average then differs from the weights.
         _disturb([p for p in module.parameters() if p.requires_grad])
         batch = first_batch(trainer)
-        look = _Look(batch)
+        outputs: dict[str, Any] = {}
+
+        def look(trainer: Trainer, module: LightningModule, *_: object) -> None:
+            outputs.update(outputs_of(module, batch))
+
         path = folder / "export.ckpt"
         output = folder / "exported"
         trainer.save_checkpoint(path, weights_only=False)
         trials = Trials(trainer)
         with trials.trial(alone=False):
-            trainer.callbacks = [*trainer.callbacks, look]
+            trainer.callbacks = [*trainer.callbacks, LambdaCallback(on_validation_batch_start=look)]
             trials.validate([partial(next, iter(loader)) for loader in loaders])
         base = folder / "base.safetensors"
         save_tensors(base, without_adapters(module))
@@ -263,7 +270,7 @@ class Exported(Claim):
                 export_checkpoint(path, output, "safetensors", check=False)
             except LitEfficientError:  # a checkpoint of adapters only needs its base
                 export_checkpoint(path, output, "safetensors", base, check=False)
-        return batch, look.outputs, tolerance_of(trainer, module), load_tensors(output / "model.safetensors")
+        return batch, outputs, tolerance_of(trainer, module), load_tensors(output / "model.safetensors")
 
     def _loaded(
         self,
@@ -279,19 +286,6 @@ class Exported(Claim):
         module.eval()
         off = {name: math.inf for name in missing if name in parameters}
         return off | output_differences(right, outputs_of(module, batch))
-
-
-class _Look(Callback):
-    """Computes the outputs for a batch with the weights that a validation uses."""
-
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
-        self.outputs: Mapping[str, Any] = {}
-
-    def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self.outputs = outputs_of(pl_module, self.batch)
 
 
 def _is_gone_after_export(callback: Callback) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -196,15 +197,14 @@ def _accumulated(trainer: Trainer, module: LightningModule, parts: list[Batch], 
             raise Unlike("a part draws less often than the whole batch")
         return output
 
-    class Capture(Callback):
-        def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-            seen = seen_gradients(pl_module, optimizer)
-            found.update({name: gradient.detach().clone() for name, gradient in seen.items()})
+    def capture(trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
+        for name, gradient in seen_gradients(module, optimizer).items():
+            found[name] = gradient.detach().clone()
 
     trials = Trials(trainer)
     module.training_step = same_draws  # type: ignore[method-assign]
     with trials.trial(accumulate=len(parts), alone=False):
-        trainer.callbacks = [*trainer.callbacks, Capture()]  # type: ignore[attr-defined]
+        trainer.callbacks = [*trainer.callbacks, LambdaCallback(on_before_optimizer_step=capture)]  # type: ignore[attr-defined]
         for part in parts:
             trials.train(functools.partial(_same, part))
     return found

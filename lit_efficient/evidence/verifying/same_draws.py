@@ -56,7 +56,7 @@ class Draws(TorchDispatchMode):
         return out
 
     def _share(self, tensor: Tensor) -> Tensor:
-        """Return the values for a tensor of the part."""
+        """Return the slice of the recorded values that belongs to a tensor of the part."""
         if self.used >= len(self.values):
             raise Unlike("a part draws more often than the whole batch")
         whole = self.values[self.used]
