@@ -1,10 +1,10 @@
-"""A spike of the loss or the gradient norm leaves out the step, or takes the run back to its last good state.
+"""Spike guard: a step whose loss or gradient norm spikes is skipped, or the run returns to its last good state.
 
-    spike:  x > mean + sigmas * std     of the last ``window`` good values, x the loss or the gradient norm of a step
+    spike:  x > mean + sigmas * std     of the last ``window`` good values; x is the loss or gradient norm of a step
 
-Saves: runs that one bad batch would throw off, and the days until somebody goes back to a checkpoint
-Costs: a norm over the gradients and one wait for the device an optimizer step; to go back, a copy of what trains and of
-    the optimizer's states in CPU memory and in checkpoints
+Saves: runs that a single bad batch would make diverge, and the time until somebody resumes from a checkpoint
+Costs: a norm over the gradients and one wait for the device per optimizer step; with ``rewind`` a copy of the trained
+    weights and optimizer states in CPU memory and in checkpoints
 Source: OLMo et al. (2024), https://arxiv.org/abs/2501.00656 (its optimizers that skip steps); Chowdhery et al. (2022),
     https://arxiv.org/abs/2204.02311, section 5.1 (back to an earlier state, past the bad batches)
 """
@@ -31,13 +31,14 @@ from lit_efficient.internals.torch_trees import tree_map_only
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
 
-_FLAT = 1e-3  # of the mean: how far values spread at least, or rounding would be a spike where all are alike
+# Smallest standard deviation as a fraction of the mean: if all values are equal, rounding must not count as a spike.
+_LEAST_SPREAD = 1e-3
 
 
 def is_spike(value: float, history: Sequence[float], sigmas: float = 6.0) -> bool:
-    """Whether ``value`` is more than ``sigmas`` standard deviations above the mean of ``history``, two values or more.
+    """Return whether ``value`` is more than ``sigmas`` standard deviations above the mean of ``history``.
 
-    What is not finite is none: it is `NonFiniteGuard`'s affair.
+    The result is False for fewer than two earlier values, and for NaN and Inf, which `NonFiniteGuard` handles.
 
     Example:
         >>> is_spike(2.0, [1.0, 1.1, 0.9, 1.0]), is_spike(1.2, [1.0, 1.1, 0.9, 1.0])
@@ -46,36 +47,39 @@ def is_spike(value: float, history: Sequence[float], sigmas: float = 6.0) -> boo
     if len(history) < 2 or not math.isfinite(value):
         return False
     mean = math.fsum(history) / len(history)
-    spread = math.sqrt(math.fsum((one - mean) ** 2 for one in history) / (len(history) - 1))
-    return value > mean + sigmas * max(spread, _FLAT * abs(mean))
+    deviation = math.sqrt(math.fsum((earlier - mean) ** 2 for earlier in history) / (len(history) - 1))
+    return value > mean + sigmas * max(deviation, _LEAST_SPREAD * abs(mean))
 
 
 class SpikeGuard(GradientHooks, Technique):
-    """Leave out each step whose loss or gradient norm is far above the last ones, before it reaches the weights.
+    """Skip each step whose loss or gradient norm is far above those of the last steps, before it changes the weights.
 
-    Both are those of the whole step: micro-batches' losses and processes' are averaged, gradients are complete and not
-    yet clipped. A step that is left out counts as a step, and schedules go on. With several optimizers each has its own
-    history. NaN and Inf are left to `NonFiniteGuard`. What a forward pass changes, as batch norm's running statistics,
-    has seen the batch. Spikes are warned of, counted, logged as ``spikes``, and summed up at the run's end. With
-    ``rewind`` weights, buffers and optimizer states go back to the last state that was good ``every_n_steps`` or fewer
-    steps ago, and training goes on with the next batch; averages (`EMA`) do not go back.
+    Both values are those of the whole step: losses are averaged over micro-batches and processes, and gradients are
+    complete and not yet clipped. A skipped step counts as a step, so schedules continue. Each optimizer has its own
+    history. `NonFiniteGuard` handles NaN and Inf. Changes by the forward pass, such as running statistics of batch
+    norm, are not undone. Each spike gives a warning and is logged as ``spikes``; the end of the run gives the number.
+
+    With ``rewind`` the weights, buffers and optimizer states also return to the last saved good state, and training
+    continues with the next batch. Averages (`EMA`) do not return.
 
     Args:
-        action: ``skip`` leaves out the step, ``rewind`` goes back as well.
-        sigmas: Standard deviations above the mean from which on it is a spike, above 0.
-        window: Good steps that mean and deviation are taken of, 2 or more. Until half of them are there nothing is one.
-        max_consecutive: So many spikes in a row are left out before it stops, 1 or more: what lasts is no spike.
-        every_n_steps: With ``rewind``, steps from one state that is kept to the next, 1 or more.
+        action: ``skip`` skips the step. ``rewind`` also returns to the last good state.
+        sigmas: Number of standard deviations above the mean from which a value is a spike, above 0.
+        window: Number of good steps from which mean and deviation are computed, at least 2. Nothing is a spike before
+            half of them have run.
+        max_consecutive: Largest number of consecutive spikes, at least 1. One more stops the run, because a lasting
+            change is no spike.
+        every_n_steps: Steps between two saved states with ``rewind``, at least 1.
 
     Raises:
         ConfigurationError: For an argument out of range.
-        ConflictError: With FSDP1 and DeepSpeed; ``rewind`` with sharded weights or several optimizers.
-        DivergedError: In a fit, after too many spikes in a row.
+        ConflictError: With FSDP1 and DeepSpeed; for ``rewind`` also with sharded weights or several optimizers.
+        DivergedError: During a fit, after too many consecutive spikes.
     """
 
     phase = Phase.GUARD
     traits = frozenset({Trait.LEAVES_TRACES, Trait.NEEDS_ALL_GRADIENTS, Trait.READS_SCALED_GRADIENTS})
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"safety": (7, "no outlier of a batch throws the run off")}
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"safety": (7, "a single bad batch cannot make the run diverge")}
 
     def __init__(
         self,
@@ -91,33 +95,39 @@ class SpikeGuard(GradientHooks, Technique):
         check_number("SpikeGuard", "window", window, least=2, whole=True)
         check_number("SpikeGuard", "max_consecutive", max_consecutive, least=1, whole=True)
         check_number("SpikeGuard", "every_n_steps", every_n_steps, least=1, whole=True)
-        self.action, self.sigmas, self.window = action, sigmas, window
-        self.max_consecutive, self.every_n_steps = max_consecutive, every_n_steps
+        self.action = action
+        self.sigmas = sigmas
+        self.window = window
+        self.max_consecutive = max_consecutive
+        self.every_n_steps = every_n_steps
         self.spikes = 0
         self._consecutive = 0
-        self._history: dict[str, deque[float]] = {}  # of "loss" and "gradient norm", by the optimizer's index
-        self._losses: list[Tensor] = []  # of the micro-batches since the last step
-        self._read: list[Tensor] = []  # of those before a checkpoint
-        self._kept: dict[str, Any] = {}  # the last good state, and the step that it was kept at
+        self._history: dict[str, deque[float]] = {}  # good values, by keys such as "0/loss" and "0/gradient norm"
+        self._losses: list[Tensor] = []  # losses of the micro-batches since the last step
+        self._restored_losses: list[Tensor] = []  # the same, from a checkpoint
+        self._kept: dict[str, Any] = {}  # the last good state, its step, and the step of the next copy
 
     def check(self, trainer: Any, module: Any) -> None:
         traits = traits_of(trainer.strategy)
         if traits.dtensors and self.action == "rewind":
             raise ConflictError(
-                f"SpikeGuard: {traits.name} saves what callbacks keep of the first process alone, which has shards to "
-                "go back to, not weights: use action='skip', or strategy='ddp'"
+                f"SpikeGuard: action='rewind' cannot be used with {traits.name}, which saves the states of callbacks "
+                "on the first process only, where they would hold only its shards. Use action='skip' or strategy='ddp'"
             )
 
     def describe(self, module: nn.Module) -> Report:
-        does = "leaves out the step" if self.action == "skip" else "goes back to the last good state"
-        return Report(f"{does} at more than {self.sigmas:g} deviations above the last {self.window}")
+        action = "skips the step" if self.action == "skip" else "returns to the last good state"
+        return Report(
+            f"{action} at more than {self.sigmas:g} deviations above the mean of the last {self.window} steps"
+        )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._losses, self._read = [loss.to(trainer.strategy.root_device) for loss in self._read], []
+        self._losses = [loss.to(trainer.strategy.root_device) for loss in self._restored_losses]
+        self._restored_losses = []
         if self.action == "rewind" and len(trainer.optimizers) != 1:
             raise ConflictError(
-                f"SpikeGuard: action='rewind' takes back the step of one optimizer, but {type(pl_module).__name__} has "
-                f"{len(trainer.optimizers)}: use action='skip'"
+                f"SpikeGuard: action='rewind' supports one optimizer, but {type(pl_module).__name__} has "
+                f"{len(trainer.optimizers)}. Use action='skip'"
             )
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
@@ -139,19 +149,19 @@ class SpikeGuard(GradientHooks, Technique):
             return
         self.spikes += 1
         self._consecutive += 1
-        where = f"SpikeGuard: at step {trainer.global_step} a spike: {' and '.join(spikes)}"
+        where = f"SpikeGuard: spike at step {trainer.global_step}: {' and '.join(spikes)}"
         if self._consecutive > self.max_consecutive:
             raise DivergedError(
-                f"{where}, after {self.max_consecutive} in a row that were left out: this is another level, and no "
-                "spike. Go on from an earlier checkpoint at a lower rate, or, if it is as it should be (other data, a "
-                "ramp), with more sigmas"
+                f"{where}, after {self.max_consecutive} consecutive skipped steps. The level has changed for good. "
+                "Resume from an earlier checkpoint with a lower learning rate or, if the change is intended (other "
+                "data, a ramp), with more sigmas"
             )
         optimizer.zero_grad()
-        back = self.action == "rewind" and "weights" in self._kept
-        if back:
+        outcome = "the step is skipped"
+        if self.action == "rewind" and "weights" in self._kept:
             self._go_back(module, optimizer)
-        done = f"back to the state of step {self._kept['step']}" if back else "the step is left out"
-        rank_zero_warn(f"{where}; {done}")
+            outcome = f"returned to the state of step {self._kept['step']}"
+        rank_zero_warn(f"{where}; {outcome}")
         for logger in trainer.loggers:
             logger.log_metrics({"spikes": float(self.spikes)}, step=logged_step(trainer))
 
@@ -167,34 +177,40 @@ class SpikeGuard(GradientHooks, Technique):
             "consecutive": self._consecutive,
             "kept": self._kept,
         }
-        if self._losses and not distributed.is_initialized():  # those of other processes nobody knows here
+        # Several processes would each need their own losses, but only the first process saves.
+        if self._losses and not distributed.is_initialized():
             state["losses"] = torch.stack([loss.float() for loss in self._losses]).cpu()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._history = {key: deque(values, self.window) for key, values in state_dict["history"].items()}
-        self.spikes, self._consecutive = state_dict["spikes"], state_dict["consecutive"]
+        self.spikes = state_dict["spikes"]
+        self._consecutive = state_dict["consecutive"]
         self._kept = state_dict["kept"] if self.action == "rewind" else {}
-        self._read = list(state_dict.get("losses", ()))
+        self._restored_losses = list(state_dict.get("losses", ()))
 
     def _values(self, gradients: dict[Tensor, Tensor], module: Any, optimizer: Optimizer) -> dict[str, float]:
-        """Loss and gradient norm of the step, whichever are known; the same on all processes."""
+        """Return the loss and the gradient norm of the step, if they exist. They are the same on all processes."""
         trainer = module.trainer
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else scaler.get_scale()
         found: dict[str, Tensor] = {}
         if self._losses:
-            share = trainer.accumulate_grad_batches if module.automatic_optimization else 1
-            found["loss"] = torch.stack([loss.float() for loss in self._losses]).mean() * (share / scale)
+            # Lightning has divided each loss by the number of micro-batches, and the scaler has scaled it.
+            divisor = trainer.accumulate_grad_batches if module.automatic_optimization else 1
+            found["loss"] = torch.stack([loss.float() for loss in self._losses]).mean() * (divisor / scale)
             self._losses = []
         norm = gradient_norm(gradients.values())
         if norm is not None:
-            norm = norm.float() / (scale if unscales(optimizer) else 1.0)
+            norm = norm.float()
+            if unscales(optimizer):  # its gradients are still scaled
+                norm = norm / scale
             found["gradient norm"] = norm.to(trainer.strategy.root_device)
         if not found:
             return {}
         values = torch.stack([value.to(trainer.strategy.root_device) for value in found.values()])
-        values = trainer.strategy.reduce(values, reduce_op="mean") if trainer.world_size > 1 else values
+        if trainer.world_size > 1:
+            values = trainer.strategy.reduce(values, reduce_op="mean")
         return dict(zip(found, values.tolist(), strict=True))
 
     def _history_of(self, key: str) -> deque[float]:
@@ -205,40 +221,44 @@ class SpikeGuard(GradientHooks, Technique):
         return len(history) >= max(2, self.window // 2) and is_spike(value, history, self.sigmas)
 
     def _keep(self, trainer: Any, module: nn.Module, optimizer: Optimizer) -> None:
-        """Copy weights whose loss has just proved good, and the states of their optimizer."""
+        """Copy the weights, whose loss has just been found good, and the states of their optimizer."""
         step = trainer.global_step
         self._kept = {"step": step, "next": step + self.every_n_steps}
-        self._kept["weights"] = {name: _copy(tensor) for name, tensor in _that_train(module).items()}
+        self._kept["weights"] = {name: _copy(tensor) for name, tensor in _changed_by_steps(module).items()}
         packed = optimizer.state_dict()
         self._kept["states"] = tree_map_only(Tensor, _copy, packed["state"])
         self._kept["counts"] = [_counts(optimizer, group) for group in packed["param_groups"]]
 
     def _go_back(self, module: nn.Module, optimizer: Optimizer) -> None:
         with torch.no_grad():
-            for name, tensor in _that_train(module).items():
+            for name, tensor in _changed_by_steps(module).items():
                 if name in self._kept["weights"]:
                     tensor.copy_(self._kept["weights"][name])
         packed = optimizer.state_dict()
         counts = self._kept.get("counts") or [{}] * len(packed["param_groups"])
         groups = [{**now, **then} for now, then in zip(packed["param_groups"], counts, strict=True)]
         states = tree_map_only(Tensor, _copy, self._kept["states"])
-        training = getattr(optimizer, "training", False)  # of one that switches weights, as ScheduleFreeAdamW
+        # Optimizers that exchange weights for evaluation, such as ScheduleFreeAdamW, leave the training mode here.
+        training = getattr(optimizer, "training", False)
         optimizer.load_state_dict({**packed, "state": states, "param_groups": groups})
         if training:
             optimizer.train()  # type: ignore[attr-defined]
 
 
 def _counts(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
-    """What steps change in a group: numbers that are no argument of the optimizer's; rates stay the schedule's."""
+    """Return the numbers of a group that steps change, such as step counts.
+
+    These are the numbers that are no arguments of the optimizer. Arguments, such as the rate, belong to the schedule.
+    """
     arguments = inspect.signature(type(optimizer).__init__).parameters
     known = {*arguments, "params", "param_names", "name"}
-    if any(p.kind is p.VAR_KEYWORD for p in arguments.values()):  # they may be any
+    if any(p.kind is p.VAR_KEYWORD for p in arguments.values()):  # any number may then be an argument
         return {}
     return {key: value for key, value in group.items() if key not in known and isinstance(value, int | float)}
 
 
-def _that_train(module: nn.Module) -> dict[str, Tensor]:
-    """What a step may change: parameters with a gradient, and buffers."""
+def _changed_by_steps(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that a step may change by name: parameters that require a gradient, and buffers."""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     return trained | dict(module.named_buffers())
 

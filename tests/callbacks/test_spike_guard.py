@@ -123,7 +123,7 @@ def fit(module: Any, *parts: Any, ckpt_path: Any = None, **arguments: Any) -> An
 def test_a_step_that_is_left_out_changes_nothing_and_is_counted(accumulate: int) -> None:
     module, guard = Line(bad=(8, 9)), Watched(window=4)
     with pytest.warns(
-        UserWarning, match=r"SpikeGuard: at step \d a spike: loss .* and gradient norm .*; the step is l"
+        UserWarning, match=r"SpikeGuard: spike at step \d: loss .* and gradient norm .*; the step is skipped"
     ):
         fit(module, guard, accumulate_grad_batches=accumulate)
     out = spikes_of(guard.seen, 6.0, 4)
@@ -141,7 +141,7 @@ def test_a_step_that_is_left_out_changes_nothing_and_is_counted(accumulate: int)
 def test_going_back_restores_weights_buffers_and_states_and_leaves_the_schedule_alone() -> None:
     module, plain = Line(bad=(8,)), Line()
     guard = SpikeGuard("rewind", window=4, every_n_steps=3)
-    with pytest.warns(UserWarning, match=r"at step 8 a spike: .*; back to the state of step 6"):
+    with pytest.warns(UserWarning, match=r"spike at step 8: .*; returned to the state of step 6"):
         fit(module, guard)
     fit(plain, pl.Callback())
     buffers = {name for name, _ in module.named_buffers()}
@@ -178,7 +178,7 @@ def test_what_lasts_is_no_spike() -> None:
     module = Line(bad=tuple(range(5, 12)))
     with (
         pytest.warns(UserWarning, match="SpikeGuard"),
-        pytest.raises(DivergedError, match=r"at step 8 a spike: .* after 3 in a row that were left out"),
+        pytest.raises(DivergedError, match=r"spike at step 8: .* after 3 consecutive skipped steps"),
     ):
         fit(module, SpikeGuard(window=4, max_consecutive=3))
 
@@ -232,7 +232,7 @@ def test_several_optimizers_have_histories_of_their_own_and_cannot_go_back() -> 
     guard = Watched(window=2, sigmas=1e9)
     trainer([guard]).fit(Toy(optimizers=2), data(), data())
     assert sorted(guard.state_dict()["history"]) == ["0/gradient norm", "0/loss", "1/gradient norm"]
-    with pytest.raises(ConflictError, match="SpikeGuard: action='rewind' takes back the step of one optimizer, but T"):
+    with pytest.raises(ConflictError, match="SpikeGuard: action='rewind' supports one optimizer, but T"):
         trainer([SpikeGuard("rewind")]).fit(Toy(optimizers=2), data(), data())
 
 
