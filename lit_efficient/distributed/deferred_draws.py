@@ -15,7 +15,7 @@ Costs: each tensor is drawn twice, by every process; memory for one tensor at a 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,9 @@ from lit_efficient.internals.torch_dispatch import (
 from lit_efficient.internals.torch_tensors import version
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map
 
+Operation: TypeAlias = Any  # an operation of ATen, or torch's function for truncated normals
+Tree: TypeAlias = Any  # arguments or a result of an operation: tensors in nested containers
+
 _ATEN = torch.ops.aten
 _MAKE = {_ATEN.empty, _ATEN.empty_strided, _ATEN.zeros, _ATEN.ones, _ATEN.full, _ATEN.randn, _ATEN.rand}
 _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
@@ -42,10 +45,10 @@ _SMALL = 1024  # elements; smaller tensors are built at once, because code may r
 class _Place:
     """Memory layout of a tensor on the meta device when it was recorded. Later code may change its shape or storage."""
 
-    storage: Any
+    storage: torch.UntypedStorage
     size: torch.Size
     stride: tuple[int, ...]
-    offset: Any
+    offset: int | torch.SymInt
     dtype: torch.dtype
 
     @property
@@ -68,10 +71,10 @@ class _Given:
 class _Note:
     """Record of an operation: arguments, result, random state before it, and the default dtype."""
 
-    func: Any
-    args: Any
-    kwargs: Any
-    result: Any
+    func: Operation
+    args: Tree
+    kwargs: Tree
+    result: Tree
     state: Tensor | None
     dtype: torch.dtype
 
@@ -81,7 +84,7 @@ class _Ordinary(TorchFunctionMode):
     tensors.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Operation, types: object, args: Tree = (), kwargs: Tree = None) -> Tree:
         if func == _IS_META:
             return False
         return func(*args, **(kwargs or {}))
@@ -102,12 +105,12 @@ class DeferredDraws(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self._modes.close()
 
     def _truncated(self, draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def truncated(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def truncated(tensor: Tensor, *args: Tree, **kwargs: Tree) -> Tensor:
             if not _is_meta(tensor):
                 return draw(tensor, *args, **kwargs)
             state = _generator(kwargs).get_state()
@@ -118,7 +121,7 @@ class DeferredDraws(TorchDispatchMode):
 
         return truncated
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Operation, types: object, args: Tree = (), kwargs: Tree = None) -> Tree:
         kwargs = dict(kwargs or {})
         makes = getattr(func, "overloadpacket", None) in _MAKE and not any(map(_is_meta, tree_leaves((args, kwargs))))
         if makes and kwargs.get("device") in (None, torch.device("cpu")) and _elements(func, args) >= _SMALL:
@@ -134,7 +137,7 @@ class DeferredDraws(TorchDispatchMode):
         self._note(func, as_given[0], as_given[1], result, state)
         return result
 
-    def _note(self, func: Any, args: Any, kwargs: Any, result: Any, state: Tensor | None) -> None:
+    def _note(self, func: Operation, args: Tree, kwargs: Tree, result: Tree, state: Tensor | None) -> None:
         self._notes.append(_Note(func, args, kwargs, _kept(result), state, torch.get_default_dtype()))
 
     def note(self, module: nn.Module) -> None:
@@ -147,7 +150,7 @@ class DeferredDraws(TorchDispatchMode):
         """Return the names of the recorded parameters and buffers."""
         return list(self._named)
 
-    def __deepcopy__(self, memo: Any) -> "DeferredDraws":
+    def __deepcopy__(self, memo: object) -> "DeferredDraws":
         """Return the object itself: records do not change."""
         return self  # what was noted does not change
 
@@ -164,13 +167,13 @@ class DeferredDraws(TorchDispatchMode):
         chosen = []
         for note in reversed(self._notes):  # operations on this tensor's storage, and on their arguments'
             given = _places((note.args, note.kwargs))
-            written = given if changes_arguments(note.func) else []
+            written = given if changes_arguments(note.func) else []  # an operation in place
             if any(place.key in needed for place in [*written, *_places(note.result)]):
                 chosen.append(note)
                 needed |= {place.key for place in given}
         real: dict[int, torch.UntypedStorage] = {}
 
-        def realized(value: Any) -> Any:
+        def realized(value: Tree) -> Tree:
             if isinstance(value, _Given):
                 if version(value.tensor) != value.version:
                     raise ConfigurationError(
@@ -211,10 +214,10 @@ def _place_of(tensor: Tensor) -> _Place:
     return _Place(tensor.untyped_storage(), tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
 
 
-def _kept(tree: Any) -> Any:
+def _kept(tree: Tree) -> Tree:
     """Return arguments or results in their current state: layouts of meta tensors, copies of small tensors."""
 
-    def kept(value: Any) -> Any:
+    def kept(value: Tree) -> Tree:
         if not isinstance(value, Tensor):
             return value
         if _is_meta(value):
@@ -226,7 +229,7 @@ def _kept(tree: Any) -> Any:
     return tree_map(kept, tree)
 
 
-def _places(tree: Any) -> list[_Place]:
+def _places(tree: Tree) -> list[_Place]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, _Place)]
 
 
@@ -239,17 +242,23 @@ def _is_meta(value: object) -> bool:
     return isinstance(value, Tensor) and value.device.type == "meta"
 
 
-def _elements(func: Any, args: Any) -> int:
-    return int(torch.Size(args[0]).numel()) if args and isinstance(args[0], list | tuple) else 0
+def _elements(func: Operation, args: Tree) -> int:
+    """Return the number of elements of a tensor that a factory function creates from a shape, its first argument."""
+    if not args or not isinstance(args[0], list | tuple):
+        return 0
+    return int(torch.Size(args[0]).numel())
 
 
-def _scratch(value: Any) -> Any:
-    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype) if _is_meta(value) else value
+def _scratch(value: Tree) -> Tree:
+    """Return memory of the same shape for a meta tensor, and other values unchanged."""
+    if not _is_meta(value):
+        return value
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
 
 
-def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _on_cpu(kwargs: dict[str, Tree]) -> dict[str, Tree]:
     return {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
 
 
-def _generator(kwargs: Any) -> torch.Generator:
+def _generator(kwargs: Tree) -> torch.Generator:
     return kwargs.get("generator") or torch.default_generator

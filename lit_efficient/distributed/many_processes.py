@@ -6,7 +6,7 @@ batches are equal.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from lightning.pytorch.utilities import CombinedLoader
@@ -18,10 +18,15 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.lightning_data import prepared
 from lit_efficient.internals.torch_fake_group import pretended
 
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningDataModule, Trainer
+
 TensorsIn: TypeAlias = Callable[[object], Iterator[Tensor]]  # the tensors of a batch, however they are nested
+Loader: TypeAlias = Any  # a DataLoader, or any other iterable of batches
+Read: TypeAlias = tuple[Loader, list[Tensor]]  # a loader, and the tensors of its first batch
 
 
-def check_loggers(trainer: Any) -> None:
+def check_loggers(trainer: "Trainer") -> None:
     """Refuse loggers that would write from every process.
 
     Raises:
@@ -35,7 +40,7 @@ def check_loggers(trainer: Any) -> None:
             )
 
 
-def check_split(trainer: Any, data: Any, tensors_in: TensorsIn) -> list[str]:
+def check_split(trainer: "Trainer", data: "LightningDataModule", tensors_in: TensorsIn) -> list[str]:
     """Refuse training data that is not split among a trainer's processes.
 
     Args:
@@ -58,7 +63,7 @@ def check_split(trainer: Any, data: Any, tensors_in: TensorsIn) -> list[str]:
     return [note for pair in zip(first, second, strict=True) for note in _of_loader(trainer, *pair, world)]
 
 
-def _loaders(trainer: Any, data: Any, rank: int, tensors_in: TensorsIn) -> list[tuple[Any, list[Any]]]:
+def _loaders(trainer: Any, data: "LightningDataModule", rank: int, tensors_in: TensorsIn) -> list[Read]:
     """Return each training loader of the process ``rank``, and the tensors of its first batch."""
     environment = trainer.strategy.cluster_environment
     before = environment.global_rank()
@@ -73,12 +78,12 @@ def _loaders(trainer: Any, data: Any, rank: int, tensors_in: TensorsIn) -> list[
         environment.set_global_rank(before)
 
 
-def _first_batch(loader: Any, tensors_in: TensorsIn) -> list[Any]:
+def _first_batch(loader: Loader, tensors_in: TensorsIn) -> list[Tensor]:
     torch.manual_seed(0)
     return list(tensors_in(next(iter(loader), None)))
 
 
-def _of_loader(trainer: Any, one: tuple[Any, list[Any]], other: tuple[Any, list[Any]], world: int) -> list[str]:
+def _of_loader(trainer: "Trainer", one: Read, other: Read, world: int) -> list[str]:
     loader, mine = one
     _, its = other
     dataset = getattr(loader, "dataset", None)

@@ -4,10 +4,10 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
@@ -15,11 +15,16 @@ from torch import distributed
 
 from lit_efficient.errors import ConfigurationError
 
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import ClusterEnvironment
+    from lightning.pytorch import Trainer
+
+T = TypeVar("T")
 _PATIENCE = 30.0  # seconds without a message
 
 
 @contextmanager
-def saying_who_waits(place: Any, limit: str) -> Iterator[None]:
+def saying_who_waits(place: "ClusterEnvironment", limit: str) -> Iterator[None]:
     """Print, after half a minute in this context, that this process still waits for others to start.
 
     Args:
@@ -66,14 +71,14 @@ def place_among_ranks() -> tuple[int, int]:
     return distributed.get_rank(), distributed.get_world_size()
 
 
-def data_rank(trainer: Any) -> int:
+def data_rank(trainer: "Trainer") -> int:
     """Return this process's rank among those with batches of their own. Processes of tensor parallelism share a
     batch.
     """
     return int((trainer.distributed_sampler_kwargs or {}).get("rank", trainer.global_rank))
 
 
-def readers(trainer: Any) -> int:
+def readers(trainer: "Trainer") -> int:
     """Return the number of processes with tokens of their own. Processes that share layers, and so a batch, count
     once.
     """
@@ -82,26 +87,28 @@ def readers(trainer: Any) -> int:
     return int(places.get("num_replicas", trainer.world_size)) * slices
 
 
-def check_batches(trainer: Any) -> None:
+def check_batches(trainer: "Trainer") -> None:
     """Refuse a fit whose processes have different numbers of batches, where these are known.
 
     Raises:
         ConfigurationError: In all processes, before one waits for the others.
     """
-    counts = gather_objects((trainer.num_training_batches, trainer.num_val_batches))
-    steps = trainer.max_steps
-    window = trainer.accumulate_grad_batches
-    for part, which in enumerate(("training", "validation")):
-        found = [one[part] for one in counts]
-        reached = part or steps < 0 or steps * window > min(found)
-        if reached and any(one != found[0] for one in found):
-            raise ConfigurationError(
-                f"the processes have {', '.join(map(str, found))} batches of {which}, and would wait for each other: "
-                "give each as many, by a DistributedSampler or Lightning's own (use_distributed_sampler=True)"
-            )
+    training = gather_objects(trainer.num_training_batches)
+    # A fit that ends before the shortest epoch does not reach the difference.
+    if trainer.max_steps < 0 or trainer.max_steps * trainer.accumulate_grad_batches > min(training):
+        _check_equal(training, "training")
+    _check_equal(gather_objects(trainer.num_val_batches), "validation")
 
 
-def gather_objects(value: Any) -> list[Any]:
+def _check_equal(counts: Sequence[object], which: str) -> None:
+    if any(count != counts[0] for count in counts):
+        raise ConfigurationError(
+            f"the processes have {', '.join(map(str, counts))} batches of {which}, and would wait for each other: "
+            "give each as many, by a DistributedSampler or Lightning's own (use_distributed_sampler=True)"
+        )
+
+
+def gather_objects(value: T) -> list[T]:
     """Return the values of all processes, in every process."""
     _, size = place_among_ranks()
     found = [value] * size

@@ -2,14 +2,17 @@
 order.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 from lit_efficient.internals.wraps import inner_method, wrap_method
 
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy
 
-def renew_reducer(strategy: Any) -> None:
+
+def renew_reducer(strategy: "DDPStrategy") -> None:
     """Wrap the module in a new DistributedDataParallel, which expects gradients of the parameters that require one now.
 
     The old reducer would wait for gradients that never come, and does not know parameters that were frozen when it was
@@ -23,7 +26,7 @@ def renew_reducer(strategy: Any) -> None:
     strategy.configure_ddp()
 
 
-def keep_order(strategy: Any) -> None:
+def keep_order(strategy: "DDPStrategy") -> None:
     """Keep the gradient buckets of the first step in all steps, for every reducer from now on.
 
     DistributedDataParallel would rebuild its buckets after the first step, in the order in which gradients came. The
@@ -34,7 +37,7 @@ def keep_order(strategy: Any) -> None:
         wrap_method(strategy, "configure_ddp", configure_in_order)
 
 
-def configure_in_order(self: Any) -> None:
+def configure_in_order(self: "DDPStrategy") -> None:
     """Wrap ``strategy.configure_ddp`` so that its reducer keeps its buckets."""
     inner_method(self, "configure_ddp", configure_in_order)()
     if isinstance(self.model, DistributedDataParallel):
@@ -45,7 +48,7 @@ def configure_in_order(self: Any) -> None:
 class _InFirstOrder:
     """Reducer without ``_rebuild_buckets``, which DistributedDataParallel calls before each forward pass."""
 
-    def __init__(self, reducer: Any) -> None:
+    def __init__(self, reducer: object) -> None:
         self._reducer = reducer
 
     def __getattr__(self, name: str) -> Any:

@@ -25,10 +25,10 @@ from lit_efficient.losses.next_token import IGNORE, targets_of
 
 ROW_POSITIONS = "row_positions"  # key in a batch of slices: positions of the whole rows, [B, T]
 ROW_AMOUNT = "row_amount"  # key in a batch of slices: amount of work in this process's share of the whole rows
-_sharing: list[Any] = []  # the process group that shares rows, or nothing
+_sharing: list[distributed.ProcessGroup] = []  # the process group that shares rows, or nothing
 
 
-def share_rows(group: Any) -> None:
+def share_rows(group: distributed.ProcessGroup | None) -> None:
     """Set the process group whose members hold the slices of a row, in their order; ``None``: every process has whole
     rows.
     """
@@ -43,7 +43,7 @@ def own_places(length: int, device: torch.device) -> Tensor:
     return torch.cat((pieces[rank], pieces[-1 - rank]))
 
 
-def own_slices(batch: Any) -> Any:
+def own_slices(batch: Any) -> dict[str, Any]:
     """Return this process's slices of the rows of a batch.
 
     All tensors ``[B, T, ...]`` are sliced alike. Labels are shifted before. Positions are 0 for padding of an

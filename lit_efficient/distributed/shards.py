@@ -7,9 +7,9 @@ Costs: one more read of the folder when it is read, and one when it is written
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
@@ -24,6 +24,11 @@ from lit_efficient.internals.torch_shards import shards_metadata
 from lit_efficient.internals.wraps import inner_method, wrap_method
 from lit_efficient.surgery import parents
 
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import ParallelStrategy
+
+Checkpoint: TypeAlias = dict[str, Any]
+Place: TypeAlias = Any  # torch's record of where a piece is stored: relative_path, offset and length
 TIED = "tied"  # key in meta.pt: name of a tied weight -> the name under which the shards hold it
 
 
@@ -42,7 +47,7 @@ def read_metadata(folder: Path) -> Any:
         raise CheckpointError(f"refused to load {folder}/.metadata: {str(error) or type(error).__name__}") from error
 
 
-def write_shards(strategy: Any, target: Path, write: Callable[[Path], object]) -> None:
+def write_shards(strategy: "ParallelStrategy", target: Path, write: Callable[[Path], object]) -> None:
     """Write a checkpoint folder from all processes. It appears complete, with the hashes of its files, or not at all.
 
     Args:
@@ -65,7 +70,7 @@ def write_shards(strategy: Any, target: Path, write: Callable[[Path], object]) -
     strategy.barrier()
 
 
-def check_everywhere(strategy: Any, path: Path, sums_alone: bool = False) -> None:
+def check_everywhere(strategy: "ParallelStrategy", path: Path, sums_alone: bool = False) -> None:
     """Check, in process 0, a checkpoint that all processes are about to read.
 
     Args:
@@ -94,11 +99,13 @@ def check_everywhere(strategy: Any, path: Path, sums_alone: bool = False) -> Non
 
 def kept_aside(path: Path) -> set[str]:
     """Return the keys of a checkpoint's tensors that are needed in training only, such as projection heads."""
-    meta = path / "meta.pt" if path.is_dir() else path
+    meta = path
+    if path.is_dir():
+        meta = path / "meta.pt"
     return set(load_verified(meta, verify=False, mapped=True).get("lit_efficient", {}).get("training_only", ()))
 
 
-def read_checkpoint(path: str | os.PathLike[str], optimizers: bool = False) -> dict[str, Any]:
+def read_checkpoint(path: str | os.PathLike[str], optimizers: bool = False) -> Checkpoint:
     """Read a checkpoint as :func:`lit_efficient.files.checkpoints.read` does; a folder of shards is joined to whole
     tensors.
 
@@ -115,7 +122,7 @@ def read_checkpoint(path: str | os.PathLike[str], optimizers: bool = False) -> d
     return read_shards(folder, optimizers, in_file=True)
 
 
-def read_shards(folder: Path, optimizers: bool = True, in_file: bool = False) -> dict[str, Any]:
+def read_shards(folder: Path, optimizers: bool = True, in_file: bool = False) -> Checkpoint:
     """Return a checkpoint in Lightning's layout from a folder of shards that has been checked; in one process.
 
     Args:
@@ -125,10 +132,10 @@ def read_shards(folder: Path, optimizers: bool = True, in_file: bool = False) ->
             continues training with them must not.
     """
     metadata = read_metadata(folder)
-    pieces: dict[str, list[Any]] = {}
+    pieces: dict[str, list[tuple[Place, Sequence[int] | None]]] = {}
     for index, place in metadata.storage_data.items():
         pieces.setdefault(index.fqn, []).append((place, index.offset))
-    found: dict[str, Any] = {}
+    found: Checkpoint = {}
     if (folder / "meta.pt").exists():
         found = load_verified(folder / "meta.pt")
     tied = found.pop(TIED, {})
@@ -140,7 +147,7 @@ def read_shards(folder: Path, optimizers: bool = True, in_file: bool = False) ->
             kinds[key] = kind
     wholes = {key: (kind.size, kind.properties.dtype) for key, kind in kinds.items() if hasattr(kind, "chunks")}
     tensors = dict(zip(wholes, zeros_in_file([*wholes.values()], folder.parent if in_file else None)))
-    held: dict[str, Any] = {}
+    held: Checkpoint = {}
     for key in kinds:
         inner = held
         *parts, last = metadata.planner_data[key]
@@ -154,7 +161,7 @@ def read_shards(folder: Path, optimizers: bool = True, in_file: bool = False) ->
     return found
 
 
-def _filled(folder: Path, key: str, pieces: Iterable[tuple[Any, Any]], whole: Tensor | None) -> Any:
+def _filled(folder: Path, key: str, pieces: Iterable[tuple[Place, Sequence[int] | None]], whole: Tensor | None) -> Any:
     """Return ``whole`` with all its pieces, or the object that was saved under a key if it is not a tensor."""
     for place, offset in pieces:
         piece = _piece(folder / place.relative_path, place, key)
@@ -167,13 +174,13 @@ def _filled(folder: Path, key: str, pieces: Iterable[tuple[Any, Any]], whole: Te
     return whole
 
 
-def _piece(file: Path, place: Any, key: str) -> Any:
+def _piece(file: Path, place: Place, key: str) -> Any:
     with open(file, "rb") as opened:
         opened.seek(place.offset)
         return check_piece(opened.read(place.length), f"{file} ({key})")
 
 
-def _numbered(optimizer: dict[str, Any]) -> dict[str, Any]:
+def _numbered(optimizer: Checkpoint) -> Checkpoint:
     groups = [group for _, group in sorted(optimizer.get("param_groups", {}).items())]
     ids = {name: number for number, name in enumerate(name for group in groups for name in group["params"])}
     state = {ids[name]: values for name, values in optimizer.get("state", {}).items()}
@@ -192,13 +199,15 @@ def states_in(folder: Path, optimizer: int) -> set[str]:
     return found
 
 
-def sum_shards(strategy: Any) -> None:
+def sum_shards(strategy: "ParallelStrategy") -> None:
     """Make a strategy that writes folders write the hashes of their files, too."""
     if not getattr(strategy, "writes_sums", False):
         wrap_method(strategy, "save_checkpoint", _save_checkpoint)
 
 
-def _save_checkpoint(self: Any, checkpoint: dict[str, Any], filepath: Any, *arguments: Any, **named: Any) -> None:
+def _save_checkpoint(
+    self: "ParallelStrategy", checkpoint: Checkpoint, filepath: str, *arguments: object, **named: object
+) -> None:
     inner_method(self, "save_checkpoint", _save_checkpoint)(checkpoint, filepath, *arguments, **named)
     folder = Path(self.broadcast(filepath))
     if folder.is_dir():

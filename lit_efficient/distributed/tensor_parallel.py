@@ -13,12 +13,20 @@ A network declares its plan as ``tp_plan``, in the terms of Hugging Face: ``{"bl
 from collections import defaultdict
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.optim import Optimizer
 
 from lit_efficient.distributed.gradient_norm import gradient_norm
 from lit_efficient.distributed.seeds import seed_all
@@ -26,12 +34,15 @@ from lit_efficient.errors import ConfigurationError, ConflictError, check_number
 from lit_efficient.internals.torch_modules import tensor_tables
 from lit_efficient.surgery import local
 
+if TYPE_CHECKING:
+    from lightning.pytorch.plugins import Precision
+
 _HEADS = ("num_attention_heads", "num_key_value_heads", "num_heads", "kv_heads")
 # The inputs and outputs of these styles are whole, so that such a layer may stay whole itself.
 _WHOLE = ("embedding_rowwise", "colwise_gather_output", "colwise_rep", "rowwise_split_input")
 
 
-def _style(name: str) -> Any:
+def _style(name: str) -> ParallelStyle:
     if name == "replicated_with_grad_allreduce":  # a norm of heads: each process computes gradients of its own heads
         return SequenceParallel(sequence_dim=0, use_local_output=True)
     if name.startswith("colwise"):
@@ -105,7 +116,7 @@ def plan_of(root: nn.Module, processes: int) -> dict[str, str]:
     return found
 
 
-def parallelize(root: nn.Module, mesh: Any) -> int:
+def parallelize(root: nn.Module, mesh: DeviceMesh) -> int:
     """Divide the layers of the plan of ``root`` among the processes of ``mesh``, in place; return their number.
 
     Raises:
@@ -121,14 +132,14 @@ def parallelize(root: nn.Module, mesh: Any) -> int:
     return len(plan)
 
 
-def same_draws(mesh: Any) -> None:
+def same_draws(mesh: DeviceMesh) -> None:
     """Set one seed in the processes of ``mesh``, which compute on the same batch and must draw the same numbers."""
     seed = torch.randint(2**62, (1,)).to(mesh.device_type)
     distributed.broadcast(seed, group=mesh.get_group(), group_src=0)
     seed_all(int(seed))
 
 
-def clip_by_norm(self: Any, optimizer: Any, clip_val: float) -> None:
+def clip_by_norm(self: "Precision", optimizer: Optimizer, clip_val: float) -> None:
     """Clip gradients in the place of a precision's ``clip_grad_by_norm``, which does not support shards of several
     meshes.
     """
@@ -146,7 +157,7 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
-def _check_heads(network: Any, processes: int) -> None:
+def _check_heads(network: nn.Module, processes: int) -> None:
     for name in _HEADS:
         heads = getattr(getattr(network, "config", None), name, None)
         if isinstance(heads, int) and heads % processes:
@@ -156,7 +167,7 @@ def _check_heads(network: Any, processes: int) -> None:
             )
 
 
-def _divides(layer: Any, style: str, processes: int, name: str) -> bool:
+def _divides(layer: nn.Module, style: str, processes: int, name: str) -> bool:
     """Return whether a layer is divided. A layer that may stay whole is not, if it is no plain layer or its size does
     not fit.
     """

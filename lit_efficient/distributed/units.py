@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import distributed, nn
@@ -10,6 +10,8 @@ from torch import distributed, nn
 from lit_efficient.internals.torch_modules import StaysFloat32, tensor_tables
 from lit_efficient.losses.deferred_logits import output_head
 from lit_efficient.surgery import count, is_sharded
+
+Sharded: TypeAlias = Any  # a module to which fully_shard has added FSDPModule's methods
 
 
 def ends_of(module: nn.Module, blocks: list[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -57,7 +59,7 @@ def same_everywhere(module: nn.Module, device: torch.device) -> None:
             tensor.data.copy_(there)
 
 
-def gather_when_called(root: Any, units: Sequence[Any]) -> None:
+def gather_when_called(root: Sharded, units: Sequence[Sharded]) -> None:
     """Register hooks that gather weights for parts that are called outside of their unit's forward pass.
 
     Outside of a training step, such as generation in a callback, these are parts of the module that belong to no unit.
@@ -65,7 +67,7 @@ def gather_when_called(root: Any, units: Sequence[Any]) -> None:
     embedding.
     """
 
-    def gather(*_: Any) -> None:
+    def gather(*_: object) -> None:
         root.unshard()
 
     for part in _outside(root):
@@ -77,7 +79,7 @@ def gather_when_called(root: Any, units: Sequence[Any]) -> None:
                 part.register_forward_pre_hook(partial(gather_unit, unit))
 
 
-def gather_unit(unit: Any, part: nn.Module, _: object) -> None:
+def gather_unit(unit: Sharded, part: nn.Module, _: object) -> None:
     """Forward pre-hook of a part that gathers its unit if its own weights are shards."""
     if not torch.compiler.is_compiling() and any(map(is_sharded, tensor_tables(part)[0].values())):
         unit.unshard()

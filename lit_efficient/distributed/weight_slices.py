@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lit_efficient.distributed.deferred_draws import DeferredDraws
 from lit_efficient.errors import CheckpointError, ConfigurationError
@@ -38,7 +38,7 @@ from lit_efficient.internals.torch_shards import own_slices
 from lit_efficient.surgery import WAITS, is_sharded, local
 
 _INDEX = ".safetensors.index.json"
-Noted = Callable[[str, torch.Tensor, torch.dtype], object]  # name, whole tensor, format in the module
+Noted = Callable[[str, Tensor, torch.dtype], object]  # name, whole tensor, format in the module
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,8 @@ class _Reading:
         noted: Noted | None,
         prefix: str,
     ) -> None:
-        self.places: Mapping[str, Any]
-        self.opened: dict[Any, Any] = {}
+        self.places: Mapping[str, Any]  # file, or records of draws, of each tensor
+        self.opened: dict[Path | DeferredDraws, Any] = {}
         if isinstance(source, DeferredDraws):
             self.places = dict.fromkeys(source.noted(), source)
             self.opened[source] = source
@@ -149,7 +149,7 @@ class _Reading:
         self.opened[place] = self.opened.get(place) or map_tensors(place)
         return self.opened[place]
 
-    def _slice(self, tensor: Any, name: str) -> None:
+    def _slice(self, tensor: Tensor, name: str) -> None:
         if id(tensor) in self.loaded:
             return
         file = self._file(name)
@@ -173,7 +173,7 @@ class _Reading:
     def _through(self, part: Any, layer: str, own: Mapping[str, str]) -> None:
         """Let a layer convert its whole weights, and keep this process's slices of the result."""
         before = f"{layer}." if layer else ""
-        state: dict[str, Any] = {}
+        state: dict[str, Tensor] = {}
         for full in own.values():
             file = self._file(full)
             if file is not None:
@@ -209,8 +209,11 @@ def stored_places(path: Path) -> dict[str, Path]:
     Raises:
         CheckpointError: If there is no safetensors file, or several without an index, or the index is damaged.
     """
-    indexes = sorted(path.glob(f"*{_INDEX}")) if path.is_dir() else []
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    indexes: list[Path] = []
+    files = [path]
+    if path.is_dir():
+        indexes = sorted(path.glob(f"*{_INDEX}"))
+        files = sorted(path.glob("*.safetensors"))
     if len(indexes) > 1 or (not indexes and len(files) != 1) or (files and not files[0].is_file()):
         raise CheckpointError(
             f"{path} must be a safetensors file, or a folder with one or with one index *{_INDEX}; it has "
@@ -226,7 +229,7 @@ def stored_places(path: Path) -> dict[str, Path]:
         raise CheckpointError(f"{indexes[0]} cannot be read ({error!r})") from error
 
 
-def _slices_of(tensor: Any, name: str) -> tuple[slice, ...]:
+def _slices_of(tensor: Tensor, name: str) -> tuple[slice, ...]:
     """Return the slices of a tensor that this process holds."""
     if not is_sharded(tensor):
         return tuple(slice(0, size) for size in tensor.shape)

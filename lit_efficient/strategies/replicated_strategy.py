@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -95,11 +96,12 @@ class ReplicatedStrategy(DDPStrategy):
         self._traced = False  # whether the reducer has recorded the graph
         self._accumulates = False  # whether this batch is not the last of its window
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: Trainer) -> None:
+        assert self.lightning_module is not None
         self.check_network(self.lightning_module, trainer.world_size)
         super().setup(trainer)
 
-    def check_network(self, module: Any, world: int) -> None:
+    def check_network(self, module: LightningModule, world: int) -> None:
         """Refuse a static graph with a technique that draws in each step which layers run."""
         drawing = [type(one).__name__ for one in techniques_of(module.trainer) if Trait.DRAWS_WORK in one.traits]
         if self.static_graph and drawing:

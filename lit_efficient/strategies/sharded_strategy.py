@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -34,6 +35,7 @@ from lit_efficient.distributed.row_slices import ROW_AMOUNT, own_slices, share_r
 from lit_efficient.distributed.shards import TIED, check_everywhere, kept_aside, states_in, write_shards
 from lit_efficient.distributed.tensor_parallel import Parallel, clip_by_norm, parallelize, plan_of, same_draws
 from lit_efficient.distributed.units import (
+    Sharded,
     ends_of,
     float32_parts,
     gather_when_called,
@@ -170,7 +172,7 @@ class ShardedStrategy(ShardingBase):
         shared = self.parallel.tensor * self.parallel.context  # processes that share a row read the same rows
         return {"num_replicas": self.world_size // shared, "rank": self.global_rank // shared}
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: Trainer) -> None:
         module: Any = self.lightning_module
         if self.parallel.context > 1:
             check_slices(module, trainer)
@@ -393,7 +395,7 @@ class ShardedStrategy(ShardingBase):
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: object = None) -> None:
         if not self.in_shards or storage_options is not None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -493,7 +495,7 @@ def load_file(path: Path, module: Any, optimizers: Sequence[Any]) -> dict[str, A
     return checkpoint
 
 
-def _state_of(parameter: Any, value: Any) -> Any:
+def _state_of(parameter: Any, value: object) -> Any:
     """Return a state sharded like its parameter. A dimension in which the state is smaller, such as one row, stays
     whole.
     """
@@ -520,11 +522,11 @@ def _cut(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     return own_slices(batch) | {ROW_AMOUNT: measure(batch)[0] / self.trainer.strategy.parallel.context}
 
 
-def _gather(part: Any, *_: object) -> None:
+def _gather(part: Sharded, *_: object) -> None:
     part.unshard()
 
 
-def check_slices(module: Any, trainer: Any) -> None:
+def check_slices(module: nn.Module, trainer: Trainer | None) -> None:
     """Refuse a module, or a technique of its trainer, that needs whole rows.
 
     Raises:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import DeepSpeedPrecision
 
 from lit_efficient.distributed.shards import check_everywhere, write_shards
@@ -143,19 +144,21 @@ class ZeroStrategy(ZeroBase):
         self.quantized = quantized
         self.extra = extra
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: Trainer) -> None:
+        assert self.lightning_module is not None
         self.check_network(self.lightning_module, trainer.world_size)
         super().setup(trainer)
 
-    def check_network(self, module: Any, world: int) -> None:
+    def check_network(self, module: LightningModule, world: int) -> None:
         """Refuse settings of a module and its trainer that DeepSpeed ignores or handles differently, on ``world``
         processes.
         """
-        trainer = module.trainer
-        kinds = (kind.__name__ for one in trainer.callbacks for kind in type(one).__mro__ if self.stage == 3)
-        for name in filter(_NOT_IN_THIRD.__contains__, kinds):
+        trainer: Any = module.trainer
+        names = [kind.__name__ for one in trainer.callbacks for kind in type(one).__mro__]
+        freed = [name for name in names if name in _NOT_IN_THIRD]
+        if self.stage == 3 and freed:
             raise ConflictError(
-                f"ZeroStrategy: {name} reads weights that stage 3 has freed: use stage 2, or ShardedStrategy"
+                f"ZeroStrategy: {freed[0]} reads weights that stage 3 has freed: use stage 2, or ShardedStrategy"
             )
         if world % self.node_size:
             raise refusal("ZeroStrategy", "node_size", f"a divisor of the {world} processes", self.node_size)
@@ -183,9 +186,10 @@ class ZeroStrategy(ZeroBase):
                 f"{batches - rest}"
             )
 
-    def check_optimizer(self, optimizer: Any) -> None:
-        for reason in (_REFUSED[kind.__name__] for kind in type(optimizer).__mro__ if kind.__name__ in _REFUSED):
-            raise ConflictError(f"ZeroStrategy: {type(optimizer).__name__} {reason}")
+    def check_optimizer(self, optimizer: object) -> None:
+        for kind in type(optimizer).__mro__:
+            if kind.__name__ in _REFUSED:
+                raise ConflictError(f"ZeroStrategy: {type(optimizer).__name__} {_REFUSED[kind.__name__]}")
 
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
         save = super().save_checkpoint

@@ -14,7 +14,7 @@ import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from lit_efficient.models.libraries.diffusers_model import (
 from lit_efficient.models.networks.autoencoder import Autoencoder, AutoencoderConfig, check_images, sample_posterior
 
 AutoencoderSpec = AutoencoderConfig | DiffusersModelConfig | str
+StoredConfig: TypeAlias = Mapping[str, Any]
 CHECKPOINT_KEY = "autoencoding"  # key of the `stored_config` in checkpoints of `Autoencoding`
 _KINDS = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC")
 _WITH_POSTERIOR = ("AutoencoderKL",)
@@ -150,14 +151,14 @@ def is_deterministic(spec: AutoencoderConfig | DiffusersModelConfig) -> bool:
     return isinstance(spec, DiffusersModelConfig) and check_kind(spec) not in _WITH_POSTERIOR
 
 
-def as_spec(stored: Mapping[str, Any]) -> AutoencoderConfig | DiffusersModelConfig:
+def as_spec(stored: StoredConfig) -> AutoencoderConfig | DiffusersModelConfig:
     """Return the specification that a checkpoint stores as a dictionary."""
     if "latent_channels" in stored:
         return AutoencoderConfig(**stored)
     return DiffusersModelConfig(**stored)
 
 
-def whole_config(network: nn.Module) -> dict[str, Any]:
+def whole_config(network: nn.Module) -> StoredConfig:
     """Return the configuration of a diffusers model with ``_class_name``, in types that JSON has. `from_fields`
     rebuilds the model.
     """
@@ -168,7 +169,7 @@ def whole_config(network: nn.Module) -> dict[str, Any]:
     return {"_class_name": kind.__name__, **json.loads(json.dumps({name: config[name] for name in known}))}
 
 
-def stored_config(autoencoder: ImageAutoencoder) -> dict[str, Any]:
+def stored_config(autoencoder: ImageAutoencoder) -> StoredConfig:
     """Return the configuration that checkpoints store beside the weights, for `empty_autoencoder`."""
     if isinstance(autoencoder, DiffusersAutoencoder):
         return whole_config(autoencoder.network)
@@ -176,7 +177,7 @@ def stored_config(autoencoder: ImageAutoencoder) -> dict[str, Any]:
     return asdict(autoencoder.config)
 
 
-def description(stored: Mapping[str, Any]) -> str:
+def description(stored: StoredConfig) -> str:
     """Return, as text, all that decides the results of a diffusers model besides its weights; empty for ours.
 
     Fields with the class's default are left out, because a later version of diffusers may add fields.
@@ -216,7 +217,7 @@ def _kind(network: nn.Module) -> type:
     return next((kind for kind in cls.__mro__ if kind.__module__.startswith("diffusers.")), cls)
 
 
-def _shape(config: Mapping[str, Any]) -> tuple[int, int, int]:
+def _shape(config: StoredConfig) -> tuple[int, int, int]:
     """Return the channels of images, the channels of latents, and the factor of a whole configuration."""
     name = str(config["_class_name"])
     if name == "AutoencoderKL":
@@ -243,7 +244,7 @@ def _halvings(layers: Sequence[int]) -> int:
     return sum(count > 0 for count in layers[:-1]) + (layers[0] == 0)
 
 
-def empty_autoencoder(stored: Mapping[str, Any], weights: Mapping[str, Tensor], source: str) -> ImageAutoencoder:
+def empty_autoencoder(stored: StoredConfig, weights: Mapping[str, Tensor], source: str) -> ImageAutoencoder:
     """Build an autoencoder around the tensors of a file, without drawing random numbers or copying.
 
     Args:

@@ -115,8 +115,10 @@ def resolve(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) ->
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     changed = dict(spec.config_fields or {})
-    stored = {} if spec.name_or_path is None else _stored(spec)
-    kind = str((changed if spec.name_or_path is None else stored).get("model_type"))
+    stored: dict[str, Any] = {}
+    if spec.name_or_path is not None:
+        stored = _stored(spec)
+    kind = str((stored or changed).get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise refusal("CausalLMConfig", "model_type", "a type that transformers knows", kind)
     known = CONFIG_MAPPING[kind]
@@ -134,9 +136,9 @@ def resolve(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) ->
         rows = config.get_text_config().vocab_size
     if not isinstance(rows, int):
         raise refusal("CausalLMConfig", "vocab_size", "a whole number", rows)
-    undeclared = [name for name in changed if name not in declared]
-    read = _read_names(config) if undeclared else set()
-    check_names("CausalLMConfig", sorted(set(changed) - read), declared, f"the model type {kind}")
+    undeclared = set(changed) - declared
+    if undeclared:  # building the model is slow, so that it is asked for undeclared names only
+        check_names("CausalLMConfig", sorted(undeclared - _read_names(config)), declared, f"the model type {kind}")
     return config
 
 
@@ -208,8 +210,12 @@ def build(
             f"CausalLMConfig: the data has {vocab_size} token ids, the model {rows}: use the model's own tokenizer, or "
             "set resize_vocabulary for one with added tokens."
         )
-    options: dict[str, Any] = {} if spec.attention is None else {"attn_implementation": spec.attention}
-    dtype = spec.dtype if spec.dtype == "auto" else getattr(torch, spec.dtype)
+    options: dict[str, Any] = {}
+    if spec.attention is not None:
+        options["attn_implementation"] = spec.attention
+    dtype: Any = spec.dtype
+    if dtype != "auto":
+        dtype = getattr(torch, dtype)
     plain = not grows and spec.quantize is None and getattr(config, "quantization_config", None) is None
     replaced = None
     if replacing is not None and plain and torch.get_default_device().type != "meta":
@@ -217,7 +223,7 @@ def build(
     fakes = detect_fake_mode() is not None  # tensors without memory, into which no file is read
     if fakes and spec.quantize is not None:
         raise refusal("plan", "model.quantize", "null (use QuantizeBase, which can be planned)", spec.quantize)
-    named = "the model" if spec.name_or_path is None else spec.name_or_path
+    named = spec.name_or_path or "the model"
     with read_by_others(f"CausalLMConfig: {named} cannot be built", spec.config_fields):
         if spec.draws_weights or fakes:
             if fakes and dtype == "auto":
@@ -320,8 +326,9 @@ def grow_vocabulary(model: "PreTrainedModel", size: int) -> None:
     """
     rows = int(model.config.get_text_config().vocab_size)
     model.resize_token_embeddings(size, mean_resizing=False)
-    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-        for parameter in () if layer is None else layer.parameters(recurse=False):
+    layers = [model.get_input_embeddings(), model.get_output_embeddings()]
+    for layer in filter(None, layers):
+        for parameter in layer.parameters(recurse=False):
             parameter[rows:] = parameter[:rows].float().mean(0).to(parameter.dtype)
 
 
@@ -395,6 +402,8 @@ def learned_positions(network: Any) -> int | None:
         return None
     for part in network.modules():
         if isinstance(part, nn.Embedding) and part is not words and 0 <= part.num_embeddings - most <= _KEPT:
-            kept = 0 if part.padding_idx is None else part.padding_idx + 1
+            kept = 0
+            if part.padding_idx is not None:  # RoBERTa counts positions from after the padding's row
+                kept = part.padding_idx + 1
             return part.num_embeddings - int(getattr(part, "offset", kept))
     return None

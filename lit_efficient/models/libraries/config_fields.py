@@ -23,7 +23,7 @@ _PER_BYTE = 8  # parameters per byte of the files: formats of one bit
 
 
 @contextlib.contextmanager
-def read_by_others(said: str, fields: Mapping[str, Any] | None = None) -> Iterator[None]:
+def read_by_others(said: str, fields: Mapping[str, object] | None = None) -> Iterator[None]:
     """Turn exceptions that another package raises over files or fields into ConfigurationErrors that start with
     ``said``.
 
@@ -45,7 +45,7 @@ def read_by_others(said: str, fields: Mapping[str, Any] | None = None) -> Iterat
         raise ConfigurationError(f"{said}: {reason}{unusual(fields or {})}") from error
 
 
-def check_values(owner: str, fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+def check_values(owner: str, fields: Mapping[str, object], defaults: Mapping[str, object]) -> None:
     """Refuse values that are not a number, numbers below 0 where the default is above 0, and integers too large for a
     size.
 
@@ -86,7 +86,7 @@ def meant(name: str, fields: Iterable[str]) -> str:
     return ""
 
 
-def check_is_whole(owner: str, key: str, fields: Mapping[str, Any]) -> None:
+def check_is_whole(owner: str, key: str, fields: Mapping[str, object]) -> None:
     """Refuse a whole configuration without the field ``key``, which names the class of the model.
 
     Raises:
@@ -97,7 +97,7 @@ def check_is_whole(owner: str, key: str, fields: Mapping[str, Any]) -> None:
         raise refusal(owner, "name_or_path", allowed, None)
 
 
-def unusual(fields: Mapping[str, Any]) -> str:
+def unusual(fields: Mapping[str, object]) -> str:
     """Return, in brackets for the end of a message, the fields with values that few networks can have, or an empty
     string.
     """
@@ -111,7 +111,7 @@ def _is_unusual(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < _MOST
 
 
-def check_whole(owner: str, model: nn.Module, fields: Mapping[str, Any]) -> None:
+def check_whole(owner: str, model: nn.Module, fields: Mapping[str, object]) -> None:
     """Refuse a network that has weights without elements.
 
     Raises:

@@ -10,7 +10,7 @@ not. These draws are switched off: guidance needs one draw per sample, outside o
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,16 @@ from lit_efficient.surgery import moved
 
 _PIXELS = 8  # pixels of an image per position of a latent, if the condition has no sizes
 
-Fields = Mapping[str, Any]
+Fields: TypeAlias = Mapping[str, Any]  # a configuration of diffusers
+Network: TypeAlias = Any  # a model of diffusers
+Arguments: TypeAlias = dict[str, Any]  # keyword arguments of a network, or of a `BackboneShape`
 
 
 class _Adapter(NamedTuple):
     """Use of one class: sizes of the inputs from its fields, and keyword arguments of its forward."""
 
-    shape: Callable[[Fields], dict[str, Any]]
-    arguments: Callable[[Any, Tensor, Tensor, Condition], dict[str, Any]]
+    shape: Callable[[Fields], Arguments]
+    arguments: Callable[[Network, Tensor, Tensor, Condition], Arguments]
 
 
 def shape_of(spec: DiffusersModelConfig) -> BackboneShape:
@@ -54,7 +56,7 @@ def shape_of(spec: DiffusersModelConfig) -> BackboneShape:
         raise misfit(fields, error) from error
 
 
-def prepared(network: Any, spec: DiffusersModelConfig) -> nn.Module:
+def prepared(network: Network, spec: DiffusersModelConfig) -> nn.Module:
     """Switch the network's own label dropout off, and note on it the guidance that a distilled network receives."""
     network.given_guidance = spec.guidance
     for module in network.modules():
@@ -63,7 +65,7 @@ def prepared(network: Any, spec: DiffusersModelConfig) -> nn.Module:
     return network
 
 
-def call(network: Any, x: Tensor, timestep: Tensor, condition: Condition) -> Tensor:
+def call(network: Network, x: Tensor, timestep: Tensor, condition: Condition) -> Tensor:
     """Return the prediction for noisy latents [B, C, H, W] at timesteps [B], called as in diffusers' pipelines."""
     name = next(kind.__name__ for kind in type(network).__mro__ if kind.__name__ in _ADAPTERS)
     dtype = next(parameter.dtype for parameter in network.parameters() if parameter.is_floating_point())
@@ -80,7 +82,7 @@ def self_contained(spec: DiffusersModelConfig) -> DiffusersModelConfig:
     return DiffusersModelConfig(config_fields=resolve(spec), dtype=spec.dtype, guidance=spec.guidance)
 
 
-def _fields(spec: DiffusersModelConfig) -> dict[str, Any]:
+def _fields(spec: DiffusersModelConfig) -> Arguments:
     """Return the configuration, with the class's defaults filled in."""
     fields = resolve(spec)
     parameters = inspect.signature(model_class(fields["_class_name"]).__init__).parameters.values()
@@ -101,15 +103,15 @@ def _classes(fields: Fields) -> int:
     return 0 if rows is None else int(rows) - 1
 
 
-def _unet_2d_shape(fields: Fields) -> dict[str, Any]:
+def _unet_2d_shape(fields: Fields) -> Arguments:
     return {"num_classes": _classes(fields), "sides": Sides(2 ** (len(fields["down_block_types"]) - 1))}
 
 
-def _unet_2d(network: Any, x: Tensor, timestep: Tensor, condition: Condition) -> dict[str, Any]:
+def _unet_2d(network: Network, x: Tensor, timestep: Tensor, condition: Condition) -> Arguments:
     return {"sample": x, "timestep": timestep, "class_labels": condition.labels}
 
 
-def _unet_condition_shape(fields: Fields) -> dict[str, Any]:
+def _unet_condition_shape(fields: Fields) -> Arguments:
     name = fields["_class_name"]
     added = fields["addition_embed_type"]
     hidden = fields["encoder_hid_dim_type"]
@@ -125,8 +127,8 @@ def _unet_condition_shape(fields: Fields) -> dict[str, Any]:
     return {"num_classes": _classes(fields), "text_width": text, "pooled_width": pooled}
 
 
-def _unet_condition(network: Any, x: Tensor, timestep: Tensor, condition: Condition) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
+def _unet_condition(network: Network, x: Tensor, timestep: Tensor, condition: Condition) -> Arguments:
+    arguments: Arguments = {
         "sample": x,
         "timestep": timestep,
         "encoder_hidden_states": condition.text,
@@ -147,31 +149,31 @@ def _sizes(x: Tensor, condition: Condition) -> Tensor:
     return moved(sizes, x.device).expand(len(x), -1)
 
 
-def _patches(fields: Fields, **limits: Any) -> dict[str, Any]:
+def _patches(fields: Fields, **limits: Any) -> Arguments:
     return {"sides": Sides(fields["patch_size"], **limits)}
 
 
-def _dit_shape(fields: Fields) -> dict[str, Any]:
+def _dit_shape(fields: Fields) -> Arguments:
     return {**_patches(fields, square=True), "num_classes": fields["num_embeds_ada_norm"]}
 
 
-def _dit(network: Any, x: Tensor, timestep: Tensor, condition: Condition) -> dict[str, Any]:
+def _dit(network: Network, x: Tensor, timestep: Tensor, condition: Condition) -> Arguments:
     return {"hidden_states": x, "timestep": timestep, "class_labels": condition.labels}
 
 
-def _pixart_shape(fields: Fields) -> dict[str, Any]:
+def _pixart_shape(fields: Fields) -> Arguments:
     return {**_patches(fields), "text_width": fields["caption_channels"] or fields["cross_attention_dim"]}
 
 
-def _pixart(network: Any, x: Tensor, timestep: Tensor, condition: Condition) -> dict[str, Any]:
-    sizes: dict[str, Any] = {"resolution": None, "aspect_ratio": None}
+def _pixart(network: Network, x: Tensor, timestep: Tensor, condition: Condition) -> Arguments:
+    sizes: Arguments = {"resolution": None, "aspect_ratio": None}
     if network.use_additional_conditions:
         sizes["resolution"] = _sizes(x, condition)[:, 4:]
         sizes["aspect_ratio"] = sizes["resolution"][:, :1] / sizes["resolution"][:, 1:]
     return {**_cross_attention(network, x, timestep, condition), "added_cond_kwargs": sizes}
 
 
-def _cross_attention(network: Any, x: Tensor, timestep: Tensor, condition: Condition) -> dict[str, Any]:
+def _cross_attention(network: Network, x: Tensor, timestep: Tensor, condition: Condition) -> Arguments:
     return {
         "hidden_states": x,
         "timestep": timestep,
@@ -180,16 +182,16 @@ def _cross_attention(network: Any, x: Tensor, timestep: Tensor, condition: Condi
     }
 
 
-def _sana_shape(fields: Fields) -> dict[str, Any]:
+def _sana_shape(fields: Fields) -> Arguments:
     return {**_patches(fields), "text_width": fields["caption_channels"]}
 
 
-def _sana(network: Any, x: Tensor, timestep: Tensor, condition: Condition) -> dict[str, Any]:
+def _sana(network: Network, x: Tensor, timestep: Tensor, condition: Condition) -> Arguments:
     scaled = timestep * network.config.timestep_scale
     return {**_cross_attention(network, x, scaled, condition), **_guidance(network, x)}
 
 
-def _sd3_shape(fields: Fields) -> dict[str, Any]:
+def _sd3_shape(fields: Fields) -> Arguments:
     return {
         **_patches(fields, largest=fields["pos_embed_max_size"] * fields["patch_size"]),
         "text_width": fields["joint_attention_dim"],
@@ -198,7 +200,7 @@ def _sd3_shape(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _sd3(network: Any, x: Tensor, timestep: Tensor, condition: Condition) -> dict[str, Any]:
+def _sd3(network: Network, x: Tensor, timestep: Tensor, condition: Condition) -> Arguments:
     return {
         "hidden_states": x,
         "timestep": timestep,
@@ -207,7 +209,7 @@ def _sd3(network: Any, x: Tensor, timestep: Tensor, condition: Condition) -> dic
     }
 
 
-def _flux_shape(fields: Fields) -> dict[str, Any]:
+def _flux_shape(fields: Fields) -> Arguments:
     return {
         "channels": fields["in_channels"] // 4,
         "size": None,
@@ -218,7 +220,7 @@ def _flux_shape(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _flux(network: Any, x: Tensor, timestep: Tensor, condition: Condition) -> dict[str, Any]:
+def _flux(network: Network, x: Tensor, timestep: Tensor, condition: Condition) -> Arguments:
     assert condition.text is not None
     height = x.shape[2] // 2
     width = x.shape[3] // 2
@@ -243,7 +245,7 @@ def _unpacked(tokens: Tensor, height: int, width: int) -> Tensor:
     return patches.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), -1, height, width)
 
 
-def _guidance(network: Any, x: Tensor) -> dict[str, Tensor]:
+def _guidance(network: Network, x: Tensor) -> dict[str, Tensor]:
     """Return the guidance input of a distilled network, scaled as in its pipeline. Flux scales it itself."""
     if not network.config.guidance_embeds:
         return {}

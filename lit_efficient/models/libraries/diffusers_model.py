@@ -88,8 +88,9 @@ def resolve(spec: DiffusersModelConfig) -> dict[str, Any]:
     Raises:
         ConfigurationError: for a name that has no configuration, an unknown class or an unknown field.
     """
-    stored = {} if spec.name_or_path is None else _stored(spec)
-    fields = {**stored, **(spec.config_fields or {})}
+    fields = dict(spec.config_fields or {})
+    if spec.name_or_path is not None:
+        fields = _stored(spec) | fields
     kind = model_class(str(fields.get("_class_name")))
     known = [name for name in inspect.signature(kind.__init__).parameters if name != "self"]
     given = [name for name in spec.config_fields or {} if not name.startswith("_")]
@@ -197,7 +198,7 @@ def misfit(fields: dict[str, Any], error: Exception) -> ConfigurationError:
     return ConfigurationError(f"{_OWNER}: config_fields do not make a {kind.__name__}: {reason}{hint}")
 
 
-def _is_like(value: Any, default: Any) -> bool:
+def _is_like(value: object, default: object) -> bool:
     """Return whether a value has the type of a field's default. Every value does if there is no default."""
     if default is None or default is inspect.Parameter.empty:
         return value is not None or default is None
@@ -213,7 +214,7 @@ def model_class(name: str) -> Any:
     """
     import diffusers
 
-    kind = getattr(diffusers, name, None) if name.isidentifier() else None
+    kind = getattr(diffusers, name, None)
     if not (isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin)):
         models = [known for known in dir(diffusers) if known.endswith(("Model", "ModelV2")) or "Autoencoder" in known]
         near = difflib.get_close_matches(name, models, n=3)

@@ -343,7 +343,7 @@ class LatentCodec:
         """
         if "source" in state:
             return _from_source(cls, state)
-        stored = state["diffusers"] if "diffusers" in state else state["config"]
+        stored = state.get("diffusers") or state["config"]
         autoencoder = empty_autoencoder(stored, state["weights"], "the weights of the codec")
         return cls(autoencoder, state["mean"], state["std"])
 

@@ -126,26 +126,27 @@ class Teacher:
         if gradients and images.requires_grad and torch.is_grad_enabled() and not self._has_gradient:
             self._check_gradient(images, list(found.values()))
         if getattr(self.network, "output_fmt", None) == "NHWC":  # timm's Swin, for example
-            found = {k: t.permute(0, 3, 1, 2) if t.ndim == 4 else t for k, t in found.items()}
+            for key, features in found.items():
+                if features.ndim == 4:
+                    found[key] = features.permute(0, 3, 1, 2)
         patch = _side(getattr(config, "patch_size", None) or getattr(embedding, "patch_size", None))
         patches = 0
         if patch and images.ndim == 4:
             patches = (images.shape[-2] // patch) * (images.shape[-1] // patch)
-        skipped = {k: self._skipped(t.shape[1], patches) if t.ndim == 3 else 0 for k, t in found.items()}
-        features = dict(found)
+        result = dict(found)
         for key, tokens in found.items():
             if tokens.ndim == 3:
-                features[key] = tokens[:, skipped[key] :]
+                result[key] = tokens[:, self._skipped(tokens.shape[1], patches) :]
         if self.class_layer is not None:
             one = found[self.class_layer]
-            if one.ndim != 2 and not skipped[self.class_layer]:
+            if one.ndim != 2 and result[self.class_layer].shape == one.shape:  # no token precedes the patches
                 raise ConfigurationError(
                     f"{self.who}: head.class_layer {self.class_layer!r} of {type(self.network).__name__} gives "
                     f"{list(one.shape)}, which is neither tokens with a class token nor one vector per image: name "
                     "another layer"
                 )
-            features[CLASS] = one if one.ndim == 2 else one[:, 0]
-        return features
+            result[CLASS] = one if one.ndim == 2 else one[:, 0]
+        return result
 
     def _check_gradient(self, images: Tensor, found: list[Tensor]) -> None:
         """Raise an error with advice if the gradient has no deterministic kernel, before the run's own backward pass
@@ -209,11 +210,13 @@ def find_teacher(spec: str | nn.Module, layers: Sequence[str], *, who: str, data
     if spec.startswith(_DATA):
         network = getattr(data, spec.removeprefix(_DATA), None)
         if not isinstance(network, nn.Module):
-            names = [name for name, value in vars(data).items() if isinstance(value, nn.Module)] if data else []
-            raise ConfigurationError(
-                f"{who}: teacher is {spec!r}, but {type(data).__name__ if data else 'no data module'} has no such "
-                f"network{'; it has ' + ', '.join(names) if names else ''}"
-            )
+            owner = "no data module"
+            names: list[str] = []
+            if data is not None:
+                owner = type(data).__name__
+                names = [name for name, value in vars(data).items() if isinstance(value, nn.Module)]
+            has = f"; it has {', '.join(names)}" if names else ""
+            raise ConfigurationError(f"{who}: teacher is {spec!r}, but {owner} has no such network{has}")
         return Teacher(network, layers, who=who, **images)
     return Teacher(_of_transformers(spec, who), layers, who=who, statistics=_statistics(spec), **images)
 
@@ -362,7 +365,7 @@ def _last_width(layers: Iterable[nn.Module]) -> int | None:
     return None
 
 
-def feature_of(output: Any) -> Tensor:
+def feature_of(output: object) -> Tensor:
     """Return the features in a layer's output: a tensor, the first tensor of a tuple, or ``last_hidden_state``.
 
     Raises:
@@ -386,7 +389,7 @@ def feature_of(output: Any) -> Tensor:
 
 
 def _keep(found: dict[str, Tensor], layer: str) -> Any:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
+    def hook(module: nn.Module, args: object, output: object) -> None:
         found[layer] = feature_of(output)
 
     return hook
@@ -422,8 +425,10 @@ def _on(tree: Any, device: torch.device | None, dtype: torch.dtype | None, detac
     return tree_map(move, tree)
 
 
-def _side(value: Any) -> int | None:
-    return int(value[0]) if isinstance(value, list | tuple) else value
+def _side(value: int | Sequence[int] | None) -> int | None:
+    if value is None or isinstance(value, int):
+        return value
+    return int(value[0])
 
 
 def _resized(images: Tensor, size: int) -> Tensor:

@@ -15,7 +15,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,9 @@ from lit_efficient.losses.selection import share_of
 from lit_efficient.models.networks.gpt import KVCache, only_kept
 from lit_efficient.models.networks.token_rows import row_of
 
+Arguments: TypeAlias = dict[str, Any]  # arguments of a block, by name
+Place: TypeAlias = tuple[str | int, ...]  # place of a tensor in the arguments: name, then indices of containers
+Cache: TypeAlias = Any  # our `KVCache`, or a cache of transformers
 _STARTS = "starts"  # argument of GPT's blocks that holds positions of tokens, [B, T]
 
 
@@ -79,8 +82,10 @@ class DepthRouted(StaysFloat32):
     depth_name: str
     depth_arguments: tuple[str, ...]  # names of the arguments of the block's own forward
     depth_tuple: bool | None  # whether the block returns a tuple; None before its first call
-    token_rows: dict[str, Any]  # padding mask of the batch, see `token_rows`
-    depth_dims: dict[Any, tuple[int, ...]]  # (place in the arguments, number of dimensions) -> dimensions of tokens
+    token_rows: dict[str, object]  # padding mask of the batch, see `token_rows`
+    depth_dims: dict[
+        tuple[Place, int], tuple[int, ...]
+    ]  # (place in the arguments, number of dimensions) -> dimensions of tokens
     training: bool
     side_terms: list[Tensor] | None = None  # predictor's loss in each call, while those of a step are collected
 
@@ -91,11 +96,11 @@ class DepthRouted(StaysFloat32):
         named = dict(zip((first, *others), args, strict=False)) | kwargs
         x = named.pop(first)
 
-        def block(tokens: Tensor, named: dict[str, Any]) -> Tensor:
+        def block(tokens: Tensor, named: Arguments) -> Tensor:
             y = run(tokens, **named)
             self.depth_tuple = isinstance(y, tuple)
-            if isinstance(y, tuple):
-                y = y[0] if all(item is None for item in y[1:]) else None
+            if isinstance(y, tuple) and all(item is None for item in y[1:]):
+                y = y[0]  # blocks of transformers return None for attention weights
             if not isinstance(y, Tensor) or y.shape != tokens.shape:
                 raise _refusal(self, "it must return one tensor of its input's shape")
             return y
@@ -103,11 +108,13 @@ class DepthRouted(StaysFloat32):
         y = self._routed(block, x, named)
         return (y,) if self.depth_tuple else y
 
-    def _routed(self, block: Callable[..., Tensor], x: Tensor, named: dict[str, Any]) -> Tensor:
+    def _routed(self, block: Callable[..., Tensor], x: Tensor, named: Arguments) -> Tensor:
         scores, guess = self._scores(x)
         gates = 2 * scores.sigmoid()
         cache = next((key for key, value in named.items() if _is_cache(value)), None)
-        past = 0 if cache is None else _length(named[cache], self)
+        past = 0
+        if cache is not None:
+            past = _length(named[cache], self)
         if self.training or cache is None:
             if past:
                 raise _refusal(self, "in training it received keys and values of earlier tokens")
@@ -126,7 +133,9 @@ class DepthRouted(StaysFloat32):
                 taken = torch.arange(count, device=x.device) < shares.ceil().clamp_min(1)
                 chosen = torch.zeros_like(real).scatter(1, best, taken)
                 positions, kept = _first_chosen(chosen, count)
-            weight = None if real is None else real * (real.numel() / real.sum().clamp_min(1)).to(guess.dtype)
+            weight = None
+            if real is not None:  # the mean loss counts padding, which has the weight 0 here
+                weight = real * (real.numel() / real.sum().clamp_min(1)).to(guess.dtype)
             # Computed also where no term is collected, so that a recomputed forward runs the same operations.
             term = F.binary_cross_entropy_with_logits(guess, chosen.to(guess.dtype), weight)[None]
             if self.side_terms is not None and torch.is_grad_enabled():
@@ -145,7 +154,7 @@ class DepthRouted(StaysFloat32):
             lambda part: block(part, self._cut(named, x.shape[1], positions, kept)), x, gates, positions, kept
         )
 
-    def _real(self, named: dict[str, Any], x: Tensor) -> Tensor | None:
+    def _real(self, named: Arguments, x: Tensor) -> Tensor | None:
         """Return which tokens are not padding, [B, T], or ``None`` if unknown.
 
         The block's own mask tells, on whose diagonal each token sees itself, or else the batch's mask.
@@ -154,10 +163,13 @@ class DepthRouted(StaysFloat32):
         for key, value in named.items():
             if isinstance(value, Tensor) and self.depth_dims.get(((key,), value.ndim)) == (2, 3):
                 own = value.diagonal(dim1=-2, dim2=-1)[:, 0]
-                own = own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
+                if own.dtype != torch.bool:
+                    own = own > torch.finfo(own.dtype).min / 2
                 return own.expand(len(x), length)
         mask = row_of(self, "attention_mask", x.shape[:-1])
-        return None if mask is None else mask != 0
+        if mask is None:
+            return None
+        return mask != 0
 
     def _scores(self, x: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(x.device.type, enabled=False):
@@ -169,21 +181,27 @@ class DepthRouted(StaysFloat32):
 
     # The arguments of part of the tokens ---------------------------------------------------------------------------
 
-    def _cut(self, named: dict[str, Any], length: int, positions: Tensor, kept: Tensor | None = None) -> dict[str, Any]:
-        def part_of(place: Any, value: Tensor) -> Any:
-            dims = self.depth_dims.get((place, value.ndim), ()) if length in value.shape else ()
+    def _cut(self, named: Arguments, length: int, positions: Tensor, kept: Tensor | None = None) -> Arguments:
+        def part_of(place: Place, value: Tensor) -> Any:
+            dims: tuple[int, ...] = ()
+            if length in value.shape:
+                dims = self.depth_dims.get((place, value.ndim), ())
             if dims == (-1,):  # the block does not read this argument
                 return None
             if place == (_STARTS,) and dims:
-                order = positions if kept is None else torch.where(kept, positions, length)  # ascending
+                order = positions  # ascending, as searchsorted needs it
+                if kept is not None:
+                    order = torch.where(kept, positions, length)
                 return torch.searchsorted(order, value.gather(1, positions))
             cut = functools.reduce(lambda part, dim: _take(part, dim, positions), dims, value)
-            return only_kept(cut, kept) if len(dims) == 2 and kept is not None else cut
+            if len(dims) == 2 and kept is not None:
+                cut = only_kept(cut, kept)
+            return cut
 
         return {key: _map(part_of, value, (key,)) for key, value in named.items()}
 
     @torch.compiler.disable
-    def _learn_dims(self, block: Callable[..., Tensor], x: Tensor, named: dict[str, Any]) -> None:
+    def _learn_dims(self, block: Callable[..., Tensor], x: Tensor, named: Arguments) -> None:
         """Find the dimensions of tokens of arguments that were not given before."""
         length = x.shape[1]
         leaves = [leaf for key, value in named.items() for leaf in _leaves(value, (key,))]
@@ -200,10 +218,12 @@ class DepthRouted(StaysFloat32):
             for part, training in modes:
                 part.training = training
 
-    def _learn(self, block: Any, x: Tensor, named: dict[str, Any], leaves: list[tuple[Any, Tensor]]) -> None:
+    def _learn(
+        self, block: Callable[..., Tensor], x: Tensor, named: Arguments, leaves: list[tuple[Place, Tensor]]
+    ) -> None:
         length = x.shape[1]
         whole = _first(block, x, named)
-        known: dict[Any, tuple[int, ...]] = {("", 0): ()}  # marks that the trial has been made
+        known: dict[tuple[Place, int], tuple[int, ...]] = {((), 0): ()}  # marks that the trial has been made
         options: list[list[tuple[int, ...]]] = []
         for place, value in leaves:
             if not value.is_floating_point() and value.dtype != torch.bool and place != (_STARTS,):
@@ -215,8 +235,10 @@ class DepthRouted(StaysFloat32):
                 options.append([(-1,)])
                 continue
             dims = [i for i, size in enumerate(value.shape) if size == length and i]
-            pair = [(2, 3)] if value.ndim == 4 and dims[-2:] == [2, 3] else []
-            options.append([*pair, *((dim,) for dim in dims), ()])
+            choices: list[tuple[int, ...]] = [*((dim,) for dim in dims), ()]
+            if value.ndim == 4 and dims[-2:] == [2, 3]:
+                choices.insert(0, (2, 3))  # a mask of queries and keys, which is the most probable
+            options.append(choices)
         first = torch.arange(length - 1, device=x.device).repeat(len(x), 1)
         for choice in itertools.product(*options):
             tried = {(place, v.ndim): dims for (place, v), dims in zip(leaves, choice, strict=True)}
@@ -228,7 +250,7 @@ class DepthRouted(StaysFloat32):
             self.depth_dims = before
         raise _refusal(self, "without the last token it computes other results for the first ones: it is not causal")
 
-    def _check_order(self, block: Any, x: Tensor, named: dict[str, Any], whole: Tensor) -> None:
+    def _check_order(self, block: Callable[..., Tensor], x: Tensor, named: Arguments, whole: Tensor) -> None:
         """Refuse a block in which the last token changes the others by less than the first comparison tolerates."""
         other = torch.cat((x[:, :-1], -x[:, -1:].roll(1, -1)), 1)
         if not _same(lambda: _first(block, other, named), whole, max(1e-3, 4 * torch.finfo(x.dtype).eps)):
@@ -237,7 +259,7 @@ class DepthRouted(StaysFloat32):
     # Generation ------------------------------------------------------------------------------------------------------
 
     def _cached(
-        self, block: Any, x: Tensor, named: dict[str, Any], cache: str, gates: Tensor, chosen: Tensor
+        self, block: Callable[..., Tensor], x: Tensor, named: Arguments, cache: str, gates: Tensor, chosen: Tensor
     ) -> Tensor:
         """Run on all new tokens, so that the cache stays aligned, unless none was chosen; hide keys of tokens not
         chosen.
@@ -257,12 +279,13 @@ class DepthRouted(StaysFloat32):
             held.kept = kept
         else:
             masks = [key for key, v in named.items() if isinstance(v, Tensor) and v.ndim == 4 and v.shape[2] == length]
-            mask = named[masks[0]] if masks else None
+            name = masks[0] if masks else "attention_mask"
+            mask = named[name] if masks else None
             if mask is None:
                 mask = torch.ones(length, past + length, dtype=torch.bool, device=x.device).tril(past)
             if mask.shape[-1] != past + length:
                 raise _refusal(self, "its cache has a fixed size: use the dynamic cache")
-            named = named | {masks[0] if masks else "attention_mask": only_kept(mask, kept)}
+            named = named | {name: only_kept(mask, kept)}
         y = block(x, named)
         _keep_in(held, self, kept)
         added = (gates[..., None] * (y - x)).to(x.dtype)
@@ -279,11 +302,11 @@ def _refusal(block: Any, why: str) -> ConfigurationError:
     return ConfigurationError(f"MixtureOfDepths: block {block.depth_name!r} cannot run on part of the tokens: {why}")
 
 
-def _changed(place: Any) -> Callable[[Any, Tensor], Tensor]:
+def _changed(place: Place) -> Callable[[Place, Tensor], Tensor]:
     return lambda at, value: value.flip(-1) + 1 if at == place else value
 
 
-def _first(block: Callable[..., Tensor], x: Tensor, named: dict[str, Any]) -> Tensor:
+def _first(block: Callable[..., Tensor], x: Tensor, named: Arguments) -> Tensor:
     return block(x, named)[:, :-1]
 
 
@@ -308,7 +331,7 @@ def _take(value: Tensor, dim: int, positions: Tensor) -> Tensor:
     return value.gather(dim, index.expand(*value.shape[:dim], -1, *value.shape[dim + 1 :]))
 
 
-def _leaves(value: Any, place: tuple[Any, ...]) -> Iterator[tuple[Any, Tensor]]:
+def _leaves(value: Any, place: Place) -> Iterator[tuple[Place, Tensor]]:
     if isinstance(value, Tensor):
         yield place, value
     elif isinstance(value, list | tuple):
@@ -316,7 +339,7 @@ def _leaves(value: Any, place: tuple[Any, ...]) -> Iterator[tuple[Any, Tensor]]:
             yield from _leaves(item, (*place, i))
 
 
-def _map(function: Callable[[Any, Tensor], Any], value: Any, place: tuple[Any, ...]) -> Any:
+def _map(function: Callable[[Place, Tensor], Any], value: Any, place: Place) -> Any:
     if isinstance(value, Tensor):
         return function(place, value)
     if isinstance(value, list | tuple):
@@ -324,7 +347,7 @@ def _map(function: Callable[[Any, Tensor], Any], value: Any, place: tuple[Any, .
     return value
 
 
-def _named(place: tuple[Any, ...]) -> str:
+def _named(place: Place) -> str:
     return repr(".".join(map(str, place)))
 
 
@@ -338,7 +361,9 @@ def _is_cache(value: object) -> bool:
 def _without(value: Any, key: str) -> Any:
     if _is_cache(value):
         return None
-    return False if key == "use_cache" else value
+    if key == "use_cache":
+        return False
+    return value
 
 
 def _layer(block: Any) -> int:
@@ -348,11 +373,13 @@ def _layer(block: Any) -> int:
     return int(found[0])
 
 
-def _length(cache: Any, block: Any) -> int:
-    return cache.length if isinstance(cache, KVCache) else int(cache.get_seq_length(_layer(block)))
+def _length(cache: Cache, block: Any) -> int:
+    if isinstance(cache, KVCache):
+        return cache.length
+    return int(cache.get_seq_length(_layer(block)))
 
 
-def _kept_in(cache: Any, block: Any) -> Tensor | None:
+def _kept_in(cache: Cache, block: Any) -> Tensor | None:
     if isinstance(cache, KVCache):
         return cache.kept
     kept, keys = getattr(cache, "kept_tokens", {}).get(_layer(block), (None, None))
@@ -361,7 +388,7 @@ def _kept_in(cache: Any, block: Any) -> Tensor | None:
     return kept
 
 
-def _keep_in(cache: Any, block: Any, kept: Tensor) -> None:
+def _keep_in(cache: Cache, block: Any, kept: Tensor) -> None:
     if isinstance(cache, KVCache):
         cache.kept = kept
         return
@@ -370,7 +397,7 @@ def _keep_in(cache: Any, block: Any, kept: Tensor) -> None:
     cache.kept_tokens[_layer(block)] = (kept, cache.layers[_layer(block)].keys)
 
 
-def _append_nothing(cache: Any, block: Any, length: int) -> None:
+def _append_nothing(cache: Cache, block: Any, length: int) -> None:
     """Append keys that no query sees, so that the cache stays aligned with those of the other blocks."""
     if isinstance(cache, KVCache):
         cache.append(*cache.zeros(length))

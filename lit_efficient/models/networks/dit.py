@@ -209,8 +209,10 @@ class DiT(nn.Module):
             tokens = block(tokens, c, context=context, context_mask=context_mask, rotary_emb=rotary)
         shift, scale = self.modulation(F.silu(c)).chunk(2, dim=-1)
         tokens = modulate(self.norm(tokens), shift, scale)
-        ends = tokens if self.class_token is None else tokens[:, :-1]
-        latents = F.fold(self.patch_out(ends).transpose(1, 2), (x.shape[2], x.shape[3]), patch, stride=patch)
+        image = tokens
+        if self.class_token is not None:
+            image = tokens[:, :-1]
+        latents = F.fold(self.patch_out(image).transpose(1, 2), (x.shape[2], x.shape[3]), patch, stride=patch)
         if self.class_token is None:
             return latents
         return with_token(latents, self.class_token.leave(tokens[:, -1]))

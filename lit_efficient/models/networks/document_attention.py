@@ -187,7 +187,9 @@ def _flex_tried(dtype: torch.dtype, head_dim: int) -> bool:
             expected = F.scaled_dot_product_attention(x[:, :, 100:], x[:, :, 100:], x[:, :, 100:], is_causal=True)
             assert x.grad is not None
             close = bool((out[:, :, 100:] - expected).abs().max() < 0.05 and x.grad.isfinite().all())
-        reason = "" if close else "its results differ from torch's attention"
+        reason = ""
+        if not close:
+            reason = "its results differ from torch's attention"
     except Exception as error:  # the parts of the compiler raise unrelated classes
         first_line = str(error).strip().partition("\n")[0]
         reason = f"{type(error).__name__}: {first_line}"
@@ -228,7 +230,9 @@ def read_starts() -> None:
             how = {**kwargs, "dropout": dropout, "scaling": scaling, "is_causal": is_causal}
             out: tuple[Tensor, None] = plain(module, query, key, value, attention_mask, **how)
             return out
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causal = is_causal
+        if causal is None:
+            causal = getattr(module, "is_causal", True)
         further = [name for name in _UNKNOWN if kwargs.get(name) is not None]
         if further or not causal or query.shape[2] != key.shape[2] or attention_mask.shape[1:3] != (1, 1):
             raise ValueError(

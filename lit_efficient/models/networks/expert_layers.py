@@ -39,7 +39,10 @@ def route_tokens(logits: Tensor, top_k: int, bias: Tensor | None = None) -> tupl
         Weights [N, k] and experts [N, k], int64.
     """
     probabilities = logits.softmax(-1)
-    chosen = (probabilities if bias is None else probabilities + bias).topk(top_k, dim=-1).indices
+    scores = probabilities
+    if bias is not None:
+        scores = probabilities + bias
+    chosen = scores.topk(top_k, dim=-1).indices
     picked = probabilities.gather(-1, chosen)
     total = picked.detach() if top_k == 1 else picked.sum(-1, keepdim=True)
     return picked / total.clamp_min(torch.finfo(total.dtype).tiny), chosen
@@ -118,7 +121,9 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, groups: Group
         y = _Contiguous.apply(F.grouped_mm(x, matrices, offs=groups.ends))
     else:
         y = _by_slices(x, matrices, groups.ends)
-    return y if bias is None else y + bias[groups.experts]
+    if bias is not None:
+        y = y + bias[groups.experts]
+    return y
 
 
 @torch.compiler.disable
@@ -208,11 +213,10 @@ class ExpertLinear(GroupedLayer, nn.Module):
     @classmethod
     def copies_of(cls, layer: Any, experts: int) -> "ExpertLinear":
         """Return experts that start as copies of an ``nn.Linear``, or of GPT-2's ``Conv1D``."""
-        weight, bias = (
-            None if tensor is None else nn.Parameter(_repeated(tensor.detach(), experts), tensor.requires_grad)
-            for tensor in (layer.weight, layer.bias)
-        )
-        assert weight is not None
+        weight = _repeated(layer.weight, experts)
+        bias = None
+        if layer.bias is not None:
+            bias = _repeated(layer.bias, experts)
         return cls(weight, bias, not isinstance(layer, nn.Linear)).train(layer.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -232,8 +236,10 @@ class ExpertMixture(Loads, StaysFloat32):
     router_shared: int  # number of experts that process all tokens
     router_load: Tensor | None  # [E], number of choices since the last step
     training: bool
-    side_terms: list[Any] | None = None  # (logits, choices, real) of each call, while a step's are collected
-    token_rows: dict[str, Any]  # padding mask of the batch, see `token_rows`
+    side_terms: list[tuple[Tensor, Tensor, Tensor | None]] | None = (
+        None  # (logits, choices, real) of each call, while a step's are collected
+    )
+    token_rows: dict[str, object]  # padding mask of the batch, see `token_rows`
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Map [..., D] to [..., D]."""
@@ -336,8 +342,9 @@ def is_linear(part: nn.Module) -> bool:
     return kind is nn.Linear or (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
-def _repeated(tensor: Tensor, times: int) -> Tensor:
-    return tensor.expand(times, *tensor.shape).clone(memory_format=torch.contiguous_format)
+def _repeated(tensor: Tensor, times: int) -> nn.Parameter:
+    copies = tensor.detach().expand(times, *tensor.shape).clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(copies, tensor.requires_grad)
 
 
 def _loads(chosen: Tensor, experts: int, real: Tensor | None = None) -> Tensor:

@@ -97,12 +97,16 @@ class GPTConfig:
     @property
     def kv_heads(self) -> int:
         """Return the number of key and value heads, with None resolved."""
-        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        if self.num_kv_heads is None:
+            return self.num_heads
+        return self.num_kv_heads
 
     @property
     def mlp_dim(self) -> int:
         """Return the width inside the SwiGLU, with None resolved."""
-        return -(-8 * self.dim // (3 * 32)) * 32 if self.hidden_dim is None else self.hidden_dim
+        if self.hidden_dim is None:
+            return -(-8 * self.dim // (3 * 32)) * 32
+        return self.hidden_dim
 
 
 def rotary_table(start: int, stop: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
@@ -134,7 +138,9 @@ def packed_layout(position_ids: Tensor, length: int, head_dim: int, theta: float
         The table for `rotate` ``[B, 2, 1, length, head_dim / 2]``, and `document_starts` ``[B, T]``.
     """
     whole, device = position_ids.shape[1], position_ids.device
-    own = position_ids if length == whole else position_ids[:, own_places(whole, device)]
+    own = position_ids
+    if length != whole:
+        own = position_ids[:, own_places(whole, device)]
     table = rotary_table(0, whole, head_dim, theta, device)[0][:, own]  # (2, B, length, head_dim / 2)
     return table.transpose(0, 1).unsqueeze(2), document_starts(position_ids)
 
@@ -368,7 +374,8 @@ class GPT(nn.Module):
             ConfigurationError: If the tokens exceed ``max_length``, or for ``position_ids`` together with ``cache``.
         """
         start = cache[0].length if cache else 0
-        stop = start + (input_ids if position_ids is None else position_ids).shape[1]
+        whole = input_ids if position_ids is None else position_ids  # input_ids may be slices of rows
+        stop = start + whole.shape[1]
         if stop > self.config.max_length:
             raise ConfigurationError(
                 f"GPT: input_ids can hold at most max_length = {self.config.max_length} tokens, got {stop}."

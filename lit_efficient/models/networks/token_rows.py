@@ -52,7 +52,7 @@ def tell_rows(root: nn.Module, layers: Sequence[tuple[str, Any]]) -> None:
             mix_in(network, _KnowsRows, _row_layers=tuple(dict.fromkeys((*known, *inside))))
 
 
-def rows_in(batch: object) -> dict[str, Any]:
+def rows_in(batch: object) -> dict[str, object]:
     """Return the padding mask and positions in a batch, by name, for networks that do not receive them as arguments."""
     if not isinstance(batch, Mapping):
         return {}
