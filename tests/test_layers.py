@@ -1,4 +1,4 @@
-"""An import only points down: the arrows between the files of the package, read from their sources."""
+"""Imports only point down: a test reads the imports between the files of the package from their sources."""
 
 import ast
 import inspect
@@ -12,7 +12,7 @@ import pytest
 from lit_efficient import PUBLIC
 from lit_efficient.catalog import PACKAGE, SLOTS
 
-# From top to bottom. What shares a line does not import each other; files of one folder may.
+# From top to bottom. Folders on one line do not import each other; files of one folder may.
 LAYERS = (
     ("__main__",),
     ("testing", "commands"),
@@ -37,39 +37,43 @@ LAYERS = (
 )
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
 ALONE = ("callbacks", "precision", "strategies", "plugins")  # no file of these imports another
-PLAIN = ("models", "losses", "surgery", "files")  # without Lightning
+PLAIN = ("models", "losses", "surgery", "files")  # these do not import Lightning
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 NAME = "lit_efficient"
 
 
 def violations(package: Path, public: dict[str, str]) -> list[str]:
-    """What is wrong with the imports of a package, a sentence each."""
+    """Return the violations of the import rules in a package, one sentence each."""
     trees = {module_of(path, package): ast.parse(path.read_text("utf-8")) for path in package.rglob("*.py")}
     found = {module: set(imported(tree, trees, public)) for module, tree in trees.items()}
     edges = {module: {other for other in others if other in trees} for module, others in found.items()}
     optimizers = {module for name, module in public.items() if module.startswith("optimizers.") and name[0].isupper()}
-    said = [f"{module} has no layer" for module in trees if top(module) not in DEPTH]
+    problems = [f"{module} has no layer" for module in trees if top(module) not in DEPTH]
     for module, others in edges.items():
         for other in sorted(others - {module}):
-            above, below = DEPTH.get(top(module), 0), DEPTH.get(top(other), 0)
-            if below < above or (below == above and top(module) != top(other)):
-                said.append(f"{module} imports {other}, which does not lie below it")
+            importing = DEPTH.get(top(module), 0)
+            imported_ = DEPTH.get(top(other), 0)
+            if imported_ < importing or (imported_ == importing and top(module) != top(other)):
+                problems.append(f"{module} imports {other}, which is not in a layer below")
             elif top(module) == top(other) and top(module) in ALONE:
-                said.append(f"{module} imports {other}: what both need belongs into mechanisms")
+                problems.append(f"{module} imports {other}: code that both need belongs into mechanisms")
             elif module in optimizers and other in optimizers:
-                said.append(f"{module} imports {other}, another optimizer")
+                problems.append(f"{module} imports {other}, another optimizer")
             elif is_shelf(module) and top(other) == "data" and not is_shelf(other):
-                said.append(f"{module} imports {other}, a DataModule above it")
-    said += [f"imports go round in a circle: {', '.join(circle)}" for circle in circles(edges)]
+                problems.append(f"{module} imports {other}, a DataModule above it")
+    problems += [f"imports form a circle: {', '.join(circle)}" for circle in circles(edges)]
     with_lightning = {module for module, others in found.items() if any(top(o) in LIGHTNING for o in others)}
     for module in trees:
-        if top(module) in PLAIN and (reached := with_lightning & ({module} | reachable(module, edges))):
-            said.append(f"{module} needs Lightning, by {', '.join(sorted(reached))}")
-    return said
+        reached = with_lightning & ({module} | reachable(module, edges))
+        if top(module) in PLAIN and reached:
+            problems.append(f"{module} needs Lightning, by {', '.join(sorted(reached))}")
+    return problems
 
 
 def module_of(path: Path, package: Path) -> str:
-    """``callbacks/ema.py`` -> ``callbacks.ema``; a folder's ``__init__`` bears the folder's name."""
+    """Return the dotted name of a file: ``callbacks/ema.py`` is ``callbacks.ema``, and an ``__init__`` has its folder's
+    name.
+    """
     parts = path.relative_to(package).with_suffix("").parts
     return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
 
@@ -83,7 +87,9 @@ def is_shelf(module: str) -> bool:
 
 
 def imported(tree: ast.AST, known: Collection[str] = (), public: Mapping[str, str] = {}) -> Iterator[str]:
-    """Modules that are imported anywhere in a file: those of the package by their path in it, others by their name."""
+    """Yield the modules that a file imports anywhere: modules of the package by their place in it, others by their
+    name.
+    """
     for name in named(tree):
         if name != NAME and not name.startswith(f"{NAME}."):
             yield name
@@ -96,7 +102,7 @@ def imported(tree: ast.AST, known: Collection[str] = (), public: Mapping[str, st
 
 
 def named(tree: ast.AST) -> Iterator[str]:
-    """What a file imports, by its full name; what only type checkers see does not count."""
+    """Yield the full names of a file's imports, without those that only type checkers see."""
     nodes = [tree]
     while nodes:
         node = nodes.pop()
@@ -116,7 +122,7 @@ def named(tree: ast.AST) -> Iterator[str]:
 
 
 def reachable(start: str, edges: dict[str, set[str]]) -> set[str]:
-    """What a module imports, and what that imports, ...; itself only if that comes back to it."""
+    """Return all modules that a module imports directly or indirectly; itself only if it is part of a circle."""
     found: set[str] = set()
     new = edges[start]
     while new:
@@ -126,7 +132,7 @@ def reachable(start: str, edges: dict[str, set[str]]) -> set[str]:
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """Sets of modules each of which imports all others, directly or not."""
+    """Return the sets of modules of which each imports all others, directly or indirectly."""
     reach = {module: reachable(module, edges) for module in edges}
     return [list(c) for c in {tuple(sorted(o for o in r if m in reach[o])) for m, r in reach.items() if m in r}]
 
@@ -136,7 +142,7 @@ def test_imports_only_point_down() -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "said"),
+    ("files", "message"),
     [
         ({"files/a.py": "from lit_efficient.models import b", "models/b.py": ""}, "files.a imports models.b, which"),
         ({"models/a.py": "def f():\n    import lit_efficient.tasks.b", "tasks/b.py": ""}, "models.a imports tasks.b"),
@@ -169,13 +175,13 @@ def test_imports_only_point_down() -> None:
         ({"helpers.py": ""}, "helpers has no layer"),
     ],
 )
-def test_what_points_elsewhere_is_found(tmp_path: Path, files: dict[str, str], said: str) -> None:
+def test_what_points_elsewhere_is_found(tmp_path: Path, files: dict[str, str], message: str) -> None:
     for name, source in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(source)
     public = {"EMA": "callbacks.ema", "Lion": "optimizers.lion", "AdamB": "optimizers.adam_b"}
     (found,) = violations(tmp_path, public)
-    assert said in found
+    assert message in found
 
 
 def test_what_points_down_or_is_for_type_checkers_is_not_found(tmp_path: Path) -> None:
@@ -192,7 +198,7 @@ def test_what_points_down_or_is_for_type_checkers_is_not_found(tmp_path: Path) -
 
 
 def by_hand(source: str) -> set[str]:
-    """What a file uses to read and write tensors without :mod:`lit_efficient.files`."""
+    """Return the functions with which a file reads or writes tensors without :mod:`lit_efficient.files`."""
     if not re.search(r"safetensors|torch.*\b(load|save)\b", source):
         return set()
     tree = ast.parse(source)
@@ -205,7 +211,9 @@ def by_hand(source: str) -> set[str]:
 
 
 def test_files_are_read_and_written_in_one_place() -> None:
-    """Elsewhere nobody would compare checksums: no ``torch.load``, no ``torch.save``, no safetensors by hand."""
+    """Check that only ``files/`` calls ``torch.load``, ``torch.save`` and safetensors, because it compares
+    checksums.
+    """
     files = [path for path in PACKAGE.rglob("*.py") if path.parent.name != "files"]
     assert {str(path): found for path in files if (found := by_hand(path.read_text("utf-8")))} == {}
     for source in ("torch.load(f)", "def f():\n    from torch import save", "from safetensors.torch import load_file"):
