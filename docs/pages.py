@@ -23,6 +23,7 @@ PARTS = {
     "data": "Data modules and their parts",
     "models": "Models",
     "losses": "Losses",
+    "distributed": "Several processes",
     "mechanisms": "What several techniques share",
 }
 _MENU = {

@@ -198,6 +198,19 @@ class BlockMap:
         key = ("forward", self._settings(module, inside=True), inner)
         return self._memory.once(key, lambda: read_forward(module, adding))
 
+    def once(self, question: str, module: nn.Module, ask: Callable[[nn.Module], T]) -> T:
+        """Return the answer to a question about a module's structure.
+
+        Modules of equal settings and equal formats of weights are asked once. The answer must not depend on the values
+        of weights.
+        """
+        settings = tuple(self._settings(part) for part in module.modules())
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        formats = tuple((name, tuple(t.shape), t.dtype, t.device, t.requires_grad, type(t)) for name, t in tensors)
+        return self._memory.once(
+            (question, self._settings(module, inside=True), settings, formats), lambda: ask(module)
+        )
+
     def _settings(self, module: nn.Module, inside: bool = False) -> Hashable:
         """Return a module's class and the values that its code may branch on; ``inside`` adds its parts' classes."""
         plain = (bool, int, float, str, tuple, NoneType)

@@ -1,6 +1,6 @@
-"""Which modules are feed-forward ones: linear layers that map each token by itself, to as many features as it had.
+"""Feed-forward modules of a network: linear layers that map each token by itself, to as many features as it had.
 
-Asked of the modules themselves: three tokens go through, one of them is changed, and the others must stay.
+A trial finds them: three tokens pass the module, one of them is changed, and the outputs of the others must stay.
 """
 
 import copy
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_fx import has_parts
-from lit_efficient.mechanisms.blocks.block_map import find_blocks, trained_blocks
+from lit_efficient.mechanisms.blocks.block_map import BlockMap, find_blocks, trained_blocks
 from lit_efficient.mechanisms.trials.memory import SavedTensors
 from lit_efficient.models.networks.expert_layers import is_linear, width_of
 from lit_efficient.models.probes.modes import evaluating, trying_out
@@ -20,16 +20,16 @@ from lit_efficient.surgery import endings, expert_stacks, match_modules, weights
 
 
 def find_feed_forwards(root: nn.Module, patterns: str | Sequence[str], *, who: str) -> list[tuple[str, nn.Module]]:
-    """The feed-forward modules of a network, in the order of its blocks.
+    """Return names and modules of a network's feed-forward modules, in the order of its blocks.
 
     Args:
-        root: Any module, with weights, or with those that wait to be read.
-        patterns: ``auto`` takes, in each block, the innermost modules of two linear layers or more that are such; or
-            regular expressions for the ends of dotted names.
+        root: Any module, with weights, or with weights that are read later.
+        patterns: ``auto`` takes, in each block, the innermost such modules with at least two linear layers; or regular
+            expressions for the ends of dotted names.
         who: Name of the technique that asks, for the error.
 
     Raises:
-        ConfigurationError: If there is none, or one that is named is none; the message says why.
+        ConfigurationError: If there is none, or a named module is none; the message gives the reason.
     """
     if any(p.device.type == "meta" for p in root.parameters()) and not weights_wait(root):
         raise ConfigurationError(f"{who}: weights are on the meta device: give the network its weights first")
@@ -37,17 +37,21 @@ def find_feed_forwards(root: nn.Module, patterns: str | Sequence[str], *, who: s
         wanted = [patterns] if isinstance(patterns, str) else list(patterns)
         found = match_modules(root, wanted, who=f"{who}: layers")
         for name, module in found:
-            if (why := why_no_feed_forward(module)) is not None:
+            why = why_no_feed_forward(module)
+            if why is not None:
                 raise ConfigurationError(f"{who}: {name!r} is no feed-forward module: {why}")
         return found
-    found, reasons = [], {}
+    block_map = BlockMap(root)
+    found = []
+    reasons: dict[str, str] = {}
     for name, block in trained_blocks(find_blocks(root, who=who, example="layers=['mlp']")):
         inside: list[tuple[str, nn.Module]] = []
         for key, part in reversed(list(block.named_modules(prefix=name))[1:]):
             every = sum(isinstance(layer, nn.Linear) or is_linear(layer) for layer in part.modules())
             if any(inner.startswith(f"{key}.") for inner, _ in inside) or every < 2:
                 continue
-            if (why := why_no_feed_forward(part)) is None:
+            why = block_map.once("feed-forward", part, why_no_feed_forward)
+            if why is None:
                 inside.append((key, part))
             else:
                 reasons[key] = why
@@ -64,7 +68,7 @@ def find_feed_forwards(root: nn.Module, patterns: str | Sequence[str], *, who: s
 
 
 def why_no_feed_forward(module: nn.Module) -> str | None:
-    """Why experts cannot take a module's place, or ``None``."""
+    """Return why experts cannot replace a module, or ``None``."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return "it is a list of modules"
     linears = _linears(module)
@@ -76,35 +80,41 @@ def why_no_feed_forward(module: nn.Module) -> str | None:
     if any(id(p) not in of_linears for p in module.parameters()):
         return "it has weights beside those of its linear layers"
     try:
-        width, like = width_of(module), next(module.parameters())
+        width = width_of(module)
+        moved = None
         empty = any(p.is_meta for p in module.parameters())
-        moved = None if empty else _maps_alone(module, width, like)
-        if moved is None:  # a last layer that starts at zero hides what the others do
+        if not empty:
+            moved = _maps_alone(module, width, next(module.parameters()))
+        if moved is None:  # without weights, or with a last layer of zeros, a copy with random weights is run
             twin = copy.deepcopy(module)
-            twin = twin.to_empty(device="cpu") if empty else twin
+            if empty:
+                twin = twin.to_empty(device="cpu")
             with torch.no_grad():
                 for p in twin.parameters():
                     p.copy_(_drawn(p.shape).to(p) / p.shape[-1] ** 0.5)
             moved = _maps_alone(twin, width, next(twin.parameters()))
-    except Exception as error:  # code of anybody, given what it may not take
+    except Exception as error:  # user code may raise anything for arguments that do not fit
         return f"it takes more than tokens [B, T, D] ({type(error).__name__})"
-    return None if moved else "it mixes tokens, or changes their shape"
+    if not moved:
+        return "it mixes tokens, or changes their shape"
+    return None
 
 
 def find_tokenwise(root: nn.Module, patterns: str | Sequence[str], *, who: str) -> list[tuple[str, nn.Module, int]]:
-    """The modules that map tokens one by one and keep much for the backward pass: name, module, bytes a token.
+    """Return the modules that map tokens one by one and keep tensors for the backward pass: name, module, bytes per
+    token.
 
-    Unlike feed-forward modules that experts may replace they can hold any layers, quantised ones and adapters. Of
-    modules in modules the outer ones count; a layer of experts does not, as its losses are of all tokens of a call,
-    but each of its experts may. On the meta device shapes alone are asked.
+    Unlike feed-forward modules that experts may replace, they can contain any layers, quantised layers and adapters. Of
+    nested modules the outer ones count. A mixture of experts is none, because its losses depend on all tokens of a
+    call, but each of its experts may be one. On the meta device only shapes are compared.
 
     Args:
         root: Any module.
-        patterns: ``auto`` looks in the repeated blocks; or regular expressions for the ends of dotted names.
+        patterns: ``auto`` searches the repeated blocks; or regular expressions for the ends of dotted names.
         who: Name of the technique that asks, for the error.
 
     Raises:
-        ConfigurationError: If there is none, or one that is named is none.
+        ConfigurationError: If there is none, or a named module is none.
     """
     if patterns != "auto":
         wanted = [patterns] if isinstance(patterns, str) else list(patterns)
@@ -115,10 +125,14 @@ def find_tokenwise(root: nn.Module, patterns: str | Sequence[str], *, who: str) 
                     f"{who}: layers: {name!r} does not map each token by itself, or keeps nothing beside its input"
                 )
         return named
+    block_map = BlockMap(root)
     found: list[tuple[str, nn.Module, int]] = []
     for name, block in find_blocks(root, who=who, example="layers=['mlp']"):
         for key, part in list(block.named_modules(prefix=name))[1:]:
-            if not any(key.startswith(f"{outer}.") for outer, _, _ in found) and (kept := _kept_by_token(part)):
+            if any(key.startswith(f"{outer}.") for outer, _, _ in found):
+                continue
+            kept = block_map.once("kept by a token", part, _kept_by_token)
+            if kept:
                 found.append((key, part, kept))
     if not found:
         raise ConfigurationError(
@@ -129,7 +143,9 @@ def find_tokenwise(root: nn.Module, patterns: str | Sequence[str], *, who: str) 
 
 
 def _kept_by_token(part: nn.Module) -> int:
-    """Bytes of a token that a module keeps beside its input, or 0 where it mixes tokens or keeps no more than that."""
+    """Return the bytes per token that a module keeps besides its input, or 0 if it mixes tokens or keeps no more than
+    the input.
+    """
     width = width_of(part)
     if not width or isinstance(part, nn.ModuleList | nn.ModuleDict) or _has_experts(part):
         return 0
@@ -139,12 +155,15 @@ def _kept_by_token(part: nn.Module) -> int:
     try:
         with SavedTensors([*weights, x]) as saved, trying_out(x.device):
             out = part(x)
-        alone = part(x.flatten(0, 1)).shape == (6, width) if x.is_meta else _maps_alone(part, width, like)
-    except Exception:  # code of anybody, given what it may not take
+        if x.is_meta:
+            alone: bool | None = part(x.flatten(0, 1)).shape == (6, width)
+        else:
+            alone = _maps_alone(part, width, like)
+    except Exception:  # user code may raise anything for arguments that do not fit
         return 0
-    if not isinstance(out, Tensor) or out.shape != x.shape or alone is False:
+    if not isinstance(out, Tensor) or out.shape != x.shape or alone is False or saved.bytes < x.nbytes:
         return 0
-    return saved.bytes // 6 if saved.bytes >= x.nbytes else 0
+    return saved.bytes // 6
 
 
 def _has_experts(module: nn.Module) -> bool:
@@ -154,7 +173,7 @@ def _has_experts(module: nn.Module) -> bool:
 
 
 def _maps_alone(module: nn.Module, width: int, like: Tensor) -> bool | None:
-    """Whether a token changes its own output alone; ``None`` if not even that."""
+    """Return whether a token changes its own output only, or ``None`` if it changes no output."""
     x = _drawn((2, 3, width)).to(like)
     other = x.clone()
     other[:, 0] += 1

@@ -1,7 +1,7 @@
-"""Residual blocks from outside: which of their arguments their outputs continue, and which blocks cannot be skipped.
+"""Residual streams of blocks: the arguments that a block's outputs continue, and blocks that cannot be skipped.
 
-A block that is skipped must return what it was given, in the form in which it would have returned it. For most blocks
-that is the first argument; a block of two streams (image and text, say) returns a tuple, in an order of its own.
+A block that is skipped must return its input, in the form of its output. For most blocks that is the first argument. A
+block of two streams, such as image and text, returns a tuple, in an order of its own.
 """
 
 import ast
@@ -24,15 +24,17 @@ from lit_efficient.surgery import is_sharded, weightless
 
 @dataclass(frozen=True)
 class Streams:
-    """Where each element of a block's output comes from."""
+    """Correspondence between the outputs of a block and its arguments."""
 
-    # for each element the position and the name of the argument that it continues, ``None`` for a ``None``
+    # For each element of the output: position and name of the argument that it continues, or ``None`` for a ``None``.
     sources: tuple[tuple[int, str] | None, ...]
     bare: bool  # whether the block returns one tensor instead of a tuple
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Tensor, ...], list[Any], dict]:
-        """The streams of a call, and its arguments without them."""
-        rest, named, streams = list(args), dict(kwargs), []
+        """Return the streams of a call, and its arguments with ``None`` in their places."""
+        rest = list(args)
+        named = dict(kwargs)
+        streams = []
         for position, name in self._places():
             if position < len(rest):
                 streams.append(rest[position])
@@ -45,8 +47,9 @@ class Streams:
     def put(
         self, streams: tuple[Tensor, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments of a call with the streams in their places."""
-        rest, named = list(args), dict(kwargs)
+        """Return the arguments of a call with the streams in their places."""
+        rest = list(args)
+        named = dict(kwargs)
         for (position, name), stream in zip(self._places(), streams, strict=True):
             if position < len(rest):
                 rest[position] = stream
@@ -55,14 +58,18 @@ class Streams:
         return rest, named
 
     def unpack(self, output: Any) -> tuple[Tensor, ...]:
-        """The streams in a block's output."""
+        """Return the streams in a block's output.
+
+        Raises:
+            ConfigurationError: If the output has another form than in the probed call.
+        """
         elements = (output,) if isinstance(output, Tensor) else output
         if self.bare != isinstance(output, Tensor) or len(elements) != len(self.sources):
             raise ConfigurationError(f"a block returned {_form(output)} where it returned another form before")
         return tuple(element for element, source in zip(elements, self.sources, strict=True) if source is not None)
 
     def pack(self, streams: tuple[Tensor, ...]) -> Any:
-        """The output that holds the streams."""
+        """Return an output that consists of the streams."""
         if self.bare:
             return streams[0]
         remaining = iter(streams)
@@ -73,9 +80,10 @@ class Streams:
 
 
 def known_streams(block_map: BlockMap, block: nn.Module) -> Streams | None:
-    """The streams of a block whose code adds to its first argument and returns the sum, or ``None``: a call shows them.
+    """Return the streams of a block whose code adds to its first argument and returns the sum, or ``None``.
 
-    So must one of a block with a stride: the sum may be smaller than the argument.
+    ``None`` means that a call must show them. That includes blocks with a stride, whose sum may be smaller than the
+    argument.
     """
     strides: list[Any] = [getattr(part, "stride", 1) for part in block.modules()]
     if any(max(stride) > 1 if isinstance(stride, tuple) else stride != 1 for stride in strides):
@@ -87,10 +95,10 @@ def known_streams(block_map: BlockMap, block: nn.Module) -> Streams | None:
 
 
 def find_streams(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Streams:
-    """The streams of a block, from one call of its ``forward``.
+    """Return the streams of a block, from one call of its ``forward``.
 
-    One tensor continues the first tensor of the arguments. Of several, each continues the argument of the same name in
-    the ``return`` statement, or else the only argument of its shape.
+    A single tensor continues the first tensor of the arguments. Of several, each continues the argument of the same
+    name in the ``return`` statement, or else the only argument of its shape.
 
     Raises:
         ConfigurationError: If a tensor of the output continues no argument.
@@ -102,14 +110,20 @@ def find_streams(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     bound = inspect.signature(forward).bind(*args, **kwargs).arguments
     given = {name: value for name, value in bound.items() if isinstance(value, Tensor)}
     several = sum(element is not None for element in elements) > 1
-    returned = _returned_names(forward, len(elements)) if several else [""] * len(elements)
+    returned = [""] * len(elements)
+    if several:
+        returned = _returned_names(forward, len(elements))
     sources: list[tuple[int, str] | None] = []
     for element, name in zip(elements, returned, strict=True):
         if element is None:
             sources.append(None)
             continue
         fits = [key for key, value in given.items() if value.shape == element.shape]
-        source = name if name in fits else fits[0] if fits and (not several or len(fits) == 1) else None
+        source = None
+        if name in fits:
+            source = name
+        elif fits and (not several or len(fits) == 1):
+            source = fits[0]
         if source is None or (not several and source != next(iter(given))):
             shapes = ", ".join(f"{key} {list(value.shape)}" for key, value in given.items())
             raise ConfigurationError(
@@ -121,14 +135,16 @@ def find_streams(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 
 def _returned_names(forward: Callable[..., Any], count: int) -> list[str]:
-    """Names in the last ``return a, b`` of a function; empty ones if its source does not say."""
+    """Return the names in the last ``return a, b`` of a function, or empty names if its source does not show them."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, SyntaxError, TypeError):
         return [""] * count
     returns = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
     tuples = [value.elts for value in returns if isinstance(value, ast.Tuple) and len(value.elts) == count]
-    return [getattr(element, "id", "") for element in tuples[-1]] if tuples else [""] * count
+    if not tuples:
+        return [""] * count
+    return [getattr(element, "id", "") for element in tuples[-1]]
 
 
 def _form(output: Any) -> str:
@@ -143,7 +159,11 @@ def _form(output: Any) -> str:
 def probe_streams(
     block: nn.Module, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Streams:
-    """The streams of a block, from a call that leaves no trace: no gradient, no buffer, no random number is changed."""
+    """Return the streams of a block, from a call that changes no gradient, buffer or random state.
+
+    Raises:
+        ConfigurationError: As in :func:`find_streams`.
+    """
     kept = {key: buffer.clone() for key, buffer in block.named_buffers()}
     devices = {value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.is_cuda}
     with torch.no_grad(), torch.random.fork_rng(devices):
@@ -157,10 +177,11 @@ def probe_streams(
 
 
 def without_cache(arguments: Any) -> Any:
-    """A call's arguments without the cache of keys and values, which a block run in part would fill in part.
+    """Return a call's arguments without the cache of keys and values, which a block that runs on part of a batch would
+    fill in part.
 
     Raises:
-        ConfigurationError: If the cache holds something already, so that leaving it out would change the result.
+        ConfigurationError: If the cache is not empty, so that leaving it out would change the result.
     """
     if isinstance(arguments, dict):
         kept = {name: _no_cache(value) for name, value in arguments.items()}
@@ -179,21 +200,25 @@ def _no_cache(value: Any) -> Any:
 
 
 def why_not_residual(block_map: BlockMap, block: nn.Module) -> str | None:
-    """Why a block cannot be skipped, or ``None``: what it returns is not its input plus something, or of another shape.
+    """Return why a block cannot be skipped, or ``None``.
 
-    A block that needs more than one argument shows its shape in its first call only.
+    A block must return its input plus a term, in the same shape. The shape of a block with more than one required
+    argument is known only after its first call.
     """
     if not block_map.forward(block).adds and adds_to_input(block, whole=True) is False:
         return "it changes its input before it adds to it, or adds nothing"
-    return "it changes the shape" if _changes_shape(block) else None
+    if block_map.once("changes the shape", block, _changes_shape):
+        return "it changes the shape"
+    return None
 
 
 class _Adding(TorchFunctionMode):
-    """Notes that a tensor cannot be added to the input: they differ in size."""
+    """Mode that records whether an addition to the input fails because of its size."""
 
     def __init__(self, x: Tensor) -> None:
         super().__init__()
-        self.x, self.misfits = x, False
+        self.x = x
+        self.misfits = False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
@@ -204,7 +229,9 @@ class _Adding(TorchFunctionMode):
 
 
 def _changes_shape(block: nn.Module) -> bool:
-    """Whether a copy without numbers says so, which is given images, tokens and rows as wide as its first layer."""
+    """Return whether a copy of the block on meta changes the shape of images, tokens or rows as wide as its first
+    layer.
+    """
     parameters = list(inspect.signature(block.forward).parameters.values())
     needed = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if len(needed) != 1 or any(map(is_sharded, block.parameters())):
@@ -220,7 +247,7 @@ def _changes_shape(block: nn.Module) -> bool:
             with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("meta"), adding:
                 output = twin(x)
             return isinstance(output, Tensor) and output.shape != shape
-        except Exception:  # code of anybody, given what it may not take
+        except Exception:  # the block may not support this shape
             if adding.misfits:
                 return True
     return False

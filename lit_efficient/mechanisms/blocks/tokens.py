@@ -1,10 +1,11 @@
-"""A part of a block's tokens: which of its arguments go with them, found by asking the block, and how they are cut.
+"""Blocks on part of their tokens: a trial finds the arguments that belong to tokens, which are then cut alike.
 
     block(x[p], a[p], c) = block(x, a, c)[p]  for a permutation p of the tokens
 
-Rotary positions and masks have an axis of tokens, conditions have none, and one of text may have as many entries as
-there are tokens. So the block is asked, once for each set of shapes, on random inputs with random weights (many begin
-as zeros, which show nothing): what must be permuted with the tokens, so that its output is permuted, goes with them.
+Rotary positions and masks have an axis of tokens, conditions have none, and an argument for text may happen to have as
+many entries as there are tokens. The block is therefore run once for each set of shapes, on random inputs with random
+weights (many weights are zero at first, and would show nothing). An argument belongs to tokens if permuting it with the
+tokens permutes the output.
 """
 
 import itertools
@@ -24,29 +25,29 @@ from lit_efficient.mechanisms.blocks.residual import Streams, find_streams
 from lit_efficient.models.probes.modes import evaluating
 from lit_efficient.surgery import moved, own_draws, unmixed
 
-_TOLERANCE = 1e-2  # of what the block adds; what does not go with the tokens misses by about all of it
+_TOLERANCE = 1e-2  # relative to the residual; a wrong choice of arguments is wrong by about all of it
 _TRIALS = 512
 
 
 def gather_tokens(x: Tensor, kept: Tensor) -> Tensor:
-    """The tokens [B, n, D] of [B, N, D] at the indices ``kept`` [B, n]."""
+    """Return the tokens [B, n, D] of ``x`` [B, N, D] at the indices ``kept`` [B, n]."""
     return x.gather(1, kept[..., None].expand(-1, -1, x.shape[-1]))
 
 
 def scatter_tokens(x: Tensor, kept: Tensor, tokens: Tensor) -> Tensor:
-    """``x`` [B, N, D] with ``tokens`` [B, n, D] in the places ``kept`` [B, n]."""
+    """Return ``x`` [B, N, D] with ``tokens`` [B, n, D] at the indices ``kept`` [B, n]."""
     return x.to(tokens.dtype).scatter(1, kept[..., None].expand(-1, -1, x.shape[-1]), tokens)
 
 
 @dataclass(frozen=True)
 class Follower:
-    """An argument with one entry, or several, a token.
+    """Argument with one or more entries per token.
 
     Args:
-        leaf: Its number among the tensors and other leaves of a call.
+        leaf: Its index among the leaves of a call's arguments.
         dims: Its axes of tokens.
-        offset: Entries before those of the tokens, as of text.
-        rows: Whether its first axis is the batch's.
+        offset: Number of entries before those of the tokens, such as those of text.
+        rows: Whether its first axis is the batch.
     """
 
     leaf: int
@@ -55,7 +56,9 @@ class Follower:
     rows: bool
 
     def cut(self, value: Tensor, tokens: int, kept: Tensor) -> Tensor:
-        """The entries of the tokens ``kept`` [B, n] of ``tokens``, with those that belong to none."""
+        """Return the entries of the tokens ``kept`` [B, n] out of ``tokens``, with the entries that belong to no
+        token.
+        """
         for dim in self.dims:
             end = self.offset + tokens
             inside = value.narrow(dim, self.offset, tokens)
@@ -75,12 +78,12 @@ class Follower:
 
 @dataclass(frozen=True)
 class TokenAxes:
-    """How a block is called on a part of its tokens.
+    """Arguments of a block that must be cut to run it on part of its tokens.
 
     Args:
-        streams: Which of its arguments its outputs continue.
-        place: The number of that of the tokens among them.
-        followers: Which other arguments go with the tokens.
+        streams: Arguments that its outputs continue.
+        place: Index of the tokens among the streams.
+        followers: Other arguments that belong to tokens.
     """
 
     streams: Streams
@@ -89,23 +92,25 @@ class TokenAxes:
 
     @property
     def shared(self) -> bool:
-        """Whether all rows of a batch must keep the same tokens, since they share an argument that goes with them."""
+        """Return whether all rows of a batch must keep the same tokens, because they share an argument that belongs to
+        tokens.
+        """
         return not all(follower.rows for follower in self.followers)
 
     def put(self, values: Sequence[Tensor], tokens: Tensor) -> tuple[Tensor, ...]:
-        """Streams with others tokens."""
+        """Return the streams with other tokens."""
         return self.together(tokens, self.others(values))
 
     def others(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The streams beside the tokens."""
+        """Return the streams besides the tokens."""
         return (*values[: self.place], *values[self.place + 1 :])
 
     def together(self, tokens: Tensor, others: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Both as streams."""
+        """Return tokens and other streams in their order."""
         return (*others[: self.place], tokens, *others[self.place :])
 
     def cut(self, arguments: Any, tokens: int, kept: Tensor) -> Any:
-        """Arguments and keyword arguments without their streams, of the tokens ``kept``."""
+        """Return arguments and keyword arguments, without streams, cut to the tokens ``kept``."""
         return _cut(arguments, self.followers, tokens, kept)
 
 
@@ -123,18 +128,18 @@ def _cut(arguments: Any, followers: Sequence[Follower], tokens: int, kept: Tenso
 def find_axes(
     block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], what: str
 ) -> TokenAxes:
-    """Ask a block which of its arguments go with its tokens.
+    """Find the arguments of a block that belong to its tokens.
 
     Args:
         block: Holds the weights.
-        forward: What is called; its own forward, without what is mixed in.
-        args: Of a call; their values count for nothing but those of integers.
-        kwargs: The same.
-        what: The block's name, for the errors.
+        forward: The function to call: the block's own forward, without mix-ins.
+        args: Arguments of a call. Only integers matter by their value.
+        kwargs: Keyword arguments of the call.
+        what: Name of the block, for the errors.
 
     Raises:
-        ConfigurationError: If its stream is not tokens [B, N, D], or its output not permuted with them, whatever else
-            is.
+        ConfigurationError: If the stream is not tokens [B, N, D], or no choice of arguments permutes the output with
+            them.
     """
     probe = _Probe(block, forward)
     with own_draws(0), torch.no_grad(), evaluating(block):
@@ -179,7 +184,7 @@ def _followers(leaf: int, value: Any, x: Tensor, beside: int) -> list[Follower]:
 
 
 class _Probe:
-    """A block with random weights, which stay its own."""
+    """A block with random weights, which are used in its calls only."""
 
     def __init__(self, block: nn.Module, forward: Callable[..., Any]) -> None:
         self.forward = forward
@@ -198,7 +203,7 @@ class _Probe:
             return functional_call(self.caller, self.weights, tuple(args), kwargs)
 
     def random(self, arguments: Any) -> Any:
-        """Other values: real ones may be alike for all tokens."""
+        """Return arguments with random values, because real ones may be equal for all tokens."""
 
         def draw(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -212,7 +217,9 @@ class _Probe:
     def agrees(
         self, axes: TokenAxes, values: tuple[Tensor, ...], rest: Any, named: Any, output: tuple[Tensor, ...]
     ) -> bool:
-        """Whether all else is as before, and the tokens are permuted, where what goes with them is."""
+        """Return whether a permutation of the tokens and their followers permutes the output, and leaves other streams
+        unchanged.
+        """
         x = values[axes.place]
         batch, tokens = x.shape[:2]
         orders = [_disorder(tokens) for _ in range(1 if axes.shared else batch)]
