@@ -471,10 +471,11 @@ _COLUMNS = ["Training", "Technique", "Until equal", "Steps", "CPU seconds", "p o
 _PLACE = "`benchmarks/gpu.sh` runs on a GPU"  # of docs/measured.md, in front of which the table stands
 _SECTION = f"""## Steps to an equal loss
 
-A diffusion transformer on digits and on pixels of photographs, and a GPT on Python code, all small: what each technique
-needs beside AdamW with a cosine until the worse of both ends. Ratios over {len(SEEDS)} seeds, with Student's intervals;
-below 1 is less. Both sides' rates are tuned over the same {len(RATES)} values, and p is Holm's over the whole table.
-Arms of the benchmark that are not in the table have not been run; seconds were taken beside other work on the machine.
+Three small trainings: a diffusion transformer on digits and on pixels of photographs, and a GPT on Python code. The
+ratios compare each technique with AdamW under a cosine schedule, until both reach the worse of their final losses;
+below 1 is less. They are means over {len(SEEDS)} seeds with Student's confidence intervals. Learning rates of both sides
+are tuned over the same {len(RATES)} values, and p is corrected over the whole table (Holm). Arms of the benchmark that
+are not in the table were not run. Seconds were measured on a busy machine.
 
 <!-- figures: quality -->
 <!-- /figures -->

@@ -1,8 +1,8 @@
-"""Build the documentation, without a network: ``python docs/build.py``, then open ``build/docs/html/index.html``.
+"""Build the documentation without a network: ``python docs/build.py``, then open ``build/docs/html/index.html``.
 
-The pages are the files of this folder, the repository's own documents, and what is made here from the code: a page a
-technique, the matrix, the configs and the reference. Links lead from file to file in the repository, and from page to
-page in the site. Needs ``pip install -e '.[docs]'``. A warning is an error.
+The pages are the files of this folder, the repository's documents, and pages made from the code: one per technique, the
+conflicts, the configs and the reference. Links between files of the repository become links between pages. Needs ``pip
+install -e '.[docs]'``. Warnings are errors.
 """
 
 import posixpath
@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 import pages  # noqa: E402 (after the path is set)
 
-# Documents of the repository, and the page that each is.
+# Documents of the repository and their pages.
 DOCUMENTS = {
     "README.md": "overview.md",
     "AGENTS.md": "agents.md",
@@ -32,14 +32,14 @@ LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".json": "json", "
 
 
 def texts() -> dict[str, tuple[str, str]]:
-    """Every page by its name: the file of the repository that its links start from, and its text."""
+    """Return for each page the file that its links are relative to, and its text."""
     found = {path.name: (f"docs/{path.name}", path.read_text("utf-8")) for path in sorted((ROOT / "docs").glob("*.md"))}
     found |= {page: (name, (ROOT / name).read_text("utf-8")) for name, page in DOCUMENTS.items()}
     return found | {page: ("", text) for page, text in pages.made().items()}
 
 
 def page_of(path: str, known: dict[str, str]) -> str:
-    """The page, with its anchor, that shows a file or folder of the repository; a file with none gets one."""
+    """Return the page, with its anchor, of a file or folder of the repository; other files get a page of their own."""
     if path in known or path == "examples":
         return known.get(path, "examples.md")
     if path.startswith("configs/"):
@@ -51,11 +51,11 @@ def page_of(path: str, known: dict[str, str]) -> str:
         return path.removeprefix("docs/")
     if (ROOT / path).is_file():
         return f"files/{path}.md"
-    raise SystemExit(f"docs: a page links to {path!r}, which is no file of the repository")
+    raise SystemExit(f"docs: a page links to {path!r}, which is not a file of the repository")
 
 
 def relinked(page: str, source: str, text: str, target: Callable[[str], str]) -> str:
-    """The text of a page, in which links to files are links to their pages."""
+    """Return the text of a page with links to files replaced by links to their pages."""
 
     def link(found: re.Match[str]) -> str:
         words, path, anchor = found.groups(default="")
@@ -71,7 +71,7 @@ def relinked(page: str, source: str, text: str, target: Callable[[str], str]) ->
 
 
 def assembled() -> Iterator[tuple[str, str]]:
-    """Yield each page with its text; files that pages link to come last, each as a page."""
+    """Yield each page with its text; pages for linked files come last."""
     written = texts()
     known = {source: page for page, (source, _) in written.items() if source} | pages.technique_pages()
     linked: dict[str, str] = {}
@@ -90,11 +90,11 @@ def assembled() -> Iterator[tuple[str, str]]:
 
 
 def main() -> int:
-    """Write the pages below ``build/docs`` and let sphinx make the site of them."""
+    """Write the pages to ``build/docs`` and build the site with Sphinx."""
     source, site = ROOT / "build" / "docs" / "source", ROOT / "build" / "docs" / "html"
     if not find_spec("sphinx"):
         raise SystemExit("docs: sphinx is missing: pip install -c constraints.txt -e '.[docs]'")
-    shutil.rmtree(source.parent, ignore_errors=True)  # or pages that are gone would stay
+    shutil.rmtree(source.parent, ignore_errors=True)  # removes pages that no longer exist
     for page, text in assembled():
         (source / page).parent.mkdir(parents=True, exist_ok=True)
         (source / page).write_text(text, encoding="utf-8")
@@ -102,7 +102,7 @@ def main() -> int:
         shutil.copy(path, source)
     shutil.copytree(ROOT / "docs" / "static", source / "static")
     command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet"]
-    done = subprocess.run([*command, str(source), str(site)], cwd=ROOT, check=False)  # noqa: S603 (no shell, and words of our own)
+    done = subprocess.run([*command, str(source), str(site)], cwd=ROOT, check=False)  # noqa: S603 (no shell, fixed words)
     if done.returncode == 0:
         print(f"{site / 'index.html'}")
     return done.returncode

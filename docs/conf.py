@@ -1,4 +1,4 @@
-"""How sphinx reads the pages that build.py puts together."""
+"""Sphinx configuration for the pages that build.py writes."""
 
 import tomllib
 from collections.abc import Iterator
@@ -24,10 +24,10 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_theme_options = {"source_repository": _REPOSITORY} if _REPOSITORY else {}
 
-highlight_language = "none"  # of formulas; code in a document says what it is
+highlight_language = "none"  # for formulas; code blocks name their language
 default_role = "py:obj"  # `Name` in a docstring
 myst_heading_anchors = 4
-suppress_warnings = ["myst.header"]  # CHANGELOG.md and README.md begin with the level that suits them alone
+suppress_warnings = ["myst.header"]  # levels of headings suit the documents as files, not as pages
 
 autodoc_inherit_docstrings = False  # hooks that override need no docstring, and get nobody else's
 autodoc_typehints_format = "short"

@@ -1,4 +1,4 @@
-"""The pages that are made from the code: a page a technique, the matrix, the configs and the reference."""
+"""Pages made from the code: one per technique, the conflicts, the configs and the reference."""
 
 import ast
 import itertools
@@ -14,17 +14,17 @@ from lit_efficient.commands.card import card_text, excluded, overlay_of, related
 from lit_efficient.commands.card_python import python_lines
 from lit_efficient.files import configs
 
-# The reference by the first part of a module's name; what is listed nowhere else comes under the contract.
+# Titles of the reference by the first part of a module's name. Other modules belong to the contract.
 PARTS = {
-    "contract": "The contract: what a technique is",
-    "callbacks": "Callbacks that are no techniques",
+    "contract": "The contract of techniques",
+    "callbacks": "Other callbacks",
     "optimizers": "Optimizers and schedules",
     "tasks": "Tasks",
     "data": "Data modules and their parts",
     "models": "Models",
     "losses": "Losses",
     "distributed": "Several processes",
-    "mechanisms": "What several techniques share",
+    "mechanisms": "Mechanisms of several techniques",
 }
 _MENU = {
     "Start": ["index.md", "overview.md", "techniques.md", "matrix.md", "symptoms.md"],
@@ -40,14 +40,14 @@ _MENU = {
         "wandb.md",
         "migrating.md",
     ],
-    "What is known": ["measured.md", "negative_results.md", "pretrained.md"],
+    "Results": ["measured.md", "negative_results.md", "pretrained.md"],
     "Reference": ["configs/*", "reference/*"],
     "The project": ["contributing.md", "agents.md", "changelog.md", "security.md"],
 }
 
 
 def made() -> dict[str, str]:
-    """Every page by its name. Links in them start at the repository's root."""
+    """Return every page by its name. Links are relative to the repository's root."""
     cards = read_cards()
     pages = {f"techniques/{card.name}.md": technique(card, cards) for card in cards if card.is_technique}
     pages["matrix.md"] = "\n".join(matrix_lines(cards))
@@ -58,12 +58,12 @@ def made() -> dict[str, str]:
 
 
 def technique_pages() -> dict[str, str]:
-    """The page of each technique's file."""
+    """Return the page of each technique's file."""
     return {_file(card.module): f"techniques/{card.name}.md" for card in read_cards() if card.is_technique}
 
 
 def menu(page: str) -> str:
-    """What the site adds below a page: its table of contents, which does not show."""
+    """Return the hidden table of contents that the site adds below a page."""
     if page == "techniques.md":
         return _tree("", ["techniques/*"])
     return "".join(_tree(title, names) for title, names in _MENU.items()) if page == "index.md" else ""
@@ -76,9 +76,9 @@ def _tree(title: str, names: list[str]) -> str:
 
 
 def example_lines() -> Iterator[str]:
-    """Yield the page of the examples: each script with the first sentence of its docstring."""
+    """Yield the lines of the examples' page: each script with the first paragraph of its docstring."""
     folder = Path(__file__).resolve().parents[1] / "examples"
-    yield from ("# Examples", "", "Scripts that run as they are, offline; the tests run them.", "")
+    yield from ("# Examples", "", "Scripts that run offline without changes; the tests run them.", "")
     for path in sorted(folder.glob("*.py")):
         text = " ".join((ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").split("\n\n")[0].split())
         yield f"- [{path.name}](examples/{path.name}): {text}"
@@ -87,12 +87,12 @@ def example_lines() -> Iterator[str]:
 
 
 def anchor(folder: str, stem: str) -> str:
-    """Where a config stands on its folder's page."""
+    """Return the anchor of a config on its folder's page."""
     return f"config-{folder}-{stem}".replace("_", "-")
 
 
 def technique(card: Card, cards: list[Card]) -> str:
-    """The page of a technique: docstring, card, figures, conflicts, related ones, reference."""
+    """Return the page of a technique: docstring, card, measurements, conflicts, related techniques, reference."""
     facts = {"Slot in YAML": f"`{card.slot}`", "Phase": card.facts.get("phase") and f"`{card.facts['phase']}`"}
     facts |= {label.capitalize(): card.facts.get(label, "") for label in ("saves", "costs", "source")}
     facts |= {title.capitalize(): card.facts.get(key, "").partition(". ")[2] for key, title in PURPOSES.items()}
@@ -106,9 +106,9 @@ def technique(card: Card, cards: list[Card]) -> str:
     if python := python_lines(card):
         lines += ["", "In Python:", "", *_fenced("python", "\n".join(python))]
     if found := measured(card.name):
-        lines += ["", "## Measured", "", *found, "On a CPU: [what was measured, and how](docs/measured.md)."]
+        lines += ["", "## Measured", "", *found, "Measured on a CPU: [all results](docs/measured.md)."]
     if refused := excluded(card, pairs(cards)):
-        lines += ["", "## Not together with", "", "| What | Why, and the way out |", "| --- | --- |"]
+        lines += ["", "## Conflicts", "", "| With | Reason and solution |", "| --- | --- |"]
         lines += [f"| {_linked(other, cards)} | {_cell(why)} |" for other, why in refused.items()]
     if others := related(card, [one for one in cards if one.is_technique]):
         lines += ["", "## Related", "", ", ".join(_linked(other, cards) for other in others)]
@@ -117,7 +117,7 @@ def technique(card: Card, cards: list[Card]) -> str:
 
 
 def measured(name: str) -> list[str]:
-    """The rows of the measured tables that are about a technique."""
+    """Return the rows of the measured tables about a technique."""
     records = [one for one in figures.RECORDS.values() if one.get("technique") == name and "cells" in one]
     rows = [figures.SOURCE["tables"][records[0]["table"]], ["---"] * 3] if records else []
     rows += [[figures.filled(record, cell) for cell in record["cells"]] for record in records]
@@ -125,27 +125,27 @@ def measured(name: str) -> list[str]:
 
 
 def matrix_lines(cards: list[Card]) -> Iterator[str]:
-    """Yield the page of what excludes what."""
+    """Yield the lines of the page of conflicts."""
     techniques = [card for card in cards if card.is_technique]
     known = pairs(techniques)
     yield from (
-        "# What excludes what",
+        "# Conflicts",
         "",
-        "As `python -m lit_efficient techniques --matrix` prints it; `--csv` makes a",
+        "The output of `python -m lit_efficient techniques --matrix`; `--csv` prints a",
     )
-    yield from ("table of all pairs. What is not listed goes together, in any order: a test runs each pair.", "")
-    yield from ("| Technique | Not with | Why, and the way out |", "| --- | --- | --- |")
+    yield from ("table of all pairs. Pairs that are not listed work together in any order; a test runs each pair.", "")
+    yield from ("| Technique | Not with | Reason and solution |", "| --- | --- | --- |")
     for card in techniques:
         for other, why in excluded(card, {pair: text for pair, text in known.items() if pair[0] == card.name}).items():
             yield f"| {_linked(card.name, cards)} | {_linked(other, cards)} | {_cell(why)} |"
     free = [card.name for card in techniques if not any(card.name in pair for pair in known)]
-    yield from ("", f"Nothing excludes {', '.join(_linked(name, cards) for name in free)}. A run has one optimizer,")
+    yield from ("", f"Without conflicts: {', '.join(_linked(name, cards) for name in free)}. A run has one optimizer,")
     yield from ("one model and one data module.", "")
 
 
 def config_lines(folder: str, names: list[str]) -> Iterator[str]:
-    """Yield the page of a folder of configs: each with its text."""
-    yield from (f"# Configs: {folder}", "", "One of these as a file of yours, to edit it:", "")
+    """Yield the lines of a folder's page: each config with its text."""
+    yield from (f"# Configs: {folder}", "", "To copy a config into a file of yours:", "")
     yield from (*_fenced("bash", f"python -m lit_efficient copy {names[0]}"), "")
     for name in names:
         path = configs.known()[name]
@@ -154,7 +154,7 @@ def config_lines(folder: str, names: list[str]) -> Iterator[str]:
 
 
 def reference(cards: list[Card]) -> Iterator[tuple[str, str]]:
-    """Yield each part of the reference with its page: all public names that are on no technique's page."""
+    """Yield each part of the reference with its page: public names that have no technique's page."""
     there = {card.module for card in cards if card.is_technique}
     rest = {name: module for name, module in PUBLIC.items() if f"lit_efficient.{module}" not in there}
     rest["check_technique"] = "testing"
@@ -192,7 +192,7 @@ def _fenced(kind: str, text: str) -> list[str]:
 
 
 def _linked(name: str, cards: list[Card]) -> str:
-    """A technique, or one at some setting, as a link to its page."""
+    """Return a technique's name, perhaps with a setting, as a link to its page."""
     modules = {card.name: card.module for card in cards if card.is_technique}
     first = re.split(r"\W", name)[0]
     return f"[{name}]({_file(modules[first])})" if first in modules else name

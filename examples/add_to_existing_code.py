@@ -1,9 +1,9 @@
-"""Add techniques to a LightningModule that knows nothing of them: five lines, marked below.
+"""Add techniques to a LightningModule that was written without them: five lines, marked below.
 
     python examples/add_to_existing_code.py
     python -m lit_efficient fit --config examples/add_to_existing_code.yaml --allow-import examples   # the same run
 
-The module is an ordinary one: it builds its network in __init__, returns a loss and configures AdamW with a schedule.
+The module is ordinary: it builds its network in __init__, returns a loss and configures AdamW with a schedule.
 """
 
 import lightning.pytorch as L

@@ -1,8 +1,8 @@
-"""Which average of the weights is best? Train once with PowerEMA, and build averages of any width from its snapshots.
+"""Train once with PowerEMA, build averages of several widths from its snapshots, and find the best one.
 
     python examples/average_afterwards.py
 
-The command does the same for runs from YAML, with a table and a plot: python -m lit_efficient ema-sweep.
+`python -m lit_efficient ema-sweep` does the same for runs from YAML, with a table and a plot.
 """
 
 import tempfile

@@ -1,9 +1,9 @@
-"""Latent diffusion on a folder of images of your own: an autoencoder first, then a transformer on its latents.
+"""Latent diffusion on a folder of your images: first an autoencoder, then a transformer on its latents.
 
     python examples/diffusion_on_images.py            # the digits of scikit-learn, written as PNGs
     python examples/diffusion_on_images.py my_images  # my_images/CLASS/*.png
 
-The same from YAML: configs/diffusion/. `cache-latents` and `sample` are commands.
+The same from YAML: configs/diffusion/, with the commands `cache-latents` and `sample`.
 """
 
 import sys

@@ -1,10 +1,10 @@
-"""Distillation in a module of your own: a small classifier learns a larger one's probabilities, where no labels are.
+"""Distillation in your own module: a small classifier learns a larger one's probabilities on unlabelled data.
 
     python examples/distillation.py
 
-300 labelled digits train a teacher; beside 1,200 more without labels the teacher trains a student of a twentieth its
-size, which the same 300 labels alone also train, for comparison. For language models there is a task that does it,
-chunked over tokens: configs/llm/distillation.yaml.
+A teacher is trained on 300 labelled digits. A student of a twentieth of its size learns from the teacher on these and
+1,200 unlabelled digits. For comparison, another student is trained on the 300 labels only. For language models use the
+task of configs/llm/distillation.yaml, which computes the loss in chunks of tokens.
 """
 
 import lightning.pytorch as L

@@ -1,4 +1,4 @@
-"""A loop of Lightning Fabric: techniques that change a network need no trainer, optimizers and losses are functions.
+"""Techniques in a loop of Lightning Fabric: network techniques need no trainer, optimizers and losses are functions.
 
 python examples/fabric_loop.py
 """

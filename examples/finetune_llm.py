@@ -1,9 +1,9 @@
-"""Fine-tune a language model on a folder of conversations of your own, with LoRA and a loss on the answers alone.
+"""Fine-tune a language model on a folder of your conversations, with LoRA and a loss on the answers only.
 
-    python examples/finetune_llm.py                                    # a small model and conversations are made up
+    python examples/finetune_llm.py                                    # creates a small model and conversations
     python examples/finetune_llm.py my_conversations Qwen/Qwen3-0.6B   # *.jsonl, each line {"messages": [...]}
 
-The same from YAML: configs/llm/lora.yaml. `preview` shows which tokens are learned.
+The same from YAML: configs/llm/lora.yaml. `preview` shows which tokens contribute to the loss.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""A GAN of your own, with two optimizers and manual optimization: the average of the generator draws better digits.
+"""A GAN with two optimizers and manual optimization: the averaged generator draws better digits.
 
     python examples/gan.py
 
-Techniques that need one loss and one step refuse such a module by name; averages, guards and exact resume do not.
+Techniques that need one loss and one step refuse such a module; averages, guards and exact resume work.
 """
 
 from typing import Any

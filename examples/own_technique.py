@@ -1,8 +1,8 @@
-"""A technique of your own in a few lines, under the whole contract: built in any order, copied, interrupted, resumed.
+"""Your own technique in a few lines, tested by the whole contract: built in any order, copied, interrupted, resumed.
 
     python examples/own_technique.py
 
-CONTRIBUTING.md says how a package of yours registers it, so that configs can name it.
+CONTRIBUTING.md describes how your package registers it, so that configs can name it.
 """
 
 import torch

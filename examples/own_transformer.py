@@ -1,9 +1,9 @@
-"""A language model of your own: its loss without its logits, its activations computed again.
+"""Your own language model: a loss without full logits, and recomputed activations.
 
     python examples/own_transformer.py
 
 ``ChunkedCrossEntropy`` needs three things of a network: ``forward(ids, labels=...)``, a linear ``head``, and
-``loss_function``. Blocks to recompute are found by themselves.
+``loss_function``. The blocks to recompute are found automatically.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
-"""A loop of plain PyTorch: each technique's formula is a function of tensors.
+"""Techniques in a plain PyTorch loop: each technique's formula is a function of tensors.
 
     python examples/plain_pytorch.py
 
-A chunked loss without logits, Muon for matrices and AdamW for the rest, an average of the weights in float32.
+It uses a chunked loss without full logits, Muon for matrices and AdamW for other weights, and a float32 average.
 """
 
 import torch

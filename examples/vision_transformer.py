@@ -1,8 +1,8 @@
-"""A vision transformer of your own, on scikit-learn's digits: stochastic depth, averaged weights, exact resume.
+"""Your own vision transformer on scikit-learn's digits, with stochastic depth, averaged weights and exact resume.
 
     python examples/vision_transformer.py
 
-The techniques find the residual blocks by themselves. Validation is of the average; a resume goes on to the same bits.
+The techniques find the residual blocks automatically. Validation uses the average; a resumed run is bit-exact.
 """
 
 import lightning.pytorch as L

@@ -1,7 +1,7 @@
-"""A sweep of Weights & Biases over a technique's argument: which rate of stochastic depth is best?
+"""Find the best rate of stochastic depth by a sweep of Weights & Biases over the technique's argument.
 
-python examples/wandb_sweep.py           # three runs in a row, recorded offline where there is no key
-python examples/wandb_sweep.py --sweep   # the same as a sweep of your account, with its own search
+python examples/wandb_sweep.py           # three runs, recorded offline without a key
+python examples/wandb_sweep.py --sweep   # a sweep in your account, with the search of W&B
 """
 
 import sys
