@@ -473,9 +473,9 @@ _SECTION = f"""## Steps to an equal loss
 
 Three small trainings: a diffusion transformer on digits and on pixels of photographs, and a GPT on Python code. The
 ratios compare each technique with AdamW under a cosine schedule, until both reach the worse of their final losses;
-below 1 is less. They are means over {len(SEEDS)} seeds with Student's confidence intervals. Learning rates of both sides
-are tuned over the same {len(RATES)} values, and p is corrected over the whole table (Holm). Arms of the benchmark that
-are not in the table were not run. Seconds were measured on a busy machine.
+below 1 is less. They are means over {len(SEEDS)} seeds with Student's confidence intervals. Learning rates of both
+sides are tuned over the same {len(RATES)} values, and p is corrected over the whole table (Holm). Arms of the
+benchmark that are not in the table were not run. Seconds were measured on a busy machine.
 
 <!-- figures: quality -->
 <!-- /figures -->

@@ -9,7 +9,7 @@ written.
 import argparse
 import contextlib
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ def _cli(argv: Sequence[str], device: str, prepared: bool, here: bool) -> Any:
         def run_subcommand(self, subcommand: str) -> None:
             try:
                 try:
-                    left = _fit_without_steps(self, device, prepared)
+                    left = _Rehearsal(self, device, prepared).run()
                 except Exception as error:
                     cause: Any = error.__cause__ if isinstance(error, _Again) else error
                     strategy = self.trainer.strategy
@@ -107,85 +107,136 @@ def _cli(argv: Sequence[str], device: str, prepared: bool, here: bool) -> Any:
     return Check(argv, None, device)
 
 
-def _fit_without_steps(cli: Any, device: str, prepared: bool) -> list[str]:
-    """Run a fit up to its first step; return descriptions of the omitted checks."""
-    import torch
+class _Rehearsal:
+    """A fit up to its first step, in the order in which Lightning does it.
 
-    from lit_efficient.application import find_optimizers
-    from lit_efficient.cli.rehearsal import check_parts, steps_guessed
-    from lit_efficient.declaration import Phase, techniques_of
-    from lit_efficient.distributed.many_processes import check_loggers, check_split
-    from lit_efficient.distributed.weight_slices import Waiting
-    from lit_efficient.internals.lightning_trainer import begin_fit
-    from lit_efficient.mechanisms.moving import tensors_in
-    from lit_efficient.surgery import WAITS
+    Args:
+        cli: The command line with trainer, module and data.
+        device: Device on which the network is built.
+        prepared: Prepare the data, too.
+    """
 
-    trainer, module, data = cli.trainer, cli.model, cli.datamodule
-    left = []
-    if data is None:
-        left.append("the data, which the module provides")
-    elif not prepared:
-        left.append(f"the data: {type(data).__name__} was not prepared (use --with_data)")
-    begin_fit(trainer, module, data)
-    if prepared and data is not None:
-        with _retried(device, lambda: 0):
-            data.prepare_data()
-            data.setup("fit")
-            if trainer.world_size > 1:
-                cli.steps = check_split(trainer, data, tensors_in)
+    def __init__(self, cli: Any, device: str, prepared: bool) -> None:
+        self.cli = cli
+        self.trainer = cli.trainer
+        self.module = cli.model
+        self.data = cli.datamodule
+        self.device = device
+        self.prepared = prepared
+        self.may_lack_data = self.data is not None and not prepared
+        self.left: list[str] = []  # descriptions of omitted checks
+
+    def run(self) -> list[str]:
+        """Run all parts; return descriptions of the omitted checks."""
+        from lit_efficient.internals.lightning_trainer import begin_fit
+
+        begin_fit(self.trainer, self.module, self.data)
+        self._prepare_data()
+        self._set_up()
+        self._build_network()
+        self._build_optimizers()
+        return [*self.left, "the first step: its values, memory and time"]
+
+    def _retried(self, size: Callable[[], int] = lambda: 0) -> contextlib.AbstractContextManager[None]:
+        return _retried(self.device, size)
+
+    def _size(self) -> int:
+        return _bytes(self.module)
+
+    def _prepare_data(self) -> None:
+        from lit_efficient.cli.rehearsal import check_parts
+        from lit_efficient.distributed.many_processes import check_loggers, check_split
+        from lit_efficient.mechanisms.moving import tensors_in
+
+        if self.data is None:
+            self.left.append("the data, which the module provides")
+        elif not self.prepared:
+            self.left.append(f"the data: {type(self.data).__name__} was not prepared (use --with_data)")
+        else:
+            with self._retried():
+                self.data.prepare_data()
+                self.data.setup("fit")
+                if self.trainer.world_size > 1:
+                    self.cli.steps = check_split(self.trainer, self.data, tensors_in)
+                else:
+                    next(iter(self.data.train_dataloader()))
+        check_loggers(self.trainer)
+        check_parts(self.trainer, self.module, self.data)
+
+    def _set_up(self) -> None:
+        with _retried_with_data(self.may_lack_data), self._retried(self._size), _signals_as_they_are():
+            for callback in self.trainer.callbacks:
+                callback.setup(self.trainer, self.module, "fit")
+        try:
+            if self.may_lack_data:
+                self.module.setup("fit")
             else:
-                next(iter(data.train_dataloader()))
-    check_loggers(trainer)
-    check_parts(trainer, module, data)
-    may_lack_data = data is not None and not prepared
-    with _retried_with_data(may_lack_data), _retried(device, lambda: _bytes(module)), _signals_as_they_are():
-        for callback in trainer.callbacks:
-            callback.setup(trainer, module, "fit")
-    try:
-        with contextlib.nullcontext() if may_lack_data else _retried(device, lambda: _bytes(module)):
-            module.setup("fit")
-    except Exception as error:
-        if isinstance(error, LitEfficientError) or not may_lack_data:
-            raise
-        left.append(f"{type(module).__name__}.setup, which needs the data")
-    if trainer.world_size > 1:
-        left.append(f"the {trainer.world_size} processes: the check is one process")
-    named = _named_bytes(module)
-    if named > _MOST_BYTES and not hasattr(trainer.strategy, "reads_slices"):
-        trainer.strategy.reads_slices = True  # so that the module builds its network without reading the weights
-        how = getattr(getattr(module, "model", None), "quantize", None)
-        if how:
-            left.append(f"the quantised base: it was built in the number format of its files, not in {how}")
-            module.model = replace(module.model, quantize=None)
-    with _retried_with_data(may_lack_data), _retried(device, lambda: named + _bytes(module)), torch.device(device):
-        type(module).configure_model(module)
-    size = _bytes(module)
-    reads_all = any(technique.phase is Phase.QUANTIZE for technique in techniques_of(trainer))
-    waits = {WAITS: Waiting("")} if reads_all and size > _MOST_BYTES else {}
-    if not waits:  # otherwise quantised codes and adapters stay empty, too, as under a sharding strategy
-        _give_memory(module)
-    with _retried(device, lambda: size):
-        module.__dict__.update(waits)
-        module.configure_model()  # also applies the techniques
-        if waits:
-            del module.__dict__[WAITS]
+                with self._retried(self._size):
+                    self.module.setup("fit")
+        except Exception as error:
+            if isinstance(error, LitEfficientError) or not self.may_lack_data:
+                raise
+            self.left.append(f"{type(self.module).__name__}.setup, which needs the data")
+        if self.trainer.world_size > 1:
+            self.left.append(f"the {self.trainer.world_size} processes: the check is one process")
+
+    def _build_network(self) -> None:
+        import torch
+
+        from lit_efficient.declaration import Phase, techniques_of
+        from lit_efficient.distributed.weight_slices import Waiting
+        from lit_efficient.surgery import WAITS
+
+        module = self.module
+        strategy = self.trainer.strategy
+        named = _named_bytes(module)
+        if named > _MOST_BYTES and not hasattr(strategy, "reads_slices"):
+            strategy.reads_slices = True  # so that the module builds its network without reading the weights
+            how = getattr(getattr(module, "model", None), "quantize", None)
+            if how:
+                self.left.append(f"the quantised base: it was built in the number format of its files, not in {how}")
+                module.model = replace(module.model, quantize=None)
+        # The class's own method: the instance's method also applies the techniques, which need memory for the weights.
+        retried = self._retried(lambda: named + self._size())
+        with _retried_with_data(self.may_lack_data), retried, torch.device(self.device):
+            type(module).configure_model(module)
+        size = self._size()
+        quantises = any(technique.phase is Phase.QUANTIZE for technique in techniques_of(self.trainer))
+        # Quantising a large network would need all of its memory. It is treated as a network whose weights are read
+        # later, as under a sharding strategy, so that codes and adapters stay empty, too.
+        waits = quantises and size > _MOST_BYTES
+        if not waits:
             _give_memory(module)
-        trainer.precision_plugin.convert_module(module)
-    if hasattr(trainer.strategy, "check_network"):
-        trainer.strategy.check_network(module, trainer.world_size)
-    guessed = steps_guessed(trainer) if may_lack_data else contextlib.nullcontext()
-    with _retried(device, lambda: _bytes(module)), guessed:
-        configured = module.configure_optimizers()
-    if hasattr(trainer.strategy, "check_optimizer"):
-        for optimizer in find_optimizers(configured):
-            trainer.strategy.check_optimizer(optimizer)
-    if configured is None and not module.automatic_optimization:
-        left.append("manual optimization")
-    return [*left, "the first step: its values, memory and time"]
+        with self._retried(lambda: size):
+            if waits:
+                module.__dict__[WAITS] = Waiting("")
+            module.configure_model()
+            if waits:
+                del module.__dict__[WAITS]
+                _give_memory(module)
+            self.trainer.precision_plugin.convert_module(module)
+        if hasattr(strategy, "check_network"):
+            strategy.check_network(module, self.trainer.world_size)
+
+    def _build_optimizers(self) -> None:
+        from lit_efficient.application import find_optimizers
+        from lit_efficient.cli.rehearsal import steps_guessed
+
+        strategy = self.trainer.strategy
+        with contextlib.ExitStack() as contexts:
+            contexts.enter_context(self._retried(self._size))
+            if self.may_lack_data:  # the number of steps, which schedules need, follows from the data
+                contexts.enter_context(steps_guessed(self.trainer))
+            configured = self.module.configure_optimizers()
+        if hasattr(strategy, "check_optimizer"):
+            for optimizer in find_optimizers(configured):
+                strategy.check_optimizer(optimizer)
+        if configured is None and not self.module.automatic_optimization:
+            self.left.append("manual optimization")
 
 
 @contextlib.contextmanager
-def _retried(device: str, size: Any) -> Iterator[None]:
+def _retried(device: str, size: Callable[[], int]) -> Iterator[None]:
     """Raise :class:`_Again` if the block fails on the meta device and the weights are small enough for the CPU."""
     try:
         yield
@@ -230,8 +281,12 @@ def _bytes(module: Any) -> int:
 
 def _named_bytes(module: Any) -> int:
     """Return the bytes of the safetensors files in folders that the module's arguments name."""
-    specs = [getattr(value, "spec", value) for value in vars(module).values()]
-    names = {name for spec in specs if isinstance(name := getattr(spec, "name_or_path", spec), str) and name}
+    names: set[str] = set()
+    for value in vars(module).values():
+        spec = getattr(value, "spec", value)
+        name = getattr(spec, "name_or_path", spec)
+        if isinstance(name, str) and name:
+            names.add(name)
     return sum(file.stat().st_size for name in names for file in Path(name).glob("*.safetensors"))
 
 
