@@ -25,33 +25,35 @@ def python_lines(card: Card) -> list[str]:
     restores = "average" in defined or "weights" in _texts(defined.get("alters"))
     needed = dict.fromkeys([*_without_default(card.signature), *_texts(defined.get("needs"))])
     part = f"{card.name}({', '.join(f'{name}={name}' for name in needed)})"
-    uses = [f"trainer = Trainer({key}={part if key == 'strategy' else f'[{part}]'})"]
+    ours = [] if card.distribution else [card.name]  # names to import from lit_efficient
+    lines = [f"from {card.module} import {card.name}"] if card.distribution else []
     if key == "optimizer":
         uses = [f"optimizer = {card.name}(module.parameters())  # returned by configure_optimizers"]
     elif key == "lr_scheduler":
         uses = [f"lr_scheduler = {part}  # returned by configure_optimizers with the interval 'step'"]
     elif applies:
         uses = [f"apply(module, [{part}])  # or in a run: Trainer({key}=[{part}])"]
+        ours.append("apply")
+    else:
+        lines.insert(0, "from lightning.pytorch import Trainer")
+        uses = [f"trainer = Trainer({key}={part})" if key == "strategy" else f"trainer = Trainer({key}=[{part}])"]
     if restores:
         uses.append('module = restore(new_module, "best.ckpt")  # new_module: a new instance of your class')
-    home = card.module if card.distribution else "lit_efficient"
-    imports = {"lightning.pytorch": ["Trainer"] * uses[0].startswith("trainer"), home: [card.name]}
-    imports["lit_efficient"] = imports.get("lit_efficient", []) + ["apply"] * applies + ["restore"] * restores
-    return [*(f"from {place} import {', '.join(names)}" for place, names in imports.items() if names), *uses]
+        ours.append("restore")
+    if ours:
+        lines.append(f"from lit_efficient import {', '.join(ours)}")
+    return lines + uses
 
 
 def _defined(name: str, tree: ast.Module) -> dict[str, ast.expr]:
     """Return attributes and methods that a class and its bases define, without the bases of all techniques."""
     node = next((n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name), None)
-    if node is None:
-        modules = [n.module for n in tree.body if isinstance(n, ast.ImportFrom) and name in {a.name for a in n.names}]
-        module = (modules[0] if modules else None) or ""
-        module = f"{module}.{PUBLIC[name]}" if module == "lit_efficient" and name in PUBLIC else module
-        path = source(module) if module.startswith("lit_efficient.") and not module.startswith(_CONTRACT) else None
-        return _defined(name, ast.parse(path.read_text(encoding="utf-8"))) if path else {}
+    if node is None:  # the class is imported
+        return _defined_elsewhere(name, tree)
     found: dict[str, ast.expr] = {}
     for base in reversed([ast.unparse(base).split(".")[-1] for base in node.bases]):
-        found |= _defined(base, tree) if base != name else {}
+        if base != name:
+            found |= _defined(base, tree)
     for statement in node.body:
         if isinstance(statement, ast.FunctionDef):
             found[statement.name] = ast.Name(statement.name)
@@ -60,6 +62,20 @@ def _defined(name: str, tree: ast.Module) -> dict[str, ast.expr]:
         elif isinstance(statement, ast.Assign):
             found |= {target.id: statement.value for target in statement.targets if isinstance(target, ast.Name)}
     return found
+
+
+def _defined_elsewhere(name: str, tree: ast.Module) -> dict[str, ast.expr]:
+    for statement in tree.body:
+        if not isinstance(statement, ast.ImportFrom) or name not in {alias.name for alias in statement.names}:
+            continue
+        module = statement.module or ""
+        if module == "lit_efficient" and name in PUBLIC:
+            module = f"lit_efficient.{PUBLIC[name]}"
+        if module.startswith("lit_efficient.") and not module.startswith(_CONTRACT):
+            path = source(module)
+            if path is not None:
+                return _defined(name, ast.parse(path.read_text(encoding="utf-8")))
+    return {}
 
 
 def _texts(value: ast.expr | None) -> list[str]:

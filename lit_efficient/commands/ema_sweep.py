@@ -89,12 +89,16 @@ def run(argv: list[str]) -> int:
 
 def _build(options: argparse.Namespace, base: dict[str, Any] | None, output: Path) -> dict[float, Path]:
     """Write one file per width and return their paths."""
-    suffix = ".safetensors" if base is None else ".ckpt"
     files: dict[float, Path] = {}
     for sigma_rel, average in zip(options.sigma_rel, synthesize(options.folder, options.sigma_rel, options.step)):
-        path = output / f"ema-sigma_rel={sigma_rel:g}{suffix}"
+        path = output / f"ema-sigma_rel={sigma_rel:g}"
+        if base is None:
+            path = path.with_name(f"{path.name}.safetensors")
+            write(path, {"state_dict": average})
+        else:
+            path = path.with_name(f"{path.name}.ckpt")
+            write(path, _completed(base, average, options.checkpoint))
         files[sigma_rel] = path
-        write(path, {"state_dict": average} if base is None else _completed(base, average, options.checkpoint))
         print(f"Wrote {path}")
     return files
 
@@ -106,10 +110,13 @@ def _completed(base: dict[str, Any], average: dict[str, Tensor], path: str) -> d
     unknown = sorted(average.keys() - state.keys())
     if unknown:
         raise ConfigurationError(f"{path} has no {unknown[0]!r}, but the snapshots have: is it from another run?")
-    alias = {memory_of(tensor): name for name, tensor in state.items() if name in average}
-    sources = {name: alias.get(memory_of(tensor)) for name, tensor in state.items()}
-    averaged = {n: average[source].to(state[n].dtype) for n, source in sources.items() if source is not None}
-    return weights_alone(base, {**state, **averaged}, "ema")
+    # Snapshots hold a tied weight under one of its names; tensors of the checkpoint that share memory are tied.
+    averages = {memory_of(state[name]): tensor for name, tensor in average.items()}
+    completed = {}
+    for name, tensor in state.items():
+        averaged = averages.get(memory_of(tensor))
+        completed[name] = tensor if averaged is None else averaged.to(tensor.dtype)
+    return weights_alone(base, completed, "ema")
 
 
 @dataclass(frozen=True)
@@ -138,10 +145,11 @@ class WidthCurve:
 
     def table(self) -> str:
         """Return the metric by width as a table, with the best width and advice for further widths."""
-        rows = [(f"{width:g}", loss) for width, loss in self.losses.items()] + [("none", self.raw[self.metric])]
-        lowest = min(loss for _, loss in rows)
+        rows = {f"{width:g}": loss for width, loss in self.losses.items()} | {"none": self.raw[self.metric]}
         lines = [f"{'sigma_rel':>9}  {self.metric:>12}"]
-        lines += [f"{name:>9}  {loss:12.6g}{'  best' if loss == lowest else ''}" for name, loss in rows]
+        for name, loss in rows.items():
+            mark = "  best" if loss == min(rows.values()) else ""
+            lines.append(f"{name:>9}  {loss:12.6g}{mark}")
         if self.losses[self.best] >= self.raw[self.metric]:
             lines.append("No width is better than the weights without an average: try narrower widths.")
         elif len(self.losses) > 1 and self.best in (min(self.losses), max(self.losses)):

@@ -53,39 +53,40 @@ def answer(command: str, arguments: Sequence[str]) -> bool:
     if {"-h", "--help"} & {*arguments}:
         print(short(command, width))
         return True
-    asked = [found[1] for word in arguments if (found := re.fullmatch(r"--([A-Z]\w*)\.help", word))]
-    cards = {card.name.lower(): card for card in [*read_cards(), *read_third_party()[0]]} if asked else {}
-    if not asked or any(name.lower() not in cards for name in asked):
+    matches = (re.fullmatch(r"--([A-Z]\w*)\.help", word) for word in arguments)
+    asked = [match[1].lower() for match in matches if match]
+    if not asked:
         return False
-    print("\n\n".join(arguments_text(cards[name.lower()], width) for name in asked))
+    cards = {card.name.lower(): card for card in [*read_cards(), *read_third_party()[0]]}
+    if any(name not in cards for name in asked):
+        return False
+    print("\n\n".join(arguments_text(cards[name], width) for name in asked))
     return True
 
 
 def short(command: str, width: int) -> str:
     """Return the short help of a command."""
     head = f"usage: python -m lit_efficient {command} -c CONFIG [-c OVERLAY ...] [OPTIONS]\n\n{_DOES[command]}\n"
-    text = head + _CONFIGS + (_FIT if command == "fit" else _OTHERS) + _END
-    lines = (
-        wrapped(line, width, " " * (_COLUMN if line.startswith("  ") else 2)) or [""] for line in text.splitlines()
-    )
-    return "\n".join(line for part in lines for line in part)
+    options = _FIT if command == "fit" else _OTHERS
+    lines: list[str] = []
+    for line in (head + _CONFIGS + options + _END).splitlines():
+        indent = _COLUMN if line.startswith("  ") else 2
+        lines += wrapped(line, width, " " * indent) or [""]
+    return "\n".join(lines)
 
 
 def arguments_text(card: Card, width: int) -> str:
     """Return the help of a class: its arguments and how to set them."""
-    lines = [
-        f"{card.name} ({'a block of arguments' if card.is_block else card.slot})",
-        *wrapped(card.summary, width),
-        "",
-    ]
+    place = "a block of arguments" if card.is_block else card.slot
+    lines = [f"{card.name} ({place})", *wrapped(card.summary, width), ""]
     for one in arguments_of(card):
         default = f" = {one['default']}" if one["default"] else "  (required)"
         lines += wrapped(f"  {one['name']}: {one['type']}{default}", width, " " * 6)
         lines += wrapped(one["help"], width - 6, start=" " * 6)
     if card.is_block or not card.signature:  # a dataclass documents its fields in the docstring
         lines += [f"  {line}" for line in argument_lines(card.arguments, width - 2)] or ["  no arguments"]
-    elif card.slot.startswith("trainer."):
-        lines += ["", *wrapped(f"In a run: --{card.slot}+={card.name} --{card.slot}.ARGUMENT VALUE", width, "  ")]
     else:
-        lines += ["", *wrapped(f"In a run: --{card.slot}={card.name} --{card.slot}.ARGUMENT VALUE", width, "  ")]
+        sign = "+=" if card.slot.startswith("trainer.") else "="
+        use = f"In a run: --{card.slot}{sign}{card.name} --{card.slot}.ARGUMENT VALUE"
+        lines += ["", *wrapped(use, width, "  ")]
     return "\n".join([*lines, f"Its card: python -m lit_efficient techniques {card.name}"])

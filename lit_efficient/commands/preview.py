@@ -78,8 +78,9 @@ def rendered(batch: dict[str, Tensor], kinds: Kinds, tokenizer: Any, colour: boo
             if kind == PADDED:
                 line += paint(f"[padded: {int(kinds.padded[row].sum())} tokens]", PADDED, colour)
                 break
-            text = _CONTROL.sub(lambda found: repr(found[0])[1:-1], tokenizer.decode(part, skip_special_tokens=False))
-            line += text if not colour and kind == MASKED else paint(text, kind, colour)
+            text = tokenizer.decode(part, skip_special_tokens=False)
+            text = _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)  # as an escape sequence
+            line += paint(text, kind, colour)
         yield line
         if len(ids) > most:
             yield f"... {len(ids) - most} more tokens (--tokens {len(ids)} shows all)"
@@ -88,19 +89,25 @@ def rendered(batch: dict[str, Tensor], kinds: Kinds, tokenizer: Any, colour: boo
 def _runs(ids: list[int], kinds: Kinds, row: int) -> Iterator[tuple[str, bool, list[int]]]:
     """Yield runs of tokens of one kind: the kind, whether a document begins with the run, and the ids."""
     starts = kinds.starts[row].tolist()
-    of = [TRAINED if trained else MASKED for trained in kinds.trained[row].tolist()]
-    of = [PADDED if padded else kind for kind, padded in zip(of, kinds.padded[row].tolist())]
+    trained = kinds.trained[row].tolist()
+    padded = kinds.padded[row].tolist()
+
+    def kind_of(i: int) -> str:
+        if padded[i]:
+            return PADDED
+        return TRAINED if trained[i] else MASKED
+
     begin = 0
     for i in range(1, len(ids) + 1):
-        if i == len(ids) or of[i] != of[begin] or starts[i]:
-            yield of[begin], starts[begin], ids[begin:i]
+        if i == len(ids) or kind_of(i) != kind_of(begin) or starts[i]:
+            yield kind_of(begin), starts[begin], ids[begin:i]
             begin = i
 
 
 def paint(text: str, style: str, colour: bool) -> str:
     """Return ``text`` in the colour of ``style``, line by line; without colours, trained text in «»."""
     if colour:
-        return "\n".join(f"{_STYLES[style]}{line}{_RESET}" if line else line for line in text.split("\n"))
+        return re.sub(r"[^\n]+", lambda line: f"{_STYLES[style]}{line[0]}{_RESET}", text)
     return f"«{text}»" if style == TRAINED else text
 
 
@@ -125,8 +132,10 @@ def summary_lines(
     if not counts["rows"]:
         yield f"{split:<8} streamed: its content is not known before it is read"
         return
-    packing = f"; packed into rows that are {data.fill(split):.2%} full" if data.pack else ""
-    yield f"{split:<8} {data.summary(counts)}{packing}"
+    line = f"{split:<8} {data.summary(counts)}"
+    if data.pack:
+        line += f"; packed into rows that are {data.fill(split):.2%} full"
+    yield line
     if not counts["truncated"]:
         yield "         nothing truncated"
     yield from (f"source   {sentence}" for sentence in report["formats"])
@@ -202,7 +211,8 @@ def run(argv: Sequence[str]) -> int:
         data = build_data(rest)
         data.prepare_data()
         data.setup("fit")
-    batch = next(iter(data.train_dataloader() if options.split == "train" else data.val_dataloader()))
+    loader = data.train_dataloader() if options.split == "train" else data.val_dataloader()
+    batch = next(iter(loader))
     if not isinstance(batch, dict) or "input_ids" not in batch or not {"labels", "shift_labels"} & batch.keys():
         raise ConfigurationError(
             f"preview: the batch needs input_ids and labels or shift_labels; {type(data).__name__} gives "
@@ -214,9 +224,7 @@ def run(argv: Sequence[str]) -> int:
     shown = {name: values[: options.rows] for name, values in batch.items()}
     for line in rendered(shown, kinds, tokenizer, colour, options.tokens):
         print(line)
-    stops = data.stop_ids if hasattr(data, "stop_ids") else []
-    for line in summary_lines(
-        data, figures(batch, kinds, stops), tuple(batch["input_ids"].shape), options.split, colour
-    ):
+    numbers = figures(batch, kinds, getattr(data, "stop_ids", []))
+    for line in summary_lines(data, numbers, tuple(batch["input_ids"].shape), options.split, colour):
         print(line)
     return 0

@@ -133,7 +133,9 @@ class _Schema:
             return {}
         if origin is type:
             return {"type": "string"}
-        return _PLAIN[origin].copy() if origin in _PLAIN else self._of_class(origin, arguments)
+        if origin in _PLAIN:
+            return _PLAIN[origin].copy()
+        return self._of_class(origin, arguments)
 
     def _of_class(self, kind: type, arguments: Sequence[Any]) -> dict[str, Any]:
         if issubclass(kind, enum.Enum):
@@ -141,8 +143,7 @@ class _Schema:
         if kind is tuple and arguments and arguments[-1] is not Ellipsis:
             return {"type": "array", "items": [self.of(one) for one in arguments], "maxItems": len(arguments)}
         if _is_list(kind):
-            items = self.of(arguments[0]) if arguments else {}
-            return {"type": "array", "items": items}
+            return {"type": "array", "items": self.of(arguments[0]) if arguments else {}}
         if issubclass(kind, Mapping):
             return {"type": "object", "additionalProperties": self.of(arguments[1]) if arguments else True}
         plain = next((known for known in (bool, int, float, str) if issubclass(kind, known)), None)
@@ -206,8 +207,9 @@ class _Schema:
                     "dict_kwargs": {"type": "object"},
                 },
                 "additionalProperties": False,
-                **({"allOf": cases} if cases else {}),
             }
+            if cases:
+                mapping["allOf"] = cases
             self.definitions[key] = {"anyOf": [names, mapping]}
         return {"$ref": f"#/definitions/{key}"}
 
@@ -239,7 +241,10 @@ def _known_classes() -> dict[str, type]:
 
 
 def _parts(hint: Any) -> Sequence[Any]:
-    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    """Return the members of a union; for another type, the type."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return typing.get_args(hint)
+    return (hint,)
 
 
 def _is_list(hint: Any) -> bool:
@@ -252,4 +257,6 @@ def _is_list(hint: Any) -> bool:
 
 
 def _text(help_: str | None) -> str:
-    return "" if help_ in (None, "==SUPPRESS==") else " ".join(str(help_).replace("%%", "%").split())
+    if help_ in (None, argparse.SUPPRESS):
+        return ""
+    return " ".join(str(help_).replace("%%", "%").split())

@@ -185,9 +185,8 @@ def write_rows(
                 if not ended and not keep_cut:
                     continue
                 about = {"index": index, "asked": digest_of(prompts[index])[:16]}
-                file.write(
-                    (json.dumps(row | about, ensure_ascii=False) + "\n").encode()
-                )  # one call: at most this line is incomplete after a kill
+                line = json.dumps(row | about, ensure_ascii=False) + "\n"
+                file.write(line.encode())  # one call per line: after a kill at most the last line is incomplete
                 written += 1
             if rank == 0:
                 os.fsync(file.fileno())
@@ -222,8 +221,9 @@ def _answer(
 def _row(prompt: str | Turns, new: str, completes: bool) -> Row:
     if completes:
         return {"prompt": prompt, "completion": new}
-    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return {"messages": [*turns, {"role": "assistant", "content": new}]}
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    return {"messages": [*prompt, {"role": "assistant", "content": new}]}
 
 
 def _alone(output: Path) -> Any:

@@ -346,8 +346,14 @@ def merge_state(
     """
     where, arguments = _adapters(checkpoint)
     state = {**(base or {}), **checkpoint["state_dict"]}
-    prefix = f"{where['root']}." if where and where["root"] else ""
-    kinds = {f"{prefix}{name}": kind for name, kind in where["kinds"].items()} if where else {}
+    kinds: dict[str, str] = {}
+    experts: dict[str, list[str]] = {}
+    transposed: set[str] = set()
+    if where:
+        prefix = f"{where['root']}." if where["root"] else ""
+        kinds = {f"{prefix}{name}": kind for name, kind in where["kinds"].items()}
+        experts = {f"{prefix}{name}": keys for name, keys in where.get("experts", {}).items()}
+        transposed = {f"{prefix}{name}" for name in where.get("transposed", ())}
     for name in kinds:
         if f"{name}.weight" not in state:
             raise CheckpointError(
@@ -364,8 +370,8 @@ def merge_state(
         if f"{name}.weight_zero" not in state or not (keep_int4 or name in folded) or (name in folded and not grouped):
             dequantize_entry(state, name, transposed=how.get(name, {}).get("transposed", False))
     fold_vectors(state, checkpoint)  # after rounding, because the factors were trained on rounded weights
-    for name, keys in where.get("experts", {}).items() if where else ():
-        _merge_experts(state, f"{prefix}{name}", keys, name in where["transposed"], arguments)  # type: ignore[index]
+    for name, keys in experts.items():
+        _merge_experts(state, name, keys, name in transposed, arguments)
     for name, kind in kinds.items():
         _merge_entry(state, name, kind, arguments)
         if grouped and not keep_int4:
@@ -386,7 +392,9 @@ def _merge_experts(
                 f"export: the weight '{name}.{key}' is not in the checkpoint: name the base by --base"
             )
         delta = scale * (b @ a)
-        state[f"{name}.{key}"] = weight + (delta.mT if transposed else delta).to(weight.dtype)
+        if transposed:
+            delta = delta.mT
+        state[f"{name}.{key}"] = weight + delta.to(weight.dtype)
 
 
 def _merge_entry(state: dict[str, Tensor], name: str, kind: str, arguments: Mapping[str, Any]) -> None:
@@ -404,9 +412,11 @@ def _merge_entry(state: dict[str, Tensor], name: str, kind: str, arguments: Mapp
         state[key] = codes_on_grid(merged_matrix(floats, added, scale), *constants)
         return
     weight = state[key]
-    transposed = kind in ("conv1d", "embedding")
-    merged = merged_matrix(weight.T if transposed else weight.flatten(1), added, scale)
-    state[key] = (merged.T if transposed else merged).reshape(weight.shape).to(weight.dtype).contiguous()
+    if kind in ("conv1d", "embedding"):  # stored as [in, out]
+        merged = merged_matrix(weight.T, added, scale).T
+    else:
+        merged = merged_matrix(weight.flatten(1), added, scale)
+    state[key] = merged.reshape(weight.shape).to(weight.dtype).contiguous()
 
 
 def _adapters(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any] | None, dict[str, Any]]:

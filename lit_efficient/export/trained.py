@@ -102,11 +102,14 @@ def _own(checkpoint: Mapping[str, Any], base: str | None, random: bool) -> tuple
         with torch.device("meta"):
             names = [name for name, _ in _built(entries, where).named_parameters()]
         prefix = f"{where['root']}." if where["root"] else ""
-        present = set(map(plain_name, state)) if "peft" in kept else state.keys()
+        present = set(state)
+        if "peft" in kept:  # whose layers rename the weights that they adapt
+            present = set(map(plain_name, state))
         lost = [name for name in names if f"{prefix}{name}" not in present]
         if random or not lost:
+            make = from_config if lost else empty_from_config
             with own_draws():
-                return _built(entries, where, empty_from_config if not lost else from_config), where["root"], None
+                return _built(entries, where, make), where["root"], None
         base = where.get("base")
         if base is None:
             raise ConfigurationError(
@@ -114,15 +117,17 @@ def _own(checkpoint: Mapping[str, Any], base: str | None, random: bool) -> tuple
                 f"{len(lost)} of its weights, first {lost[0]!r} (LoRA(save_base=True) keeps them)"
             )
     model = _loaded(base, where)
-    return model, where["root"] if config is not None else _root_in(state, model), base
+    root = _root_in(state, model) if config is None else where["root"]
+    return model, root, base
 
 
 def _kind(name: str | None) -> Any:
     import transformers
 
     kind = getattr(transformers, name or "", None)
-    known = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
-    return kind if known else transformers.AutoModelForCausalLM
+    if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
+        return kind
+    return transformers.AutoModelForCausalLM  # the class is the user's own, or not recorded
 
 
 def _built(entries: Mapping[str, Any], where: Mapping[str, Any], make: Any = from_config) -> Any:
@@ -156,7 +161,7 @@ def _root_in(state: Mapping[str, Tensor], model: nn.Module) -> str:
 
 def _hold(model: nn.Module, root: str) -> nn.Module:
     """Return a module in which ``model`` has the dotted name ``root``."""
-    for name in reversed(root.split(".")) if root else ():
+    for name in filter(None, reversed(root.split("."))):
         holder = nn.Module()
         holder.add_module(name, model)
         model = holder
@@ -192,9 +197,8 @@ def merged_model(run: Trained) -> tuple[Any, str]:
     config = copy.deepcopy(run.network.config)
     embedding = run.network.get_input_embeddings()
     head = run.network.get_output_embeddings()
-    if (
-        embedding is not None and head is not None and embedding.weight is not head.weight
-    ):  # an adapter changed one use of a tied weight
+    if embedding is not None and head is not None and embedding.weight is not head.weight:
+        # The configuration may tie them, and an adapter was merged into only one of them.
         config.tie_word_embeddings = False
     model = _empty(run.network, config)
     own = whole_state(run.network)
@@ -212,9 +216,13 @@ def base_state(run: Trained) -> tuple[dict[str, Tensor], Any]:
     config = copy.deepcopy(run.network.config)
     names = [name for name in _empty(run.network, config).state_dict() if f"{prefix}{name}" in own]
     state = {name: own[f"{prefix}{name}"] for name in names}
-    codes = [name for name, part in run.network.named_modules() if is_quantized(part)]
-    state |= {f"{name}.weight": state[f"{name}.weight"].to(dtype) for name in codes}
-    return {name: torch.zeros_like(t) if f"{prefix}{name}" in moved else t for name, t in state.items()}, config
+    for name, part in run.network.named_modules():
+        if is_quantized(part):
+            state[f"{name}.weight"] = state[f"{name}.weight"].to(dtype)
+    for name, tensor in state.items():
+        if f"{prefix}{name}" in moved:  # the adapter's file contains these weights
+            state[name] = torch.zeros_like(tensor)
+    return state, config
 
 
 def _empty(network: nn.Module, config: Any) -> Any:
