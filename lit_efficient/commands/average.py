@@ -3,13 +3,13 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from torch import Tensor
 
 from lit_efficient.distributed.shards import read_checkpoint
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice, refusal
-from lit_efficient.files.checkpoints import weights_alone, write
+from lit_efficient.files.checkpoints import Checkpoint, weights_alone, write
 from lit_efficient.files.tensors import zeros_in_file
 from lit_efficient.mechanisms.averages.weights import add_share, position_weights, precise
 from lit_efficient.mechanisms.restore import Weights, weights_of
@@ -20,7 +20,7 @@ _STATISTICS = ("running_mean", "running_var")
 
 def average_files(
     paths: Sequence[str | Path], weights: Sequence[float] | str = "uniform", of: Weights = "auto"
-) -> dict[str, Any]:
+) -> Checkpoint:
     """Return the weighted mean of the weights in files. One file at a time is in memory.
 
     Floating-point entries are added in float32 or float64 and returned in their own number format. Other entries, such
@@ -46,7 +46,7 @@ def average_files(
     shares = _shares(len(paths), weights)
     kinds: list[str] = []
     total: dict[str, Tensor] = {}
-    checkpoint: dict[str, Any] = {}
+    checkpoint: Checkpoint = {}
     for number, (path, share) in enumerate(zip(paths, shares)):
         # The previous file's tensors must be freed before the next file is read.
         chosen = state = checkpoint = {}

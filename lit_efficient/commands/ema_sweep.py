@@ -12,14 +12,13 @@ import io
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from lit_efficient.distributed.shards import read_checkpoint
 from lit_efficient.errors import ConfigurationError, check_installed, refusal
 from lit_efficient.files.atomic_file import replacing
-from lit_efficient.files.checkpoints import local_file, weights_alone, write
+from lit_efficient.files.checkpoints import Checkpoint, local_file, weights_alone, write
 from lit_efficient.files.hidden_names import hidden_beside
 from lit_efficient.mechanisms.averages.snapshots import find_snapshots, synthesize
 from lit_efficient.mechanisms.restore import without_heads
@@ -87,7 +86,7 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _build(options: argparse.Namespace, base: dict[str, Any] | None, output: Path) -> dict[float, Path]:
+def _build(options: argparse.Namespace, base: Checkpoint | None, output: Path) -> dict[float, Path]:
     """Write one file per width and return their paths."""
     files: dict[float, Path] = {}
     for sigma_rel, average in zip(options.sigma_rel, synthesize(options.folder, options.sigma_rel, options.step)):
@@ -103,7 +102,7 @@ def _build(options: argparse.Namespace, base: dict[str, Any] | None, output: Pat
     return files
 
 
-def _completed(base: dict[str, Any], average: dict[str, Tensor], path: str) -> dict[str, Any]:
+def _completed(base: Checkpoint, average: dict[str, Tensor], path: str) -> Checkpoint:
     """Return the checkpoint ``base`` with averaged weights, also for tied names."""
     state = base["state_dict"]
     average = without_heads(average, base)

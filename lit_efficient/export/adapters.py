@@ -20,6 +20,7 @@ from lit_efficient.errors import CheckpointError, ConfigurationError, check_choi
 from lit_efficient.export.check import check_outputs, check_tensors, difference, digests, outputs_of, reference_of
 from lit_efficient.export.trained import Trained, base_state, fold, merged_model, trained
 from lit_efficient.files.atomic_file import check_new_folder, write_folder
+from lit_efficient.files.checkpoints import Checkpoint, Fields
 from lit_efficient.files.sums import write_sums
 from lit_efficient.files.tensors import save_tensors
 from lit_efficient.mechanisms.adapters.diffusers_lora import write_diffusers_lora
@@ -95,13 +96,13 @@ def export_checkpoint(
 class _Source:
     """A checkpoint and the arguments with which it is exported."""
 
-    checkpoint: dict[str, Any]
+    checkpoint: Checkpoint
     path: str
     weights: Weights
     base: str | None
 
     @property
-    def ours(self) -> Mapping[str, Any]:
+    def ours(self) -> Fields:
         """Entries of this package in the checkpoint."""
         return self.checkpoint.get("lit_efficient", {})
 
@@ -201,12 +202,12 @@ def _peft(source: _Source, check: bool) -> _Export:
     return _Export(held, write, compare)
 
 
-def _base_of(source: _Source, where: Mapping[str, Any]) -> tuple[str | None, dict[str, str]]:
+def _base_of(source: _Source, where: Fields) -> tuple[str | None, dict[str, str]]:
     """Return the base that a checkpoint names, and the fields about task and base for an adapter's configuration."""
-    hyper: Mapping[str, Any] = {}
+    hyper: Fields = {}
     if "language_modeling" in source.checkpoint:
         hyper = source.checkpoint.get("hyper_parameters", {})
-    spec: Mapping[str, Any] = hyper.get("model", {})
+    spec: Fields = hyper.get("model", {})
     named = where.get("base") or spec.get("name_or_path")
     if hyper.get("start_from"):  # the base is another checkpoint's network, which has no name
         named = None
@@ -216,7 +217,7 @@ def _base_of(source: _Source, where: Mapping[str, Any]) -> tuple[str | None, dic
     return named, {key: value for key, value in about.items() if value is not None}
 
 
-def _compare_with_peft(folder: Path, source: _Source, where: Mapping[str, Any], named: str | None) -> str:
+def _compare_with_peft(folder: Path, source: _Source, where: Fields, named: str | None) -> str:
     run, note = _on_base(source, named)
     reference = None
     if run is not None and hasattr(run.network, "save_pretrained"):
@@ -319,7 +320,7 @@ def _write_base(run: Trained, place: Path) -> None:
     save_tensors(place / "model.safetensors", state, format="pt")
 
 
-def _save_tokenizer(checkpoint: Mapping[str, Any], folder: Path) -> list[int]:
+def _save_tokenizer(checkpoint: Checkpoint, folder: Path) -> list[int]:
     """Write the tokenizer of a ``LanguageModeling`` checkpoint, if it has one; return the token ids that end a turn."""
     from lit_efficient.data.text.chat_tokenizer import save_tokenizer
 
@@ -331,7 +332,7 @@ def _save_tokenizer(checkpoint: Mapping[str, Any], folder: Path) -> list[int]:
 
 
 def merge_state(
-    checkpoint: Mapping[str, Any], base: Mapping[str, Tensor] | None = None, *, keep_int4: bool = True
+    checkpoint: Checkpoint, base: Mapping[str, Tensor] | None = None, *, keep_int4: bool = True
 ) -> dict[str, Tensor]:
     """Return the weights of a checkpoint with merged adapters, under the names of the module without adapters.
 
@@ -360,7 +361,7 @@ def merge_state(
                 f"export: the weight '{name}.weight', which an adapter changes, is not in the checkpoint: name the "
                 "base by --base"
             )
-    how: Mapping[str, Any] = checkpoint.get("lit_efficient", {}).get("quantized", {})
+    how: Fields = checkpoint.get("lit_efficient", {}).get("quantized", {})
     for name, one in how.items():
         if f"{name}.weight" in state and state[f"{name}.weight"].is_floating_point():
             quantize_entry(state, name, one)
@@ -379,9 +380,7 @@ def merge_state(
     return state
 
 
-def _merge_experts(
-    state: dict[str, Tensor], name: str, keys: list[str], transposed: bool, arguments: Mapping[str, Any]
-) -> None:
+def _merge_experts(state: dict[str, Tensor], name: str, keys: list[str], transposed: bool, arguments: Fields) -> None:
     scale = scale_of(arguments["variant"], arguments["alpha"], arguments["rank"])
     for key in keys:
         a = state.pop(f"{name}.lora_A_{key}")
@@ -397,7 +396,7 @@ def _merge_experts(
         state[f"{name}.{key}"] = weight + delta.to(weight.dtype)
 
 
-def _merge_entry(state: dict[str, Tensor], name: str, kind: str, arguments: Mapping[str, Any]) -> None:
+def _merge_entry(state: dict[str, Tensor], name: str, kind: str, arguments: Fields) -> None:
     key = f"{name}.weight"
     own = [k for k in state if k.rpartition(".")[0] == name and k.rpartition(".")[2].startswith("lora_")]
     added = {k.rpartition(".")[2]: state.pop(k) for k in own}
@@ -419,7 +418,7 @@ def _merge_entry(state: dict[str, Tensor], name: str, kind: str, arguments: Mapp
     state[key] = merged.reshape(weight.shape).to(weight.dtype).contiguous()
 
 
-def _adapters(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+def _adapters(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     arguments = arguments_behind(checkpoint, "adapters")
     if arguments is None:
         return None, {}
@@ -433,7 +432,7 @@ def _adapters(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any] | None, dic
     return where, arguments
 
 
-def _write_peft(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+def _write_peft(folder: Path, tensors: Mapping[str, Tensor], config: Fields) -> None:
     # diffusers reads the configuration from the file's header, with the prefix of the tensors' names.
     header = json.dumps({f"base_model.model.{key}": value for key, value in config.items()})
     save_tensors(folder / "adapter_model.safetensors", tensors, format="pt", lora_adapter_metadata=header)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.files.checkpoints import Fields
 from lit_efficient.files.hidden_names import hidden_beside
 from lit_efficient.files.tensors import bytes_of, load_tensors, save_tensors
 
@@ -133,7 +134,7 @@ def check_outputs(
     folder: Path,
     library: str,
     reference: Reference,
-    request: Mapping[str, Any],
+    request: Fields,
     base: Callable[[Path], object] | None = None,
 ) -> str:
     """Compare the outputs of an exported model with the outputs of the trained one.
@@ -168,7 +169,7 @@ def check_outputs(
     return finding
 
 
-def _ask(folder: Path, library: str, request: Mapping[str, Any], fill: Callable[[Path], object]) -> Any:
+def _ask(folder: Path, library: str, request: Fields, fill: Callable[[Path], object]) -> Any:
     """Return the answer of a new process about a folder; None if the library is not installed."""
     if importlib.util.find_spec(library) is None:
         return None

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +25,18 @@ from lit_efficient.distributed.weight_slices import built_empty
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice
 from lit_efficient.export.check import check_tensors, digests, refuse_own_layers
 from lit_efficient.files.atomic_file import check_new_folder, write_folder
+from lit_efficient.files.checkpoints import Checkpoint
 from lit_efficient.files.sums import write_sums
 from lit_efficient.mechanisms.adapters.diffusers_lora import diffusers_class, write_diffusers_lora
 from lit_efficient.mechanisms.adapters.merge import dequantize_layers, merge_adapters, whole_state, without_adapters
 from lit_efficient.mechanisms.adapters.peft_format import to_peft
 from lit_efficient.mechanisms.restore import Asked, Weights, take_weights, wanted_weights
 from lit_efficient.surgery import WAITS, own_draws, unmixed
+
+if TYPE_CHECKING:
+    from lit_efficient.export.diffusers_parts import Pipeline
+    from lit_efficient.models.libraries.latent_codec import LatentCodec
+    from lit_efficient.tasks.latent_diffusion import LatentDiffusion
 
 Lora = Literal["merged", "diffusers"]
 
@@ -103,12 +109,12 @@ def export_pipeline(
 class _Run:
     """A rebuilt module, its checkpoint, and the kind of its weights ("raw" or the name of an average)."""
 
-    module: Any
-    checkpoint: Mapping[str, Any]
+    module: "LatentDiffusion"
+    checkpoint: Checkpoint
     held: str
 
 
-def _restored(checkpoint: dict[str, Any], weights: Weights, base: Mapping[str, Tensor] | None) -> _Run:
+def _restored(checkpoint: Checkpoint, weights: Weights, base: Mapping[str, Tensor] | None) -> _Run:
     from lit_efficient.tasks.latent_diffusion import LatentDiffusion
 
     arguments = checkpoint["hyper_parameters"]
@@ -140,12 +146,12 @@ def _load_base(module: nn.Module, base: Mapping[str, Tensor]) -> None:
         raise ConfigurationError("export: base has no weight of this network")
 
 
-def _network(module: Any, keep_adapters: bool) -> Any:
+def _network(module: "LatentDiffusion", keep_adapters: bool) -> Any:
     """Return a plain model of diffusers in evaluation mode, with adapters merged or left out."""
     from lit_efficient.models.libraries.dit_to_diffusers import convert
     from lit_efficient.models.networks.dit import DiT
 
-    network = module.network
+    network: Any = module.network
     refuse_own_layers(network)
     own = {
         name.removeprefix(_NETWORK): tensor
@@ -157,7 +163,7 @@ def _network(module: Any, keep_adapters: bool) -> Any:
             wanted = DiT(network.config).state_dict().keys()
         return convert({name: tensor for name, tensor in own.items() if name in wanted}, network.config)
     with own_draws():
-        fresh: Any = built_empty(lambda: unmixed(network).from_config(network.config))  # type: ignore[attr-defined]
+        fresh: Any = built_empty(lambda: unmixed(network).from_config(network.config))
     del fresh.__dict__[WAITS]  # the weights are loaded below
     wanted = fresh.state_dict().keys()
     fresh.load_state_dict({name: tensor for name, tensor in own.items() if name in wanted}, assign=True)
@@ -174,7 +180,7 @@ def _floats(module: nn.Module, keep_adapters: bool) -> dict[str, Tensor]:
     return without_adapters(module)
 
 
-def _pipeline(module: Any, network: Any) -> Any:
+def _pipeline(module: "LatentDiffusion", network: Any) -> "Pipeline":
     from lit_efficient.export.diffusers_parts import Parts
     from lit_efficient.export.diffusers_pipelines import pipeline_for
 
@@ -192,7 +198,7 @@ def _pipeline(module: Any, network: Any) -> Any:
     return pipeline_for(parts)
 
 
-def _autoencoder(codec: Any) -> Any:
+def _autoencoder(codec: "LatentCodec | None") -> Any:
     from lit_efficient.models.libraries.autoencoders import DiffusersAutoencoder
     from lit_efficient.models.libraries.folding import fold_statistics
 
@@ -214,9 +220,10 @@ def _adapters(run: _Run, pipeline: Any) -> tuple[dict[str, Tensor], dict[str, An
         raise ConfigurationError("export: lora=diffusers is for checkpoints of LoRA, and this one has no adapter")
     if not hasattr(pipeline, "load_lora_weights"):
         raise ConfigurationError(f"export: {type(pipeline).__name__} cannot load adapters: use lora=merged")
+    network: Any = run.module.network
     arguments = {**recorded, "bias": "none", "modules_to_save": None}  # biases and saved modules are part of the base
     tensors, config = to_peft(whole_state(run.module), run.checkpoint["lit_efficient"]["adapters"], arguments)
-    return tensors, config | {"auto_mapping": diffusers_class(run.module.network)}
+    return tensors, config | {"auto_mapping": diffusers_class(network)}
 
 
 def _place(pipeline: Any) -> str:
@@ -224,7 +231,7 @@ def _place(pipeline: Any) -> str:
     return "unet" if hasattr(pipeline, "unet") else "transformer"
 
 
-def _readme(made: Any, held: str, lora: bool) -> str:
+def _readme(made: "Pipeline", held: str, lora: bool) -> str:
     notes = "".join(f"\nNote: {note}.\n" for note in made.notes)
     loads = '\npipeline.load_lora_weights("FOLDER")' if lora else ""
     return f"""A pipeline of [diffusers](https://github.com/huggingface/diffusers), with the {held} weights of training.

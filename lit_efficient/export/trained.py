@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lit_efficient.application.recorded import replay
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.export.check import refuse_own_layers
+from lit_efficient.files.checkpoints import Checkpoint, Fields
 from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.hugging_face import from_config
 from lit_efficient.internals.hugging_face_loading import empty_from_config
@@ -24,7 +25,7 @@ from lit_efficient.mechanisms.adapters.merge import dequantize_layers, merge_ada
 from lit_efficient.mechanisms.adapters.peft_layers import plain_name
 from lit_efficient.mechanisms.adapters.quantized import is_quantized
 from lit_efficient.mechanisms.adapters.survival import describe_survival, surviving
-from lit_efficient.mechanisms.restore import weights_of
+from lit_efficient.mechanisms.restore import Weights, weights_of
 from lit_efficient.surgery import own_draws, unmixed
 
 
@@ -50,7 +51,7 @@ class Trained:
 
 
 def trained(
-    checkpoint: dict[str, Any], path: str | os.PathLike[str], weights: Any, base: str | None, random: bool = False
+    checkpoint: Checkpoint, path: str | os.PathLike[str], weights: Weights, base: str | None, random: bool = False
 ) -> Trained:
     """Rebuild the module that wrote a checkpoint.
 
@@ -89,7 +90,7 @@ def trained(
     return Trained(holder.eval(), root, held, base)
 
 
-def _own(checkpoint: Mapping[str, Any], base: str | None, random: bool) -> tuple[Any, str, str | None]:
+def _own(checkpoint: Checkpoint, base: str | None, random: bool) -> tuple[Any, str, str | None]:
     """Return the transformers model in a user's module, its name in the module, and the folder of its base."""
     kept = checkpoint.get("lit_efficient", {})
     state = checkpoint["state_dict"]
@@ -130,14 +131,14 @@ def _kind(name: str | None) -> Any:
     return transformers.AutoModelForCausalLM  # the class is the user's own, or not recorded
 
 
-def _built(entries: Mapping[str, Any], where: Mapping[str, Any], make: Any = from_config) -> Any:
+def _built(entries: Fields, where: Fields, make: Any = from_config) -> Any:
     from transformers import AutoConfig
 
     dtype = getattr(torch, where.get("dtype") or "float32")
     return make(_kind(where.get("class")), AutoConfig.for_model(**entries), dtype=dtype)
 
 
-def _loaded(base: str, where: Mapping[str, Any]) -> Any:
+def _loaded(base: str, where: Fields) -> Any:
     from transformers import PretrainedConfig
 
     check_sums(base)

@@ -18,7 +18,7 @@ import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -28,6 +28,11 @@ from lit_efficient.errors import CheckpointError, ConfigurationError, is_out_of_
 from lit_efficient.files.atomic_file import replacing
 from lit_efficient.files.runs import LATEST, read_record, real, through_latest
 from lit_efficient.files.tensors import load_tensors, save_tensors
+
+Checkpoint: TypeAlias = dict[str, Any]
+"""Content of a checkpoint, by key."""
+Fields: TypeAlias = Mapping[str, Any]
+"""Part of a checkpoint or of a configuration, as plain data."""
 
 _DTYPE = r"[?biufcmMOSUV]\d+"  # name of a dtype in numpy's pickles; torch must allow the dtype's class, too
 _BUILT = r"but got <class '([\w.]+)'>"  # in torch's message about an object that an allowed function created
@@ -56,7 +61,7 @@ def newest_in(path: str | os.PathLike[str]) -> Path:
     return max(found, key=lambda file: (file.name == "last.ckpt", file.stat().st_mtime_ns), default=place)
 
 
-def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read(path: str | os.PathLike[str]) -> Checkpoint:
     """Return a checkpoint, a state dict or a ``.safetensors`` file as ``{"state_dict": ..., ...}`` on the CPU.
 
     Args:
@@ -77,7 +82,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     return checkpoint
 
 
-def write(path: str | os.PathLike[str], checkpoint: dict[str, Any]) -> None:
+def write(path: str | os.PathLike[str], checkpoint: Checkpoint) -> None:
     """Write a checkpoint atomically; if ``path`` ends in ``.safetensors``, write only its weights."""
     if Path(path).suffix == ".safetensors":
         save_tensors(path, checkpoint["state_dict"])
@@ -198,7 +203,7 @@ def check_piece(data: bytes, where: str) -> Any:
         raise DamagedError(f"{where} is damaged ({str(error).splitlines()[0][:200]})") from error
 
 
-def weights_alone(checkpoint: dict[str, Any], state_dict: dict[str, Any], kind: str) -> dict[str, Any]:
+def weights_alone(checkpoint: Checkpoint, state_dict: dict[str, Any], kind: str) -> Checkpoint:
     """Return a checkpoint without the states of training.
 
     Args:
