@@ -162,8 +162,9 @@ def _network(module: "LatentDiffusion", keep_adapters: bool) -> Any:
         with torch.device("meta"):
             wanted = DiT(network.config).state_dict().keys()
         return convert({name: tensor for name, tensor in own.items() if name in wanted}, network.config)
+    kind: Any = unmixed(network)
     with own_draws():
-        fresh: Any = built_empty(lambda: unmixed(network).from_config(network.config))
+        fresh: Any = built_empty(lambda: kind.from_config(network.config))
     del fresh.__dict__[WAITS]  # the weights are loaded below
     wanted = fresh.state_dict().keys()
     fresh.load_state_dict({name: tensor for name, tensor in own.items() if name in wanted}, assign=True)
