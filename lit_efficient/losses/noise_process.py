@@ -116,7 +116,7 @@ class DiffusionProcess:
 
     @property
     def ends_in_noise(self) -> bool:
-        """Whether nothing (or nearly nothing) of the data is left at time 1, so that eps does not determine x0."""
+        """True if (almost) no signal is left at time 1, so that eps does not determine x0 there."""
         alpha, sigma = self.alpha_sigma(torch.ones(1, dtype=torch.float64, device="cpu"))
         return alpha.item() < _NO_SIGNAL * sigma.item()
 

@@ -170,7 +170,7 @@ def test_what_is_drawn_is_an_image_and_the_token_that_belongs_to_it(tmp_path: Pa
 
 def test_without_tokens_or_with_others_it_says_what_to_do() -> None:
     rows = {"latents": torch.randn(8, 2, 4, 4)}
-    with pytest.raises(ConfigurationError, match=r"batches hold class_token \[B, features\], or add HiddenAlign"):
+    with pytest.raises(ConfigurationError, match=r"class_token \[B, features\] to batches, or use HiddenAlign"):
         fit(ENTANGLED, loader(rows), max_steps=1)
     with pytest.raises(ConfigurationError, match=r"the shape of class_token must be \[B, 5\]"):
         fit(ENTANGLED, loader({**rows, "class_token": torch.randn(8, 3)}), max_steps=1)
