@@ -3,7 +3,12 @@
 Checked with lightning 2.6.6, in both of its namespaces.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 
 def data_source(loop: Any) -> Any:
@@ -11,7 +16,7 @@ def data_source(loop: Any) -> Any:
     return loop._data_source
 
 
-def combined_loader(trainer: Any) -> Any:
+def combined_loader(trainer: Trainer) -> Any:
     """Return the ``CombinedLoader`` of training, or ``None`` before it is created: ``fit_loop._combined_loader``."""
     return trainer.fit_loop._combined_loader
 
@@ -27,7 +32,7 @@ def drop_loaders(loop: Any) -> None:
     loop._data_fetcher = None
 
 
-def restore_loader_states(trainer: Any) -> None:
+def restore_loader_states(trainer: Trainer) -> None:
     """Load the loaders' states of a checkpoint into loaders that were created before the checkpoint was read.
 
     ``fit_loop._load_combined_loader_states``.
@@ -35,18 +40,18 @@ def restore_loader_states(trainer: Any) -> None:
     trainer.fit_loop._load_combined_loader_states()
 
 
-def validate_on(trainer: Any, loaders: Any, batches: list[int]) -> None:
+def validate_on(trainer: Trainer, loaders: Any, batches: list[int]) -> None:
     """Make the next validation of a fit use a ``CombinedLoader`` and a number of batches for each of its loaders.
 
     ``val_loop._combined_loader``, ``_max_batches`` and ``_last_val_dl_reload_epoch``.
     """
     loop = trainer.fit_loop.epoch_loop.val_loop
     loop._combined_loader = loaders
-    loop._max_batches = batches
+    loop._max_batches = [*batches]
     loop._last_val_dl_reload_epoch = trainer.current_epoch
 
 
-def validation_loaders(trainer: Any) -> Any:
+def validation_loaders(trainer: Trainer) -> Any:
     """Return the validation loaders of a fit, created now if necessary, or ``None``: ``val_loop.setup_data``."""
     loop = trainer.fit_loop.epoch_loop.val_loop
     if not trainer.enable_validation or not data_source(loop).is_defined():
@@ -55,7 +60,7 @@ def validation_loaders(trainer: Any) -> Any:
     return trainer.val_dataloaders
 
 
-def wants_distributed_sampler(trainer: Any, loader: Any) -> bool:
+def wants_distributed_sampler(trainer: Trainer, loader: Any) -> bool:
     """Return whether Lightning splits a loader over processes: ``_data_connector._requires_distributed_sampler``."""
     return bool(trainer._data_connector._requires_distributed_sampler(loader))
 
@@ -65,7 +70,7 @@ def sampler_inside(sampler: Any) -> Any:
     return getattr(getattr(sampler, "dataset", None), "_sampler", None)
 
 
-def prepared(trainer: Any, loader: Any) -> Any:
+def prepared(trainer: Trainer, loader: Any) -> Any:
     """Return a training loader as a fit uses it, with the rows split over processes.
 
     ``_data_connector._prepare_dataloader``.

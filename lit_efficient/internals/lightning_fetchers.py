@@ -4,9 +4,14 @@
 ``fetched``. Checked with lightning 2.6.6.
 """
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 _COUNTERS = ("done", "fetched")  # attributes of a fetcher that reading a batch changes
 
@@ -73,10 +78,10 @@ def pass_through(
     return True
 
 
-def read_ahead(trainer: Any) -> Any:
+def read_ahead(trainer: Trainer) -> Any:
     """Read the next batch of a fit now, and return the states of the loaders before it (``None`` without a batch)."""
     fetcher = trainer.fit_loop._data_fetcher
-    if not isinstance(fetcher, _Passing) or fetcher._waiting is not None or fetcher.done:  # type: ignore[attr-defined]
+    if not isinstance(fetcher, _Passing) or fetcher._waiting is not None or fetcher.done:
         return None
     states = copy.deepcopy(trainer.fit_loop._combined_loader._state_dicts())
     before = {name: getattr(fetcher, name) for name in _COUNTERS}

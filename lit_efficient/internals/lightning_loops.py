@@ -3,26 +3,31 @@
 Checked with lightning 2.6.6.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.data import sized_len
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 DATA_FETCHER = "_DataFetcher"  # class of the objects that pass batches to a loop
 BEFORE_TRANSFER = "_on_before_batch_transfer"  # method of a module that is called with each batch on the host
 
 
-def accumulates(trainer: Any) -> bool:
+def accumulates(trainer: Trainer) -> bool:
     """Return whether gradients accumulate, so that no optimizer step follows: ``fit_loop._should_accumulate``."""
     return bool(trainer.fit_loop._should_accumulate())
 
 
-def logged_step(trainer: Any) -> int:
+def logged_step(trainer: Trainer) -> int:
     """Return the step under which loggers record metrics of a running fit: ``epoch_loop._batches_that_stepped``."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
-def watch_fetching(trainer: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
+def watch_fetching(trainer: Trainer, before: Callable[[], None], after: Callable[[], None]) -> None:
     """Call functions before and after each wait of a fit for a batch: ``_on_before_fetch``, ``_on_after_fetch``."""
     loop = trainer.fit_loop.epoch_loop
     for name, call in (("_on_before_fetch", before), ("_on_after_fetch", after)):
@@ -39,12 +44,12 @@ class _Calls(list[Callable[[], None]]):
             call()
 
 
-def recount(trainer: Any) -> None:
+def recount(trainer: Trainer) -> None:
     """Update the number of batches of this epoch from the length of the training loaders, which may have shrunk.
 
     ``_combined_loader`` and ``_data_fetcher.length``.
     """
-    loop = trainer.fit_loop
+    loop: Any = trainer.fit_loop
     length = sized_len(loop._combined_loader)
     if length is not None:
         loop.max_batches = length
@@ -61,20 +66,21 @@ def zeroes_by_hand(module: Any) -> bool:
 _TRANSFER = ("transfer_batch_to_device", "on_after_batch_transfer")
 
 
-def arrives_unchanged(trainer: Any, names: tuple[str, ...] = _TRANSFER) -> bool:
+def arrives_unchanged(trainer: Trainer, names: tuple[str, ...] = _TRANSFER) -> bool:
     """Return whether a training batch on the device equals the batch on the host: no transfer hook is overridden."""
-    owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
+    data = getattr(trainer, "datamodule", None)
+    owners = [owner for owner in (trainer.lightning_module, data) if owner is not None]
     # `is_overridden` of Lightning only supports classes of its own namespace.
     hooks = [getattr(getattr(owner, name), "__module__", "") for name in names for owner in owners]
     return all(hook.startswith(("lightning.", "pytorch_lightning.")) for hook in hooks)
 
 
-def validates_next(trainer: Any) -> bool:
+def validates_next(trainer: Trainer) -> bool:
     """Return whether validation runs in this epoch: ``epoch_loop._should_check_val_epoch``."""
     return bool(trainer.fit_loop.epoch_loop._should_check_val_epoch())
 
 
-def forget_restart(trainer: Any) -> None:
+def forget_restart(trainer: Trainer) -> None:
     """Make the loops of a fit treat the next batch as a regular one: ``_restarting``.
 
     The public setter does more: it depends on the position in the epoch.
@@ -98,14 +104,14 @@ def settle(checkpoint: dict[str, Any], epoch: bool) -> None:
             counters[name][part] = dict.fromkeys(counters[name][part], counters[name][part]["ready"])
 
 
-def count_batches(trainer: Any, number: int) -> None:
+def count_batches(trainer: Trainer, number: int) -> None:
     """Set the number of batches that a resumed fit has done in this epoch: ``epoch_loop.batch_progress.current``."""
     current = trainer.fit_loop.epoch_loop.batch_progress.current
     for name in vars(current):
         setattr(current, name, number)
 
 
-def end_batch(trainer: Any, validated: bool) -> None:
+def end_batch(trainer: Trainer, validated: bool) -> None:
     """Make a restarted ``epoch_loop.advance`` continue after the previous batch: ``_skip_next_val``.
 
     Args:
@@ -116,7 +122,7 @@ def end_batch(trainer: Any, validated: bool) -> None:
     trainer.fit_loop.epoch_loop._skip_next_val = validated
 
 
-def end_epoch(trainer: Any) -> None:
+def end_epoch(trainer: Trainer) -> None:
     """At the start of a restarted fit, step schedulers that monitor a metric, and begin the next epoch.
 
     ``reset_restart_stage``.
@@ -130,7 +136,7 @@ def end_epoch(trainer: Any) -> None:
         part.reset_restart_stage()
 
 
-def stops_now(trainer: Any) -> bool:
+def stops_now(trainer: Trainer) -> bool:
     """Return whether a fit ends after this step, even in the middle of an epoch: ``fit_loop._can_stop_early``."""
     stopped = trainer.should_stop and trainer.fit_loop._can_stop_early
     return bool(stopped or 0 < trainer.max_steps <= trainer.global_step)

@@ -4,8 +4,10 @@
 ``_defaults``, ``_update_count``, ``_computed`` and ``_forward_cache``. Checked with lightning 2.6.6.
 """
 
+from __future__ import annotations
+
 import builtins
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,10 +15,13 @@ from torch import Tensor
 from lit_efficient.internals.lightning_trainer import logger_connector
 from lit_efficient.internals.torch_trees import tree_map_only
 
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
 _LOGGED = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
 
 
-def monitored(trainer: Any) -> dict[str, Tensor]:
+def monitored(trainer: Trainer) -> dict[str, Tensor]:
     """Return the current metrics that schedulers and callbacks can monitor, by name."""
     return {name: value.detach().clone() for name, value in trainer.callback_metrics.items() if torch.is_tensor(value)}
 
@@ -29,12 +34,12 @@ def logs_in_bar(value: Tensor) -> bool:
     return value.device.type == "cpu"
 
 
-def names_logged(trainer: Any) -> set[str]:
+def names_logged(trainer: Trainer) -> set[str]:
     """Return the names that ``self.log`` was called with in this epoch: ``trainer._results``."""
     return {item.meta.name for item in (trainer._results or {}).values()}
 
 
-def unfinished(trainer: Any) -> list[dict[str, Any]]:
+def unfinished(trainer: Trainer) -> list[dict[str, Any]]:
     """Return the metrics of the unfinished training epoch: the arguments of ``self.log``, and the states.
 
     Metrics that are logged for each step are included, because Lightning repeats the previous value if a step does not
@@ -53,7 +58,7 @@ def unfinished(trainer: Any) -> list[dict[str, Any]]:
     return found
 
 
-def restore(trainer: Any, metrics: dict[str, Tensor], results: list[dict[str, Any]]) -> None:
+def restore(trainer: Trainer, metrics: dict[str, Tensor], results: list[dict[str, Any]]) -> None:
     """Restore the results of `monitored` and `unfinished` before a fit begins."""
     connector = logger_connector(trainer)
     loop = trainer.fit_loop.epoch_loop

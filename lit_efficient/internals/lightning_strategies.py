@@ -5,13 +5,18 @@ twice, in lightning.pytorch and in pytorch_lightning, and classes that a run doe
 with lightning 2.6.6.
 """
 
+from __future__ import annotations
+
 import importlib
 import inspect
 import traceback
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lit_efficient.errors import LitEfficientError
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 _REPLICATES = {"DDPStrategy"}
 _FLATTENS = {"FSDPStrategy", "DeepSpeedStrategy"}  # the second of these is a subclass of DDPStrategy
@@ -106,9 +111,9 @@ def traits_named(given: Any) -> Traits:
     return replace(traits_of(kind.__new__(kind)), stage=stage if isinstance(stage, int) else 3)
 
 
-def run_alone(trainer: Any) -> None:
+def run_alone(trainer: Trainer) -> None:
     """Replace the strategy of a trainer by one for a single process: ``_accelerator_connector``."""
-    strategy = trainer.strategy
+    strategy: Any = trainer.strategy
     strategies = importlib.import_module(f"{_namespace(type(trainer))}.strategies")
     own = {"checkpoint_io": strategy.checkpoint_io, "precision_plugin": strategy.precision_plugin}
     device = strategy.parallel_devices[0]

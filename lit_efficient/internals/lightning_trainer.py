@@ -3,10 +3,15 @@
 Checked with lightning 2.6.6, in both of its namespaces.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lit_efficient.internals.wraps import unwrap_method, wrap_method
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
 
 
 class AskedEarly:
@@ -24,11 +29,11 @@ class AskedEarly:
     @log.setter
     def log(self, function: Any) -> None:
         self.__dict__["log"] = function
-        module = getattr(function, "__self__", None)
+        module: Any = getattr(function, "__self__", None)
         if trainer_of(module) is not None:
             self.refuse(trainer_of(module), module)
 
-    def refuse(self, trainer: Any, module: Any) -> None:
+    def refuse(self, trainer: Trainer, module: LightningModule) -> None:
         """Raise an error if the callback does not support this trainer and module."""
         raise NotImplementedError
 
@@ -38,23 +43,23 @@ def trainer_of(module: Any) -> Any:
     return getattr(module, "_trainer", None)
 
 
-def set_trainer(module: Any, trainer: Any) -> None:
+def set_trainer(module: LightningModule, trainer: Trainer) -> None:
     """Set the trainer of a module, which may be of the other namespace: ``_trainer``."""
     module.__dict__["_trainer"] = trainer
 
 
-def signal_connector(trainer: Any) -> Any:
+def signal_connector(trainer: Trainer) -> Any:
     """Return the object that installs Lightning's signal handlers: ``_signal_connector``."""
     return trainer._signal_connector
 
 
-def original_handlers(trainer: Any) -> dict[int, Any]:
+def original_handlers(trainer: Trainer) -> dict[int, Any]:
     """Return the handlers that Lightning restores after a run: ``_signal_connector._original_handlers``."""
     handlers: dict[int, Any] = trainer._signal_connector._original_handlers
     return handlers
 
 
-def answer_sigterm(trainer: Any, function: Callable[..., Any]) -> None:
+def answer_sigterm(trainer: Trainer, function: Callable[..., Any]) -> None:
     """Replace Lightning's handler of SIGTERM, except under automatic requeueing of SLURM.
 
     ``_signal_connector._sigterm_notifier_fn``.
@@ -63,22 +68,22 @@ def answer_sigterm(trainer: Any, function: Callable[..., Any]) -> None:
         trainer: The trainer.
         function: Called as ``function(connector, number, frame)``.
     """
-    environment = trainer.strategy.cluster_environment
-    if not getattr(environment, "auto_requeue", False):
+    strategy: Any = trainer.strategy
+    if not getattr(strategy.cluster_environment, "auto_requeue", False):
         wrap_method(trainer._signal_connector, "_sigterm_notifier_fn", function)
 
 
-def leave_sigterm(trainer: Any, function: Callable[..., Any]) -> None:
+def leave_sigterm(trainer: Trainer, function: Callable[..., Any]) -> None:
     """Restore Lightning's handler of SIGTERM for its next run."""
     unwrap_method(trainer._signal_connector, "_sigterm_notifier_fn", function)
 
 
-def logger_connector(trainer: Any) -> Any:
+def logger_connector(trainer: Trainer) -> Any:
     """Return the object that holds the logged metrics: ``_logger_connector``."""
     return trainer._logger_connector
 
 
-def log_step(trainer: Any) -> None:
+def log_step(trainer: Trainer) -> None:
     """Send the metrics of the step to the loggers now. Lightning does so after the last hook."""
     connector = logger_connector(trainer)
     connector.on_batch_end()
@@ -90,12 +95,12 @@ def purge_from(logger: Any, step: int) -> None:
     logger._kwargs["purge_step"] = step
 
 
-def set_default_root_dir(trainer: Any, folder: str) -> None:
+def set_default_root_dir(trainer: Trainer, folder: str) -> None:
     """Set ``trainer.default_root_dir``, which has no setter: ``_default_root_dir``."""
-    trainer._default_root_dir = folder
+    vars(trainer)["_default_root_dir"] = folder
 
 
-def begin_fit(trainer: Any, module: Any, datamodule: Any) -> None:
+def begin_fit(trainer: Trainer, module: LightningModule, datamodule: Any) -> None:
     """Attach a module and its data to a trainer, as ``fit`` does before it prepares data.
 
     ``strategy._lightning_module``, ``_data_connector``, ``_callback_connector``, ``_verify_loop_configurations``.
@@ -118,26 +123,26 @@ def begin_fit(trainer: Any, module: Any, datamodule: Any) -> None:
     _verify_loop_configurations(trainer)
 
 
-def checkpoint_of(trainer: Any) -> dict[str, Any]:
+def checkpoint_of(trainer: Trainer) -> dict[str, Any]:
     """Return the contents of a full checkpoint, with all hooks: ``_checkpoint_connector.dump_checkpoint``."""
     return dict(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
 
 
-def call_callbacks(trainer: Any, hook: str) -> None:
+def call_callbacks(trainer: Trainer, hook: str) -> None:
     """Call a hook of all callbacks: ``call._call_callback_hooks``."""
     from lightning.pytorch.trainer import call
 
     call._call_callback_hooks(trainer, hook)
 
 
-def call_module(trainer: Any, hook: str) -> None:
+def call_module(trainer: Trainer, hook: str) -> None:
     """Call a hook of the module: ``call._call_lightning_module_hook``."""
     from lightning.pytorch.trainer import call
 
     call._call_lightning_module_hook(trainer, hook)
 
 
-def arrived(trainer: Any, batch: Any) -> Any:
+def arrived(trainer: Trainer, batch: Any) -> Any:
     """Convert a batch of a loader as Lightning does for a step.
 
     ``_on_before_batch_transfer``, ``_call_strategy_hook``.
