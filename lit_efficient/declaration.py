@@ -206,27 +206,30 @@ def check_conflicts(parts: Sequence[object]) -> None:
         ConflictError: Naming both sides, the reason and the way out.
     """
     ours = [part for part in parts if isinstance(part, Declaration | Optimizer)]
+    traits = {id(part): traits_of_part(part) for part in parts}
     for part in ours:
-        for other, reason in getattr(part, "conflicts", {}).items():
-            for one in parts:
-                if one is not part and _is_excluded(one, other):
-                    shown = type(one).__name__ if isinstance(other, Trait) else other
-                    raise ConflictError(f"{type(part).__name__} cannot be combined with {shown}: {reason}")
-    with_traits = [(part, traits_of_part(part)) for part in parts]
-    for part, own in with_traits:
-        if not isinstance(part, Declaration | Optimizer):
-            continue
-        for one, others in with_traits:
-            names = type(part).__name__, type(one).__name__
-            reason = conflict_of(names[0], own, names[1], others) if type(one) is not type(part) else ""
+        for key, reason in getattr(part, "conflicts", {}).items():
+            for other in parts:
+                if other is not part and _is_excluded(other, key):
+                    _refuse(part, type(other).__name__ if isinstance(key, Trait) else key, reason)
+    for part in ours:  # after all pairs by name, whose reasons are more specific
+        for other in parts:
+            if type(other) is type(part):
+                continue
+            names = type(part).__name__, type(other).__name__
+            reason = conflict_of(names[0], traits[id(part)], names[1], traits[id(other)])
             if reason:
-                raise ConflictError(f"{names[0]} cannot be combined with {names[1]}: {reason}")
+                _refuse(part, names[1], reason)
     seen: set[type] = set()
-    for technique in (part for part in parts if isinstance(part, Declaration)):
-        if type(technique) in seen:
+    for technique in ours:
+        if type(technique) in seen and isinstance(technique, Declaration):
             name = type(technique).__name__
             raise ConflictError(f"{name} is listed twice in Trainer(callbacks=...); keep one of them")
         seen.add(type(technique))
+
+
+def _refuse(part: object, other: str, reason: str) -> None:
+    raise ConflictError(f"{type(part).__name__} cannot be combined with {other}: {reason}")
 
 
 def traits_of_part(part: object) -> frozenset[Trait]:
