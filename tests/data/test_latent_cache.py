@@ -284,13 +284,13 @@ def test_whatever_differs_is_refused_by_its_name(tmp_path, entry):
     with pytest.raises(ConfigurationError) as caught:
         opened(data)
     (line,) = [line for line in str(caught.value).splitlines() if line.startswith(f"  {entry}: the cache has ")]
-    found, asked = LatentStore(tmp_path / "cache").identity.get(entry), data.identity()[entry]
+    found, asked = LatentStore(tmp_path / "cache").manifest["identity"].get(entry), data.identity()[entry]
     assert asked[:12] in line
     assert (found or "no such entry")[:12] in line
     assert "cache-latents --config CONFIG --overwrite" in str(caught.value)
     with pytest.raises(ConfigurationError, match=f"  {entry}: the cache has"):  # and it is not written over
         data.write_cache()
-    assert LatentStore(tmp_path / "cache", thorough=True).identity["version"] == "1"
+    assert LatentStore(tmp_path / "cache", thorough=True).manifest["identity"]["version"] == "1"
 
 
 def test_split_and_variants_are_said_once(tmp_path):
@@ -536,7 +536,7 @@ def test_overwriting_replaces_a_cache_and_nothing_else(tmp_path):
     made(tmp_path / "cache")
     half = LatentData(ToyImages(), OURS, folder=str(tmp_path / "cache"), dtype="float16")
     half.write_cache(overwrite=True)
-    assert opened(half)._store.identity["dtype"] == "float16"
+    assert opened(half)._store.manifest["identity"]["dtype"] == "float16"
     photos = tmp_path / "photos"
     photos.mkdir()
     (photos / "me.txt").write_text("precious")
@@ -551,7 +551,7 @@ def test_overwriting_replaces_a_cache_and_nothing_else(tmp_path):
     with pytest.raises(ConfigurationError, match="cannot be read"):
         half.write_cache()
     half.write_cache(overwrite=True)
-    assert opened(half)._store.identity["dtype"] == "float16"
+    assert opened(half)._store.manifest["identity"]["dtype"] == "float16"
 
 
 # Processes -----------------------------------------------------------------------------------------------------------

@@ -73,11 +73,6 @@ class LatentStore:
         return int(self.manifest["count"])
 
     @property
-    def identity(self) -> dict[str, str]:
-        """Settings and contents that the cache was made from, by name."""
-        return dict(self.manifest["identity"])
-
-    @property
     def statistics(self) -> tuple[Tensor, Tensor]:
         """Measured mean and standard deviation [c] of the sampled latents of the training part."""
         measured = self.manifest["statistics"]
