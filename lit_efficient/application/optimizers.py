@@ -186,7 +186,7 @@ class _Learning:
             if not layers.waiting:
                 self.checked.add(id(optimizer))
             elif layers.steps == 2:
-                rank_zero_warn(layers.described())
+                rank_zero_warn(layers.message())
             return
         has_gradient = {}
         for group in optimizer.param_groups:
@@ -209,7 +209,7 @@ class _Learning:
             parts = {owner: module.get_submodule(owner) for owner in silent}
         layers = SilentLayers(who, silent, parts)
         self.silent[id(optimizer)] = layers
-        self.session.around_step.append(layers.listening)
+        self.session.around_step.append(layers.observing)
         self.session.at_end.append(partial(_end_watch, layers))
         if not any(name == "training_step" for name, _ in self.session.wraps):
             wrap = training_step_like(module.training_step)
@@ -221,7 +221,7 @@ def _end_watch(layers: SilentLayers, module: nn.Module) -> None:
     """Restore all layers at the end of a run, and warn if one step alone was made."""
     unwatch(module)
     if layers.steps == 1:
-        rank_zero_warn(layers.described())
+        rank_zero_warn(layers.message())
 
 
 def _without_gradient(module: Any, has_gradient: dict[int, bool]) -> dict[str, list[nn.Parameter]] | None:

@@ -29,7 +29,7 @@ from lit_efficient.errors import ConfigurationError, check_choice
 from lit_efficient.losses.liger_cross_entropy import installed
 from lit_efficient.mechanisms.blocks.rotary import Turns, turns_of
 from lit_efficient.mechanisms.trials.memory import SavedTensors, format_bytes
-from lit_efficient.models.probes.modes import evaluating, trying_out
+from lit_efficient.models.probes.modes import evaluating, trial_of_layer
 from lit_efficient.surgery import mix_in, mix_out, mix_under, parents
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
@@ -176,7 +176,7 @@ def _trial(part: nn.Module, width: int) -> Iterator[tuple[Tensor, int]]:
     like = next((p for p in part.parameters() if p.is_floating_point()), torch.empty(0))
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, _ROWS // 2, width, generator=generator, device="cpu").to(like).requires_grad_()
-    with trying_out(like.device):
+    with trial_of_layer(like.device):
         yield x, _kept(part, x)
 
 

@@ -31,7 +31,7 @@ from lit_efficient.errors import check_number
 from lit_efficient.mechanisms.blocks.feed_forward import find_feed_forwards
 from lit_efficient.mechanisms.side_terms import SideTerms, parts_of
 from lit_efficient.models.networks.expert_layers import ExpertMixture, add_mixture, balanced_bias, router_losses
-from lit_efficient.models.networks.token_rows import rows_in, tell_rows
+from lit_efficient.models.networks.token_rows import pass_rows, rows_in
 from lit_efficient.surgery import call_layers, count
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
@@ -105,7 +105,7 @@ class MixtureOfExperts(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
             generator = torch.Generator().manual_seed(mix_seed(self.seed, i))
             balanced = self.bias_rate > 0
             add_mixture(part, self.experts, self.top_k, self.shared, balanced=balanced, generator=generator)
-        tell_rows(module, found)
+        pass_rows(module, found)
         call_layers(module)
         after = count(module.parameters())
         held = count(p for _, part in found for name, p in part.named_parameters() if name != "router_weight")

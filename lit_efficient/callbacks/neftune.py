@@ -17,7 +17,7 @@ from lit_efficient.distributed.ranks import data_rank
 from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.models.networks.document_attention import document_starts
-from lit_efficient.models.networks.token_rows import row_of, rows_in, tell_rows
+from lit_efficient.models.networks.token_rows import pass_rows, row_of, rows_in
 from lit_efficient.models.probes.token_embeddings import token_embeddings
 from lit_efficient.surgery import match_modules, mix_in
 from lit_efficient.technique import Technique
@@ -138,7 +138,7 @@ class NEFTune(Technique):
             found = match_modules(module, patterns, who="NEFTune: embeddings")
         for name, layer in found:
             mix_in(layer, _Noisy, _noise_alpha=self.alpha, _noise_name=name, _noise_seed=None)
-        tell_rows(module, found)
+        pass_rows(module, found)
         names = tuple(name for name, _ in found)
         return Report(f"noise of alpha {self.alpha:g} on {', '.join(names)}", modules=names)
 

@@ -27,7 +27,7 @@ from lit_efficient.mechanisms.adapters.quantized import elements, is_bitsandbyte
 from lit_efficient.mechanisms.adapters.technique import AdapterTechnique
 from lit_efficient.mechanisms.blocks.block_map import note_trained
 from lit_efficient.models.libraries.causal_lm import Primitive
-from lit_efficient.models.libraries.config_fields import meant
+from lit_efficient.models.libraries.config_fields import misspelling_hint
 from lit_efficient.surgery import call_layers, count
 from lit_efficient.traits import Trait
 
@@ -117,7 +117,7 @@ class PeftAdapter(AdapterTechnique):
             self._folders[name] = str(folder)
             options = read_peft_folder(str(folder))[0] | options
         if "peft_type" not in options:
-            raise refusal("PeftAdapter", "config", _FIELDS + meant("peft_type", options), config)
+            raise refusal("PeftAdapter", "config", _FIELDS + misspelling_hint("peft_type", options), config)
         peft_config(options)
         return options | {"peft_type": str(options["peft_type"]).upper()}
 

@@ -121,17 +121,17 @@ def constructor_error(error: ValueError | TypeError) -> Exception:
         root = root.__cause__
     frame = traceback.extract_tb(root.__traceback__)[-1]
     # Of classes that could stand here one refuses its arguments, and the others do not have them.
-    misfit = isinstance(root, TypeError) and "jsonargparse" in frame.filename and _MISFIT.search(str(root))
-    if isinstance(root, LitEfficientError) or not (isinstance(root, ValueError) or misfit):
+    fields_error = isinstance(root, TypeError) and "jsonargparse" in frame.filename and _MISFIT.search(str(root))
+    if isinstance(root, LitEfficientError) or not (isinstance(root, ValueError) or fields_error):
         return root if isinstance(root, Exception) else error
     tried = [line.strip(" -") for line in str(error).splitlines() if line.strip().startswith("- ")]
     telling = [line for line in tried if not line.startswith(_NO_CAUSE)]
     message = telling[0] if telling and str(root).startswith("Not a valid subclass") else str(root)
     if telling and str(root).startswith("Expected a "):  # what stands there may be a name, too
         return ConfigurationError(telling[0])
-    if misfit:
+    if fields_error:
         others = [line for line in telling if not _MISFIT.search(line)]
-        return ConfigurationError(others[0] if others else f"{misfit[1]}: no option {misfit[2]!r}")
+        return ConfigurationError(others[0] if others else f"{fields_error[1]}: no option {fields_error[2]!r}")
     return ConfigurationError(f"{message}\n  raised by {frame.name} in {frame.filename}, line {frame.lineno}")
 
 

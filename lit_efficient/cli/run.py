@@ -21,7 +21,7 @@ from lit_efficient.application import check_sharded
 from lit_efficient.cli.run_folder import LAST, LastCheckpoint, RunFolder
 from lit_efficient.cli.secrets import masked
 from lit_efficient.declaration import techniques_of
-from lit_efficient.distributed.ranks import saying_who_waits
+from lit_efficient.distributed.ranks import report_waiting
 from lit_efficient.distributed.shards import sum_shards
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.atomic_file import replacing
@@ -119,7 +119,7 @@ def prefetch(trainer: Trainer, subcommand: str | None) -> None:
 
 def setup_environment(self: Any) -> None:
     """In the place of a strategy's method, which waits in silence for processes that have not started."""
-    with saying_who_waits(self.cluster_environment, "as long as trainer.strategy's `timeout` says"):
+    with report_waiting(self.cluster_environment, "as long as trainer.strategy's `timeout` says"):
         inner_method(self, "setup_environment", setup_environment)()
 
 

@@ -37,9 +37,9 @@ def run(argv: Sequence[str]) -> int:
     check_number("cache-latents", "--batch_size", options.batch_size, least=1, whole=True, null=True)
     check_number("cache-latents", "--num_workers", options.num_workers, least=0, whole=True, null=True)
     check_number("cache-latents", "--shard_rows", options.shard_rows, least=1, whole=True)
-    from lit_efficient.distributed.rank_line import together
+    from lit_efficient.distributed.rank_line import joined_processes
 
-    with together() as (rank, count):
+    with joined_processes() as (rank, count):
         return _cache(options, rest, rank, count)
 
 

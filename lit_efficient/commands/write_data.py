@@ -25,7 +25,7 @@ Row = dict[str, Any]
 def run(argv: Sequence[str]) -> int:
     """Run ``write-data``."""
     arguments = _parser().parse_args(argv)
-    from lit_efficient.distributed.rank_line import together
+    from lit_efficient.distributed.rank_line import joined_processes
     from lit_efficient.distributed.ranks import gather_objects
     from lit_efficient.models.generation.sampling import Sampling
     from lit_efficient.models.libraries.causal_lm import CausalLMConfig
@@ -39,7 +39,7 @@ def run(argv: Sequence[str]) -> int:
     named = ("format", "temperature", "top_p", "max_new_tokens", "seed", "keep_cut")
     settings = {"teacher": TeacherSource(spec).digest()} | {name: getattr(arguments, name) for name in named}
     output = Path(arguments.output)
-    with together() as (rank, _), contextlib.nullcontext() if rank else _alone(output):
+    with joined_processes() as (rank, _), contextlib.nullcontext() if rank else _alone(output):
         done = gather_objects(0 if rank else resume(output, prompts, settings))[0]
         if done < len(prompts):
             if isinstance(spec, str):

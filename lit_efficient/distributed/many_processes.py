@@ -60,7 +60,7 @@ def check_split(trainer: "Trainer", data: "LightningDataModule", tensors_in: Ten
         _loaders(trainer, data, 0, tensors_in)
         return []
     first, second = (_loaders(trainer, data, rank, tensors_in) for rank in (0, sharing))
-    return [note for pair in zip(first, second, strict=True) for note in _of_loader(trainer, *pair, world)]
+    return [note for pair in zip(first, second, strict=True) for note in _check_loader(trainer, *pair, world)]
 
 
 def _loaders(trainer: Any, data: "LightningDataModule", rank: int, tensors_in: TensorsIn) -> list[Read]:
@@ -83,7 +83,7 @@ def _first_batch(loader: Loader, tensors_in: TensorsIn) -> list[Tensor]:
     return list(tensors_in(next(iter(loader), None)))
 
 
-def _of_loader(trainer: "Trainer", one: Read, other: Read, world: int) -> list[str]:
+def _check_loader(trainer: "Trainer", one: Read, other: Read, world: int) -> list[str]:
     loader, mine = one
     _, its = other
     dataset = getattr(loader, "dataset", None)

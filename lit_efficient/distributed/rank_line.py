@@ -35,7 +35,7 @@ _GRACE = 3.0  # seconds that a command has to end by itself
 
 
 @contextmanager
-def together() -> Iterator[tuple[int, int]]:
+def joined_processes() -> Iterator[tuple[int, int]]:
     """Join the processes of torchrun in a command, as :func:`join_ranks`, and end this process if another one fails."""
     rank, count = join_ranks()
     if count == 1:

@@ -24,7 +24,7 @@ _PATIENCE = 30.0  # seconds without a message
 
 
 @contextmanager
-def saying_who_waits(place: "ClusterEnvironment", limit: str) -> Iterator[None]:
+def report_waiting(place: "ClusterEnvironment", limit: str) -> Iterator[None]:
     """Print, after half a minute in this context, that this process still waits for others to start.
 
     Args:
@@ -58,7 +58,7 @@ def join_ranks() -> tuple[int, int]:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not distributed.is_initialized():
         if torch.accelerator.is_available():
             torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-        with saying_who_waits(TorchElasticEnvironment(), "as long as it takes"):
+        with report_waiting(TorchElasticEnvironment(), "as long as it takes"):
             distributed.init_process_group("gloo", timeout=timedelta(days=30))
         atexit.register(distributed.destroy_process_group)
     return place_among_ranks()

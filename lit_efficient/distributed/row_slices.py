@@ -35,7 +35,7 @@ def share_rows(group: distributed.ProcessGroup | None) -> None:
     _sharing[:] = [] if group is None else [group]
 
 
-def own_places(length: int, device: torch.device) -> Tensor:
+def own_positions(length: int, device: torch.device) -> Tensor:
     """Return the positions of this process's tokens in a row of ``length``, ascending."""
     count = distributed.get_world_size(_sharing[0])
     rank = distributed.get_rank(_sharing[0])
@@ -70,7 +70,7 @@ def own_slices(batch: Any) -> dict[str, Any]:
     if "num_bytes" in rest and distributed.get_rank(_sharing[0]):
         rest["num_bytes"] = torch.zeros_like(rest["num_bytes"])
     missing = -length % (2 * distributed.get_world_size(_sharing[0]))
-    places = own_places(length + missing, ids.device)
+    places = own_positions(length + missing, ids.device)
     for key, value in rest.items():
         if isinstance(value, Tensor) and value.shape[:2] == ids.shape:
             ends = [0, 0] * (value.ndim - 2) + [0, missing]
@@ -81,7 +81,7 @@ def own_slices(batch: Any) -> dict[str, Any]:
     return rest
 
 
-def of_whole_rows(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def gather_rows(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return keys and values ``[B, heads, T, head_dim]`` of whole rows, from those of this process's slices."""
     return _Gathered.apply(torch.stack((key, value)))
 
@@ -166,7 +166,7 @@ def _written_out(whole: Tensor, row: int, keys: slice, query: Tensor) -> tuple[T
 
 def _calls(starts: Tensor) -> Iterator[tuple[int, slice, list[tuple[slice, bool]]]]:
     """Yield, for each row, this process's pieces of its documents, and the keys of each: earlier keys, and its own."""
-    places = own_places(starts.shape[1], starts.device)
+    places = own_positions(starts.shape[1], starts.device)
     for row, own in enumerate(starts[:, places]):
         cuts = ((own.diff() != 0) | (places.diff() != 1)).nonzero()[:, 0] + 1
         bounds = [0, *cuts.tolist(), len(own)]

@@ -25,7 +25,7 @@ from lit_efficient.internals.wraps import inner_method, wrap_method
 from lit_efficient.surgery import parents
 
 if TYPE_CHECKING:
-    from lightning.pytorch.strategies import ParallelStrategy
+    from lightning.pytorch.strategies import ParallelStrategy, Strategy
 
 Checkpoint: TypeAlias = dict[str, Any]
 Place: TypeAlias = Any  # torch's record of where a piece is stored: relative_path, offset and length
@@ -97,7 +97,7 @@ def check_everywhere(strategy: "ParallelStrategy", path: Path, sums_alone: bool 
         raise CheckpointError(problem)
 
 
-def kept_aside(path: Path) -> set[str]:
+def training_only_keys(path: Path) -> set[str]:
     """Return the keys of a checkpoint's tensors that are needed in training only, such as projection heads."""
     meta = path
     if path.is_dir():
@@ -199,7 +199,7 @@ def states_in(folder: Path, optimizer: int) -> set[str]:
     return found
 
 
-def sum_shards(strategy: "ParallelStrategy") -> None:
+def sum_shards(strategy: "Strategy") -> None:
     """Make a strategy that writes folders write the hashes of their files, too."""
     if not getattr(strategy, "writes_sums", False):
         wrap_method(strategy, "save_checkpoint", _save_checkpoint)

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from lit_efficient.declaration import overrides, techniques_of
 from lit_efficient.distributed.ranks import check_batches
 from lit_efficient.distributed.row_slices import ROW_AMOUNT, own_slices, share_rows
-from lit_efficient.distributed.shards import TIED, check_everywhere, kept_aside, states_in, write_shards
+from lit_efficient.distributed.shards import TIED, check_everywhere, states_in, training_only_keys, write_shards
 from lit_efficient.distributed.tensor_parallel import Parallel, clip_by_norm, parallelize, plan_of, same_draws
 from lit_efficient.distributed.units import (
     Sharded,
@@ -411,7 +411,7 @@ class ShardedStrategy(ShardingBase):
         path = Path(self.broadcast(checkpoint_path))
         module = self._module
         check_everywhere(self, path)
-        aside = kept_aside(path)
+        aside = training_only_keys(path)
         present: set[str] = set()
         if aside or path.is_dir():
             present = checkpoint_keys(path)

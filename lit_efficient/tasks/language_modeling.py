@@ -169,7 +169,7 @@ class LanguageModeling(LightningModule):
                 make = partial(causal_lm.build, self.model, from_data, self._replacing())
                 empty = causal_lm.build_empty(self.model, from_data) if waits else None
                 self.network = empty or (built_empty(make) if waits and self.model.draws_weights else make())
-                message = causal_lm.widened(self.model)
+                message = causal_lm.float32_advice(self.model)
                 if message:
                     rank_zero_info(f"{type(self).__name__}: {message}")
             return

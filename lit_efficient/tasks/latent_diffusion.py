@@ -36,7 +36,7 @@ from lit_efficient.losses.timesteps import Distribution, TimestepSampling, check
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights
 from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
 from lit_efficient.models.libraries.dit_to_diffusers import diffusers_fields
-from lit_efficient.models.networks.class_token import apart, with_token
+from lit_efficient.models.networks.class_token import join_token, split_token
 from lit_efficient.models.networks.condition import Condition
 from lit_efficient.models.networks.dit import DiTConfig
 from lit_efficient.optimizers.fused_adamw import FusedAdamW
@@ -187,15 +187,15 @@ class LatentDiffusion(LatentGenerator):
         x0 = latent_source.draw_latents(batch, generator)
         features = self.shape.class_token.features
         if features:
-            x0 = with_token(x0, self._class_features(batch, features))
+            x0 = join_token(x0, self._class_features(batch, features))
         t = sample_timesteps(len(x0), self.timestep_sampling, generator, x0.device, process)
         eps, seen = diffusion.draw_noise(x0, process, generator)
         output = self(diffusion.add_noise(x0, seen, t, process), t, condition)
         target = diffusion.target(x0, eps, t, process, self.prediction)
         losses = {}
         if features:
-            output, predicted_token = apart(output, features)
-            target, target_token = apart(target, features)
+            output, predicted_token = split_token(output, features)
+            target, target_token = split_token(target, features)
             losses["class_loss"] = (predicted_token - target_token).square().mean(dim=1)
         sample_loss = (output - target).square().flatten(1).mean(dim=1)
         losses |= {"loss": sample_loss.mean(), "sample_loss": sample_loss, "timesteps": t}

@@ -33,7 +33,7 @@ from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
 from lit_efficient.models.libraries.latent_codec import LatentCodec, PreviewDecoder
 from lit_efficient.models.libraries.text_encoder import TextEncoder
 from lit_efficient.models.networks.backbone_shape import BackboneShape
-from lit_efficient.models.networks.class_token import apart, rows_of
+from lit_efficient.models.networks.class_token import rows_of, split_token
 from lit_efficient.models.networks.condition import Condition
 from lit_efficient.models.networks.dit import DiTConfig
 from lit_efficient.models.probes.modes import deep_path
@@ -389,7 +389,7 @@ class LatentGenerator(LightningModule):
             predict = guided(self, condition.rows(part), null, scale, self.sampler)
             drawn.append(sample_latents(predict, noise[part], steps, self.process, self.prediction, self.sampler))
         whole = torch.cat(drawn)
-        return apart(whole, features)[0] if features else whole
+        return split_token(whole, features)[0] if features else whole
 
     def _check_nothing(self) -> None:
         """Raise ConfigurationError for guidance without a text encoder, which embeds the empty caption."""

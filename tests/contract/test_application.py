@@ -51,7 +51,7 @@ class Widen(Technique):
     def transform(self, module: nn.Module) -> Report:
         for block in module.net.blocks:  # type: ignore[union-attr]
             block.extra = nn.Parameter(torch.full((2,), self.value))
-        return Report("widened")
+        return Report("float32_advice")
 
 
 class Early(Technique):

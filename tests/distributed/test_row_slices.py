@@ -5,7 +5,7 @@ import torch
 from torch import distributed
 
 from lit_efficient import ConfigurationError
-from lit_efficient.distributed.row_slices import ROW_POSITIONS, own_places, own_slices, share_rows
+from lit_efficient.distributed.row_slices import ROW_POSITIONS, own_positions, own_slices, share_rows
 from lit_efficient.internals.torch_fake_group import pretended
 from lit_efficient.models.networks.document_attention import document_starts, visible_blocks
 
@@ -15,7 +15,7 @@ def of_each(batch, processes):
     for rank in range(processes):
         with pretended(rank, processes):
             share_rows(distributed.group.WORLD)
-            found.append((own_slices(batch), own_places(12, torch.device("cpu"))))
+            found.append((own_slices(batch), own_positions(12, torch.device("cpu"))))
             share_rows(None)
     return found
 

@@ -31,7 +31,7 @@ from lit_efficient import (
     ThroughputMeter,
 )
 from lit_efficient.distributed.ranks import readers
-from lit_efficient.distributed.row_slices import ROW_POSITIONS, of_whole_rows, own_places, own_slices, share_rows
+from lit_efficient.distributed.row_slices import ROW_POSITIONS, gather_rows, own_positions, own_slices, share_rows
 from lit_efficient.errors import LitEfficientError
 from lit_efficient.mechanisms.metering import measure
 from lit_efficient.mechanisms.trials.memory import AllocationMeter
@@ -150,7 +150,7 @@ def numbers_memory_and_refusals() -> None:
     draw = torch.Generator().manual_seed(0)
     q, k, v, weigh = (torch.randn(2, n, 24, 8, generator=draw, dtype=torch.float64) for n in (4, 2, 2, 4))
     positions = torch.stack([torch.arange(24), torch.cat((torch.arange(9), torch.arange(15)))])
-    places, starts = own_places(24, q.device), document_starts(positions)
+    places, starts = own_positions(24, q.device), document_starts(positions)
     found = []
     for cut in (False, True):
         whole_or_own: Any = [heads[:, :, places] if cut else heads for heads in (q, k, v, weigh)]
@@ -162,7 +162,7 @@ def numbers_memory_and_refusals() -> None:
     inputs = [heads[:, :, places].clone().requires_grad_() for heads in (q, k, v)]
     index = torch.arange(24)  # as on a GPU whose FlexAttention fails
     mask = ((index <= index[:, None]) & (index >= starts[:, :, None]))[:, None, places]
-    key, value = (heads.repeat_interleave(2, 1) for heads in of_whole_rows(*inputs[1:]))
+    key, value = (heads.repeat_interleave(2, 1) for heads in gather_rows(*inputs[1:]))
     out = F.scaled_dot_product_attention(inputs[0], key, value, attn_mask=mask)
     (out * weigh[:, :, places]).sum().backward()
     for results in (found[1], [out, *(heads.grad for heads in inputs)]):

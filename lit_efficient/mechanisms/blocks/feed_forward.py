@@ -15,7 +15,7 @@ from lit_efficient.internals.torch_fx import has_parts
 from lit_efficient.mechanisms.blocks.block_map import BlockMap, find_blocks, trained_blocks
 from lit_efficient.mechanisms.trials.memory import SavedTensors
 from lit_efficient.models.networks.expert_layers import is_linear, width_of
-from lit_efficient.models.probes.modes import evaluating, trying_out
+from lit_efficient.models.probes.modes import evaluating, trial_of_layer
 from lit_efficient.surgery import endings, expert_stacks, match_modules, weights_wait
 
 
@@ -153,7 +153,7 @@ def _kept_by_token(part: nn.Module) -> int:
     like = next((p for p in weights if p.is_floating_point()), torch.empty(0, device=weights[0].device))
     x = _drawn((2, 3, width)).to(like).requires_grad_()
     try:
-        with SavedTensors([*weights, x]) as saved, trying_out(x.device):
+        with SavedTensors([*weights, x]) as saved, trial_of_layer(x.device):
             out = part(x)
         if x.is_meta:
             alone: bool | None = part(x.flatten(0, 1)).shape == (6, width)

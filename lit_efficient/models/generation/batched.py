@@ -106,40 +106,42 @@ class _Reader:
         self.caches = None
         if isinstance(network, GPT):
             self.caches = [KVCache(most) for _ in network.blocks]
-        self.takes = arguments_of(network)
-        self.carried: dict[str, Any] = {}
+        self.arguments = arguments_of(network)
+        self.state: dict[str, Any] = {}
         self.all: Tensor | None = None  # the text so far, for a network whose states are not passed on
-        self.carries = self.caches is None and self._goes_on(tokens[torch.arange(12) % len(tokens)].view(2, 6))
+        self.passes_state = False
+        if self.caches is None:
+            self.passes_state = self._continues_exactly(tokens[torch.arange(12) % len(tokens)].view(2, 6))
 
     def read(self, pending: Tensor) -> Tensor:
         """Return the logits ``[B, V]`` after ``pending`` ``[B, T]``, which follow the tokens read before."""
         if self.caches is not None:
             last_logits: Tensor = hidden_states(self.network, {"input_ids": pending, "cache": self.caches})[1]
             return last_logits[:, -1]
-        if not self.carried:
+        if not self.state:
             if self.all is not None:
                 pending = torch.cat((self.all, pending), 1)
             self.all = pending
-        last = {"logits_to_keep": 1} if "logits_to_keep" in self.takes else {}
-        output = self.network(input_ids=pending, use_cache=self.carries, **last, **self.carried)
-        if self.carries:
-            states = {name: value for name, value in output.items() if name in self.takes}
-            self.carried = {name: value for name, value in states.items() if value is not None}
+        last = {"logits_to_keep": 1} if "logits_to_keep" in self.arguments else {}
+        output = self.network(input_ids=pending, use_cache=self.passes_state, **last, **self.state)
+        if self.passes_state:
+            states = {name: value for name, value in output.items() if name in self.arguments}
+            self.state = {name: value for name, value in states.items() if value is not None}
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def _goes_on(self, rows: Tensor) -> bool:
+    def _continues_exactly(self, rows: Tensor) -> bool:
         """Return whether the network gives the same logits from its states as from the whole text."""
-        self.carries = False
+        self.passes_state = False
         whole = self.read(rows).float()
         self.all = None
-        self.carries = True
+        self.passes_state = True
         try:
             parts = [self.read(part).float() for part in rows.split((4, 1, 1), 1)][-1]
         except Exception:  # each network fails in its own way
             return False
         finally:
             self.all = None
-            self.carried = {}
+            self.state = {}
         close = 1e-3 if whole_precision(self.network, rows.device) else 0.1
         return bool((parts - whole).abs().max() <= close * whole.abs().max())

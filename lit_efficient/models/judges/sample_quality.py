@@ -57,10 +57,10 @@ def distances_of_features(real: Tensor, generated: Tensor) -> dict[str, float]:
         real: Features of real images, [N, D], N >= 2.
         generated: Features of generated images, [M, D], M >= 2.
     """
-    return feature_distances(_Given(real.shape[1]), real, generated)
+    return feature_distances(_Precomputed(real.shape[1]), real, generated)
 
 
-class _Given(nn.Identity):
+class _Precomputed(nn.Identity):
     """Feature network that returns features unchanged."""
 
     def __init__(self, num_features: int) -> None:

@@ -29,11 +29,11 @@ from lit_efficient.internals.torch_fake import detect_fake_mode
 from lit_efficient.internals.torch_modules import exchange
 from lit_efficient.models.libraries.config_fields import (
     check_bounds,
-    check_is_whole,
     check_names,
+    check_names_class,
     check_values,
     check_whole,
-    read_by_others,
+    library_errors,
 )
 from lit_efficient.models.probes.read_weights import read_layers
 from lit_efficient.surgery import WAITS
@@ -78,7 +78,7 @@ class CausalLMConfig:
     def __post_init__(self) -> None:
         owner = "CausalLMConfig"
         if self.name_or_path is None:
-            check_is_whole(owner, "model_type", self.config_fields or {})
+            check_names_class(owner, "model_type", self.config_fields or {})
         check_choice(owner, "dtype", self.dtype, ("float32", "bfloat16", "float16", "auto"))
         check_choice(owner, "quantize", self.quantize, ("nf4", "int8"), null=True)
         check_installed(owner, "transformers", *(["bitsandbytes"] if self.quantize else []))
@@ -131,7 +131,7 @@ def resolve(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) ->
         stored.pop("layer_types", None)  # transformers derives it from the new number of layers
     parts = [f"name_or_path {spec.name_or_path!r}"] * (spec.name_or_path is not None)
     parts += ["config_fields"] * bool(changed)
-    with read_by_others(f"CausalLMConfig: {' and '.join(parts)} do not make a {kind}", changed):
+    with library_errors(f"CausalLMConfig: {' and '.join(parts)} do not make a {kind}", changed):
         config = known(**{k: v for k, v in {**stored, **changed}.items() if k != "model_type"})
         rows = config.get_text_config().vocab_size
     if not isinstance(rows, int):
@@ -180,7 +180,7 @@ def _stored(spec: CausalLMConfig) -> dict[str, Any]:
     if missing is not None:
         raise ConfigurationError(f"CausalLMConfig: name_or_path: {missing}")
     check_sums(spec.name_or_path, weights=False)
-    with read_by_others(f"CausalLMConfig: name_or_path {spec.name_or_path!r} has no configuration that can be read"):
+    with library_errors(f"CausalLMConfig: name_or_path {spec.name_or_path!r} has no configuration that can be read"):
         stored, _ = PretrainedConfig.get_config_dict(spec.name_or_path or "", revision=spec.revision)
         return dict(stored)
 
@@ -224,7 +224,7 @@ def build(
     if fakes and spec.quantize is not None:
         raise refusal("plan", "model.quantize", "null (use QuantizeBase, which can be planned)", spec.quantize)
     named = spec.name_or_path or "the model"
-    with read_by_others(f"CausalLMConfig: {named} cannot be built", spec.config_fields):
+    with library_errors(f"CausalLMConfig: {named} cannot be built", spec.config_fields):
         if spec.draws_weights or fakes:
             if fakes and dtype == "auto":
                 dtype = config.dtype or torch.float32
@@ -301,7 +301,7 @@ def build_empty(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None
     return model.train()
 
 
-def widened(spec: CausalLMConfig) -> str | None:
+def float32_advice(spec: CausalLMConfig) -> str | None:
     """Return advice for a model that takes twice the memory of its files, or None."""
     if spec.draws_weights or spec.dtype != "float32" or spec.quantize is not None:
         return None

@@ -23,7 +23,7 @@ _PER_BYTE = 8  # parameters per byte of the files: formats of one bit
 
 
 @contextlib.contextmanager
-def read_by_others(said: str, fields: Mapping[str, object] | None = None) -> Iterator[None]:
+def library_errors(said: str, fields: Mapping[str, object] | None = None) -> Iterator[None]:
     """Turn exceptions that another package raises over files or fields into ConfigurationErrors that start with
     ``said``.
 
@@ -77,7 +77,7 @@ def check_names(owner: str, fields: Iterable[str], known: Iterable[str], kind: s
         )
 
 
-def meant(name: str, fields: Iterable[str]) -> str:
+def misspelling_hint(name: str, fields: Iterable[str]) -> str:
     """Return a hint for a message about the missing field ``name``: the given field that may be a misspelling of it."""
     for one in fields:
         near = did_you_mean(one, [name])
@@ -86,14 +86,15 @@ def meant(name: str, fields: Iterable[str]) -> str:
     return ""
 
 
-def check_is_whole(owner: str, key: str, fields: Mapping[str, object]) -> None:
+def check_names_class(owner: str, key: str, fields: Mapping[str, object]) -> None:
     """Refuse a whole configuration without the field ``key``, which names the class of the model.
 
     Raises:
         ConfigurationError: With a field that may be a misspelling of ``key``.
     """
     if key not in fields:
-        allowed = f"a hub's name or a folder, as config_fields={fields or None!r} has no {key}{meant(key, fields)}"
+        hint = misspelling_hint(key, fields)
+        allowed = f"a hub's name or a folder, as config_fields={fields or None!r} has no {key}{hint}"
         raise refusal(owner, "name_or_path", allowed, None)
 
 

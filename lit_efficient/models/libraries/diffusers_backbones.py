@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.errors import check_choice, refusal
-from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig, misfit, model_class, resolve
+from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig, fields_error, model_class, resolve
 from lit_efficient.models.networks.backbone_shape import BackboneShape, Sides
 from lit_efficient.models.networks.condition import Condition
 from lit_efficient.surgery import moved
@@ -53,7 +53,7 @@ def shape_of(spec: DiffusersModelConfig) -> BackboneShape:
         common = {"name": name, "channels": channels, "size": size, "learned_variance": variance}
         return BackboneShape(**(common | _ADAPTERS[name].shape(fields)))
     except (TypeError, LookupError, ArithmeticError) as error:  # null, a list or 0 in the place of a number
-        raise misfit(fields, error) from error
+        raise fields_error(fields, error) from error
 
 
 def prepared(network: Network, spec: DiffusersModelConfig) -> nn.Module:

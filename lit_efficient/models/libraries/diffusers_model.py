@@ -28,7 +28,13 @@ from lit_efficient.errors import (
 from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.hugging_face import keeps_float32
 from lit_efficient.models.libraries.causal_lm import Primitive
-from lit_efficient.models.libraries.config_fields import check_is_whole, check_names, check_values, check_whole, unusual
+from lit_efficient.models.libraries.config_fields import (
+    check_names,
+    check_names_class,
+    check_values,
+    check_whole,
+    unusual,
+)
 from lit_efficient.surgery import WAITS
 
 if TYPE_CHECKING:
@@ -64,7 +70,7 @@ class DiffusersModelConfig:
 
     def __post_init__(self) -> None:
         if self.name_or_path is None:
-            check_is_whole(_OWNER, "_class_name", self.config_fields or {})
+            check_names_class(_OWNER, "_class_name", self.config_fields or {})
         check_choice(_OWNER, "dtype", self.dtype, ("float32", "bfloat16", "float16"))
         check_number(_OWNER, "guidance", self.guidance, least=0)
         check_installed(_OWNER, "diffusers")
@@ -177,12 +183,12 @@ def from_fields(fields: dict[str, Any]) -> "ModelMixin":
     try:
         made = kind(**{name: value for name, value in fields.items() if not name.startswith("_")})
     except Exception as error:  # each model validates in its own way
-        raise misfit(fields, error) from error
+        raise fields_error(fields, error) from error
     check_whole(_OWNER, made, fields)
     return cast("ModelMixin", made)
 
 
-def misfit(fields: dict[str, Any], error: Exception) -> ConfigurationError:
+def fields_error(fields: dict[str, Any], error: Exception) -> ConfigurationError:
     """Return the error for fields that do not make a model: the reason, and the fields that are unlike their
     defaults.
     """

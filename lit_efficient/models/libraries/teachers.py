@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.torch_trees import tree_map
-from lit_efficient.models.libraries.config_fields import check_bounds, read_by_others
+from lit_efficient.models.libraries.config_fields import check_bounds, library_errors
 from lit_efficient.surgery import match_modules, moved, own_draws
 
 _IN_CODE = "given in code: "  # prefix of the record of a module in a checkpoint
@@ -239,7 +239,7 @@ def _of_transformers(spec: str, who: str) -> nn.Module:
 
     check_sums(spec)  # before the configuration, whose values may raise anything
     allowed = "a module, data.NAME, or the folder, name or config.json of a transformers model"
-    with read_by_others(str(refusal(who, "teacher", allowed, spec))):
+    with library_errors(str(refusal(who, "teacher", allowed, spec))):
         config = AutoConfig.from_pretrained(spec, trust_remote_code=False)
         if not spec.endswith(".json"):
             check_bounds(who, spec, config, AutoModel)

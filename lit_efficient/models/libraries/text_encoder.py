@@ -184,7 +184,7 @@ class TextEncoder:
         device = torch.device(device)
         memory = self._memories.setdefault(device, _Memory(_REMEMBERED_BYTES[device.type == "cpu"]))
         if "" in captions and memory.get("") is None:
-            nothing = self._kept_nothing(device)
+            nothing = self._load_empty_caption(device)
             if nothing is not None:
                 memory.put("", nothing)
         found: dict[str, Any] = {caption: memory.get(caption) for caption in dict.fromkeys(captions)}
@@ -200,7 +200,7 @@ class TextEncoder:
                 found[caption] = TextEmbedding(*row)
                 memory.put(caption, found[caption])
         if keeps:
-            self._keep_nothing(device, found[""])
+            self._save_empty_caption(device, found[""])
         among = [found[caption] for caption in captions]
         hidden = torch.stack([one.hidden for one in among])
         mask = torch.stack([one.mask for one in among])
@@ -230,7 +230,7 @@ class TextEncoder:
             self._hides_padding = any(part.hides_padding for part in self.parts)
         return self._hides_padding
 
-    def _kept_nothing(self, device: torch.device) -> TextEmbedding | None:
+    def _load_empty_caption(self, device: torch.device) -> TextEmbedding | None:
         """Return the stored embedding of the empty caption, as it was computed on a device of this type, or
         ``None``.
         """
@@ -242,7 +242,7 @@ class TextEncoder:
         except (CheckpointError, OSError):
             return None
 
-    def _keep_nothing(self, device: torch.device, nothing: TextEmbedding) -> None:
+    def _save_empty_caption(self, device: torch.device, nothing: TextEmbedding) -> None:
         """Store the embedding of the empty caption."""
         parts = {name: part.cpu() for name, part in zip(TextEmbedding._fields, nothing) if part is not None}
         with contextlib.suppress(OSError):  # a cache on a read-only disk

@@ -18,10 +18,10 @@ from lit_efficient.models.libraries.caption_tokens import CaptionTokens, load_to
 from lit_efficient.models.libraries.causal_lm import Primitive, declared_defaults, declared_fields
 from lit_efficient.models.libraries.config_fields import (
     check_bounds,
-    check_is_whole,
     check_names,
+    check_names_class,
     check_values,
-    read_by_others,
+    library_errors,
 )
 from lit_efficient.surgery import moved, own_draws
 
@@ -92,7 +92,7 @@ class TextEncoderConfig:
         if self.pipeline is not None:
             self._check_pipeline()
         elif self.name_or_path is None:
-            check_is_whole(_OWNER, "model_type", self.config_fields or {})
+            check_names_class(_OWNER, "model_type", self.config_fields or {})
             if find_spec("transformers"):
                 _check_fields(self.config_fields or {})
         check_number(_OWNER, "max_length", self.max_length, least=2, whole=True)
@@ -145,7 +145,7 @@ class TextNetwork:
         subfolder = reading.subfolder if reading.tokenizer != "bytes" else ""
         tokens = load_tokenizer(name, subfolder, spec.revision, spec.max_length, reading.padding_side)
         config = _configuration(spec, tokens)
-        with read_by_others(f"{_OWNER}: the encoder {spec.name_or_path or config.model_type} cannot be built"):
+        with library_errors(f"{_OWNER}: the encoder {spec.name_or_path or config.model_type} cannot be built"):
             network = _drawn(config, spec.dtype) if spec.name_or_path is None else _loaded(spec, config)
             loaded = cls(spec, network, tokens)
             loaded._check()
@@ -284,7 +284,7 @@ def _configuration(spec: TextEncoderConfig, tokens: CaptionTokens) -> "Pretraine
     if spec.name_or_path is not None and (known := str(values.get("model_type"))) in CONFIG_MAPPING:
         _check_names(known, values)
     named = spec.name_or_path or spec.config_fields
-    with read_by_others(f"{_OWNER}: {named} has no configuration that can be read"):
+    with library_errors(f"{_OWNER}: {named} has no configuration that can be read"):
         if spec.name_or_path is None:
             # Missing special tokens are those of the tokenizer: CLIP pools at the end token.
             special = {"pad_token_id": tokens.pad, "bos_token_id": tokens.end, "eos_token_id": tokens.end}

@@ -38,11 +38,11 @@ def rows_of(features: int, channels: int, width: int) -> int:
     return -(-features // (channels * width))
 
 
-def with_token(latents: Tensor, token: Tensor) -> Tensor:
+def join_token(latents: Tensor, token: Tensor) -> Tensor:
     """Join latents [B, c, h, w] and a token [B, D] into one tensor [B, c, h + rows, w].
 
     Example:
-        >>> with_token(torch.zeros(1, 2, 3, 3), torch.ones(1, 7)).shape
+        >>> join_token(torch.zeros(1, 2, 3, 3), torch.ones(1, 7)).shape
         torch.Size([1, 2, 5, 3])
     """
     batch, channels, _, width = latents.shape
@@ -51,8 +51,8 @@ def with_token(latents: Tensor, token: Tensor) -> Tensor:
     return torch.cat([latents, filled.view(batch, channels, rows, width).to(latents.dtype)], 2)
 
 
-def apart(x: Tensor, features: int) -> tuple[Tensor, Tensor]:
-    """Split the result of :func:`with_token` into latents [B, c, h, w] and token [B, features]."""
+def split_token(x: Tensor, features: int) -> tuple[Tensor, Tensor]:
+    """Split the result of :func:`join_token` into latents [B, c, h, w] and token [B, features]."""
     rows = rows_of(features, x.shape[1], x.shape[3])
     return x[:, :, :-rows], x[:, :, -rows:].flatten(1)[:, :features]
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
-from lit_efficient.models.networks.class_token import ClassToken, TokenPort, apart, with_token
+from lit_efficient.models.networks.class_token import ClassToken, TokenPort, join_token, split_token
 from lit_efficient.models.networks.dit_layers import DiTBlock, grid_positions, modulate, rotary_table, sinusoids
 
 Positions = Literal["sincos", "rope"]
@@ -184,7 +184,7 @@ class DiT(nn.Module):
         """
         token = None
         if self.class_token is not None:
-            x, token = apart(x, self.class_token.enter.in_features)
+            x, token = split_token(x, self.class_token.enter.in_features)
         self._check_inputs(x, y, context, context_mask)
         dtype = self.patch_in.weight.dtype  # a convolution, which is never quantised
         patch = self.config.patch_size
@@ -215,7 +215,7 @@ class DiT(nn.Module):
         latents = F.fold(self.patch_out(image).transpose(1, 2), (x.shape[2], x.shape[3]), patch, stride=patch)
         if self.class_token is None:
             return latents
-        return with_token(latents, self.class_token.leave(tokens[:, -1]))
+        return join_token(latents, self.class_token.leave(tokens[:, -1]))
 
     def _embed_time(self, t: Tensor) -> Tensor:
         kind = self.config.variant.time_embedding

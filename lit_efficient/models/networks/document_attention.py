@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from lit_efficient.distributed.row_slices import attend_slices, of_whole_rows, own_places
+from lit_efficient.distributed.row_slices import attend_slices, gather_rows, own_positions
 from lit_efficient.internals.hugging_face import set_attention
 from lit_efficient.internals.torch_as_cuda import kind_of
 from lit_efficient.internals.torch_compiler import runs_eagerly
@@ -75,8 +75,8 @@ def attend_documents(
     if query.shape[2] != length:
         if kind == "cpu" and not dropout and not compiling:
             return attend_slices(query, key, value, starts, scale)
-        places = own_places(length, starts.device)
-        key, value = of_whole_rows(key, value)
+        places = own_positions(length, starts.device)
+        key, value = gather_rows(key, value)
     if kind == "cpu" and places is None and type(starts) is Tensor and not compiling:
         return _one_by_one(query, key, value, starts, **how)
     takes = kind == "cuda" and length > _BLOCK and not dropout and query.dtype == key.dtype == value.dtype

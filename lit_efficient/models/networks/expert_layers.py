@@ -60,7 +60,7 @@ def load_balance_loss(logits: Tensor, chosen: Tensor, real: Tensor | None = None
     Source: Fedus et al. (2021), https://arxiv.org/abs/2101.03961, equation 4; all choices of a token count equally.
     """
     experts = logits.shape[-1]
-    loads = _loads(chosen, experts, real).to(logits.dtype)
+    loads = _choice_counts(chosen, experts, real).to(logits.dtype)
     return experts * (loads / loads.sum().clamp_min(1) * _mean(logits.softmax(-1), real)).sum()
 
 
@@ -245,7 +245,8 @@ class ExpertMixture(Loads, StaysFloat32):
         """Map [..., D] to [..., D]."""
         rows = x.reshape(-1, x.shape[-1])  # [N, D]
         with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(rows.to(torch.promote_types(x.dtype, torch.float32)), self.router_weight.to(_wide(x)))
+            wide = torch.promote_types(x.dtype, torch.float32)
+            logits = F.linear(rows.to(wide), self.router_weight.to(wide))
         weights, chosen = route_tokens(logits, self.router_top_k, self.router_bias)
         if self.side_terms is not None and self.training and len(rows) and torch.is_grad_enabled():
             mask = row_of(self, "attention_mask", x.shape[:-1])
@@ -283,7 +284,7 @@ class ExpertMixture(Loads, StaysFloat32):
 
     def _count(self, chosen: Tensor, real: Tensor | None) -> None:
         if self.router_bias is not None:
-            now = _loads(chosen, len(self.router_bias), real)
+            now = _choice_counts(chosen, len(self.router_bias), real)
             if self.router_load is not None:
                 now = self.router_load.to(now.device) + now
             self.router_load = now
@@ -347,7 +348,7 @@ def _repeated(tensor: Tensor, times: int) -> nn.Parameter:
     return nn.Parameter(copies, tensor.requires_grad)
 
 
-def _loads(chosen: Tensor, experts: int, real: Tensor | None = None) -> Tensor:
+def _choice_counts(chosen: Tensor, experts: int, real: Tensor | None = None) -> Tensor:
     """Return how often each expert was chosen, [E], without waiting for a GPU."""
     flat = chosen.flatten()
     ones = torch.ones_like(flat)
@@ -361,7 +362,3 @@ def _mean(values: Tensor, real: Tensor | None) -> Tensor:
     if real is None:
         return values.mean(0)
     return torch.tensordot(real.to(values.dtype), values, 1) / real.sum().clamp_min(1)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

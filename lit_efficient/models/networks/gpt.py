@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_efficient.distributed.row_slices import own_places
+from lit_efficient.distributed.row_slices import own_positions
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.losses.next_token import token_losses
 from lit_efficient.models.generation.sampling import sample_token
@@ -140,7 +140,7 @@ def packed_layout(position_ids: Tensor, length: int, head_dim: int, theta: float
     whole, device = position_ids.shape[1], position_ids.device
     own = position_ids
     if length != whole:
-        own = position_ids[:, own_places(whole, device)]
+        own = position_ids[:, own_positions(whole, device)]
     table = rotary_table(0, whole, head_dim, theta, device)[0][:, own]  # (2, B, length, head_dim / 2)
     return table.transpose(0, 1).unsqueeze(2), document_starts(position_ids)
 

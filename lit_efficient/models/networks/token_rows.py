@@ -38,7 +38,7 @@ class _KnowsRows:
                 layer.token_rows = rows
 
 
-def tell_rows(root: nn.Module, layers: Sequence[tuple[str, Any]]) -> None:
+def pass_rows(root: nn.Module, layers: Sequence[tuple[str, Any]]) -> None:
     """Let the networks inside ``root`` pass their padding mask and positions to ``layers``, given as (name in ``root``,
     layer).
     """

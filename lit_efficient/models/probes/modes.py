@@ -27,7 +27,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def trying_out(device: torch.device) -> Iterator[None]:
+def trial_of_layer(device: torch.device) -> Iterator[None]:
     """Run the body, the trial of a layer, with gradients, without autocast, and without a trace in the random state."""
     autocast = nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad(), autocast:

@@ -42,15 +42,15 @@ class Watched(nn.Module):
             self.__dict__["_runs"] = False
 
 
-class _Likes:
+class _StandIns:
     """Stand-ins for the weights of a layer, while the loss is computed. A copy of the layer starts without any."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, tuple[nn.Parameter, nn.Parameter | None]] | None = None
-        self.heard: list[str] = []  # names of stand-ins that have had a gradient
+        self.with_gradient: list[str] = []  # names of stand-ins that have had a gradient
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _Likes, ()
+        return _StandIns, ()
 
     def make(self, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         """Return a stand-in for a frozen matrix, or ``None`` if autograd does not support its class or format."""
@@ -58,25 +58,26 @@ class _Likes:
         if not plain or parameter.ndim < 2 or parameter.requires_grad:
             return None
         like = nn.Parameter(parameter.detach())
-        like.register_post_accumulate_grad_hook(partial(self._hear, name))
+        like.register_post_accumulate_grad_hook(partial(self._note_gradient, name))
         return like
 
-    def _hear(self, name: str, like: Tensor) -> None:
-        self.heard.append(name)
+    def _note_gradient(self, name: str, like: Tensor) -> None:
+        self.with_gradient.append(name)
         like.grad = None
 
 
 class _Watched(Watched):
-    silent_likes: _Likes = _Likes()
+    silent_stand_ins: _StandIns = _StandIns()
 
     def read_elsewhere(self, name: str, parameter: nn.Parameter) -> Tensor:
-        likes = self.silent_likes
-        if not torch.is_grad_enabled() or (likes.by_name is None and not backward_runs()):
+        stand_ins = self.silent_stand_ins
+        # A block that is recomputed in the backward pass must see stand-ins as in its first forward pass.
+        if not torch.is_grad_enabled() or (stand_ins.by_name is None and not backward_runs()):
             return parameter
         # Stand-ins are made before the forward pass, because compiled code cannot make them.
-        own, like = (likes.by_name or {}).get(name, (None, None))
+        own, like = (stand_ins.by_name or {}).get(name, (None, None))
         if own is not parameter:  # FSDP2 has put a gathered weight in the place of the shard, or a block is recomputed
-            like = likes.make(name, parameter)
+            like = stand_ins.make(name, parameter)
         return parameter if like is None else like
 
 
@@ -97,21 +98,22 @@ class SilentLayers:
         self.steps = 1
         self._layers: dict[str, Any] = dict(layers)
         for layer in layers.values():
-            mix_in(layer, _Watched, silent_likes=_Likes())
+            mix_in(layer, _Watched, silent_stand_ins=_StandIns())
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def observing(self) -> Iterator[None]:
         """Give code outside of the layers stand-ins for their weights in this context, in which the loss is
         computed.
         """
         for layer in self._layers.values():
-            likes = layer.silent_likes
-            likes.by_name = {n: (p, likes.make(n, p)) for n, p in layer.named_parameters(recurse=False)}
+            own = dict(layer.named_parameters(recurse=False))
+            stand_ins = layer.silent_stand_ins
+            stand_ins.by_name = {name: (p, stand_ins.make(name, p)) for name, p in own.items()}
         try:
             yield
         finally:
             for layer in self._layers.values():
-                layer.silent_likes.by_name = None
+                layer.silent_stand_ins.by_name = None
 
     def check(self, taken: Collection[Tensor] = ()) -> None:
         """Drop layers whose adapters have a gradient, after a step, and refuse layers whose weights were read without
@@ -126,9 +128,10 @@ class SilentLayers:
         self.steps += 1
         learns = {name for name, own in self.waiting.items() if any(p.grad is not None or p in taken for p in own)}
         self.waiting = {name: own for name, own in self.waiting.items() if name not in learns}
-        bypassed = [name for name, layer in self._layers.items() if name in self.waiting and layer.silent_likes.heard]
+        read = [name for name, layer in self._layers.items() if layer.silent_stand_ins.with_gradient]
+        bypassed = [name for name in read if name in self.waiting]
         for layer in self._layers.values():
-            layer.silent_likes.heard.clear()
+            layer.silent_stand_ins.with_gradient.clear()
         for name in self._layers.keys() - self.waiting.keys():
             unwatch(self._layers.pop(name))
         if bypassed:
@@ -137,7 +140,7 @@ class SilentLayers:
                 "that layer's weight and never calls the layer, as fused kernels do. Leave it out of targets"
             )
 
-    def described(self) -> str:
+    def message(self) -> str:
         """Return a message that lists the layers without a gradient so far."""
         names = list(self.waiting)
         return (
@@ -152,4 +155,4 @@ def unwatch(root: nn.Module) -> None:
     for part in root.modules():
         if isinstance(part, _Watched):
             mix_out(part, _Watched)
-            part.__dict__.pop("silent_likes", None)
+            part.__dict__.pop("silent_stand_ins", None)

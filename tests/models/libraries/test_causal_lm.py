@@ -225,14 +225,14 @@ def test_ids_of_the_data_that_a_family_does_not_have_are_left_out() -> None:
 def test_a_model_that_is_built_wider_than_its_files_says_so(tmp_path: Path) -> None:
     fields: Any = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     spec = CausalLMConfig(config_fields={**fields, "num_attention_heads": 1, "vocab_size": 9})
-    assert causal_lm.widened(spec) is None
+    assert causal_lm.float32_advice(spec) is None
     build(spec).bfloat16().save_pretrained(tmp_path)
     named = CausalLMConfig(str(tmp_path))
-    assert causal_lm.widened(named) == (
+    assert causal_lm.float32_advice(named) == (
         f"{tmp_path} holds bfloat16, and the model is built in float32, which takes twice the memory: set dtype: auto "
         "to keep the format"
     )
-    assert causal_lm.widened(replace(named, dtype="auto")) is None
+    assert causal_lm.float32_advice(replace(named, dtype="auto")) is None
     assert build(replace(named, dtype="auto")).dtype == torch.bfloat16
 
 

@@ -27,7 +27,7 @@ from lit_efficient.data.digit_images import TensorDictDataset
 from lit_efficient.models.judges.conv_features import DigitFeatures
 from lit_efficient.models.libraries.dit_to_diffusers import to_diffusers
 from lit_efficient.models.libraries.teachers import CLASS, Teacher
-from lit_efficient.models.networks.class_token import apart, rows_of, with_token
+from lit_efficient.models.networks.class_token import join_token, rows_of, split_token
 from lit_efficient.models.networks.dit import DiT
 from lit_efficient.models.networks.dit_layers import modulate
 from lit_efficient.tasks.latent_conditions import Condition
@@ -42,9 +42,9 @@ PLAIN = {"guidance_scale": 1.0, "label_dropout": 0.0, "samples": Samples(0)}
 @pytest.mark.parametrize("features", [1, 7, 8, 33])
 def test_what_is_packed_comes_apart(shape: tuple[int, int, int], features: int) -> None:
     latents, token = torch.randn(3, *shape), torch.randn(3, features)
-    packed = with_token(latents, token)
+    packed = join_token(latents, token)
     assert packed.shape[2] == shape[1] + rows_of(features, shape[0], shape[2])
-    assert all(map(torch.equal, apart(packed, features), (latents, token)))
+    assert all(map(torch.equal, split_token(packed, features), (latents, token)))
     assert packed.square().sum().allclose(latents.square().sum() + token.square().sum())  # what fills it up is zero
 
 
@@ -56,8 +56,8 @@ def test_the_network_is_the_one_without_it_on_one_token_more(positions: str) -> 
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     x, token, t = torch.randn(3, 2, 4, 4), torch.randn(3, 5), torch.rand(3)
-    given = with_token(x, token).requires_grad_()
-    latents, drawn = apart(network(given, t), 5)
+    given = join_token(x, token).requires_grad_()
+    latents, drawn = split_token(network(given, t), 5)
 
     c = network.time(network._embed_time(t))
     tokens = network.patch_in(x).flatten(2).transpose(1, 2)
@@ -72,7 +72,7 @@ def test_the_network_is_the_one_without_it_on_one_token_more(positions: str) -> 
     assert torch.allclose(latents, patches, atol=1e-5)
 
     (gradient,) = torch.autograd.grad(latents.square().sum(), given)
-    assert apart(gradient, 5)[1].abs().sum() > 0  # the image sees the token
+    assert split_token(gradient, 5)[1].abs().sum() > 0  # the image sees the token
 
 
 def _slow_block(block, x, c, rope):
@@ -125,12 +125,12 @@ def test_the_loss_is_both_errors_and_the_token_is_noised_with_the_latents() -> N
     # the same draws by hand: a flow from data to noise
     torch.manual_seed(3)
     t = module.timestep_sampling and torch.sigmoid(torch.randn(6))
-    whole = with_token(rows["latents"], rows["class_token"])
+    whole = join_token(rows["latents"], rows["class_token"])
     noise = torch.randn(whole.shape)
     assert torch.allclose(losses["timesteps"], t)
     seen = (1 - t)[:, None, None, None] * whole + t[:, None, None, None] * noise
-    drawn = apart(module.network(seen, t), 5)[1]
-    wanted = apart(noise - whole, 5)[1]
+    drawn = split_token(module.network(seen, t), 5)[1]
+    wanted = split_token(noise - whole, 5)[1]
     assert torch.allclose(losses["class_loss"], (drawn - wanted).square().mean(1), atol=1e-6)
     assert losses["predicted"].shape == rows["latents"].shape
 
@@ -152,7 +152,7 @@ def test_what_is_drawn_is_an_image_and_the_token_that_belongs_to_it(tmp_path: Pa
     handle.remove()
     assert latents.shape == (64, 2, 4, 4)
     x, velocity = kept[-1]  # the last step's: what both go to
-    token = apart(x - velocity / 20, 5)[1].mean(1)
+    token = split_token(x - velocity / 20, 5)[1].mean(1)
     image = latents.mean((1, 2, 3))
     assert image.abs().mean() > 0.7  # 0.95, with a standard deviation of 0.02 over seeds
     assert 16 < int((image > 0).sum()) < 48

@@ -19,13 +19,13 @@ def watched() -> tuple[Fused, SilentLayers]:
 def test_a_weight_is_heard_where_the_loss_depends_on_it_and_nowhere_else() -> None:
     net, layers = watched()
     x = torch.randn(2, WIDTH, requires_grad=True)
-    with layers.listening():
+    with layers.observing():
         assert net.proj.weight.requires_grad
         assert torch.equal(net.proj.weight, net.proj.state_dict()["weight"])
         net.proj.weight.norm()  # which no loss has a part of
         net.proj(x).sum().backward()  # called, as with its adapter switched off
     layers.check()
-    with layers.listening():
+    with layers.observing():
         loss = net(x).sum()
     loss.backward()
     with pytest.raises(ConfigurationError, match="T: 1 adapters cannot learn, first that of 'proj'"):
@@ -40,5 +40,5 @@ def test_a_weight_that_stands_in_for_now_is_the_one_that_is_read() -> None:
     net, layers = watched()
     x = torch.randn(2, WIDTH)
     other = {"proj.weight": nn.Parameter(torch.zeros(WIDTH, WIDTH), requires_grad=False)}
-    with layers.listening():
+    with layers.observing():
         assert torch.equal(functional_call(net, other, (x,)), x)
