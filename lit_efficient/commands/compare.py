@@ -33,12 +33,21 @@ def run(argv: Sequence[str]) -> int:
     from lit_efficient.evidence.comparing.comparison_tables import terminal_table
     from lit_efficient.evidence.fits import Change
 
-    every = [path.stem for path in sorted((configs.folder() / "techniques").glob("*.yaml"))] if options.all else []
-    names = list(dict.fromkeys([*options.overlays, *every]))
+    names = list(options.overlays)
+    if options.all:
+        names += [path.stem for path in sorted((configs.folder() / "techniques").glob("*.yaml"))]
+    changes = []
+    for name in dict.fromkeys(names):
+        changes.append(Change(name, overlays=(name,)))
+        if name.endswith(".yaml"):
+            changes[-1] = Change(Path(name).stem, overlays=(name,))
+    forgetting = None
+    if options.forgetting:
+        forgetting = partial(_data, [*rest, "-c", options.forgetting])
     root = options.folder or Path("runs", "compare")
     comparing = Comparing(
         ConfigFit(rest, root),
-        [Change(Path(name).stem if name.endswith(".yaml") else name, overlays=(name,)) for name in names],
+        changes,
         Schedule(
             options.steps,
             options.seeds,
@@ -48,7 +57,7 @@ def run(argv: Sequence[str]) -> int:
             options.cpu_time,
         ),
         options.folder,
-        partial(_data, [*rest, "-c", options.forgetting]) if options.forgetting else None,
+        forgetting,
         lambda line: print(line, file=sys.stderr, flush=True),
         alone=options.all,
         planner=ConfigFit(rest, root, device="meta"),
@@ -67,7 +76,9 @@ def run(argv: Sequence[str]) -> int:
     print("\n".join(["", *(f"Wrote {file}" for file in files)]))
     if "wandb" in comparing.source.identity().lower():
         log_to_wandb(found, files, ConfigFit(rest, comparing.folder, device="meta").make().trainer.loggers)
-    return 130 if interrupted else 2 if all(one.failed for one in found.variants) else 0
+    if interrupted:
+        return 130
+    return 2 if all(one.failed for one in found.variants) else 0
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from lit_efficient.evidence.planning.plan_settings import Lever
     from lit_efficient.internals.lightning_strategies import Traits
 
-_DOES_NOT_FIT, _UNKNOWN, _INTERRUPTED = 3, 5, 130  # exit codes
+# Exit codes.
+_DOES_NOT_FIT = 3
+_UNKNOWN = 5
+_INTERRUPTED = 130
 SOLVES = ("train_batch_size", "max_length", "lora_rank", "devices")
 
 
@@ -150,7 +153,10 @@ class _Answer:
     def _shared(self, alone: "Plan", devices: int) -> "Plan":
         from lit_efficient.evidence.planning.plan_devices import per_device
 
-        return per_device(alone, devices, self.traits, self._gathered() if devices > 1 else 0)
+        gathered = 0
+        if devices > 1:
+            gathered = self._gathered()
+        return per_device(alone, devices, self.traits, gathered)
 
     def _gathered(self) -> int:
         from lit_efficient.evidence.planning.plan_devices import gathered_bytes
@@ -186,7 +192,8 @@ class _Answer:
             self._tell([f"picture   {self.options.output}"], picture=self.options.output)
         if not self.options.no_advice:
             self._advise(plan, fits)
-        if plan.at_least if fits else plan.at_most:
+        # A bound decides nothing if the step may be on its other side.
+        if (fits and plan.at_least) or (not fits and plan.at_most):
             return _UNKNOWN
         return 0 if fits else _DOES_NOT_FIT
 
@@ -283,7 +290,9 @@ class _Answer:
         return plan
 
     def _device(self) -> dict[str, Any]:
-        strategy = self.traits.name if self.devices > 1 else None
+        strategy = None
+        if self.devices > 1:
+            strategy = self.traits.name
         return {"bytes": self.limit, "from": self.limit_from, "devices": self.devices, "strategy": strategy}
 
     def _tell(self, lines: Sequence[str], **data: Any) -> None:
@@ -348,7 +357,9 @@ def _lines(plan: "Plan", answer: _Answer) -> list[str]:
     where = "the step"
     if plan.timeline:
         where = max(plan.timeline, key=lambda moment: moment.bytes).name
-    each = f" of each of {answer.devices} devices ({answer.traits.name})" if answer.devices > 1 else ""
+    each = ""
+    if answer.devices > 1:
+        each = f" of each of {answer.devices} devices ({answer.traits.name})"
     lines += ["", *wrapped(f"memory{each}; its peak is in: {where}", width)]
     lines.append(f"  {'':<14}{'at its peak':>12}{'between steps':>16}")
     for kind in dict.fromkeys((*plan.kinds, *plan.resident)):
@@ -359,8 +370,11 @@ def _lines(plan: "Plan", answer: _Answer) -> list[str]:
     lines.append(f"  {'total':<14}{_size(plan.peak):>12}{_size(sum(plan.resident.values())):>16}")
     if plan.host:
         lines.append(f"  and {_size(plan.host)} in CPU memory")
-    word = f"fits, {_size(left)} are left" if left >= 0 else f"DOES NOT FIT, {_size(-left)} are missing"
-    bound = plan.at_least if left >= 0 else plan.at_most
+    word = f"fits, {_size(left)} are left"
+    bound = plan.at_least
+    if left < 0:
+        word = f"DOES NOT FIT, {_size(-left)} are missing"
+        bound = plan.at_most
     if bound:
         word = f"CANNOT BE SAID: this {word}, but {bound}"
     lines += wrapped(f"device    {_size(answer.limit)} ({answer.limit_from}): {word}", width, " " * 10)

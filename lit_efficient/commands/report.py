@@ -33,7 +33,11 @@ def run(argv: Sequence[str]) -> int:
     from lit_efficient.evidence.reporting.run_record import RunRecord
     from lit_efficient.files.atomic_file import replacing
 
-    target = Path(options.output or (folders[0] / "report.html" if len(folders) == 1 else "report.html"))
+    target = Path("report.html")
+    if options.output:
+        target = Path(options.output)
+    elif len(folders) == 1:
+        target = folders[0] / "report.html"
     if target.is_dir():
         target = target / "report.html"
     if target.exists() and not target.read_bytes().startswith(MARK.encode()):
@@ -43,8 +47,9 @@ def run(argv: Sequence[str]) -> int:
     with replacing(target) as file:
         file.write(content)
     for each in runs:
-        for name, value in {each.name: "", **facts(each)}.items():
-            print(f"  {name:<18}{' '.join(plain(value).split())}" if value else plain(name))
+        print(plain(each.name))
+        for name, value in facts(each).items():
+            print(f"  {name:<18}{' '.join(plain(value).split())}")
     print(f"Wrote {target} ({len(content) / 1000:,.0f} kB): open it in a browser.")
     return 0
 

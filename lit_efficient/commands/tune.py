@@ -67,13 +67,15 @@ def _tuned(options: argparse.Namespace, argv: list[str], output: Path, root: str
         if not options.quiet:
             print(line, file=sys.stderr, flush=True)
 
+    # The option without names allows all changes, and without the option none is allowed.
+    allowed = options.allow_changes or options.allow_changes is not None
     folder = output.with_suffix("")
     config = json.dumps(ConfigFit(argv, root).config(), sort_keys=True, default=str)
     try:
         found = tune(
             ConfigFit(argv, root),
             options.device_memory,
-            allow_changes=options.allow_changes is not None and (options.allow_changes or True),
+            allow_changes=allowed,
             only=options.only,
             batch=options.batch,
             minutes=options.minutes,

@@ -9,6 +9,10 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lit_efficient.evidence.verifying.claims import Verdict
 
 
 def run(argv: Sequence[str]) -> int:
@@ -36,14 +40,23 @@ def run(argv: Sequence[str]) -> int:
         _print(f"{claim.name:{width}}  {claim.sentence}" for claim in CLAIMS)
         return 0
     only = [name.strip() for name in options.only.split(",") if name.strip()]
+
+    def tell(line: str) -> None:
+        if not options.quiet:
+            print(line, file=sys.stderr, flush=True)
+
+    def seen(verdict: "Verdict") -> None:
+        if not options.json:
+            _print(lines_of(verdict))
+
     chosen(only)  # refuses a wrong name before anything is built
     with tempfile.TemporaryDirectory(prefix="verify-") as folder, explained(["fit", *rest]):
         report = verify(
             ConfigFit(rest, folder),
             only=only,
             full=options.full,
-            tell=None if options.quiet else lambda line: print(line, file=sys.stderr, flush=True),
-            seen=None if options.json else lambda verdict: _print(lines_of(verdict)),
+            tell=tell,
+            seen=seen,
         )
     if options.json:
         print(report.json())
