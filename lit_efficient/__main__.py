@@ -2,15 +2,17 @@
 
 import sys
 
-if __name__ == "__main__":  # before any other import: the working directory may hold a torch.py of somebody else's
-    import os  # which Python has imported by itself
+if __name__ == "__main__":  # before any other import: the working directory may have a torch.py of another origin
+    import os  # Python has imported it already
 
-    _here = os.path.abspath("") if sys.flags.safe_path else sys.path.pop(0)
-    _checkout = os.path.samefile(_here, os.path.join(os.path.dirname(__file__), os.pardir))
+    # Python put the working directory first; under `python -c`, by the name "".
+    _here = os.path.abspath("" if sys.flags.safe_path else sys.path.pop(0))
+    _parent = os.path.join(os.path.dirname(__file__), os.pardir)
+    _checkout = os.path.isdir(_here) and os.path.samefile(_here, _parent)
     if _checkout or any(_word.replace("_", "-").startswith("--allow-import") for _word in sys.argv):
         sys.path.append(_here)  # in the last place, where it can hide nothing
     if not _checkout:
-        os.environ.setdefault("PYTHONSAFEPATH", "1")  # of processes that this one starts
+        os.environ.setdefault("PYTHONSAFEPATH", "1")  # for processes that this one starts
 
 import os
 import signal
@@ -73,7 +75,14 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code is of :data:`lit_efficient.errors.EXIT_CODES`, or 128+n after signal n."""
+    """Run the command line.
+
+    Args:
+        argv: The words after the program's name; ``None`` for those of this process.
+
+    Returns:
+        An exit code of :data:`lit_efficient.errors.EXIT_CODES`, or 128 + n after signal n.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else "--help"
     if command == "help" and len(arguments) > 1:
@@ -88,7 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         import difflib
 
         near = difflib.get_close_matches(command, SUBCOMMANDS, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = ""
+        if near:
+            hint = f" Did you mean {near[0]}?"
         print(f"error: there is no command {command!r}.{hint} Commands: {', '.join(SUBCOMMANDS)}.", file=sys.stderr)
         return 2
     try:
@@ -115,7 +126,7 @@ def _run(command: str, arguments: list[str]) -> int:
 
 
 def _fitted(text: str) -> str:
-    """A text in the terminal's width; what goes on stands below what it goes on from."""
+    """Return the help in the terminal's width. Continued lines are indented."""
     import re
     import shutil
     import textwrap
@@ -131,25 +142,27 @@ def _fitted(text: str) -> str:
 
 
 def _run_command(command: str, arguments: list[str]) -> int:
-    """Run a command that needs no trainer, and turn what the user can mend into a sentence."""
+    """Run a command that needs no trainer, and print errors that the user can correct as a sentence."""
     from importlib import import_module
 
-    from lit_efficient.internals.jsonargparse_parser import spelt
+    from lit_efficient.cli.words import spelt
 
     try:
         given = spelt([argument for argument in arguments if argument != "--debug"])
         return int(import_module(f"lit_efficient.commands.{command.replace('-', '_')}").run(given))
-    except SystemExit as end:  # argparse's, of --help or a wrong option
+    except SystemExit as end:  # argparse raises it after --help or for a wrong option
         if isinstance(end.code, int):
             return end.code
         raise
-    except BrokenPipeError:  # the reader has read enough
+    except BrokenPipeError:  # the reader has closed the pipe
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for what Python still flushes at its end)
         return 0
     except Exception as error:
-        code = getattr(error, "exit_code", 2) if isinstance(error, LitEfficientError | OSError) else None
-        if code is None:
-            code = OutOfMemoryError.exit_code if is_out_of_memory(error) else None  # imports torch, for these alone
+        code = None
+        if isinstance(error, LitEfficientError | OSError):
+            code = getattr(error, "exit_code", 2)
+        elif is_out_of_memory(error):  # imports torch, for other errors alone
+            code = OutOfMemoryError.exit_code
         if code is None or "--debug" in arguments:
             raise
         print(f"error: {error}", file=sys.stderr)
@@ -159,10 +172,10 @@ def _run_command(command: str, arguments: list[str]) -> int:
 if __name__ == "__main__":
     try:
         code = main()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # what is left to do has no traceback to show
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt from here on shows no traceback
         if sys.stdout is not None:
             sys.stdout.flush()
-    except BrokenPipeError:  # `... | head` has read enough
+    except BrokenPipeError:  # `... | head` has closed the pipe
         sys.stdout = None
         code = 0
     sys.exit(code)

@@ -29,6 +29,34 @@ def test_what_only_lists_does_not_import_torch(tmp_path):
     assert done.stdout.splitlines()[-1] == "imported: []"
 
 
+def test_a_misspelt_name_is_answered_before_torch_is_imported(tmp_path):
+    (tmp_path / "wrong.yaml").write_text("model: {init_args: {learning_rat: 1.0}}\n")
+    (tmp_path / "inner.yaml").write_text("model: {init_args: {model: {dimm: 1}}}\n")
+    code = """if True:
+        import sys
+        from lit_efficient.__main__ import main
+        fit = ["fit", "-c", "language_model"]
+        for words in (["-c", "langage_model"], ["--trainer.max_step=3"], ["--traner.max_steps=3"], ["--optimizer=AdmW"],
+                      ["--trainer.callbacks+=EAM"], ["--trainer.callbacks+=EMA", "--trainer.callbacks.decya=0.9"],
+                      ["-c", "wrong.yaml"], ["-c", "inner.yaml"], ["--data.batchsize=3"], ["--without", "ExactResum"],
+                      ["--trainer.callbacks+=lit_efficient.EAM"], ["--optimizer=AdamW", "--optimizer.lrr=1"]):
+            assert main([*fit, *words]) == 2
+            assert main(["check", *fit[1:], *words]) == 2
+        print("imported:", sorted({"torch", "lightning"} & set(sys.modules)))
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "imported: []"
+    assert done.stderr.count("did you mean") == 24
+    assert "in wrong.yaml, line 1" in done.stderr
+
+
+def test_it_runs_through_runpy_too(tmp_path):
+    code = "import runpy, sys; sys.argv[1:] = ['--version']; runpy.run_module('lit_efficient', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"lit_efficient {__version__}\n"), done.stderr
+
+
 @pytest.mark.parametrize("argv", [[], ["-h"], ["--help"], ["help"]])
 def test_help_says_what_it_is_and_gives_two_commands(argv, capsys):
     assert main(argv) == 0

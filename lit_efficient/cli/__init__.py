@@ -1,353 +1,105 @@
 """The command line: Lightning's own, made safe, with errors that can be read and optimizers that see what trains.
 
-What differs from ``lightning.pytorch.cli.LightningCLI``:
+Differences from ``lightning.pytorch.cli.LightningCLI``:
 
-* classes outside an allow-list are not imported (:mod:`~lit_efficient.cli.parsing`);
-* ours have short names, in YAML and on the command line;
-* ``optimizer`` and ``lr_scheduler`` are built inside ``configure_optimizers`` (:mod:`~lit_efficient.cli.optimizers`);
+* classes outside of an allow-list are not imported;
+* our classes have short names, in YAML and on the command line;
+* a misspelt name is answered before torch is imported;
+* ``optimizer`` and ``lr_scheduler`` are built inside ``configure_optimizers``;
 * a checkpoint given as ``--ckpt_path`` is checked first, and never overrides the config;
-* errors are a few lines that say what to do (:mod:`~lit_efficient.cli.errors`).
+* an error is a few lines that say what to do.
+
+One run, in the order of the files:
+
+1. :mod:`.arguments` reads the words: configs and options become one tree (:mod:`.tree`), merged by its rules.
+2. :mod:`.names` compares the names in the tree with the sources (:mod:`.signatures`). Torch is not imported yet.
+3. :mod:`.command_line` is the run from here on. :mod:`.parsing` lets jsonargparse check the tree, safely.
+4. :mod:`.preflight` refuses what cannot work on this machine; :mod:`.checkpoint` reads ``--ckpt_path``.
+5. :mod:`.run_folder` makes the run's folder; :mod:`.defaults` adds the parts that every run gets.
+6. :mod:`.optimizers` plans the optimizer; :mod:`.rehearsal` runs all compatibility checks without data.
+7. ``Trainer.fit`` trains. :mod:`.resumed` lets the config win over the checkpoint; :mod:`.run_events` records events.
+8. :mod:`.next_steps` prints the last lines. :mod:`.errors` turns an error into a few lines; :mod:`.secrets` masks
+   secrets in everything that is written.
+
+Other programs use parts of this: :mod:`.fits` builds the fit of a config for the commands, :mod:`.evaluate` validates
+checkpoints.
 """
 
-import contextlib
 import os
-import shlex
-import signal
-import sys
-import traceback
-from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from jsonargparse import Namespace
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import WandbLogger
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.distributed import is_torchelastic_launched
-from torch.optim import Optimizer
+from lit_efficient.cli.secrets import print_error
+from lit_efficient.errors import ConfigurationError
 
-from lit_efficient.cli import checkpoint, optimizers, preflight
-from lit_efficient.cli.advice import MemoryAdvice
-from lit_efficient.cli.errors import constructor_error, exit_code, explain
-from lit_efficient.cli.mixed_copies import MixedPrecisionAdvice
-from lit_efficient.cli.next_steps import COMMAND, last_saved, last_word, next_steps, short
-from lit_efficient.cli.parsing import PARSER_MODE, Parser, set_import_policy, split_arguments
-from lit_efficient.cli.rehearsal import rehearse
-from lit_efficient.cli.resumed import ConfigWins
-from lit_efficient.cli.run import (
-    CheckSharding,
-    SaveRunConfig,
-    add_default_parts,
-    callbacks_of,
-    prefetch,
-    quiet,
-    setup_environment,
-)
-from lit_efficient.cli.run_events import RunEvents
-from lit_efficient.cli.run_folder import RunFolder, candidates, keep_rows, place_loggers
-from lit_efficient.cli.run_log import RunLog
-from lit_efficient.cli.secrets import hide_words, masked, masking, redacted, remember
-from lit_efficient.cli.signals import ends_on_sigterm, ignore_warnings_of_the_end
-from lit_efficient.errors import ConfigurationError, DivergedError
-from lit_efficient.files.checkpoints import state_of
-from lit_efficient.files.runs import real
-from lit_efficient.internals.jsonargparse_parser import spelt
-from lit_efficient.internals.lightning_cli import OpenCLI
-from lit_efficient.internals.wraps import wrap_method
-from lit_efficient.traits import Trait, has_trait
-
-
-class LitEfficientCLI(OpenCLI):
-    """Lightning's command line for any LightningModule and LightningDataModule. Use it in a script of your own, too.
-
-    Args:
-        allow_imports: Packages whose classes configs may name, beside the trusted ones and ``--allow-import``.
-        quiet: Show errors, warnings and the last lines alone.
-        kwargs: As for :class:`~lightning.pytorch.cli.LightningCLI`.
-
-    Raises:
-        LitEfficientError: For bad input, before data is touched.
-        argparse.ArgumentError: For a config or command line that does not fit the classes.
-    """
-
-    tried_optimizer: Optimizer | None = None  # built from the config over nothing that trains
-    folder: RunFolder | None = None  # of a fit
-    events: RunEvents | None = None
-    devices_are_here = True  # or what is built is for another machine
-
-    def __init__(self, *args: Any, allow_imports: Sequence[str] = (), quiet: bool = False, **kwargs: Any) -> None:
-        self.allowed = list(allow_imports)
-        kwargs.setdefault("save_config_callback", SaveRunConfig)
-        kwargs.setdefault("parser_class", Parser)
-        kwargs.setdefault("seed_everything_default", 0)
-        parser = {"exit_on_error": False, "allow_abbrev": False, "parser_mode": PARSER_MODE}
-        words = sys.argv[1:] if kwargs.get("args") is None else kwargs["args"]
-        own = kwargs.get("parser_kwargs", {})  # which may name options of each subcommand
-        self._asked = next(iter(words), None) if isinstance(words, list | tuple) and not own else None
-        kwargs["parser_kwargs"] = {**parser, **own}
-        program = COMMAND if kwargs.get("args") is not None else f"python {short(sys.argv[0])}"
-        self._typed = program, list(words) if isinstance(words, list | tuple) else []
-        hides = "" if not quiet else "all" if self._asked == "fit" else "bars"
-        self.log = RunLog(hides)
-        try:
-            super().__init__(*args, **kwargs)
-        except Exception as error:
-            self.log.write(explain(error, sys.argv) or traceback.format_exc())
-            raise
-        finally:
-            self.log.stop()
-            if self.folder:
-                self.folder.discard()
-
-    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # static there
-        """The one that the first argument names, or else all: the options of each take a tenth of a second to add."""
-        known = super().subcommands()
-        return {self._asked: known[self._asked]} if self._asked in known else known
-
-    def parse_arguments(self, parser: Any, args: Any) -> None:
-        """Parse the command line after the import policy is in force."""
-        if isinstance(args, dict | Namespace):
-            set_import_policy(self.allowed)
-            self.config = parser.parse_object(args)
-            return
-        arguments, allowed = split_arguments(spelt(sys.argv[1:] if args is None else args, parser))
-        self.allowed += allowed
-        set_import_policy(self.allowed)
-        self.config = parser.parse_args(arguments)
-        preflight.check_numbers(self.config.get(self.config.get("subcommand")) or self.config)
-
-    def before_instantiate_classes(self) -> None:
-        """Check what can be checked before anything is built."""
-        self._name_root()
-        self.dump_config()
-        preflight.check_config(self.config_dump)
-        remember(self.config_dump)
-        self.config_dump = masked(self.config_dump)  # what is noted; the parts are built from the other one
-        if preflight.go_offline_without_key(self.config_dump):
-            rank_zero_info("W&B: no API key, so this run is recorded offline; `wandb sync` uploads it later.")
-        self._resume()
-
-    def _name_root(self) -> None:
-        """Runs lie below ``trainer.default_root_dir``; left unset it is named after the first config file."""
-        trainer, configs = self.part(self.config, "trainer"), self.part(self.config, "config") or []
-        if (root := trainer.get("default_root_dir")) is None:
-            model = getattr(self.part(self.config, "model"), "class_path", "run")
-            name = Path(str(configs[0])).stem if configs and configs[0] else model.rpartition(".")[2]
-            root = os.path.join("runs", name)
-        trainer["default_root_dir"] = os.path.expanduser(root)
-
-    def _resume(self) -> None:
-        """Read the checkpoint that is given, and say where its config is another."""
-        root, path = Path(self.part(self.config, "trainer")["default_root_dir"]), self.config_dump.get("ckpt_path")
-        fits = self.subcommand == "fit"
-        searches = fits and (path in checkpoint.WORDS or path is None)
-        self.checkpoint: dict[str, Any] = {}
-        self.changed: dict[str, tuple[Any, Any]] = {}
-        tried = candidates(path, root) if searches else [real(Path(path))] if path else []
-        states = {str(file): state_of(file) for file in tried}  # before they are read
-        if searches:
-            word, (path, self.checkpoint) = path, checkpoint.read_last(tried)
-            if word and path is None:
-                rank_zero_info(f"ckpt_path: {word}: {root} holds no checkpoint to go on from yet; the run begins anew")
-        elif path:
-            self.checkpoint = checkpoint.read(path, str(self.subcommand))
-            path = str(tried[0])
-        self.checked = states.get(path or "")
-        if path and os.sep not in path:  # a file whose name may be a word of Lightning's: last, best
-            path = os.path.join(os.curdir, path)
-        if self.subcommand:
-            self.config[self.subcommand]["ckpt_path"] = path
-        if self.checkpoint:
-            self.changed = checkpoint.differences(self.checkpoint, self.config_dump, fits)
-
-    def instantiate_classes(self) -> None:
-        """Build data, model and trainer; a ``ValueError`` of a constructor is bad input, and so is a wrong argument."""
-        self._written, self.config = self.config, self._placed(self.config)
-        try:
-            super().instantiate_classes()
-        except (ValueError, TypeError) as error:
-            raise constructor_error(error) from error
-        callbacks = callbacks_of(self.trainer)
-        if self.subcommand == "fit":
-            followed = ((self.config_dump.get("lr_scheduler") or {}).get("init_args") or {}).get("monitor")
-            preflight.check_monitors(callbacks, followed, self.model)
-        techniques = [c for c in callbacks if getattr(c, "phase", None) is not None]
-        if techniques:
-            from lit_efficient.declaration import check_conflicts
-
-            # A fit does so as well, but after it has prepared the data.
-            check_conflicts([*callbacks, self.datamodule, self.tried_optimizer])
-        if self.changed:
-            kept = {}
-            for callback in callbacks:
-                if has_trait(callback, Trait.SEEDS_BATCHES):
-                    kept["seed_everything"] = f"{type(callback).__name__} continues with the order and seed from before"
-            rank_zero_info(checkpoint.changes_said(str(self.part(self.config, "ckpt_path")), self.changed, kept))
-        if self.checkpoint and not techniques:  # techniques may give the model what the checkpoint has
-            checkpoint.check_shapes(self.model, self.checkpoint)
-            checkpoint.check_optimizer(self.checkpoint)
-        self.checkpoint = {}
-
-    def _placed(self, written: Namespace) -> Namespace:
-        """The config with the folders of this run in it, which the one that is saved does not name."""
-        config = written.clone()
-        trainer = self.part(config, "trainer")
-        if self.subcommand is None or trainer.get("fast_dev_run"):
-            return config
-        root, names = Path(trainer["default_root_dir"]), None
-        if self.subcommand == "fit":
-            path = self.part(config, "ckpt_path")
-            step = int(self.checkpoint.get("global_step", 0))
-            self.folder = RunFolder(root, Path(path) if path else None, checkpoint.is_another_run(self.changed), step)
-            names = self.folder.record.get("loggers", [])
-            if path:
-                verb = "goes on in" if self.folder.goes_on else "starts"
-                rank_zero_info(f"ckpt_path: {path} {verb} the run {self.folder.path}")
-        folder = self.folder.path if self.folder else root / self.subcommand
-        trainer["default_root_dir"] = str(folder)
-        place_loggers(trainer, folder, names)
-        return config
-
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Build the trainer with the parts that every run gets."""
-        quiet()
-        self.config = self._written  # which is saved
-        if self.devices_are_here:  # what is wrong with the config is said first, on any machine
-            asked = self.config_dump.get("trainer") or {}
-            preflight.check_devices(asked.get("accelerator", "auto"), asked.get("devices", "auto"))
-        optimizer = (self.config_dump.get("optimizer") or {}).get("class_path", "")
-        trainer = self.part(self.config_init, "trainer", default={})
-        add_default_parts(trainer, self.subcommand, optimizer, self.folder, self.checked)
-        trainer["callbacks"] += [CheckSharding(), MemoryAdvice(), MixedPrecisionAdvice()]
-        if self.subcommand == "fit":
-            trainer["callbacks"].append(ConfigWins(self.config_dump, self.changed))
-        if self.folder:
-            program, words = self._typed
-            self.events = RunEvents(self.folder, self.log, f"{program} {shlex.join(redacted(words))}")
-            trainer["callbacks"].append(self.events)
-        try:
-            made = super().instantiate_trainer(**kwargs)
-        except KeyError as error:
-            if not str(error.args[0]).startswith("SLURM_"):
-                raise
-            raise ConfigurationError(
-                f"trainer: SLURMEnvironment reads {error.args[0]}, which srun sets for the processes that it starts: "
-                "outside of a job leave the overlay scale/slurm out, to check the rest as well"
-            ) from error
-        prefetch(made, self.subcommand)
-        started = int(os.environ.get("WORLD_SIZE", "1")) if is_torchelastic_launched() else 1
-        if started > made.world_size:  # each would train by itself, in one folder
-            raise ConfigurationError(
-                f"trainer: torchrun has started {started} processes, and devices times num_nodes is {made.world_size}"
-            )
-        if made.world_size > 1:
-            wrap_method(made.strategy, "setup_environment", setup_environment)
-        setattr(made.strategy, "save_checkpoint", partial(masking, made.strategy.save_checkpoint))  # noqa: B010
-        for logger in made.loggers:
-            setattr(logger, "log_hyperparams", partial(masking, logger.log_hyperparams))  # noqa: B010
-            if isinstance(logger, WandbLogger):
-                hide_words()
-        if self.folder and self.folder.goes_on and made.is_global_zero:
-            for logger in made.loggers:
-                keep_rows(logger, self.folder.step)
-        return made
-
-    def run_subcommand(self, subcommand: str) -> None:
-        """Run it; of a fit that ends before its time say what is left, and what to type next."""
-        try:
-            if subcommand == "fit" and self.datamodule is not None:
-                rehearse(self.trainer, self.model, self.datamodule)
-            with contextlib.nullcontext() if subcommand == "fit" else ends_on_sigterm():
-                super().run_subcommand(subcommand)
-        except DivergedError as error:
-            self._end("diverged")
-            raise DivergedError(f"the run has diverged\n{error}\n{last_saved(self.trainer)}") from error
-        except SystemExit as request:
-            number = signal_behind(request)
-            saved = self.events.saved if self.events and number else ""
-            self._end(f"signal {number}" if number else "error", saved if os.path.exists(saved) else "")
-            raise
-        except BaseException:
-            self._end("error")
-            raise
-
-    def _end(self, reason: str, interrupted: str = "") -> None:
-        """Note how a fit has ended; show what to type next, where there is something to go on from."""
-        if self.events is None or not self.trainer.is_global_zero:
-            return
-        goes_on = interrupted or reason == "done"
-        steps = next_steps(self.trainer, self.allowed, self._typed[0], interrupted) if goes_on else []
-        self.events.trainer = self.trainer
-        self.events.note("end", reason=reason, next=steps)
-        self.log.quiet = ""
-        if reason == "done":
-            print(last_word(self.trainer, steps))
-        elif steps:
-            print("\n".join(["Next:", *(f"  {step}" for step in steps)]), flush=True)
-
-    @staticmethod
-    def configure_optimizers(lightning_module: LightningModule, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
-        """Arrange optimizer and scheduler for Lightning; override it as in the stock command line."""
-        return optimizers.arrange(lightning_module, optimizer, lr_scheduler)
-
-    def attach_optimizers(self, subcommand: str | None) -> None:
-        """Let ``configure_optimizers`` build what the config says, over what trains then."""
-        if not self.auto_configure_optimizers or self.optimizer_keys(subcommand) != {"optimizer", "lr_scheduler"}:
-            super().attach_optimizers(subcommand)
-            return
-        optimizer, scheduler = (self.part(self.config_init, key) for key in ("optimizer", "lr_scheduler"))
-        if not optimizer:
-            if scheduler:
-                raise ConfigurationError("lr_scheduler: it needs an `optimizer` in the config to act on")
-            return
-        plan = optimizers.OptimizerPlan(
-            optimizer.as_dict(), scheduler.as_dict() if scheduler else None, type(self).configure_optimizers
-        )
-        self.tried_optimizer = plan.check()
-        if subcommand == "fit" and is_overridden("configure_optimizers", self.model):
-            rank_zero_info(f"optimizer: the config's replaces {type(self.model).__name__}.configure_optimizers")
-        optimizers.attach(self.model, plan)
-
-    def before_fit(self) -> None:
-        """Training has not begun."""
-        ignore_warnings_of_the_end(done=False)
-
-    def after_fit(self) -> None:
-        """Say where the checkpoints lie and what to type next."""
-        ignore_warnings_of_the_end(done=True)
-        self._end("done")
-
-
-def signal_behind(request: SystemExit) -> int:
-    """The number of the signal that ends the program; 0 if it is none. Lightning makes 1 of a KeyboardInterrupt."""
-    if isinstance(request.__context__, KeyboardInterrupt):
-        return int(signal.SIGINT)
-    return request.code - 128 if isinstance(request.code, int) and request.code > 128 else 0
+if TYPE_CHECKING:
+    from lit_efficient.cli.arguments import Command
+    from lit_efficient.cli.command_line import LitEfficientCLI as LitEfficientCLI
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command line; errors become a sentence and an exit code of ``lit_efficient.errors``, bugs raise.
+    """Run the command line.
 
     Args:
-        argv: The arguments, without the program's name. ``--debug``, or ``LIT_EFFICIENT_DEBUG=1``, lets errors through
-            with their traceback, ``--quiet`` shows errors, warnings and the last lines alone.
+        argv: The words after the program's name. ``--debug``, or ``LIT_EFFICIENT_DEBUG=1``, shows the traceback of an
+            error. ``--quiet`` shows errors, warnings and the last lines alone.
+
+    Returns:
+        An exit code of :mod:`lit_efficient.errors`, or 128 + n after signal n. Errors that the user can correct are
+        printed. A bug raises.
     """
-    arguments = [argument for argument in argv if argument not in ("--debug", "--quiet")]
+    words = [word for word in argv if word not in ("--debug", "--quiet")]
     debug = "--debug" in argv or os.environ.get("LIT_EFFICIENT_DEBUG", "") not in ("", "0")
     try:
-        LitEfficientCLI(args=arguments, quiet="--quiet" in argv)
-    except SystemExit as exit_request:
-        if number := signal_behind(exit_request):
-            return 128 + number
-        if exit_request.code is None or isinstance(exit_request.code, int):
-            return exit_request.code or 0
-        raise
-    except Exception as error:
-        message = None if debug else explain(error, arguments)
-        if message is None:
+        command = check_names(words)
+    except ConfigurationError as error:
+        if debug:
             raise
-        print(f"error: {masked(message)}", file=sys.stderr)
-        return exit_code(error)
-    return 0
+        return print_error(str(error), error.exit_code)
+    from lit_efficient.cli.command_line import run_words
+
+    return run_words(words, "--quiet" in argv, debug, command)
+
+
+def check_names(words: Sequence[str]) -> "Command":
+    """Read a command line and its configs, and check the names in them, without importing torch.
+
+    Args:
+        words: A subcommand and its words.
+
+    Returns:
+        What the words say.
+
+    Raises:
+        ConfigurationError: For a config that cannot be read, or an unknown name.
+    """
+    from lit_efficient.cli.arguments import read_command
+    from lit_efficient.cli.names import check_command
+
+    command = read_command(words)
+    check_command(command)
+    return command
+
+
+@contextmanager
+def explained(words: Sequence[str]) -> Iterator[None]:
+    """Check the names in the words of a fit; then raise an error inside as one that says what to do.
+
+    Raises:
+        ConfigurationError: For bad input.
+        OutOfMemoryError: If memory ran out inside.
+    """
+    check_names(["fit", *words])
+    from lit_efficient.cli.errors import readable_errors
+
+    with readable_errors():
+        yield
+
+
+def __getattr__(name: str) -> object:
+    if name == "LitEfficientCLI":  # imports torch and Lightning
+        from lit_efficient.cli.command_line import LitEfficientCLI
+
+        return LitEfficientCLI
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

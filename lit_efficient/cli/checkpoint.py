@@ -1,4 +1,4 @@
-"""``--ckpt_path``: the file is checked before anything is built, and the config wins over what it was trained with."""
+"""``--ckpt_path``: the checkpoint is checked before anything is built, and its config is compared with the run's."""
 
 import os
 from collections import Counter
@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from lit_efficient.cli.run import default_part
+from lit_efficient.cli.defaults import default_part
 from lit_efficient.cli.run_folder import checkpoints
 from lit_efficient.distributed.shards import check_shards
 from lit_efficient.errors import CheckpointError
@@ -17,17 +17,24 @@ from lit_efficient.files.checkpoints import DamagedError, load_verified
 from lit_efficient.files.runs import LATEST, read_record, through_latest
 from lit_efficient.internals.lightning_cli import CLASS_PATH
 
-# Words that mean the newest checkpoint of the newest run, for `fit` alone: scripts that start a job again say them.
+# Words for the newest checkpoint of the newest run, for `fit` alone: scripts that start a job again use them.
 WORDS = {"last", "hpc"}
-_SHARDED = (".metadata", "meta.pt", "latest")  # what FSDP's and DeepSpeed's folders hold
+_SHARDED = (".metadata", "meta.pt", "latest")  # files in the folders of FSDP and DeepSpeed
 
 
 def read(path: str, subcommand: str) -> dict[str, Any]:
-    """Check the checkpoint of a ``--ckpt_path`` and read it; tensors stay on disk. A sharded one is an empty dict.
+    """Check and read the checkpoint of ``--ckpt_path``. Its tensors stay on disk.
+
+    Args:
+        path: A file, or a folder of shards.
+        subcommand: The subcommand: ``fit`` needs the optimizer's state.
+
+    Returns:
+        The checkpoint. Of a folder of shards an empty dict.
 
     Raises:
-        CheckpointError: If there is no such file, or it holds more than data, or is damaged (with the name of the last
-            good one).
+        CheckpointError: If the file does not exist, contains more than data, or is damaged. The message names the last
+            good checkpoint.
     """
     file = through_latest(Path(path))
     if file.is_dir():
@@ -54,10 +61,16 @@ def read(path: str, subcommand: str) -> dict[str, Any]:
 
 
 def read_last(paths: Sequence[Path]) -> tuple[str | None, dict[str, Any]]:
-    """The first checkpoint that is whole, newest first, with its path; none if there is none yet, or only damaged ones.
+    """Read the first checkpoint that is not damaged.
+
+    Args:
+        paths: Checkpoints, newest first.
+
+    Returns:
+        Path and content; ``None`` and an empty dict if there is no checkpoint yet, or only damaged ones.
 
     Raises:
-        CheckpointError: If there is none, and one is refused that is not damaged: a run in its place would begin anew.
+        CheckpointError: If all are refused, and one of them is not damaged: the run would begin anew in its place.
     """
     refused: CheckpointError | None = None
     for path in paths:
@@ -67,7 +80,8 @@ def read_last(paths: Sequence[Path]) -> tuple[str | None, dict[str, Any]]:
             check_shards(path)
             return str(path), {}
         except CheckpointError as error:
-            refused = refused if isinstance(error, DamagedError) else error
+            if not isinstance(error, DamagedError):
+                refused = error
             rank_zero_warn(f"{error}. {'None is left' if path == paths[-1] else 'Going on from the one before'}")
     if refused is not None:
         raise refused
@@ -75,7 +89,7 @@ def read_last(paths: Sequence[Path]) -> tuple[str | None, dict[str, Any]]:
 
 
 def _last_good(damaged: Path) -> Any:
-    """Refuse it as the plugin does that would load it, with the name of the last good one."""
+    """Refuse a damaged checkpoint as the plugin that loads checkpoints does: with the last good one's name."""
     try:
         return default_part("checkpoints")().load_checkpoint(damaged)
     except CheckpointError as error:
@@ -83,13 +97,13 @@ def _last_good(damaged: Path) -> Any:
 
 
 def _others(folder: Path, resumable: bool = False) -> str:
-    """The newest checkpoint of a folder, or of the newest run in it; nothing below is searched."""
+    """Return a hint to the newest checkpoint of a folder, or of the newest run in it."""
     for place in (folder, through_latest(folder / LATEST)):
         found = [path for path in place.glob("*.ckpt") if path.is_file()]
         if resumable:
             found = [path for _, _, path in checkpoints(place)]
         if found:
-            newest = found[0] if resumable else max(found, key=os.path.getmtime)
+            newest = max(found, key=os.path.getmtime) if not resumable else found[0]
             return f" The newest one there: {newest}"
     return ""
 
@@ -100,43 +114,67 @@ _ABSENT = type("Absent", (), {"__repr__": lambda _: "nothing"})()  # null is a v
 
 
 def differences(checkpoint: Mapping[str, Any], config: Mapping[str, Any], fits: bool) -> dict[str, tuple[Any, Any]]:
-    """The keys of the config that a checkpoint was trained with otherwise: ``{key: (then, now)}``.
+    """Return the keys of a config that had other values when a checkpoint was trained.
 
-    ``fits``: all of it matters; validation and its like have model and data alone.
+    Args:
+        checkpoint: The checkpoint.
+        config: The config of this run, as plain data.
+        fits: True for a fit. Evaluations use model and data alone.
+
+    Returns:
+        ``{key: (then, now)}``
     """
     saved = checkpoint.get("lit_efficient", {}).get("config")
-    then: dict[str, Any] = dict(saved or {})
-    if saved is None:
-        for section, key in (("model", "hyper_parameters"), ("data", "datamodule_hyper_parameters")):
-            held, name = dict(checkpoint.get(key) or {}), str((config.get(section) or {}).get("class_path"))
-            path = {"class_path": held.pop(CLASS_PATH)} if CLASS_PATH in held else {}
-            then[section] = {"class_path": name, **path, "init_args": held}
-    sections = [key for key in {**config, **then} if key not in ("config", "ckpt_path")] if fits else ["model", "data"]
-    before, now = ({key: tree.get(key) for key in sections} for tree in (then, config))
-    old, new = flat(before), flat(now)
-    keys = [key for key in {**old, **new} if saved is not None or (key in old and key in new)]
-    found = {key: (old.get(key, _ABSENT), new.get(key, _ABSENT)) for key in keys}
-    return {key: (was, value) for key, (was, value) in found.items() if was != value}
+    then = _config_of_parts(checkpoint, config) if saved is None else dict(saved)
+    sections = ["model", "data"]
+    if fits:
+        sections = [key for key in {**config, **then} if key not in ("config", "ckpt_path")]
+    old = flat({key: then.get(key) for key in sections})
+    new = flat({key: config.get(key) for key in sections})
+    found = {}
+    for key in {**old, **new}:
+        in_both = key in old and key in new
+        was = old.get(key, _ABSENT)
+        value = new.get(key, _ABSENT)
+        if was != value and (saved is not None or in_both):
+            found[key] = (was, value)
+    return found
+
+
+def _config_of_parts(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint of another program says of its config: the arguments of module and data."""
+    then = {}
+    for section, key in (("model", "hyper_parameters"), ("data", "datamodule_hyper_parameters")):
+        arguments = dict(checkpoint.get(key) or {})
+        name = str((config.get(section) or {}).get("class_path"))
+        then[section] = {"class_path": arguments.pop(CLASS_PATH, name), "init_args": arguments}
+    return then
 
 
 def is_another_run(changed: Collection[str]) -> bool:
-    """Whether more has changed than how long to train."""
+    """Return whether more has changed than the length of the training."""
     return any(key not in _LENGTH for key in changed)
 
 
 def changes_said(path: str, changed: Mapping[str, tuple[Any, Any]], kept: Mapping[str, str]) -> str:
-    """What has changed since the checkpoint, one line a key; ``kept``: keys without effect, and the reason."""
-    lines = [
-        f"{key}: {then!r} in the checkpoint -> {now!r} in the config{f', but {kept[key]}' if key in kept else ''}"
-        for key, (then, now) in changed.items()
-    ]
+    """Return the message about the keys that changed since the checkpoint.
+
+    Args:
+        path: The checkpoint.
+        changed: The keys, as :func:`differences` returns them.
+        kept: Keys that have no effect, each with the reason.
+    """
+    lines = []
+    for key, (then, now) in changed.items():
+        reason = f", but {kept[key]}" if key in kept else ""
+        lines.append(f"{key}: {then!r} in the checkpoint -> {now!r} in the config{reason}")
     if len(lines) > _SHOWN:
         lines[_SHOWN - 1 :] = [f"and {len(lines) - _SHOWN + 1} more"]
     return "\n  ".join([f"{path} was trained with other settings; the config wins:", *lines])
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Every value of a config by its dotted key; a class in a list goes by its name: ``callbacks.EMA.decay``."""
+    """Return the values of a config by dotted key. A class in a list is a part of the key: ``callbacks.EMA.decay``."""
     if isinstance(tree, Mapping) and "class_path" in tree:
         arguments = {**(tree.get("init_args") or {}), **(tree.get("dict_kwargs") or {})}
         return {f"{prefix}.class_path": tree["class_path"], **flat(arguments, prefix)}
@@ -153,7 +191,7 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def numbered(names: Iterable[str]) -> list[str]:
-    """The names, the second of a kind as ``name#2``."""
+    """Return names in which a second one of a kind is ``name#2``."""
     counts: Counter[str] = Counter()
     result = []
     for name in names:
@@ -163,10 +201,10 @@ def numbered(names: Iterable[str]) -> list[str]:
 
 
 def check_optimizer(checkpoint: Mapping[str, Any]) -> None:
-    """Refuse, for a fit without techniques, states that those of the checkpoint have given another shape.
+    """Refuse optimizer states whose shape a technique of the checkpoint's run changed, in a fit without techniques.
 
     Raises:
-        ConfigurationError: Naming the technique.
+        ConfigurationError: With the technique.
     """
     from lit_efficient.application.checkpoints import compare_techniques
 
@@ -176,14 +214,15 @@ def check_optimizer(checkpoint: Mapping[str, Any]) -> None:
 
 
 def check_shapes(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of another architecture while nothing has been touched yet.
+    """Refuse a checkpoint of another architecture before anything of the run is changed.
 
-    Only what both have can be compared: models built later, and adapters, add to the one or the other.
+    Only tensors that both have are compared: models built later, and adapters, add to one of the two.
 
     Raises:
-        CheckpointError: Naming the first tensors that differ.
+        CheckpointError: With the first tensors that differ.
     """
-    saved, ours = checkpoint["state_dict"], module.state_dict()
+    saved = checkpoint["state_dict"]
+    ours = module.state_dict()
     wrong = [name for name, tensor in ours.items() if name in saved and saved[name].shape != tensor.shape]
     if wrong:
         shown = [

@@ -1,4 +1,4 @@
-"""On what a run was made: versions, commit, devices, command line."""
+"""The environment of a run: versions, commit, devices, command line."""
 
 import importlib.metadata
 import os
@@ -8,7 +8,6 @@ import subprocess
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,8 +16,17 @@ import lit_efficient
 PACKAGE = "lit-efficient"
 
 
-def environment(device: torch.device, indices: Sequence[int], command: str) -> dict[str, Any]:
-    """What a run's folder keeps of where it was made, as plain data; ``command`` has no secrets."""
+def environment(device: torch.device, indices: Sequence[int], command: str) -> dict[str, object]:
+    """Return what a run's folder records of where the run was made.
+
+    Args:
+        device: Kind of device.
+        indices: Numbers of the devices.
+        command: The command line, without secrets.
+
+    Returns:
+        Plain data.
+    """
     return {
         "command": command,
         "folder": os.getcwd(),
@@ -34,14 +42,16 @@ def environment(device: torch.device, indices: Sequence[int], command: str) -> d
 
 
 def _versions() -> dict[str, str]:
-    """Those of our dependencies and extras that are installed, and of CUDA, if torch was built for it."""
+    """Return the versions of our dependencies and extras that are installed, and of CUDA if torch is built for it."""
     found = {}
     for name in sorted({re.split(r"[^\w.-]", requirement)[0] for requirement in _requirements()}):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
 
 
 def _requirements() -> list[str]:
@@ -49,25 +59,36 @@ def _requirements() -> list[str]:
         return importlib.metadata.requires(PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:  # a checkout that was not installed
         file = Path(lit_efficient.__file__).parent.parent / "pyproject.toml"
-        project: Any = tomllib.loads(file.read_text("utf-8"))["project"] if file.is_file() else {}
-        extras = project.get("optional-dependencies", {}).values()
-        return [*project.get("dependencies", ["torch"]), *(name for extra in extras for name in extra)]
+        if not file.is_file():
+            return ["torch"]
+        project = tomllib.loads(file.read_text("utf-8"))["project"]
+        names = list(project.get("dependencies", ["torch"]))
+        for extra in project.get("optional-dependencies", {}).values():
+            names += extra
+        return names
 
 
-def _commit() -> dict[str, Any] | None:
-    """Commit of the working directory, and whether files that it tracks differ from it; ``None`` outside of git."""
+def _commit() -> dict[str, object] | None:
+    """Return the commit of the working directory, and whether tracked files differ from it; ``None`` outside of git."""
     try:
-        # Programs that the settings of the repository name, which may be somebody else's, are not for us to start.
+        # The settings of a repository may name programs that git starts. The repository may be of another origin, so
+        # these programs are switched off.
         named = _git("config", "--show-scope", "--name-only", "--get-regexp", r"^filter\..*\.(clean|process)$|^core\.")
-        own = (line.split("\t") for line in named.splitlines() if line.startswith(("local", "worktree")))
-        off = [f"{name}=" for _, name in own if name.startswith("filter.")] + ["core.fsmonitor=false"]
-        without = [word for name in off for word in ("-c", name)]
-        text = _git(*without, "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--untracked-files=no")
+        off = ["-c", "core.fsmonitor=false"]
+        for line in named.splitlines():
+            scope, _, name = line.partition("\t")
+            if scope in ("local", "worktree") and name.startswith("filter."):
+                off += ["-c", f"{name}="]
+        text = _git(*off, "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--untracked-files=no")
     except (OSError, subprocess.SubprocessError):
         return None
-    lines = text.splitlines()
-    commit = next((line.split()[-1] for line in lines if line.startswith("# branch.oid")), "")
-    return {"id": commit, "dirty": any(not line.startswith("#") for line in lines)}
+    commit = ""
+    dirty = False
+    for line in text.splitlines():
+        if line.startswith("# branch.oid"):
+            commit = line.split()[-1]
+        dirty = dirty or not line.startswith("#")
+    return {"id": commit, "dirty": dirty}
 
 
 def _git(*words: str) -> str:
@@ -81,7 +102,9 @@ def _devices(device: torch.device, indices: Sequence[int]) -> list[str]:
         return [device.type for _ in indices]
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    except OSError:
+    except OSError:  # not on Linux
         lines = []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return [model or platform.processor() or platform.machine()]
+    for line in lines:
+        if line.startswith("model name"):
+            return [line.partition(":")[2].strip()]
+    return [platform.processor() or platform.machine()]

@@ -1,21 +1,20 @@
-"""Validate several checkpoints of one run with the run's own config: module, data and techniques as they were."""
+"""Validation of several checkpoints of one run with the run's own config: module, data and techniques as they were."""
 
 import contextlib
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from lightning.pytorch import seed_everything
 
 from lit_efficient.cli.fits import FitParts
 
-# One process on one device, and nothing that would write into the folder of the run.
+# One process on one device. Nothing may be written into the folder of the run.
 _ALONE = ("--trainer.devices=1", "--trainer.num_nodes=1", "--trainer.strategy=auto", "--trainer.logger=false")
 
 
 class Validator:
-    """What validates checkpoints of one run.
+    """Validates checkpoints of one run.
 
     Args:
         configs: Config files, as for ``python -m lit_efficient validate``; the one that a run saved will do.
@@ -30,10 +29,11 @@ class Validator:
         self._parts = FitParts([*given, *_ALONE, *arguments], None, None, "validate")
 
     def __call__(self, checkpoint: str | Path) -> dict[str, float]:
-        """Everything that a validation of this checkpoint logs, by name; the same random numbers each time."""
+        """Return what a validation of a checkpoint logs, by name. Each call draws the same random numbers."""
         seed_everything(self._parts.seed, verbose=False)
-        trainer: Any = self._parts.trainer
-        with contextlib.redirect_stdout(io.StringIO()):  # samples of callbacks: the caller prints a table
+        trainer = self._parts.trainer
+        # The caller prints a table. Samples that callbacks print would stand in between.
+        with contextlib.redirect_stdout(io.StringIO()):
             trainer.validate(
                 self._parts.model, datamodule=self._parts.datamodule, ckpt_path=str(checkpoint), verbose=False
             )

@@ -1,6 +1,6 @@
 """``optimizer:`` and ``lr_scheduler:`` of a config, built when ``configure_optimizers`` is called and not before.
 
-The stock command line builds the optimizer right after the module: before adapters exist, over frozen parameters too.
+The stock command line builds the optimizer right after the module: before adapters exist, and over frozen parameters.
 """
 
 import math
@@ -26,20 +26,26 @@ Spec = dict[str, Any]  # {"class_path": ..., "init_args": {...}}
 
 @dataclass
 class OptimizerPlan:
-    """What the config says about optimization."""
+    """The optimization of a config.
 
-    optimizer: Spec  # class and arguments of the optimizer
-    scheduler: Spec | None  # class and arguments of the scheduler, if any
-    arrange: Callable[..., Any]  # ``(module, optimizer, scheduler)`` -> what ``configure_optimizers`` returns
+    Args:
+        optimizer: Class and arguments of the optimizer.
+        scheduler: Class and arguments of the scheduler, if any.
+        arrange: ``(module, optimizer, scheduler)`` -> what ``configure_optimizers`` returns.
+    """
+
+    optimizer: Spec
+    scheduler: Spec | None
+    arrange: Callable[..., Any]
 
     def check(self) -> Optimizer:
-        """Build both on a throwaway parameter, so that a wrong argument fails before data is touched.
+        """Build both on a temporary parameter, so that a wrong argument fails before data is touched.
 
         Returns:
-            The optimizer, to be asked what it cannot be combined with.
+            The optimizer. The caller asks it what it cannot be combined with.
 
         Raises:
-            ConfigurationError: With what torch says about the argument.
+            ConfigurationError: With the message of torch about the argument.
         """
         optimizer: Optimizer = _build("optimizer", self.optimizer, [nn.Parameter(torch.zeros(2, 2))])
         if self.scheduler:
@@ -47,40 +53,32 @@ class OptimizerPlan:
         return optimizer
 
     def build(self, module: LightningModule) -> Any:
-        """Build both over the parameters that train.
+        """Build both over the trainable parameters of a module.
 
         Raises:
-            ConfigurationError: If nothing trains, or a scheduler needs the end of an endless run.
+            ConfigurationError: If no parameter is trainable, or a scheduler needs the end of an endless run.
         """
         parameters = [p for p in module.parameters() if p.requires_grad]
         if not parameters:
             raise ConfigurationError(f"optimizer: no parameter of {type(module).__name__} trains (requires_grad)")
         optimizer: Optimizer = _build("optimizer", self.optimizer, parameters)
-        scheduler: LRScheduler | None = None
-        filled = None
-        if self.scheduler:
-            open_ended = _open_horizons(self.scheduler)
-            steps = _total_steps(module, open_ended[0]) if open_ended else 0
-            filled = _with_horizon(self.scheduler, steps)
-            total = filled.get("init_args", {}).get("total_steps")
-            if isinstance(total, int) and _name(filled) == "OneCycleLR" and 0 < total < module.trainer.max_steps:
-                allowed = f"at least the run's steps, {module.trainer.max_steps}, or null for these"
-                raise refusal("OneCycleLR", "total_steps", allowed, total)
-            scheduler = _build("lr_scheduler", filled, optimizer)
-        rank_zero_info(self._note(parameters, filled))
-        return self.arrange(module, optimizer, scheduler)
-
-    def _note(self, parameters: list[nn.Parameter], scheduler: Spec | None) -> str:
         count = sum(p.numel() for p in parameters)
         note = f"optimizer: {_name(self.optimizer)} over {len(parameters)} tensors, {count:,} parameters that train"
-        if scheduler is None or self.scheduler is None:
-            return note
-        known = [f"{key}={scheduler['init_args'][key]}" for key in _open_horizons(self.scheduler)]
-        return f"{note}; lr_scheduler: {', '.join([_name(scheduler), *known])}"
+        scheduler: LRScheduler | None = None
+        if self.scheduler:
+            unset = _unset_horizons(self.scheduler)
+            steps = _total_steps(module, unset[0]) if unset else 0
+            spec = _with_horizon(self.scheduler, steps)
+            _check_length(spec, module)
+            scheduler = _build("lr_scheduler", spec, optimizer)
+            known = [f"{key}={spec['init_args'][key]}" for key in unset]
+            note += f"; lr_scheduler: {', '.join([_name(spec), *known])}"
+        rank_zero_info(note)
+        return self.arrange(module, optimizer, scheduler)
 
 
 def attach(module: LightningModule, plan: OptimizerPlan) -> None:
-    """Let ``module.configure_optimizers`` build what the plan says; only this instance is changed."""
+    """Let ``module.configure_optimizers`` build the plan. Only this instance is changed."""
     module.__dict__["_lit_efficient_optimizers"] = plan
     module.configure_optimizers = MethodType(_configure_optimizers, module)  # type: ignore[method-assign]
 
@@ -91,19 +89,20 @@ def _configure_optimizers(module: LightningModule) -> Any:
 
 
 def arrange(module: LightningModule, optimizer: Optimizer, scheduler: LRScheduler | None) -> Any:
-    """Return optimizer and scheduler as Lightning wants them: the scheduler steps after every optimizer step.
+    """Return optimizer and scheduler in Lightning's form: the scheduler steps after every optimizer step.
 
-    ``ReduceLROnPlateau`` steps when Lightning has the metric that it monitors, after each validation.
+    ``ReduceLROnPlateau`` steps after each validation, with the metric that it monitors.
     """
     if scheduler is None:
         return optimizer
-    if monitor := _monitored(scheduler):
+    monitor = _monitored(scheduler)
+    if monitor:
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": monitor}}
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 def _monitored(scheduler: LRScheduler) -> str | None:
-    """Name of the metric that the scheduler follows; ``None`` for one that follows the step."""
+    """Return the name of the metric that a scheduler monitors; ``None`` for one that depends on the step alone."""
     if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         return None
     monitor: str | None = getattr(scheduler, "monitor", None)
@@ -116,28 +115,38 @@ def _monitored(scheduler: LRScheduler) -> str | None:
 
 
 def _name(spec: Spec) -> str:
-    return str(spec["class_path"]).rsplit(".", 1)[-1]
+    return str(spec["class_path"]).rpartition(".")[2]
 
 
-def _build(key: str, spec: Spec, first: Any) -> Any:
+def _build(key: str, spec: Spec, first: object) -> Any:
     try:
         return instantiate_class((first,), spec)
     except (TypeError, ValueError) as error:
+        # torch's messages have the value, and not always the name of the argument.
         given = [f"{name}={value!r}" for name, value in spec.get("init_args", {}).items() if f": {value}" in str(error)]
-        raise ConfigurationError(f"{key}: {_name(spec)}: {error} ({', '.join(given)})".replace(" ()", "")) from error
+        named = f" ({', '.join(given)})" if given else ""
+        raise ConfigurationError(f"{key}: {_name(spec)}: {error}{named}") from error
 
 
-def _open_horizons(scheduler: Spec) -> list[str]:
-    """Names of the arguments that mean the run's length and were left unset."""
+def _unset_horizons(scheduler: Spec) -> list[str]:
+    """Return the arguments that mean the run's length and were left unset."""
     arguments = scheduler.get("init_args", {})
-    if arguments.get("epochs") and arguments.get("steps_per_epoch"):  # the other way to tell OneCycleLR
+    if arguments.get("epochs") and arguments.get("steps_per_epoch"):  # the other way to set OneCycleLR
         return []
     return [name for name in HORIZONS if name in arguments and arguments[name] is None]
 
 
 def _with_horizon(scheduler: Spec, steps: int) -> Spec:
     arguments = scheduler.get("init_args", {})
-    return {**scheduler, "init_args": {**arguments, **dict.fromkeys(_open_horizons(scheduler), steps)}}
+    return {**scheduler, "init_args": {**arguments, **dict.fromkeys(_unset_horizons(scheduler), steps)}}
+
+
+def _check_length(scheduler: Spec, module: LightningModule) -> None:
+    """Refuse a OneCycleLR that ends before the run: it raises an error at its last step."""
+    total = scheduler.get("init_args", {}).get("total_steps")
+    most = module.trainer.max_steps
+    if isinstance(total, int) and _name(scheduler) == "OneCycleLR" and 0 < total < most:
+        raise refusal("OneCycleLR", "total_steps", f"at least the run's steps, {most}, or null for these", total)
 
 
 def _total_steps(module: LightningModule, name: str) -> int:

@@ -1,7 +1,7 @@
-"""What can be known of a fit before its data is prepared: what its parts refuse of each other.
+"""Compatibility checks of a fit before its data is prepared: each part is asked what it refuses of the others.
 
-Only what is certain counts. Where a ``setup`` that wants data may build the network, or something lacks the weights,
-the data or the processes that a fit has, the fit itself says what is wrong.
+Only certain refusals count. If the network may be built in a ``setup`` that needs data, or a check lacks the weights,
+the data or the processes of a fit, the fit itself reports what is wrong.
 """
 
 import contextlib
@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lit_efficient.application import apply, check_run
 from lit_efficient.application.ledger import reports_of
 from lit_efficient.application.optimizers import configured_by
+from lit_efficient.cli.defaults import callbacks_of
 from lit_efficient.cli.optimizers import MANY
 from lit_efficient.declaration import Declaration, Phase, in_order, overrides, techniques_of
 from lit_efficient.errors import LitEfficientError
@@ -27,16 +29,16 @@ from lit_efficient.technique import AppliesTechniques
 from lit_efficient.traits import Trait
 
 
-def rehearse(trainer: Any, module: Any, data: Any) -> None:
-    """Ask each part of a fit what it refuses of the others; nothing of the fit is touched.
+def rehearse(trainer: Trainer, module: LightningModule, data: LightningDataModule) -> None:
+    """Run the compatibility checks of all parts of a fit, without changing any of them.
 
     The network and its optimizers are those of a copy of the module without weights, changed by copies of the
     techniques.
 
     Raises:
-        LitEfficientError: What a part says.
+        LitEfficientError: The refusal of a part.
     """
-    callbacks = temporarily(trainer, callbacks=trainer.callbacks)  # those that the module adds are made anew
+    callbacks = temporarily(trainer, callbacks=callbacks_of(trainer))  # the module adds its own ones again in the fit
     with torch.random.fork_rng(devices=[]), quiet(logging.WARNING, warns=False), callbacks, _uncertain():
         begin_fit(trainer, module, data)
         check_parts(trainer, module, data)
@@ -44,29 +46,32 @@ def rehearse(trainer: Any, module: Any, data: Any) -> None:
             _rehearse_network(trainer, module)
 
 
-def check_parts(trainer: Any, module: Any, data: Any) -> None:
-    """Ask techniques and data of a fit that has begun what they refuse of it, whatever the network is.
+def check_parts(trainer: Trainer, module: LightningModule, data: LightningDataModule | None) -> None:
+    """Run the checks of techniques and data that do not depend on the network, in a fit that has begun.
 
     Raises:
-        LitEfficientError: What one of them says.
+        LitEfficientError: The refusal of a part.
     """
     check_run(trainer, module)
-    for callback in trainer.callbacks:
-        if isinstance(callback, AskedEarly) and not isinstance(callback, AppliesTechniques):  # those ask all, too
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, AskedEarly) and not isinstance(callback, AppliesTechniques):  # check_run asks these
             callback.refuse(trainer, module)
-    if hasattr(data, "check_model"):
-        data.check_model()
+    check_model = getattr(data, "check_model", None)
+    if check_model is not None:
+        check_model()
 
 
-def _rehearse_network(trainer: Any, module: Any) -> None:
+def _rehearse_network(trainer: Trainer, module: LightningModule) -> None:
     if is_overridden("setup", module) and not getattr(type(module).setup, "builds_no_layers", False):
         return
     stand_in = copy.copy(trainer)
-    memo: dict[int, Any] = {id(trainer): stand_in, id(trainer.datamodule): trainer.datamodule}
-    memo |= {id(one): weightless(one) for one in (*module.parameters(), *module.buffers())}
-    copied = copy.deepcopy(module, memo)
+    data = getattr(trainer, "datamodule", None)
+    memo: dict[int, Any] = {id(trainer): stand_in, id(data): data}
+    for tensor in (*module.parameters(), *module.buffers()):
+        memo[id(tensor)] = weightless(tensor)
+    copied: Any = copy.deepcopy(module, memo)
     techniques = [copy.deepcopy(one, memo) for one in in_order(techniques_of(trainer))]
-    stand_in.callbacks = [memo.get(id(one), one) for one in trainer.callbacks]
+    setattr(stand_in, "callbacks", [memo.get(id(one), one) for one in callbacks_of(trainer)])  # noqa: B010
     set_trainer(copied, stand_in)
     precision = trainer.precision_plugin
     with precision.module_init_context():
@@ -78,11 +83,11 @@ def _rehearse_network(trainer: Any, module: Any) -> None:
         refuses_early = Trait.REFUSES_EARLY in technique.traits
         if refuses_early:
             apply(copied, [technique])
-        elif technique.phase is Phase.ARCHITECTURE:  # what comes later meets other layers
+        elif technique.phase is Phase.ARCHITECTURE:  # later techniques would meet other layers
             return
         whole = whole and refuses_early
     if whole:
-        if not isinstance(precision, Declaration):  # as a technique it is applied already
+        if not isinstance(precision, Declaration):  # a precision that is a technique is applied already
             copied = precision.convert_module(copied)
         with steps_guessed(stand_in):
             configured_by(copied, techniques, copied.configure_optimizers)
@@ -91,7 +96,7 @@ def _rehearse_network(trainer: Any, module: Any) -> None:
 
 @contextlib.contextmanager
 def _uncertain() -> Iterator[None]:
-    """Leave to the fit what fails for want of what is not there."""
+    """Ignore errors that come from missing weights, data or processes."""
     try:
         yield
     except Exception as error:
@@ -100,20 +105,21 @@ def _uncertain() -> Iterator[None]:
 
 
 def is_meant(error: Exception) -> bool:
-    """Whether an error of a network without weights says something of the network, and not that weights lack."""
+    """Return whether an error of a network without weights is about the network, and not about missing weights."""
     return isinstance(error, LitEfficientError) and "meta device" not in str(error)
 
 
 @contextlib.contextmanager
-def steps_guessed(trainer: Any) -> Iterator[None]:
-    """Let schedules ask for the steps of a run whose data is not there: so many that none is too long for it."""
+def steps_guessed(trainer: Trainer) -> Iterator[None]:
+    """Answer schedules that ask for the number of steps while the data is missing: no schedule is too long for it."""
     kind = type(trainer)
 
     class Counted(kind):  # type: ignore[valid-type, misc]
         @property
         def estimated_stepping_batches(self) -> float:
-            endless = self.max_epochs == -1
-            return super().estimated_stepping_batches if endless else self.max_steps if self.max_steps > 0 else MANY
+            if self.max_epochs == -1:
+                return float(super().estimated_stepping_batches)
+            return self.max_steps if self.max_steps > 0 else MANY
 
     with temporarily(trainer, __class__=Counted):
         yield

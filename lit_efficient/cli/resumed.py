@@ -1,7 +1,8 @@
-"""The config wins over the checkpoint that a fit resumes, in what the checkpoint would bring back: rates, decay, betas.
+"""Precedence of the config over the checkpoint that a fit resumes: rates, decay, betas and schedules.
 
-A checkpoint holds what its optimizers and schedulers were built with. What the config builds otherwise now is set after
-the restore; a schedule is run anew, from its first step to the present one, where its rates or its length are others.
+A checkpoint of this command line contains what its optimizers and schedulers were built with. Options that the config
+builds with other values now are set after the restore. A schedule with other rates or another length is replayed from
+its first step to the present one.
 """
 
 import copy
@@ -23,22 +24,27 @@ from lit_efficient.errors import CheckpointError
 from lit_efficient.mechanisms.trials.rate_range import set_rate
 from lit_efficient.optimizers.rates import nested_schedulers
 
-_SCHEDULED = ("lr", "momentum", "betas")  # what schedules move
+_SCHEDULED = ("lr", "momentum", "betas")  # options that schedules change
 _ADVICE = "Resume with what it was trained with, or begin a new run"
 
 
 class ConfigWins(Callback):
-    """Puts config and build into checkpoints, and sets what the config says after they are restored."""
+    """Saves the config and the build in checkpoints, and sets the config's options after a restore.
+
+    Args:
+        config: The config, as plain data.
+        changed: Keys that had other values when the checkpoint was trained: ``{key: (then, now)}``.
+    """
 
     def __init__(self, config: Mapping[str, Any], changed: Mapping[str, tuple[Any, Any]]) -> None:
         self.config = {key: value for key, value in config.items() if key not in ("config", "ckpt_path")}
         self.changed = changed
-        self._now: dict[str, Any] = {}
-        self._then: dict[str, Any] | None = None
-        self._sizes: list[list[int]] | None = None  # of the checkpoint's optimizers: parameters by group
-        self._schedules: list[Any] = []  # the checkpoint's, which Lightning will restore
+        self._now: dict[str, Any] = {}  # the build of this run
+        self._then: dict[str, Any] | None = None  # the build of the checkpoint's run
+        self._sizes: list[list[int]] | None = None  # parameters in each group of the checkpoint's optimizers
+        self._schedules: list[Any] = []  # states of the checkpoint's schedulers, which Lightning will restore
         self._resumes = False
-        self._arguments: dict[tuple[int, str], Any] = {}  # of callbacks as they were made, by place and name
+        self._arguments: dict[tuple[int, str], Any] = {}  # of callbacks before the restore, by index and name
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self._now = _built(trainer)
@@ -50,14 +56,14 @@ class ConfigWins(Callback):
         for place, (callback, name) in enumerate(zip(trainer.callbacks, names)):
             prefix = f"trainer.callbacks.{name}."
             for argument in (key.removeprefix(prefix) for key in self.changed if key.startswith(prefix)):
-                for attribute in {argument, f"_{argument}"} & vars(callback).keys():  # a property has no place for it
+                for attribute in {argument, f"_{argument}"} & vars(callback).keys():  # a property cannot be set
                     value = getattr(callback, attribute)
                     if isinstance(value, int | float | str):
                         self._arguments[place, attribute] = value
         self._then = checkpoint.get("lit_efficient", {}).get("built")
         self._schedules = checkpoint.get("lr_schedulers", [])
         groups = [state.get("param_groups") for state in checkpoint.get("optimizer_states", [])]
-        if "optimizer_states" in checkpoint and all(isinstance(of_one, list) for of_one in groups):  # else in shards
+        if "optimizer_states" in checkpoint and all(isinstance(of_one, list) for of_one in groups):  # not in shards
             self._sizes = [[len(group["params"]) for group in of_one] for of_one in groups]
         self._check(trainer)
 
@@ -68,16 +74,18 @@ class ConfigWins(Callback):
         if not self._resumes:
             return
         for (place, argument), value in self._arguments.items():
-            setattr(trainer.callbacks[place], argument, value)  # some load their arguments, too
+            setattr(trainer.callbacks[place], argument, value)  # some callbacks restore their arguments, too
         for optimizer, built in zip(trainer.optimizers, self._now["optimizers"]):
             for group, now in zip(optimizer.param_groups, built["groups"]):
                 missing = [name for name in now if name not in group]
-                if needed := [name for name in missing if name in optimizer.defaults]:
+                needed = [name for name in missing if name in optimizer.defaults]
+                if needed:
                     raise CheckpointError(
                         f"ckpt_path: the optimizer's state there has no {needed[0]!r}, which "
                         f"{type(optimizer).__name__} needs. {_ADVICE}"
                     )
-                group |= {name: now[name] for name in missing}  # of a scheduler that the checkpoint's run had not
+                # The options of a scheduler that the checkpoint's run did not have.
+                group |= {name: now[name] for name in missing}
         if self._then is None:
             rank_zero_warn(
                 "ckpt_path: the checkpoint does not hold what its optimizer was built with (it is older, or was not "
@@ -91,7 +99,7 @@ class ConfigWins(Callback):
                 _check_state(optimizer)
 
     def _check(self, trainer: Any) -> None:
-        """Refuse the state of another optimizer, as soon as both are known."""
+        """Refuse the state of another optimizer, as soon as both builds are known."""
         if not self._resumes or not self._now:
             return
         now = [one["class"] for one in self._now["optimizers"]]
@@ -110,62 +118,70 @@ class ConfigWins(Callback):
             )
         if self._then is None:
             for config, built, state in zip(trainer.lr_scheduler_configs, self._now["schedulers"], self._schedules):
-                if alone := _alone(config.scheduler, state, built["state"]):
+                alone = _alone(config.scheduler, state, built["state"])
+                if alone:
                     raise CheckpointError(
                         f"ckpt_path: the checkpoint was trained with another scheduler than {built['class']}: of their "
                         f"states one alone has {', '.join(sorted(alone))}. {_ADVICE}"
                     )
-        else:  # the state of another class: its own takes the place
+        else:  # a scheduler of another class begins with its own state
             for index, (before, built) in enumerate(zip(self._then["schedulers"], self._now["schedulers"])):
                 if before["class"] != built["class"] and index < len(self._schedules):
                     self._schedules[index] = copy.deepcopy(built["state"])
 
 
 def _alone(scheduler: Any, state: Mapping[str, Any], built: Mapping[str, Any]) -> set[str]:
-    """What the state of one class of schedulers has and that of another has not, whichever torch wrote them.
+    """Return the keys that tell the states of two classes of schedulers apart.
 
-    Versions differ in what is private and in what they derive from arguments, which is left aside.
+    Private keys, and keys that are derived from arguments, are ignored: they differ between versions of torch.
+
+    Args:
+        scheduler: The scheduler of this run.
+        state: The state in the checkpoint.
+        built: The state of the new scheduler.
     """
     arguments = {name for one in nested_schedulers([scheduler]) for name in inspect.signature(type(one)).parameters}
-    arguments |= {f"{name}s" for name in arguments}  # a value a group
-    theirs = type(scheduler).__module__.startswith("torch.")  # steps of somebody's own may add to its state
+    arguments |= {f"{name}s" for name in arguments}  # one value for each group
+    of_torch = type(scheduler).__module__.startswith("torch.")  # other schedulers may add keys while they step
 
     def compare(state: Mapping[str, Any], built: Mapping[str, Any]) -> set[str]:
         found = {key for key in built.keys() - state.keys() if key.lstrip("_") in arguments}
-        more = state.keys() - built.keys() - {"verbose"}  # which was there before torch 2.7
-        found |= {key for key in more if theirs and not key.startswith("_")}
+        if of_torch:
+            more = state.keys() - built.keys() - {"verbose"}  # torch 2.7 removed it
+            found |= {key for key in more if not key.startswith("_")}
         for key in state.keys() & built.keys():
             if isinstance(state[key], list) and isinstance(built[key], list):
-                pairs = zip(state[key], built[key])
-                found |= {
-                    name for a, b in pairs if isinstance(a, dict) and isinstance(b, dict) for name in compare(a, b)
-                }
+                for inner_state, inner_built in zip(state[key], built[key]):
+                    if isinstance(inner_state, dict) and isinstance(inner_built, dict):
+                        found |= compare(inner_state, inner_built)
         return found
 
     return compare(state, built)
 
 
 def _built(trainer: Any) -> dict[str, Any]:
-    """What optimizers and schedulers are made of, before a checkpoint is restored into them."""
-    groups = [(type(one).__name__, [_options(group) for group in one.param_groups]) for one in trainer.optimizers]
-    schedulers = [one.scheduler for one in trainer.lr_scheduler_configs]
-    states = [(type(one).__name__, one.state_dict(), _functions(one)) for one in schedulers]
-    built = {
-        "optimizers": [{"class": kind, "groups": options} for kind, options in groups],
-        "schedulers": [{"class": kind, "state": state, **functions} for kind, state, functions in states],
-    }
-    return copy.deepcopy(built)
+    """Return the options of optimizers and the states of schedulers, before a checkpoint is restored."""
+    optimizers = []
+    for optimizer in trainer.optimizers:
+        groups = [_options(group) for group in optimizer.param_groups]
+        optimizers.append({"class": type(optimizer).__name__, "groups": groups})
+    schedulers = []
+    for config in trainer.lr_scheduler_configs:
+        scheduler = config.scheduler
+        kind = type(scheduler).__name__
+        schedulers.append({"class": kind, "state": scheduler.state_dict(), **_functions(scheduler)})
+    return copy.deepcopy({"optimizers": optimizers, "schedulers": schedulers})
 
 
 def _functions(scheduler: Any) -> dict[str, Any]:
-    """What the functions of a schedule give here and there: its state leaves them out."""
+    """Return values of the functions of a schedule at some steps: the state does not contain the functions."""
     functions = [f for one in nested_schedulers([scheduler]) for f in getattr(one, "lr_lambdas", ())]
     return {"functions": [_values(function) for function in functions]} if functions else {}
 
 
 def _values(function: Callable[[int], Any]) -> list[float]:
     values = []
-    with suppress(Exception):  # of the user's own, beyond its last step
+    with suppress(Exception):  # a function of the user's may fail beyond its last step
         for n in range(17):
             values.append(float(function(2**n)))
     return values
@@ -177,34 +193,42 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _set(trainer: Any, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Set in the restored optimizers and schedulers what is built otherwise now; say what was set."""
+    """Set the options that differ between the two builds in the restored optimizers and schedulers.
+
+    Returns:
+        One sentence for each option that was set.
+    """
     said = []
     unscheduled = bool(then["schedulers"]) and not now["schedulers"]
     reductions = [_reductions(trainer, optimizer, then, now) for optimizer in trainer.optimizers]
     for optimizer, before, built in zip(trainer.optimizers, then["optimizers"], now["optimizers"]):
         for index, (group, old, new) in enumerate(zip(optimizer.param_groups, before["groups"], built["groups"])):
             held = _options(group)
-            kernel = {"fused"} if before["class"] != built["class"] else set()  # goes on as it has begun
-            for name in (name for name in new if name not in kernel):
-                left = unscheduled and name in _SCHEDULED and held[name] != new[name]  # where the schedule was
+            for name in new:
+                if name == "fused" and before["class"] != built["class"]:  # another class keeps the kernel of its state
+                    continue
+                # The value that the removed schedule ended with.
+                left = unscheduled and name in _SCHEDULED and held[name] != new[name]
                 if not left and (name not in old or old[name] == new[name]):
                     continue
-                scaled = name == "lr" and not unscheduled and old["lr"] and group["lr"] != old["lr"]  # by somebody
-                set_rate(group, float(group["lr"]) * new["lr"] / old["lr"] if scaled else new[name], name)
+                value = new[name]
+                if name == "lr" and not unscheduled and old["lr"] and group["lr"] != old["lr"]:
+                    # A schedule or a callback has scaled the rate. The new rate is scaled like the old one.
+                    value = float(group["lr"]) * new["lr"] / old["lr"]
+                set_rate(group, value, name)
                 was = held[name] if left else old[name]
+                sentence = f"{type(optimizer).__name__}, group {index}: {name} {was!r} -> {new[name]!r}"
                 begun = any(optimizer.state.get(p) for p in group["params"])
-                vain = ", without effect: it shapes states as they begin, and the checkpoint's go on"
-                said.append(
-                    f"{type(optimizer).__name__}, group {index}: {name} {was!r} -> {new[name]!r}"
-                    f"{vain if begun and _only_begins(optimizer, {**held, name: was}, name, new[name]) else ''}"
-                )
+                if begun and _only_begins(optimizer, {**held, name: was}, name, new[name]):
+                    sentence += ", without effect: it shapes states when they begin, and the checkpoint's states exist"
+                said.append(sentence)
     for optimizer, built, factors in zip(trainer.optimizers, now["optimizers"], reductions):
         said += _run_anew(trainer, optimizer, then, now, built["groups"], factors)
     return said
 
 
 def _only_begins(optimizer: Any, options: Mapping[str, Any], name: str, value: Any) -> bool:
-    """Whether another value makes other steps of a new optimizer, and none of one whose states have begun."""
+    """Return whether an option affects the steps of a new optimizer, but not of one that has states already."""
 
     def steps(first: Any, then: Any) -> Tensor:
         parameter = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.float64))
@@ -220,12 +244,12 @@ def _only_begins(optimizer: Any, options: Mapping[str, Any], name: str, value: A
     try:
         before = steps(options[name], options[name])
         return torch.equal(before, steps(options[name], value)) and not torch.equal(before, steps(value, value))
-    except Exception:  # one of other arguments, or for other shapes
+    except Exception:  # the optimizer has other arguments, or needs other shapes
         return False
 
 
 def _check_state(optimizer: Any) -> None:
-    """Refuse options that need states which the checkpoint has not, by a step of a parameter of one element."""
+    """Refuse options that need states missing from the checkpoint. A step of a parameter of one element shows it."""
     for group in optimizer.param_groups:
         states = [optimizer.state[p] for p in group["params"] if optimizer.state.get(p)]
         parameter = torch.nn.Parameter(torch.zeros(()))
@@ -233,14 +257,14 @@ def _check_state(optimizer: Any) -> None:
             twin = type(optimizer)([{**_options(group), "params": [parameter]}])
             parameter.grad = torch.zeros(())
             twin.step()
-        except Exception:  # one of other arguments, or for other shapes
+        except Exception:  # the optimizer has other arguments, or needs other shapes
             return
         for state in states[:1]:
             fresh = twin.state[parameter]
             twin.state[parameter] = {key: fresh.get(key, torch.zeros(())) for key in state}
             try:
                 twin.step()
-            except Exception as error:  # any other: zeros are no stand-in for what a later step begins
+            except Exception as error:  # other errors come from the zeros, which may be no valid state
                 if isinstance(error, KeyError) and any(key in fresh for key in error.args):
                     raise CheckpointError(
                         f"ckpt_path: the optimizer's state there has no {error}, which {type(optimizer).__name__} "
@@ -249,7 +273,7 @@ def _check_state(optimizer: Any) -> None:
 
 
 def _schedules(trainer: Any, optimizer: Any, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Any]:
-    """Of each schedule of an optimizer: Lightning's record, what it was built as, what it is built as."""
+    """Return Lightning's record, the checkpoint's build and the present build of each schedule of an optimizer."""
     before = [*then["schedulers"], *[{"class": None, "state": {}}] * len(now["schedulers"])]
     rows = zip(trainer.lr_scheduler_configs, before, now["schedulers"])
     return [row for row in rows if row[0].scheduler.optimizer is optimizer]
@@ -260,7 +284,10 @@ def _follows(config: Any) -> bool:
 
 
 def _reductions(trainer: Any, optimizer: Any, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[float]:
-    """By what factor the schedules that follow metrics have changed each group's rate beside the others."""
+    """Return the factor by which schedules that follow metrics have changed the rate of each group.
+
+    It is the restored rate, divided by the rate that the other schedules alone lead to.
+    """
     schedules = _schedules(trainer, optimizer, then, now)
     groups = optimizer.param_groups
     others = any(before["class"] != built["class"] for _, before, built in schedules)
@@ -280,11 +307,18 @@ def _reductions(trainer: Any, optimizer: Any, then: Mapping[str, Any], now: Mapp
 
 
 def _replay(trainer: Any, optimizer: Any, schedules: list[Any], groups: list[Any]) -> list[int]:
-    """Run schedules, but for those that follow a metric, from their first steps to now, mixed as in a fit."""
-    counts, steps = [], []
+    """Replay schedules from their first steps to the present, in the order of a fit.
+
+    Schedules that follow a metric are left out: their metrics are not known any more.
+
+    Returns:
+        The number of steps of each schedule.
+    """
+    counts = []
+    steps = []
     for config, _, same in schedules:
         taken = (trainer.global_step if config.interval == "step" else trainer.current_epoch) // config.frequency
-        counted = getattr(config.scheduler, "last_epoch", taken) if same else taken  # ChainedScheduler counts not
+        counted = getattr(config.scheduler, "last_epoch", taken) if same else taken  # ChainedScheduler has no counter
         counts.append(0 if _follows(config) else counted)
         late = config.interval == "epoch"
         steps += [((step + 1) / counts[-1], late, len(counts), config.scheduler) for step in range(counts[-1])]
@@ -295,11 +329,12 @@ def _replay(trainer: Any, optimizer: Any, schedules: list[Any], groups: list[Any
         if not _follows(config):
             config.scheduler.load_state_dict(copy.deepcopy(built["state"]))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # said in the first run, or that the optimizer has not stepped in between
+        # Warnings of the first run, and that the optimizer has not stepped in between.
+        warnings.simplefilter("ignore")
         try:
             for *_, scheduler in sorted(steps, key=lambda step: step[:3]):
                 scheduler.step()
-        except ValueError as error:  # its own, of a schedule that is over
+        except ValueError as error:  # of a schedule that has ended
             raise CheckpointError(
                 f"ckpt_path: {type(scheduler).__name__} cannot get where the run is: {error}"
             ) from None
@@ -309,11 +344,15 @@ def _replay(trainer: Any, optimizer: Any, schedules: list[Any], groups: list[Any
 def _run_anew(
     trainer: Any, optimizer: Any, then: Mapping[str, Any], now: Mapping[str, Any], groups: Any, factors: list[float]
 ) -> list[str]:
-    """Set the schedules of an optimizer that are built otherwise now; those of its others run again beside them."""
+    """Replay the schedules of an optimizer if one of them is built with other arguments now.
+
+    Returns:
+        One sentence for each schedule that was changed.
+    """
     schedules = _schedules(trainer, optimizer, then, now)
     parts = [(config, built, before["class"] == built["class"]) for config, before, built in schedules]
     changed = [before != built for _, before, built in schedules]
-    kept = [_follows(config) and same for config, _, same in parts]  # what they have seen cannot be run again
+    kept = [_follows(config) and same for config, _, same in parts]  # their metrics cannot be replayed
     counts = [0] * len(parts)
     if any(other and not keep for other, keep in zip(changed, kept)):
         counts = _replay(trainer, optimizer, parts, groups)
@@ -321,7 +360,8 @@ def _run_anew(
             set_rate(group, float(group["lr"]) * factor)
     said = []
     for (config, before, built), keep, count in compress(zip(schedules, kept, counts), changed):
-        scheduler, how = config.scheduler, f"as if it had been so for its {count} steps"
+        scheduler = config.scheduler
+        how = f"as if it had been so for its {count} steps"
         if _follows(config):
             old = before["state"] if keep else {}
             new = {name: value for name, value in built["state"].items() if not keep or old.get(name) != value}

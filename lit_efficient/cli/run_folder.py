@@ -1,4 +1,4 @@
-"""The folder of a fit, the same on all ranks: a new ``ROOT/TIME``, or that of the run that goes on."""
+"""The folder of a fit, the same on all ranks: a new ``ROOT/TIME``, or the folder of the run that continues."""
 
 import csv
 import io
@@ -28,14 +28,16 @@ END = "end.ckpt"  # its name until the fit has ended
 
 
 def checkpoints(folder: Path) -> list[tuple[int, int, Path]]:
-    """Checkpoints in a folder that a fit can resume, newest first: (step, time, path); the step of sharded ones is -1.
+    """Return the checkpoints in a folder that a fit can resume, newest first. Nothing is verified.
 
-    By step, because copying a folder changes the times. Nothing is verified.
+    Returns:
+        ``(step, time, path)`` for each. They are sorted by step, because copying a folder changes the times. The step
+        of a sharded checkpoint is -1.
     """
     found = []
     for path in folder.glob("*.ckpt"):
         step = -1
-        if not path.exists():  # a link to what was removed, left by a process that was killed before it led on
+        if not path.exists():  # a link to a removed file: the process was killed before it changed the link
             continue
         if path.is_file():
             try:
@@ -51,55 +53,72 @@ def checkpoints(folder: Path) -> list[tuple[int, int, Path]]:
 
 
 def candidates(word: str | None, root: Path) -> list[Path]:
-    """Checkpoints, newest first, that ``--ckpt_path last`` may mean, or a job that its scheduler has started again.
+    """Return the checkpoints that ``--ckpt_path last``, or a job that its scheduler started again, may continue from.
 
-    Of a run that has none yet they are those of its parent, the one that it started from first.
+    A run without any checkpoint yet continues from those of its parent: first from the one that it began from.
+
+    Args:
+        word: The word that was given as ``--ckpt_path``, if any.
+        root: Folder of the runs.
+
+    Returns:
+        Paths, newest first.
 
     Raises:
-        CheckpointError: If the parent lies outside of ``root``: what a record says is somebody's who wrote it.
+        CheckpointError: If the parent is outside of ``root``: a record may be written by anybody.
     """
-    folder: Path | None = None
-    if word:
-        folder = root / LATEST
-    elif int(os.environ.get("SLURM_RESTART_COUNT") or 0) and (job := os.environ.get("SLURM_JOB_ID")):
-        runs = [run for run in root.glob("*") if run.name != LATEST and (read_record(run) or {}).get("job") == job]
-        folder = max(runs, default=None)
-    place = real(folder) if folder else None
+    place = _newest_run(word, root)
     first: Path | None = None
     while place:
-        if found := [path for _, _, path in checkpoints(place)]:
+        found = [path for _, _, path in checkpoints(place)]
+        if found:
             return sorted(found, key=lambda path: path != first)
         parent = (read_record(place) or {}).get("parent")
-        first = None
-        if isinstance(parent, str):  # of older runs relative to where they were started
-            first = real(path if (path := place / parent).exists() else Path(parent))
-            if not Path(os.path.realpath(first)).is_relative_to(os.path.realpath(root)):
-                raise CheckpointError(
-                    f"{place} has saved nothing, and began from {first}, outside of {root}: give it as --ckpt_path"
-                )
-        place = first.parent if first else None
+        if not isinstance(parent, str):
+            return []
+        path = place / parent
+        first = real(path if path.exists() else Path(parent))
+        if not Path(os.path.realpath(first)).is_relative_to(os.path.realpath(root)):
+            raise CheckpointError(
+                f"{place} has saved nothing, and began from {first}, outside of {root}: give it as --ckpt_path"
+            )
+        place = first.parent
     return []
 
 
+def _newest_run(word: str | None, root: Path) -> Path | None:
+    if word:
+        return real(root / LATEST)
+    job = os.environ.get("SLURM_JOB_ID")
+    if not job or not int(os.environ.get("SLURM_RESTART_COUNT") or 0):
+        return None
+    runs = [run for run in root.glob("*") if run.name != LATEST and (read_record(run) or {}).get("job") == job]
+    return real(max(runs)) if runs else None
+
+
 def _parent(checkpoint: Path, root: Path) -> str:
-    """What a folder below ``root`` names its parent: found from anywhere, and where the root has been moved, too."""
-    path, root = Path(os.path.realpath(checkpoint)), Path(os.path.realpath(root))
+    """Return the path by which a folder below ``root`` names its parent. It stays right if the root is moved."""
+    path = Path(os.path.realpath(checkpoint))
+    root = Path(os.path.realpath(root))
     return os.path.relpath(path, root / "run") if path.is_relative_to(root) else str(path)
 
 
 class RunFolder(Callback):
-    """Has a fit write into one folder, that of rank 0 on all ranks, and note there what a later run must know.
+    """Lets a fit write into the folder of rank 0 on all ranks, and records there what a later run must know.
 
-    The fit resumes ``checkpoint``, at its ``step``, if anything (not by way of ``latest``); ``changed``: with another
-    config.
+    Args:
+        root: Folder of the runs.
+        checkpoint: The checkpoint that the fit resumes, if any, without links in its path.
+        changed: Whether the config is another one than the checkpoint's.
+        step: Step of the checkpoint.
     """
 
     def __init__(self, root: Path, checkpoint: Path | None, changed: bool, step: int = 0) -> None:
         self.step = step
         self.record = (read_record(checkpoint.parent) if checkpoint else None) or {}
         self.goes_on = bool(checkpoint and self.record and not changed and _is_newest(checkpoint))
-        self._empty: list[Path] = []  # what is removed again if the run does not begin
-        self._held: int | None = -1
+        self._empty: list[Path] = []  # folders that are removed again if the run does not begin
+        self._held: int | None = -1  # the lock: a file descriptor, -1 for none, None if another process has it
         main = rank_zero_only.rank == 0  # type: ignore[attr-defined]  # of a function
         if self.goes_on:
             assert checkpoint is not None
@@ -131,13 +150,13 @@ class RunFolder(Callback):
             write_event(self.path, "start", self.step, parent=self.record.get("parent"), resumed=self.goes_on)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Note by what names the loggers know the run; they have begun by now."""
+        """Record the names that the loggers, which have begun by now, have for the run."""
         if trainer.is_global_zero:
             self.record["loggers"] = [logger.version for logger in trainer.loggers]
             write_record(self.path, self.record)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Let callbacks that compare folders find theirs, also where the run's folder has been moved or copied."""
+        """Rewrite the folder in the states of callbacks if the run's folder was moved or copied: they compare it."""
         here = os.path.realpath(self.path)
         for state in checkpoint.get("callbacks", {}).values() if self.goes_on else ():
             there = str(state.get("dirpath") or "") if isinstance(state, dict) else ""
@@ -147,13 +166,13 @@ class RunFolder(Callback):
             _remove_forgotten(self.path, trainer, checkpoint.get("callbacks", {}))
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Lightning spares the checkpoint that a fit went on from."""
+        """Remove the checkpoint that the fit resumed, if it is no longer among the best: Lightning keeps it."""
         if self.goes_on and trainer.is_global_zero:
             savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
             _remove_forgotten(self.path, trainer, {saver.state_key: saver.state_dict() for saver in savers})
 
     def discard(self) -> None:
-        """Let go of the folder; remove it, if nothing is in it."""
+        """Release the folder, and remove it if it is empty."""
         if self._held is not None and self._held >= 0:
             os.close(self._held)
             self._held = None
@@ -167,13 +186,21 @@ class RunFolder(Callback):
 def _moved(value: Any, there: str, here: str) -> Any:
     if isinstance(value, dict):
         return {_moved(key, there, here): _moved(item, there, here) for key, item in value.items()}
-    return here + value[len(there) :] if isinstance(value, str) and value.startswith(there) else value
+    if isinstance(value, str) and value.startswith(there):
+        return here + value[len(there) :]
+    return value
 
 
 def _remove_forgotten(folder: Path, trainer: Any, states: dict[str, Any]) -> None:
-    """Remove what a saver wrote into a folder and no longer counts among its best: a killed one had no time to.
+    """Remove checkpoints that a saver wrote and no longer keeps: a killed process had no time to remove them.
 
-    A checkpoint says itself which files each saver kept when it was written; what has another name is somebody else's.
+    Each checkpoint has the names of the files that its savers kept when it was written. A file with another name is
+    not theirs.
+
+    Args:
+        folder: Folder of the checkpoints.
+        trainer: The trainer.
+        states: Present state of each saver by its key.
     """
     savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
     all_kept = {saver.state_key for saver in savers if saver.save_top_k == -1}
@@ -189,37 +216,57 @@ def _remove_forgotten(folder: Path, trainer: Any, states: dict[str, Any]) -> Non
 
 
 def _names(states: dict[str, Any], savers: set[str]) -> set[str]:
-    """The names of the files that savers keep, by their states."""
-    kept = [states[key] for key in savers if key in states and "best_k_models" in states[key]]
-    paths = [path for s in kept for path in (s["best_model_path"], s["last_model_path"], *s["best_k_models"])]
-    return {os.path.basename(path) for path in paths}
+    """Return the names of the files that savers keep, according to their states."""
+    names = set()
+    for key in savers:
+        state = states.get(key, {})
+        if "best_k_models" in state:
+            for path in (state["best_model_path"], state["last_model_path"], *state["best_k_models"]):
+                names.add(os.path.basename(path))
+    return names
 
 
 def _is_newest(checkpoint: Path) -> bool:
+    """Return whether no checkpoint of the folder is newer. Several may be of the newest step."""
     found = checkpoints(checkpoint.parent)
-    steps = {path: step for step, _, path in found}
-    newest = {path for step, _, path in found if step == found[0][0]} if found and found[0][0] >= 0 else set()
-    return checkpoint in (newest or [path for _, _, path in found[:1]]) and checkpoint in steps
+    if not found:
+        return False
+    newest_step, _, newest = found[0]
+    if newest_step < 0:  # sharded: the step is not known
+        return checkpoint == newest
+    return checkpoint in [path for step, _, path in found if step == newest_step]
 
 
 def keep_rows(logger: Any, step: int) -> None:
-    """Let a logger go on with the rows of its folder: those of the checkpoint's steps, where a killed run wrote more.
+    """Let a logger continue with the rows of its folder up to the checkpoint. A killed run may have written more.
 
-    A CSVLogger begins by removing what is there. The rows of the checkpoint's last step may be logged again.
+    The rows of the checkpoint's last step may be logged again: they are written once.
+
+    Args:
+        logger: The logger.
+        step: Step of the checkpoint.
     """
     if isinstance(logger, TensorBoardLogger):
         purge_from(logger, step)
         tags = _tags_at(step - 1, Path(logger.log_dir))
         logger.log_metrics = partial(_log_new, logger.log_metrics, [tags], step - 1)  # type: ignore[method-assign]
+    if isinstance(logger, CSVLogger):
+        _keep_csv_rows(logger, step)
+
+
+def _keep_csv_rows(logger: CSVLogger, step: int) -> None:
+    """Keep the rows before a step. A CSVLogger begins by removing the table, so they are written beside it first."""
     table = Path(logger.log_dir or "", "metrics.csv")
     kept = table.with_name("metrics.kept")
-    if isinstance(logger, CSVLogger) and kept.is_file():  # of a process that was killed right here
+    if kept.is_file():  # a process was killed between the two steps below
         kept.replace(table)
-    if not isinstance(logger, CSVLogger) or not table.is_file():
+    if not table.is_file():
         return
     reader = csv.DictReader(table.read_text("utf-8").splitlines())
-    rows, names = [row for row in reader if int(row["step"]) < step], [*(reader.fieldnames or ())]
-    writer = csv.DictWriter(text := io.StringIO(), names)
+    rows = [row for row in reader if int(row["step"]) < step]
+    names = list(reader.fieldnames or ())
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names)
     writer.writeheader()
     writer.writerows(rows)
     with replacing(kept) as file:
@@ -232,8 +279,8 @@ def keep_rows(logger: Any, step: int) -> None:
 
 
 def _tags_at(step: int, folder: Path) -> set[str]:
-    """What TensorBoard's files in a folder have of a step."""
-    if not find_spec("tensorboard"):  # tensorboardX reads none
+    """Return the tags that TensorBoard's files in a folder have for a step."""
+    if not find_spec("tensorboard"):  # tensorboardX cannot read them
         return set()
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
@@ -244,22 +291,25 @@ def _tags_at(step: int, folder: Path) -> set[str]:
 
 
 def _log_new(log: Any, known: list[set[str]], last: int, metrics: dict[str, Any], step: int | None = None) -> None:
-    """Log metrics, unless they are of the ``last`` step and one of its rows, with these names, has them."""
+    """Log metrics, unless they are of the ``last`` step and one of its rows already has all these names."""
     if step != last or not any(metrics.keys() <= names for names in known):
         log(metrics, step)
 
 
 def place_loggers(trainer: Namespace, folder: Path, names: Sequence[Any] | None) -> None:
-    """Let the loggers of a trainer's config, which is changed in place, write into a folder, unless they have their
-    own.
+    """Let the loggers of a trainer's config write into a folder, unless they have their own.
 
-    ``names`` are those by which they know the run that goes on; empty for a new one, ``None`` for no run at all.
+    Args:
+        trainer: The trainer's config. It is changed in place.
+        folder: The folder.
+        names: Names that the loggers have for the run that continues; empty for a new run, ``None`` for no run.
     """
     logger = trainer.get("logger")
     if logger is None or logger is True:
         kind = "TensorBoardLogger" if find_spec("tensorboard") or find_spec("tensorboardX") else "CSVLogger"
         arguments = Namespace(save_dir=None, name="lightning_logs", version=None)
-        logger = trainer["logger"] = Namespace(class_path=f"lightning.pytorch.loggers.{kind}", init_args=arguments)
+        logger = Namespace(class_path=f"lightning.pytorch.loggers.{kind}", init_args=arguments)
+        trainer["logger"] = logger
     for index, one in enumerate(logger if isinstance(logger, list) else [logger]):
         arguments = getattr(one, "init_args", None) or Namespace()
         if "save_dir" in arguments and arguments["save_dir"] in (None, "."):
@@ -272,10 +322,10 @@ def place_loggers(trainer: Namespace, folder: Path, names: Sequence[Any] | None)
 
 
 class LastCheckpoint(Checkpoint):
-    """Saves the last step of a fit as ``last.ckpt``, from where a longer one goes on to the same bits.
+    """Saves the last step of a fit as ``last.ckpt``. A longer fit continues from it to the same bits.
 
-    Lightning ends an epoch when it stops in the midst of one; so it is saved before, and again after the validation
-    that the last step may have.
+    Lightning ends the epoch when it stops inside of one. So the checkpoint is saved before that, and again after the
+    validation that the last step may have.
     """
 
     last_model_path = ""
@@ -294,8 +344,9 @@ class LastCheckpoint(Checkpoint):
             self._save(trainer)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Also of a fit that has nothing left to do, because it was killed between the two names."""
-        written, last = (Path(trainer.default_root_dir, name) for name in (END, LAST))
+        """Give the checkpoint its name, also if an earlier process was killed before it could."""
+        written = Path(trainer.default_root_dir, END)
+        last = Path(trainer.default_root_dir, LAST)
         if not trainer.strategy.broadcast(written.exists()):
             return
         if trainer.is_global_zero:
@@ -308,6 +359,6 @@ class LastCheckpoint(Checkpoint):
 
     def _save(self, trainer: Any) -> None:
         self._step = trainer.global_step
-        # Until the end under a name of its own: others write their last.ckpt when Lightning ends the epoch.
+        # It has another name until the end, because other savers write last.ckpt when Lightning ends the epoch.
         self.last_model_path = str(Path(trainer.default_root_dir, END))
         trainer.save_checkpoint(self.last_model_path, weights_only=False)

@@ -1,4 +1,4 @@
-"""What a run shows in the terminal, kept as plain lines: no bars, no colours, the lines of all processes."""
+"""The log of a run: what it shows in the terminal as plain lines, without bars and colours, from all processes."""
 
 import logging
 import os
@@ -15,18 +15,18 @@ from lit_efficient.files.atomic_file import not_through_links
 
 _REDRAWS = re.compile(r"^\r(?!\n)|\x1b\[\d*[A-HJK]")  # what bars write
 _STYLES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_MOST = 10_000  # lines before there is a file, characters before a line ends
+_MOST = 10_000  # lines before there is a file, and characters before a line ends
 
 
 class RunLog:
-    """Copies what this process prints into a file, and hides it from the terminal if that is to be quiet.
+    """Copies what this process prints into a file, and hides it from the terminal of a quiet run.
 
-    The streams stay the objects that they are: only their ``write`` is another one until :meth:`stop`. What is printed
-    before :meth:`open` is kept until then.
+    The streams stay the same objects: their ``write`` is replaced until :meth:`stop`. What is printed before
+    :meth:`open` is kept until then.
 
     Args:
         quiet: ``"all"`` shows nothing of what is printed on stdout, ``"bars"`` all but bars, ``""`` everything. Errors
-            and warnings are shown in each case, on stderr; what is merely logged, there, too, is not when it is quiet.
+            and warnings are shown on stderr in each case. Log records below a warning are hidden in a quiet run.
     """
 
     def __init__(self, quiet: str) -> None:
@@ -34,7 +34,7 @@ class RunLog:
         self.warned: Callable[[str], object] = lambda text: None  # gets each warning
         self._early: list[str] = []
         self._file: IO[bytes] | None = None
-        self._rank = ""
+        self._prefix = ""
         self._stopped = False
         self._undo: list[Callable[[], object]] = []
         self._watch(sys.stdout, hides=True)
@@ -49,27 +49,29 @@ class RunLog:
             self._undo.append(lambda: setattr(logging.StreamHandler, "emit", self._emit))
 
     def open(self, path: Path, rank: int) -> None:
-        """Write into a file from now on, which other processes may write into, too; nothing after :meth:`stop`."""
+        """Write into a file from now on. Other processes may write into it, too. Does nothing after :meth:`stop`."""
         if self._stopped:
             return
-        self._rank = f"[rank {rank}] " if rank else ""
-        with suppress(OSError):  # the folder of another machine
+        if rank:
+            self._prefix = f"[rank {rank}] "
+        with suppress(OSError):  # the folder may be on another machine
             self._file = open(path, "ab", buffering=0, opener=not_through_links)  # noqa: SIM115 - until the end
-        early, self._early = self._early, []
+        early = self._early
+        self._early = []
         for line in early:
             self.write(line)
 
     def write(self, line: str) -> None:
-        """Add a line that the terminal need not have shown."""
+        """Add a line to the log, whether the terminal shows it or not."""
         line = masked(line)
         if self._file is None:
             self._early = [*self._early[-_MOST:], line]
             return
         with suppress(OSError, ValueError):  # a full disk ends no run
-            self._file.write(f"{self._rank}{line}\n".encode("utf-8", "replace"))
+            self._file.write(f"{self._prefix}{line}\n".encode("utf-8", "replace"))
 
     def stop(self) -> None:
-        """Give the streams back."""
+        """Restore the streams."""
         self._stopped = True
         for undo in self._undo:
             undo()
@@ -80,32 +82,41 @@ class RunLog:
             self._file.close()
 
     def _watch(self, stream: Any, hides: bool) -> None:
-        own, rest = getattr(stream, "write", None), [""]
+        """Replace the ``write`` of a stream; ``hides``: the stream is silent in a quiet run."""
+        own = getattr(stream, "write", None)
         if own is None:
             return
+        rest = ""  # of a line that has not ended
 
-        def write(text: str) -> Any:
+        def write(text: str) -> object:
+            nonlocal rest
             text = masked(text)
             redraws = bool(_REDRAWS.search(text))
-            shown = self.quiet != "all" if not redraws else not self.quiet
+            shown = not self.quiet if redraws else self.quiet != "all"
             result = own(text) if shown or not (hides or redraws) else len(text)
             if redraws:
-                rest[0] = ""
-            else:
-                *lines, rest[0] = (rest[0] + text).split("\n")
-                if "\r" in rest[0] or len(rest[0]) > _MOST:
-                    rest[0] = rest[0][rest[0].rfind("\r") + 1 :][-_MOST:]
-                for line in lines:
-                    if plain := _STYLES.sub("", line).rstrip().rpartition("\r")[2]:
-                        self.write(plain)
+                rest = ""
+                return result
+            *lines, rest = (rest + text).split("\n")
+            if "\r" in rest or len(rest) > _MOST:
+                rest = rest[rest.rfind("\r") + 1 :][-_MOST:]
+            for line in lines:
+                plain = _STYLES.sub("", line).rstrip().rpartition("\r")[2]
+                if plain:
+                    self.write(plain)
             return result
 
-        with suppress(AttributeError):  # a stream that lets nobody watch
+        def restore() -> None:
+            if stream.write is write:  # no other code has replaced it since
+                stream.__dict__.pop("write", None)
+
+        with suppress(AttributeError):  # a stream whose attributes cannot be set
             stream.write = write
-            self._undo.append(lambda: stream.__dict__.pop("write", None) if stream.write is write else None)
+            self._undo.append(restore)
 
     def _warn(self, message: Warning | str, *arguments: Any, **options: Any) -> None:
-        if (shown := masked(str(message))) != str(message):
+        shown = masked(str(message))
+        if shown != str(message):
             message = UserWarning(shown)
         self._show(message, *arguments, **options)
         self.warned(str(message))

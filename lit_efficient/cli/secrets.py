@@ -1,6 +1,6 @@
-"""Secrets of a run, which it trains with and never writes: in files, logs and checkpoints ``***`` stands for them.
+"""Secrets of a run: the run uses them, and files, logs and checkpoints show ``***`` instead.
 
-Known by the names of their keys, in configs and in the environment, and by their form, as passwords in URLs are.
+A secret is known by the name of its key, in configs and in the environment, or by its form, as a password in a URL.
 """
 
 import functools
@@ -27,18 +27,19 @@ _FORMS = (
     (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----(.*?-----END [A-Z ]*PRIVATE KEY-----|.*)", re.DOTALL), HIDDEN),
 )
 _NAMED = re.compile(r"(\b([\w-]+)['\"]?\s*[:=]\s*['\"]?)[^\s'\",{}\[\]*]{8,}")  # as errors show a mapping
-_SHORTEST = 8  # characters of a value that is looked for in any text
+_SHORTEST = 8  # characters of a value that is searched for in any text
 _known: set[str] = set()
 
 
 def names_a_secret(key: str) -> bool:
-    """Whether a key, maybe dotted, says that its value is a secret."""
-    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key.rsplit(".", maxsplit=1)[-1]).lower().replace("-", "_")
+    """Return whether the last part of a dotted key says that its value is a secret."""
+    last = key.rpartition(".")[2]
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", last).lower().replace("-", "_")
     return bool(_NAMES.search(snake))
 
 
-def remember(*trees: Any) -> None:
-    """Hide from now on, wherever they turn up, the secrets of configs and of the environment."""
+def remember(*trees: Mapping[str, Any] | list[Any]) -> None:
+    """Hide the secrets of configs and of the environment from now on, in any text."""
     for tree in trees:
         for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
             if _is_secret(key, value) and len(str(value)) >= _SHORTEST:
@@ -52,22 +53,39 @@ def remember(*trees: Any) -> None:
 
 
 def masked(value: Any) -> Any:
-    """A text, or plain data of any depth, without secrets."""
+    """Return a text, or plain data of any depth, without secrets."""
     if isinstance(value, Mapping):
         return {key: HIDDEN if _is_secret(key, one) else masked(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [masked(one) for one in value]
     if isinstance(value, str):
-        for secret in sorted(_known, key=len, reverse=True):
+        for secret in sorted(_known, key=len, reverse=True):  # one may be a part of another
             value = value.replace(secret, HIDDEN)
         for form, instead in _FORMS:
             value = form.sub(instead, value)
-        value = _NAMED.sub(lambda found: found[1] + HIDDEN if names_a_secret(found[2]) else found[0], value)
+        value = _NAMED.sub(_mask_named, value)
     return value
 
 
+def _mask_named(found: re.Match[str]) -> str:
+    return found[1] + HIDDEN if names_a_secret(found[2]) else found[0]
+
+
+def print_error(message: str, code: int) -> int:
+    """Print an error without secrets; return the exit code."""
+    print(f"error: {masked(message)}", file=sys.stderr)
+    return code
+
+
 def masking(write: Callable[..., Any], first: Any, *more: Any, **options: Any) -> Any:
-    """Call ``write`` with a first argument without secrets; of a checkpoint only its hyper-parameters are read."""
+    """Call ``write`` with a first argument without secrets.
+
+    Args:
+        write: Function that saves a checkpoint or logs hyper-parameters.
+        first: A checkpoint, of which the hyper-parameters are masked, or hyper-parameters.
+        more: Further arguments.
+        options: Further arguments by name.
+    """
     if isinstance(first, Mapping) and "state_dict" in first:
         first = {key: masked(one) if key.endswith("hyper_parameters") else one for key, one in first.items()}
     else:
@@ -76,24 +94,24 @@ def masking(write: Callable[..., Any], first: Any, *more: Any, **options: Any) -
 
 
 def redacted(words: Iterable[str]) -> list[str]:
-    """A command line with ``***`` in the place of secrets."""
+    """Return the words of a command line with ``***`` instead of secrets."""
     shown: list[str] = []
-    hides = False  # the word is the value of an option before it
+    is_value = False  # the word is the value of an option that names a secret
     for word in words:
         name, equals, value = word.partition("=")
-        secret = name.startswith("-") and names_a_secret(name.lstrip("-"))
-        holds = any(map(names_a_secret, re.findall(r"([\w-]+)[\"']?\s*:", word)))  # as a mapping does
-        if hides or holds or masked(word) != word or (secret and value):
-            named = equals and not hides and name.startswith("-") and masked(name) == name
-            shown.append(f"{name}={HIDDEN}" if named else HIDDEN)
+        names_one = name.startswith("-") and names_a_secret(name.lstrip("-"))
+        in_mapping = any(map(names_a_secret, re.findall(r"([\w-]+)[\"']?\s*:", word)))
+        if is_value or in_mapping or masked(word) != word or (names_one and value):
+            keeps_name = equals and not is_value and name.startswith("-") and masked(name) == name
+            shown.append(f"{name}={HIDDEN}" if keeps_name else HIDDEN)
         else:
             shown.append(word)
-        hides = secret and not equals
+        is_value = names_one and not equals
     return shown
 
 
 def hide_words() -> None:
-    """Have W&B note command lines without secrets: it reads ``sys.argv`` where a run of it begins."""
+    """Let W&B record command lines without secrets: it reads ``sys.argv`` when its run begins."""
     import wandb
 
     if getattr(wandb.init, "func", None) is not _with_hidden_words:
@@ -101,10 +119,11 @@ def hide_words() -> None:
 
 
 def _with_hidden_words(begin: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    with temporarily(sys, argv=redacted(sys.argv)):  # no longer: who starts processes reads it
+    with temporarily(sys, argv=redacted(sys.argv)):  # not longer: code that starts processes reads it, too
         return begin(*arguments, **options)
 
 
-def _is_secret(key: Any, value: Any) -> bool:
-    number = isinstance(value, int) and not isinstance(value, bool) and bool(_NUMBERS.search(str(key).lower()))
-    return (number or (isinstance(value, str) and value != "")) and names_a_secret(str(key))
+def _is_secret(key: object, value: object) -> bool:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return bool(_NUMBERS.search(str(key).lower())) and names_a_secret(str(key))
+    return isinstance(value, str) and value != "" and names_a_secret(str(key))

@@ -1,4 +1,4 @@
-"""Signals that no SignalCheckpoint answers: one Lightning swallows, another would kill a run that is done."""
+"""Signals that no SignalCheckpoint handles: Lightning ignores one, and another would kill a run that has finished."""
 
 import contextlib
 import signal
@@ -11,8 +11,9 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 @contextlib.contextmanager
 def ends_on_sigterm() -> Iterator[None]:
-    """SIGTERM ends what runs inside with 128 + 15; Lightning's own handler would note it and go on."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+    """End what runs inside with exit code 128 + 15 on SIGTERM. Lightning's own handler would continue."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return
     signal.signal(signal.SIGTERM, _end)
@@ -27,11 +28,12 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def ignore_warnings_of_the_end(done: bool) -> None:
-    """SIGUSR1, a scheduler's warning that time is running out, kills no run that has nothing to save, or has saved it.
+    """Ignore SIGUSR1, with which a scheduler warns that time is running out, in a run that has nothing to save.
 
-    Until the fit is ``done``, Lightning's automatic requeueing under SLURM needs the signal untouched.
+    Args:
+        done: True after the fit. Before, automatic requeueing of Lightning under SLURM needs the signal's default.
     """
-    warning = getattr(signal, "SIGUSR1", None)
+    warning = getattr(signal, "SIGUSR1", None)  # Windows has none
     if warning is None or threading.current_thread() is not threading.main_thread():
         return
     if signal.getsignal(warning) == signal.SIG_DFL and (done or not SLURMEnvironment.detect()):

@@ -3,7 +3,8 @@
 ``argv`` holds the words after the subcommand's name. Commands raise errors, and the caller prints user errors.
 """
 
-RUNS = ("fit", "validate", "test", "predict")
+from lit_efficient.cli.words import RUNS as RUNS
+
 COMMANDS = (
     "techniques",
     "configs",

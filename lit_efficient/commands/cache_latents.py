@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
 def _cache(options: argparse.Namespace, rest: list[str], rank: int, count: int) -> int:
     from torch import distributed
 
-    from lit_efficient.cli.errors import explained
+    from lit_efficient.cli import explained
     from lit_efficient.commands.preview import build_data
     from lit_efficient.data.latent_data import LatentData
     from lit_efficient.data.latents.latent_writer import Ranks

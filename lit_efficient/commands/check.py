@@ -32,7 +32,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--devices", type=int, metavar="N", help="check a run on N devices without having them")
     parser.add_argument("--nodes", type=int, metavar="N", default=1, help="number of machines (default: 1)")
     options, rest = parser.parse_known_args(argv)
-    from lit_efficient.cli.errors import explained
+    from lit_efficient.cli import explained
     from lit_efficient.errors import check_number
 
     if options.devices is not None or options.nodes != 1:
@@ -68,8 +68,8 @@ def _checked(argv: Sequence[str], with_data: bool, here: bool) -> list[str]:
 
 def _cli(argv: Sequence[str], device: str, prepared: bool, here: bool) -> Any:
     """Return the command line of a fit that builds its parts on ``device`` and stops before the first step."""
+    from lit_efficient.cli.defaults import callbacks_of
     from lit_efficient.cli.fits import FitParts
-    from lit_efficient.cli.run import callbacks_of
     from lit_efficient.internals.lightning_strategies import NEEDS_MESH, is_parallel, lacks_mesh, traits_of
 
     class Check(FitParts):

@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _data(argv: Sequence[str]) -> Any:
-    from lit_efficient.cli.errors import explained
+    from lit_efficient.cli import explained
     from lit_efficient.commands.preview import build_data
 
     with explained(argv):

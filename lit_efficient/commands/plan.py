@@ -65,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
             raise refusal("plan", "--output", "a file in a folder that exists", options.output)
     if options.device_memory is not None:
         _bytes(options.device_memory)
-    from lit_efficient.cli.errors import explained
+    from lit_efficient.cli import explained
 
     with explained(rest), tempfile.TemporaryDirectory() as root:
         return _Answer(options, rest, root).code()

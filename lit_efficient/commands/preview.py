@@ -205,7 +205,7 @@ def run(argv: Sequence[str]) -> int:
     options, rest = parser.parse_known_args(argv)
     check_number("preview", "--tokens", options.tokens, least=1, whole=True)
     check_number("preview", "--rows", options.rows, least=1, whole=True)
-    from lit_efficient.cli.errors import explained
+    from lit_efficient.cli import explained
 
     with explained(rest):
         data = build_data(rest)

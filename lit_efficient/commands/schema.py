@@ -91,29 +91,27 @@ class _Schema:
 
     def of_parser(self, parser: Any) -> dict[str, Any]:
         """Return the schema of a parser's options; names with dots become nested mappings."""
-        from jsonargparse import ActionConfigFile
-
-        from lit_efficient.cli.without import TakesOut
-        from lit_efficient.internals.jsonargparse_parser import actions, is_section, type_hint
+        from lit_efficient.cli.tree import LISTS
+        from lit_efficient.internals.jsonargparse_parser import options
 
         root: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-        for action in actions(parser):
-            if action.dest.endswith(".help") or action.dest in _OF_THE_PARSER or isinstance(action, ActionConfigFile):
+        for option in options(parser):
+            if option.key.endswith(".help") or option.key in _OF_THE_PARSER:
                 continue
-            *parents, leaf = action.dest.split(".")
+            *parents, leaf = option.key.split(".")
             place = root
             for parent in parents:
                 place = place["properties"].setdefault(parent, {"properties": {}, "additionalProperties": False})
-            if is_section(action):
+            if option.is_section:
                 place["properties"].setdefault(leaf, {"properties": {}, "additionalProperties": False})
                 place["properties"][leaf]["type"] = ["object", "string"]  # a string names a file
                 continue
-            hint = type_hint(action, Any)
-            entry = {"description": _text(action.help), **self.of(hint)}
+            hint = Any if option.hint is None else option.hint
+            entry = {"description": _text(option.help), **self.of(hint)}
             place["properties"][leaf] = entry if entry["description"] else self.of(hint)
             if any(_is_list(part) for part in _parts(hint)):
                 place["properties"][f"{leaf}+"] = place["properties"][leaf]
-            if isinstance(action, TakesOut):
+            if leaf in LISTS:
                 names: dict[str, Any] = {"type": "string"}
                 place["properties"][f"{leaf}-"] = {"anyOf": [names, {"type": "array", "items": names}]}
         return root

@@ -51,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
     output = Path(options.output or Path("runs", "tune", f"{_name(rest)}.yaml"))
     if output.suffix not in (".yaml", ".yml"):
         raise refusal("tune", "--output", "a file that ends in .yaml", options.output)
-    from lit_efficient.cli.errors import explained
+    from lit_efficient.cli import explained
 
     with explained(rest), tempfile.TemporaryDirectory(prefix="tune-") as root:
         return _tuned(options, rest, output, root, shlex.join(["tune", *argv]))

@@ -31,7 +31,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the verdicts as JSON")
     parser.add_argument("--quiet", action="store_true", help="print no progress")
     options, rest = parser.parse_known_args(argv)
-    from lit_efficient.cli.errors import explained
+    from lit_efficient.cli import explained
     from lit_efficient.cli.fits import ConfigFit
     from lit_efficient.evidence.verifying.verification import CLAIMS, chosen, lines_of, verify
 
@@ -50,7 +50,7 @@ def run(argv: Sequence[str]) -> int:
             _print(lines_of(verdict))
 
     chosen(only)  # refuses a wrong name before anything is built
-    with tempfile.TemporaryDirectory(prefix="verify-") as folder, explained(["fit", *rest]):
+    with tempfile.TemporaryDirectory(prefix="verify-") as folder, explained(rest):
         report = verify(
             ConfigFit(rest, folder),
             only=only,

@@ -1,17 +1,17 @@
-"""What torchao and torch log while torchao is imported, which peft does, too: nothing that a user could mend.
+"""Log records of torchao and torch during the import of torchao, which peft imports, too. No user can act on them.
 
-torchao says of each compiled library that it cannot load why not (they are for GPUs and Python versions that are not
-there), and torch calls torchao's way of registering enums outdated. Checked with torchao 0.18 and torch 2.13.
+torchao logs the reason for each compiled library that it cannot load (they are for other GPUs and Python versions).
+torch logs that torchao's way of registering enums is outdated. Checked with torchao 0.18 and torch 2.13.
 """
 
 import logging
 
 NOISE = {"torchao": "Failed to load ", "torch.utils._pytree": " is now natively supported by torch.compile"}
-"""Loggers, and what the records that are left out contain."""
+"""Loggers, and a text in the records that are dropped."""
 
 
 def silence_imports() -> None:
-    """Leave these records out, and no others, from now on."""
+    """Drop these records, and no others, from now on."""
     for name, text in NOISE.items():
         logger = logging.getLogger(name)
         if not any(isinstance(one, _Without) for one in logger.filters):

@@ -1,99 +1,104 @@
-"""What a parser of jsonargparse holds, and where it checks a value. Checked with jsonargparse 4.53."""
+"""Private parts of jsonargparse: the options of a parser, and the check of a value. Checked with jsonargparse 4.53."""
 
-import functools
+import argparse
 import types
 import typing
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import yaml
+from jsonargparse import ActionConfigFile, ArgumentParser
+from jsonargparse._loaders_dumpers import get_yaml_default_loader
+
+# YAML as jsonargparse reads it: `1e-3` is a number, a date is a text.
+YAML_LOADER: type[yaml.SafeLoader] = get_yaml_default_loader()
 
 
-def actions(parser: Any) -> list[Any]:
-    """The options of a parser: ``_actions``, argparse's too."""
-    return parser._actions
+class Option(NamedTuple):
+    """An option of a parser.
+
+    Args:
+        key: Dotted key in a config.
+        hint: Its type, or ``None``.
+        is_section: True if it stands for a group of options and takes a file.
+        help: Its help text.
+    """
+
+    key: str
+    hint: Any
+    is_section: bool
+    help: str | None
 
 
-def is_section(action: Any) -> bool:
-    """Whether an option stands for a group of others and takes a file, no value: ``_ActionConfigLoad``."""
+def options(parser: ArgumentParser) -> Iterator[Option]:
+    """Yield the options of a parser, without the one that takes a config: ``_actions``."""
+    for action in parser._actions:
+        if not isinstance(action, ActionConfigFile):
+            yield Option(action.dest, getattr(action, "_typehint", None), _is_section(action), action.help)
+
+
+def _is_section(action: argparse.Action) -> bool:
     return type(action).__name__ == "_ActionConfigLoad"
 
 
-def subcommands(parser: Any) -> dict[str, Any]:
-    """The parsers of subcommands by name: ``_subcommands_action``."""
+def subcommands(parser: ArgumentParser) -> dict[str, ArgumentParser]:
+    """Return the parsers of subcommands by name: ``_subcommands_action``."""
     return parser._subcommands_action.choices if parser._subcommands_action else {}
 
 
-def type_hint(action: Any, default: Any = None) -> Any:
-    """The type of an option that has one: ``_typehint``."""
-    return getattr(action, "_typehint", default)
+def spelt_for(parser: ArgumentParser, words: Sequence[str]) -> list[str]:
+    """Return words in which options are written as the parser has them: ``-`` and ``_`` are the same in a name."""
+    known = {name.replace("-", "_"): name for action in parser._actions for name in action.option_strings}
+    result = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        result.append(f"{known.get(name.replace('-', '_'), name)}{equals}{value}")
+    return result
 
 
-def put_whole_numbers_first(action: Any) -> None:
-    """Let a whole number stay one where floats are allowed, too: the first type that takes a value wins.
+def prepare_arguments(parser: ArgumentParser, may_be_unset: Collection[str]) -> None:
+    """Prepare the arguments of a class that were added to a parser.
 
-    ``limit_train_batches: 1`` is one batch and ``1.0`` all of them. Lightning's hint has ``int`` first, but ``typing``
-    takes unions of the same types for one: any package that wrote ``Optional[Union[float, int]]`` before turns it.
+    Args:
+        parser: The parser.
+        may_be_unset: Names of arguments that the run knows: they are neither required nor have a default.
     """
-    kinds = typing.get_args(hint := type_hint(action))
+    for action in parser._actions:
+        _put_whole_numbers_first(action)
+        if action.dest in may_be_unset:
+            action.required = False
+            action.default = None
+
+
+def _put_whole_numbers_first(action: argparse.Action) -> None:
+    """Keep a whole number whole where floats are allowed, too: the first type that takes a value wins.
+
+    ``limit_train_batches: 1`` is one batch and ``1.0`` is all batches. Lightning's annotation has ``int`` first, but
+    ``typing`` caches unions: a package that wrote ``Optional[Union[float, int]]`` earlier turns the order.
+    """
+    hint = getattr(action, "_typehint", None)
+    kinds = typing.get_args(hint)
     if typing.get_origin(hint) in (typing.Union, types.UnionType) and {int, float} <= set(kinds):
-        action._typehint = typing.Union[tuple(sorted(kinds, key=lambda kind: kind is float))]  # noqa: UP007 (of many)
+        ordered = sorted(kinds, key=lambda kind: kind is float)
+        action._typehint = typing.Union[tuple(ordered)]  # type: ignore[attr-defined]  # noqa: UP007 (of many)
 
 
-class ChecksValues:
-    """Put in front of a parser: ``before_check`` sees each value before its own check does: ``_check_value_key``."""
-
-    def before_check(self, action: Any, value: Any, key: str) -> None:
-        """Raise a ``TypeError`` for a value that is not allowed."""
-        raise NotImplementedError
+class ChecksEmptyValues:
+    """Mix-in for a parser that checks null, which jsonargparse takes for "not given": ``_check_value_key``."""
 
     def _check_value_key(self, action: Any, value: Any, key: str, cfg: Any, append: bool = False) -> Any:
-        self.before_check(action, value, key)
-        return super()._check_value_key(action, value, key, cfg, append=append)  # type: ignore[misc]
+        hint = getattr(action, "_typehint", Any)
+        if value is None and getattr(action, "default", None) is not None and not _accepts_null(hint):
+            raise TypeError(f'Parser key "{key}":\n  Expected a {hint}. Got value: null')
+        if _is_section(action) and isinstance(value, int | float | list | None):  # a text is a file
+            shown = "null" if value is None else value
+            raise TypeError(f'Parser key "{key}":\n  Expected a mapping of keys to values. Got value: {shown}')
+        return super()._check_value_key(action, value, key, cfg, append=append)  # type: ignore[misc]  # of the parser
 
 
-class ChangesValues:
-    """Put in front of an action: a value, or what is appended, may change before its own check: ``_check_type_``."""
-
-    dest: str
-
-    def changed(self, value: Any, earlier: Any) -> Any:
-        """The value to check instead; ``earlier`` is what files and options before gave."""
-        return value
-
-    def appended(self, value: Any, earlier: Any) -> tuple[Any, list[Any]] | None:
-        """What to append and the items before it; None for what stays as it is."""
-        return None
-
-    def _check_type_(self, value: Any, append: bool = False, cfg: Any = None, mode: Any = None) -> Any:
-        earlier = cfg.get(self.dest) if cfg else None
-        if append and (both := self.appended(value, earlier)):
-            value, cfg = both[0], {self.dest: both[1]}
-        elif cfg and not append:
-            value = self.changed(value, earlier)
-        return super()._check_type_(value, append=append, cfg=cfg, mode=mode)  # type: ignore[misc]  # of the action
-
-
-def spelt(argv: Sequence[str], parser: Any = None) -> list[str]:
-    """Arguments with each option as the parser or a subcommand's has it: ``-`` and ``_`` are alike in its name."""
-    parsers = () if parser is None else (parser, *subcommands(parser).values())
-    dashed = {plain(name): name for one in parsers for action in actions(one) for name in action.option_strings}
-    names = [(token.partition("=")[0], token) for token in argv]
-    return [
-        dashed.get(plain(name), plain(name)) + token[len(name) :] if name.startswith("--") else token
-        for name, token in names
-    ]
-
-
-def plain(name: str) -> str:
-    """The name of an option with ``_`` alone."""
-    return name[:2] + name[2:].replace("-", "_")
-
-
-@functools.cache
-def changing(kind: type, mixin: type) -> type:
-    """The class of actions ``kind`` with the mix-in in front, under its own name; as it is where it has it already."""
-    return kind if issubclass(kind, mixin) else type(kind.__name__, (mixin, kind), {})
-
-
-def nested(value: Any) -> tuple[str, Any] | None:
-    """Key and value of an option that sets a part of an argument, ``NestedArg``; None for any other value."""
-    return (value.key, value.val) if type(value).__name__ == "NestedArg" else None
+def _accepts_null(hint: Any) -> bool:
+    if hint in (None, Any, object, type(None)):
+        return True
+    if typing.get_origin(hint) in (typing.Union, types.UnionType, typing.Literal):
+        return any(_accepts_null(part) for part in typing.get_args(hint))
+    return type(hint).__module__.startswith("jsonargparse")

@@ -6,24 +6,24 @@ import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningCLI
 
-CLASS_PATH = "_class_path"  # the key of a checkpoint's hyper-parameters under which its command line notes the class
+CLASS_PATH = "_class_path"  # the key of the class in the hyper-parameters that Lightning's command line saves
 
 
 class OpenCLI(LightningCLI):
-    """Lightning's command line with public names for steps to use or to override. A checkpoint overrides no config."""
+    """Lightning's command line with public names for its private steps. A checkpoint overrides no config."""
 
     def part(self, config: Namespace, key: str, default: Any = None) -> Any:
-        """An entry of a config, inside the subcommand if there is one: ``_get``."""
+        """Return an entry of a config, inside the subcommand if there is one: ``_get``."""
         return self._get(config, key, default)
 
     def dump_config(self) -> None:
-        """Set ``config_dump``, as ``_dump_config`` does, to the config as plain data, which parsing has checked."""
+        """Set ``config_dump``, as ``_dump_config`` does, to the checked config as plain data."""
         text = self.parser.dump(self.config, "yaml", False, skip_validation=True, skip_link_targets=False)
         dump = yaml.safe_load(text)
         self.config_dump = dump[self.config.subcommand] if "subcommand" in self.config else dump
 
     def run_subcommand(self, subcommand: str) -> None:
-        """Run what was asked for, when all parts are built: ``_run_subcommand``."""
+        """Run the subcommand after all parts are built: ``_run_subcommand``."""
         super()._run_subcommand(subcommand)
 
     def attach_optimizers(self, subcommand: str | None) -> None:
@@ -31,7 +31,7 @@ class OpenCLI(LightningCLI):
         super()._add_configure_optimizers_method_to_model(subcommand)
 
     def optimizer_keys(self, subcommand: str | None) -> set[str]:
-        """Keys of optimizers and schedulers that the parser has: ``_parser``, ``_optimizers``, ``_lr_schedulers``."""
+        """Return the parser's keys of optimizers and schedulers: ``_parser``, ``_optimizers``, ``_lr_schedulers``."""
         parser = self._parser(subcommand)
         return {*parser._optimizers, *parser._lr_schedulers}
 

@@ -24,7 +24,7 @@ from lit_efficient import (
     StochasticDepth,
     ThroughputMeter,
 )
-from lit_efficient.cli.run import add_default_parts
+from lit_efficient.cli.defaults import add_default_parts
 from lit_efficient.internals.torch_compiler import counts
 from lit_efficient.losses.next_token import IGNORE
 from lit_efficient.mechanisms.flops import FlopMeter, mixed_peak

@@ -131,7 +131,7 @@ class Rows(Dataset[int]):
 def test_of_a_loaders_worker_the_cause_is_said(error, said):
     with pytest.raises((RuntimeError, OSError)) as caught:
         list(DataLoader(Rows(error), num_workers=1, multiprocessing_context="fork"))
-    explained = explain(caught.value, []) or ""
+    explained = explain(caught.value) or ""
     assert re.match(said.replace("(pid", r"\(pid"), explained)
     assert len(explained.splitlines()) == 1
     assert exit_code(caught.value) == 2
@@ -140,7 +140,7 @@ def test_of_a_loaders_worker_the_cause_is_said(error, said):
 def test_a_full_disk_of_a_logger_is_said():
     with open("/dev/full", "wb", buffering=0) as full, pytest.raises(OSError, match="No space left") as caught:
         full.write(b"a row")
-    assert explain(caught.value, []) == "a file of the run cannot be written: No space left on device"
+    assert explain(caught.value) == "a file of the run cannot be written: No space left on device"
 
 
 class Warned(Callback):

@@ -108,7 +108,7 @@ HUGGING_FACE = "model: {class_path: LanguageModeling, init_args: {model: {name_o
         (HUGGING_FACE, "--model.init_args.model.dim=64", "CausalLMConfig.model: no option 'dim'"),
         (HUGGING_FACE, "model: {init_args: {model: {max_length: 64}}}", "CausalLMConfig.model: no option 'max_length'"),
         (GPT, "--model.model.name_or_path=x", "GPTConfig.model: no option 'name_or_path'"),
-        (GPT, "--model.model.config_fields.hidden_size=64", "GPTConfig.model: no option 'config_fields.hidden_size'"),
+        (GPT, "--model.model.config_fields.hidden_size=64", "GPTConfig.model: no option 'config_fields'"),
         (GPT, "model: {init_args: {model: {dtype: bfloat16}}}", "GPTConfig.model: no option 'dtype'"),
     ],
 )

@@ -1,5 +1,8 @@
 """Short names in YAML and on the command line, and overlays that append."""
 
+import enum
+import inspect
+from importlib import import_module
 from pathlib import Path
 
 import yaml
@@ -9,8 +12,9 @@ from torch.optim import lr_scheduler
 from lit_efficient import PUBLIC
 from lit_efficient.__main__ import SUBCOMMANDS
 from lit_efficient.cli import run
-from lit_efficient.cli.config_text import expand_short_names, load_yaml
-from lit_efficient.cli.parsing import split_arguments
+from lit_efficient.cli.arguments import read_command
+from lit_efficient.cli.signatures import full_name, short_names, signature
+from lit_efficient.cli.tree import load, plain_data
 from lit_efficient.internals.jsonargparse_parser import subcommands
 from tests.cli.toy_runs import OVERLAYS, fit
 from tests.support_cli import Parts, Recorder, ToyModel
@@ -27,48 +31,67 @@ def test_short_names_are_written_in_full_in_yaml():
       logger: CSVLogger
       strategy: ModelParallelStrategy
     """
-    assert load_yaml(text) == {
-        "model": "lit_efficient.LanguageModeling",
+    assert load(text) == {
+        "model": {"class_path": "lit_efficient.LanguageModeling"},
         "trainer": {
             "callbacks+": [
-                "lit_efficient.StochasticDepth",
+                {"class_path": "lit_efficient.StochasticDepth"},
                 {"class_path": "lit_efficient.SNRWeighting", "init_args": {"rule": "GPT"}},
             ],
-            "logger": "CSVLogger",
-            "strategy": {"class_path": "ModelParallelStrategy"},
+            "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger"},
+            "strategy": {"class_path": "lightning.pytorch.strategies.ModelParallelStrategy"},
         },
     }
-    assert set(PUBLIC) == {expand_short_names(name, "class_path").removeprefix("lit_efficient.") for name in PUBLIC}
+    assert set(PUBLIC) == {full_name(name).removeprefix("lit_efficient.") for name in PUBLIC}
 
 
 def test_short_names_are_written_in_full_on_the_command_line():
-    argv = [
+    words = [
         "fit",
-        "--model=GPT",
+        "--model=GPTConfig",
+        "--allow-import",
+        "a",
         "--trainer.callbacks+",
         "StochasticDepth",
         "--model.name",
-        "GPT",
+        "GPTConfig",
         "--data.help",
         "PythonCorpus",
         "--trainer.strategy",
         "FSDPStrategy",
-        "--trainer.strategy=ddp",
+        "--trainer.logger=false",
+        "--my-own=3",
+        "--allow-import=b.c",
     ]
-    full, allowed = split_arguments([*argv[:2], "--allow-import", "a", *argv[2:], "--allow-import=b.c"])
-    assert allowed == ["a", "b.c"]
-    assert full == [
-        "fit",
-        "--model=lit_efficient.GPT",
-        "--trainer.callbacks+",
-        "lit_efficient.StochasticDepth",
-        "--model.name",
-        "GPT",
-        "--data.help",
-        "lit_efficient.PythonCorpus",
-        '--trainer.strategy={"class_path": "FSDPStrategy"}',
-        "--trainer.strategy=ddp",
-    ]
+    command = read_command(words)
+    assert command.packages == ["a", "b.c"]
+    assert command.rest == ["--data.help=PythonCorpus", "--my-own=3"]
+    assert plain_data(command.tree) == {
+        "model": {"class_path": "lit_efficient.GPTConfig", "init_args": {"name": "GPTConfig"}},
+        "trainer": {
+            "callbacks+": [{"class_path": "lit_efficient.StochasticDepth"}],
+            "strategy": {"class_path": "lightning.pytorch.strategies.FSDPStrategy"},
+            "logger": False,
+        },
+    }
+
+
+def test_signatures_from_sources_are_those_of_the_classes():
+    """A key that a class takes is never refused, and what the sources name is what the constructor takes."""
+    known = {**{name: f"lit_efficient.{name}" for name in PUBLIC}, **short_names()}
+    checked = 0
+    for name, path in known.items():
+        kind = getattr(import_module(path.rpartition(".")[0]), name)
+        found = signature(path) if isinstance(kind, type) else None
+        if found is None or found.is_open or issubclass(kind, enum.Enum | Exception):
+            continue
+        parameters = inspect.signature(kind).parameters
+        if any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters.values()):
+            continue
+        accepted = [name for name in parameters if name not in ("params", "optimizer")]
+        assert list(found.arguments) == accepted, name
+        checked += 1
+    assert checked > 150
 
 
 def test_a_class_of_the_users_with_our_name_does_not_clash():

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lit_efficient.cli.run import quiet
+from lit_efficient.cli.defaults import quiet
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lit_efficient
 from lit_efficient.__main__ import main
 from lit_efficient.catalog import PURPOSES, helping, read_cards
-from lit_efficient.cli.parsing import split_arguments
+from lit_efficient.cli.arguments import read_command
 from tests.cli.toy_runs import fit
 from tests.support_cli import ToyData, ToyModel
 
@@ -105,5 +105,5 @@ def test_what_to_try_out_of_memory_is_appended_as_it_stands(capsys):
     said = [line.split()[1:3] for line in capsys.readouterr().out.splitlines() if line[:2].strip().isdigit()]
     assert said[0] == ["-c", "max_batch_size"]
     for words in said:
-        split_arguments(["fit", *words])  # which knows the config
+        read_command(["fit", *words])  # which knows the config
     assert main(["techniques", "--for", "money"]) == 2

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from lit_efficient import LanguageModeling, LatentDiffusion, RewardModeling
 from lit_efficient.__main__ import SUBCOMMANDS, main
+from lit_efficient.cli.defaults import write_config
 from lit_efficient.cli.next_steps import COMMAND, next_steps
-from lit_efficient.cli.run import write_config
 from lit_efficient.files.checkpoints import load_verified
 from tests.cli.toy_runs import STEPS, fit
 from tests.support import assert_equal

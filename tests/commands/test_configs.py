@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lit_efficient.__main__ import main
-from lit_efficient.cli.parsing import split_arguments
+from lit_efficient.cli.arguments import read_command
 from lit_efficient.commands.configs import lines
 from lit_efficient.files import configs
 from tests.support_cli import Parts
@@ -51,12 +51,8 @@ def test_a_copy_is_the_same_run_and_is_never_overwritten_unasked(capsys: pytest.
 
 def test_a_name_stands_for_its_file_from_any_folder() -> None:
     by_name = ["fit", "-c", "llm/lora", "--config=ema", "--config", "loggers/csv"]
-    arguments, _ = split_arguments(by_name)
-    paths = [configs.known()[name] for name in ("llm/lora", "ema", "loggers/csv")]
-    assert arguments == [
-        "fit",
-        *(part for path in paths for part in ("-c" if path is paths[0] else "--config", str(path))),
-    ]
+    paths = [str(configs.known()[name]) for name in ("llm/lora", "ema", "loggers/csv")]
+    assert read_command(by_name).configs == paths
     parts = Parts(args=["fit", "-c", "latent_diffusion", "-c", "ema"])
     assert "EMA" in {type(callback).__name__ for callback in parts.trainer.callbacks}
     assert parts.config.fit.trainer.default_root_dir == "runs/latent_diffusion"

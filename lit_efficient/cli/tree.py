@@ -1,0 +1,585 @@
+"""A config as a tree: YAML is read once, overlays and options are merged into it, and every key knows its place.
+
+The tree consists of :class:`Table` for a mapping, lists, and plain values. The rules of merging:
+
+* a mapping is merged key by key; any other value replaces the earlier one;
+* ``callbacks+: [EMA]`` appends to a list, ``callbacks-: [EMA]`` takes classes out of it;
+* a class that replaces another class keeps the arguments that the new class takes, too;
+* a mapping that describes another model than the earlier one replaces it.
+
+Nothing is imported here for what a config names.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import NamedTuple
+
+import yaml
+
+from lit_efficient import PUBLIC
+from lit_efficient.cli.signatures import SHORT, full_name, names_in, signature
+from lit_efficient.errors import ConfigurationError, did_you_mean
+from lit_efficient.internals.jsonargparse_parser import YAML_LOADER
+
+SECTIONS = ("trainer", "model", "data", "optimizer", "lr_scheduler")
+# Keys whose value, or whose items, may be the name of a class.
+SLOTS = {"callbacks", "plugins", "strategy", "logger", "model", "data", "optimizer", "lr_scheduler"}
+LISTS = {"callbacks", "plugins"}
+SPEC = ("class_path", "init_args", "dict_kwargs")  # keys of a class and its arguments
+MOST_LETTERS = 250_000  # in a file: more takes seconds to read
+MOST_VALUES = 30_000  # in a config: aliases of aliases make billions out of a few lines
+# Parts that the command line adds to every run that has none of the kind. Code of the command line names no others.
+DEFAULTS = {
+    "checkpoints": "SafeCheckpointIO",
+    "signals": "SignalCheckpoint",
+    "metrics": "RunMetrics",
+    "divergence": "NonFiniteGuard",
+    "ranks": "RankWatch",  # with several processes
+    "bar": "ThroughputBar",  # if the output is no terminal: plain lines
+    "ScheduleFreeAdamW": "ScheduleFree",  # with an optimizer of that name
+    "prefetch": "DevicePrefetcher",  # if a fit runs on a GPU
+}
+_ALWAYS = [DEFAULTS[key] for key in ("checkpoints", "signals", "metrics", "divergence")]
+# This part is added after the trainer is built. A marker in the config keeps it out.
+_LATE = DEFAULTS["prefetch"]
+LEFT_OUT = "lit_efficient.cli.defaults.LeftOut"  # its import path
+_PLUGIN_FOLDERS = ("plugins.", "precision.")
+# Fields that say which model a mapping describes. With another value nothing of the earlier mapping applies.
+_KINDS = ("model_type", "_class_name")
+# Fields that say that a mapping describes a pretrained model, and not one of our own networks.
+_PRETRAINED = {"name_or_path", "config_fields"}
+_NULL = ("", "~", "null", "Null", "NULL")
+_HOW = "write class_path: {}, and its arguments below init_args"
+
+
+class Place(NamedTuple):
+    """Where a key is written."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"in {self.file}, line {self.line}"
+
+
+class Table(dict[object, object]):
+    """A mapping of a config.
+
+    ``places`` has the place of each key. Keys that come from an option have none.
+    """
+
+    def __init__(self, values: Mapping[object, object] | None = None) -> None:
+        super().__init__(values or {})
+        self.places: dict[object, Place] = dict(values.places) if isinstance(values, Table) else {}
+
+    def put(self, key: object, value: object, place: Place | None = None) -> None:
+        """Set a value and its place."""
+        self[key] = value
+        if place is None:
+            self.places.pop(key, None)
+        else:
+            self.places[key] = place
+
+    @property
+    def is_class(self) -> bool:
+        """True if the mapping names a class."""
+        return isinstance(self.get("class_path"), str)
+
+    def copy(self) -> "Table":
+        return Table(self)
+
+
+class ConfigText(str):
+    """Stands for a tree where jsonargparse takes a config as text; :func:`load` gives the tree back."""
+
+    tree: Table
+
+    def __new__(cls, tree: Table) -> "ConfigText":
+        text = super().__new__(cls, "{all configs and options}")
+        text.tree = tree
+        return text
+
+
+def load(text: str) -> object:
+    """Return the plain data of a :class:`ConfigText`, or of YAML.
+
+    Raises:
+        yaml.YAMLError: As :func:`read_text` does.
+    """
+    return plain_data(text.tree if isinstance(text, ConfigText) else _merged(None, read_text(text), ""))
+
+
+def plain_data(value: object) -> object:
+    """Return a tree as dictionaries, lists and plain values."""
+    if isinstance(value, Table):
+        return {key: plain_data(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain_data(item) for item in value]
+    return value
+
+
+# Reading -------------------------------------------------------------------------------------------------------------
+
+
+def read_text(text: str, file: str = "", slot: str = "") -> object:
+    """Read YAML.
+
+    Args:
+        text: The YAML.
+        file: Name of the file, for places.
+        slot: Key of :data:`SLOTS` that the text is the value of. A mapping there must be a class.
+
+    Returns:
+        The tree.
+
+    Raises:
+        yaml.YAMLError: If the text is no YAML, a mapping has a key twice or contains itself, or a class and its
+            arguments are not written as such. The message names the lines.
+    """
+    if len(text) > MOST_LETTERS:
+        raise yaml.YAMLError(f"it is too long: more than {MOST_LETTERS:,} letters")
+    loader = YAML_LOADER(text)
+    try:
+        node = loader.get_single_node()
+        _check_node(node, {}, (), slot)
+        return None if node is None else _value(node, loader, file, {})
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+    except yaml.YAMLError as error:
+        if "maximum nesting depth" in str(error):  # in the words of the parser in C
+            raise yaml.YAMLError("it is nested too deeply") from None
+        raise
+    except ConfigurationError:
+        raise
+    except ValueError as error:  # a number of a million digits
+        raise yaml.YAMLError(f"it holds what no config does: {error}") from error
+    finally:
+        loader.dispose()
+
+
+def _value(node: yaml.Node, loader: yaml.SafeLoader, file: str, made: dict[int, object]) -> object:
+    """Return the tree of a node. An alias is the same object as its anchor."""
+    if id(node) in made:
+        return made[id(node)]
+    if isinstance(node, yaml.SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
+        made[id(node)] = [_value(item, loader, file, made) for item in node.value]
+    elif isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
+        loader.flatten_mapping(node)  # the keys of `<<`
+        table = Table()
+        for key_node, value_node in node.value:
+            key = loader.construct_object(key_node, deep=True)
+            if not isinstance(key, str | int | float | None):
+                raise yaml.YAMLError(f"the key in line {key_node.start_mark.line + 1} is no plain value")
+            table.put(key, _value(value_node, loader, file, made), Place(file, key_node.start_mark.line + 1))
+        made[id(node)] = table
+    else:
+        made[id(node)] = loader.construct_object(node, deep=True)
+    return made[id(node)]
+
+
+def _check_node(node: yaml.Node | None, sizes: dict[int, int], parents: tuple[int, ...], slot: str = "") -> int:
+    """Check a node and the nodes below it.
+
+    Args:
+        node: The node.
+        sizes: Numbers of values of the nodes that are checked already.
+        parents: Nodes that contain this one.
+        slot: Key that the node is the value of.
+
+    Returns:
+        The number of values. An alias counts like what it repeats.
+    """
+    if node is not None and id(node) in parents:
+        raise yaml.YAMLError(f"what begins in line {node.start_mark.line + 1} holds itself")
+    if not isinstance(node, yaml.CollectionNode) or id(node) in sizes:
+        return sizes.get(id(node), 1)
+    size = 1
+    if isinstance(node, yaml.MappingNode):
+        keys: dict[str, yaml.Node] = {}
+        for key, value in node.value:
+            name = key.value if isinstance(key, yaml.ScalarNode) else ""
+            if isinstance(key, yaml.ScalarNode):
+                line = key.start_mark.line + 1
+                if name in keys:
+                    first = keys[name].start_mark.line + 1
+                    raise yaml.YAMLError(f"the key {name!r} stands twice: in line {first} and line {line}")
+                keys[name] = key
+            size += _check_node(value, sizes, (*parents, id(node)), slot_of(name))
+        values = {key.value: value for key, value in node.value if isinstance(key, yaml.ScalarNode)}
+        _check_spec({name: key.start_mark.line + 1 for name, key in keys.items()}, values, slot)
+    else:
+        for item in node.value:
+            size += _check_node(item, sizes, (*parents, id(node)), slot)
+    sizes[id(node)] = size
+    if size > MOST_VALUES:
+        raise yaml.YAMLError(f"what begins in line {node.start_mark.line + 1} has more than {MOST_VALUES:,} values")
+    return size
+
+
+def _check_spec(lines: Mapping[str, int], values: Mapping[str, yaml.Node], slot: str) -> None:
+    """Check a mapping that is a class with its arguments, or is probably meant to be one."""
+    if slot and "class_path" not in lines:
+        for name in lines:
+            if _is_class_name(name):
+                raise yaml.YAMLError(f"{name!r} in line {lines[name]} is a class, no argument: {_HOW.format(name)}")
+    if "class_path" in lines and values["class_path"].tag != "tag:yaml.org,2002:str":
+        raise yaml.YAMLError(f"class_path in line {lines['class_path']} names no class")
+    for name in lines:
+        if name not in SPEC and _is_meant_for_spec(name, lines, slot):
+            advice = did_you_mean(name, SPEC) or f": {_HOW.format('NAME')}"
+            raise yaml.YAMLError(f"no option {name!r} in line {lines[name]}{advice} (accepted: {', '.join(SPEC)})")
+    if slot in LISTS and lines and not lines.keys() & {*SPEC}:
+        name = next(iter(lines))
+        raise yaml.YAMLError(f"{name!r} in line {lines[name]} of {slot} is of no class: {_HOW.format('NAME')}")
+    arguments = values.get("init_args")
+    is_null = isinstance(arguments, yaml.ScalarNode) and arguments.value in _NULL and "class_path" in lines
+    if not isinstance(arguments, yaml.MappingNode | None) and not is_null:
+        raise yaml.YAMLError(f"init_args in line {lines['init_args']} is no mapping of names to values")
+
+
+def _is_meant_for_spec(name: str, lines: Mapping[str, int], slot: str) -> bool:
+    """Return whether a key is a misspelt key of :data:`SPEC`, or stands where only these may stand."""
+    if "class_path" in lines:
+        return True
+    if (slot or "init_args" in lines) and did_you_mean(name, ["class_path"]):
+        return True
+    return bool(slot) and bool(get_close_matches(name, SPEC, 1, 0.88))
+
+
+def _is_class_name(name: str) -> bool:
+    if "." in name:
+        return all(part.isidentifier() for part in name.split(".")) and class_name(name)[:1].isupper()
+    return full_name(name) != name
+
+
+def leaf(key: str) -> str:
+    """Return the last part of a dotted key, without a ``+`` or ``-`` at its end."""
+    return key.rstrip("+-").rpartition(".")[2]
+
+
+def slot_of(key: str) -> str:
+    """Return the key of :data:`SLOTS` that a dotted key ends with, or an empty string."""
+    last = leaf(key)
+    return last if last in SLOTS else ""
+
+
+def class_name(path: object) -> str:
+    """Return the last part of an import path."""
+    return str(path).rpartition(".")[2]
+
+
+def place_of(tree: Table, key: str, name: str) -> Place | None:
+    """Return where a name is written.
+
+    Args:
+        tree: The config.
+        key: Dotted key of the section that has the name.
+        name: A key or a class in it.
+
+    Returns:
+        The place of the name. If several places have it, the place of the section, if that is in a file.
+    """
+    place: Place | None = None
+    part: object = tree
+    for step in key.split("."):
+        if not isinstance(part, Table) or step not in part:
+            break
+        place = part.places.get(step, place)
+        part = part[step]
+    found = set(_places(part, name))
+    return found.pop() if len(found) == 1 else place
+
+
+def _places(tree: object, name: str) -> Iterator[Place]:
+    if isinstance(tree, list):
+        for item in tree:
+            yield from _places(item, name)
+    elif isinstance(tree, Table):
+        for key, value in tree.items():
+            place = tree.places.get(key)
+            if place is not None and place.file and (key == name or class_name(value) == name):
+                yield place
+            yield from _places(value, name)
+
+
+# Merging -------------------------------------------------------------------------------------------------------------
+
+
+def merge(before: Table, now: Table) -> Table:
+    """Merge a config on top of an earlier one.
+
+    Args:
+        before: The earlier config. It is not changed.
+        now: The config on top of it.
+
+    Returns:
+        The result, in which short class names are written in full and lists have no ``+`` and ``-`` any more. A list
+        without an earlier one keeps its ``+``, because the parser may have a default for it.
+
+    Raises:
+        ConfigurationError: If a list loses what it does not have.
+    """
+    result = before.copy()
+    appended: dict[str, Table] = {}
+    for key, value in now.items():
+        text = str(key)
+        place = now.places.get(key)
+        if text.endswith("+"):
+            appended[text[:-1]] = now
+        elif text.endswith("-") and leaf(text) in LISTS:
+            _take_out_of(result, text[:-1], value, now)
+        else:
+            result.put(key, _merged(result.get(key), value, leaf(text)), place)
+    for text in appended:  # after what is taken out
+        items = _named(now[f"{text}+"], leaf(text))
+        target = text if text in result else f"{text}+"
+        earlier = result.get(target)
+        result.put(target, [*as_list(earlier), *as_list(items)], now.places.get(f"{text}+"))
+    return result
+
+
+def as_list(value: object) -> list[object]:
+    """Return the items of a list, the value alone, or no items for null."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _merged(before: object, now: object, key: str) -> object:
+    now = _named(now, key)
+    if not isinstance(now, Table):
+        return now
+    before = _as_class(before, key)
+    if before is None:
+        return merge(Table(), now)
+    if "class_path" in before or "class_path" in now:
+        return _merged_class(before, now)
+    if any(kind in before and kind in now and before[kind] != now[kind] for kind in _KINDS):
+        return merge(Table(), now)
+    if now.keys() & _PRETRAINED and before and not before.keys() & _PRETRAINED:
+        return merge(Table(), now)
+    return merge(before, now)
+
+
+def _merged_class(before: Table, now: Table) -> Table:
+    """Merge a class and its arguments on top of an earlier class or its fields."""
+    earlier = before if not before.keys().isdisjoint(SPEC) else Table({"init_args": before})
+    if now.keys().isdisjoint(SPEC):  # fields alone, of the class that is there
+        if now.keys() & _PRETRAINED and not _arguments(earlier).keys() & _PRETRAINED:
+            return merge(Table(), now)
+        return merge(earlier, Table({"init_args": now}))
+    if now.is_class and earlier.get("class_path") != now["class_path"]:
+        earlier = _kept_by(earlier, str(now["class_path"]))
+    return merge(earlier, now)
+
+
+def _arguments(spec: Table) -> Table:
+    arguments = spec.get("init_args")
+    return arguments if isinstance(arguments, Table) else Table()
+
+
+def _kept_by(before: Table, path: str) -> Table:
+    """Return the arguments of an earlier class that the class at ``path`` takes, too."""
+    known = signature(path)
+    kept = Table()
+    earlier = _arguments(before)
+    for name, value in earlier.items():
+        if known is None or name in known.arguments or known.is_open:
+            kept.put(name, value, earlier.places.get(name))
+    return Table({"class_path": path, "init_args": kept})
+
+
+def _named(value: object, key: str) -> object:
+    """Write short class names in full, and a class without arguments in a slot as a mapping."""
+    if isinstance(value, list):
+        return [_merged(None, item, key) for item in value]
+    if isinstance(value, Table) and value.is_class:
+        value = value.copy()
+        value["class_path"] = full_name(str(value["class_path"]))
+        if value.get("init_args", value) is None:
+            del value["init_args"]
+    if isinstance(value, str) and key in SLOTS and _is_class_name(value):
+        return Table({"class_path": full_name(value)})
+    return value
+
+
+def _as_class(value: object, key: str) -> Table | None:
+    """Return a value as a mapping, the name of a class as one without arguments, or ``None`` for any other value."""
+    if isinstance(value, str) and key in SLOTS:
+        return Table({"class_path": full_name(value)})
+    return value if isinstance(value, Table) else None
+
+
+# Taking out ----------------------------------------------------------------------------------------------------------
+
+
+def _take_out_of(tree: Table, key: str, value: object, now: Table) -> None:
+    """Take the classes of ``callbacks-: [EMA]`` out of a list of the tree."""
+    place = now.places.get(f"{key}-")
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise _at(place, f"{key}- is no list of names of classes, as in [EMA, LoRA]")
+    if key in now:
+        raise _at(place, f"{key}- takes out of what earlier files give, and beside {key} there is none left")
+    for name in names:
+        try:
+            take_out(tree, key, str(name))
+        except ConfigurationError as error:
+            head, *rest = str(error).splitlines()
+            raise ConfigurationError("\n".join([head, *([f"  {place}"] if place else []), *rest])) from None
+
+
+def _at(place: Place | None, message: str) -> ConfigurationError:
+    return ConfigurationError(f"{place.file}: {message}" if place else message)
+
+
+def take_out(trainer: Table, key: str, name: str) -> None:
+    """Take a class out of a list of the trainer, in place.
+
+    Args:
+        trainer: The trainer's part of a config.
+        key: ``callbacks`` or ``plugins``.
+        name: The class, short or with its package.
+
+    Raises:
+        ConfigurationError: If the list does not have the class, or every run needs it.
+    """
+    target = key if key in trainer else f"{key}+" if f"{key}+" in trainer else key
+    items = as_list(trainer.get(target))
+    package = name.partition(".")[0] if "." in name else ""
+    wanted = class_name(name)
+    kept: list[object] = []
+    found: list[str] = []
+    for item in items:
+        path = _path(item)
+        if class_name(path) == wanted and package in ("", path.partition(".")[0]):
+            found.append(path)
+        else:
+            kept.append(item)
+    if wanted in _ALWAYS and all(path.startswith("lit_efficient.") for path in found):
+        raise ConfigurationError(f"trainer.{key}: every run has {wanted}: it cannot be taken out")
+    if wanted == _LATE:
+        kept.append(Table({"class_path": LEFT_OUT, "init_args": Table({"name": wanted})}))
+    elif not found:
+        there = list(dict.fromkeys(class_name(_path(item)) for item in items))
+        raise ConfigurationError(
+            f"trainer.{key}: there is no {name!r} to take out{did_you_mean(wanted, there)}\n"
+            f"  accepted: {', '.join(there) or 'none'}"
+        )
+    trainer[target] = kept
+
+
+def list_of(name: str) -> str:
+    """Return which list of the trainer a class belongs to: ``callbacks`` or ``plugins``."""
+    last = class_name(name)
+    ours = PUBLIC.get(last, "").startswith(_PLUGIN_FOLDERS)
+    return "plugins" if ours or last in names_in(SHORT["plugins"]) else "callbacks"
+
+
+def _path(item: object) -> str:
+    """Return the import path of an item: a mapping, a name, or an object that a script has made."""
+    if isinstance(item, Mapping):
+        return str(item.get("class_path", ""))
+    return item if isinstance(item, str) else f"{type(item).__module__}.{type(item).__name__}"
+
+
+# Options -------------------------------------------------------------------------------------------------------------
+
+
+def set_option(tree: Table, name: str, text: str) -> Table:
+    """Set the value of an option in a config: ``--optimizer.lr 0.1``.
+
+    Below a class the arguments need no ``init_args``. Below a list the option is of its last item.
+
+    Args:
+        tree: The config. It is not changed.
+        name: Dotted key, without the dashes. A ``+`` at its end appends to a list.
+        text: The value as it was typed. The type of the argument decides later what it is.
+
+    Returns:
+        The config with the option.
+
+    Raises:
+        ConfigurationError: If a mapping or list in ``text`` is not written as in a file.
+    """
+    return _set(tree, name.split("."), text, name, 0)
+
+
+def _set(tree: Table, parts: Sequence[str], text: str, option: str, depth: int) -> Table:
+    key = parts[0]
+    rest = parts[1:]
+    if key == "class_path":
+        return _merged_class(tree, Table({"class_path": full_name(text)}))
+    if tree.is_class and key not in SPEC:
+        arguments = _set(_arguments(tree), parts, text, option, 0)
+        result = tree.copy()
+        result.put("init_args", arguments)
+        return result
+    if not rest:
+        return merge(tree, Table({key: _typed(text, option, depth)}))
+    result = tree.copy()
+    earlier = tree.get(key)
+    if isinstance(earlier, list) and earlier:
+        changed = _set(_as_class(earlier[-1], key) or Table(), rest, text, option, depth + 1)
+        result.put(key, [*earlier[:-1], changed])
+        return result
+    if f"{key}+" in tree and key not in tree:  # a list that is appended to the parser's default
+        return _set(tree, [f"{key}+", *rest], text, option, depth)
+    if isinstance(earlier, str) and key not in SLOTS:
+        raise ConfigurationError(f"{option}: no option {rest[0]!r}: {earlier!r} is a name, without fields")
+    below = 0 if key in (*SECTIONS, *SPEC) else depth + 1
+    changed = _set(_as_class(earlier, key) or Table(), rest, text, option, below)
+    result.put(key, changed)
+    return result
+
+
+def _typed(text: str, option: str, depth: int) -> object:
+    """Return the value of an option.
+
+    An argument of a class gets the text: its type decides. A field below an argument, a mapping, a list and a class
+    are read as YAML.
+    """
+    slot = slot_of(option)
+    if not depth and text[:1] not in ("{", "[") and not slot:
+        return text
+    if slot and full_name(text) != text:
+        return text
+    try:
+        return read_text(text, slot=slot)
+    except yaml.MarkedYAMLError:
+        return text
+    except yaml.YAMLError as error:
+        said = re.sub(r": in line 1 and line 1\b| in line 1\b", "", str(error))
+        raise ConfigurationError(f"{option}: {said}") from error
+
+
+def read_file(path: str, text: str | None = None) -> Table:
+    """Read a config file.
+
+    Args:
+        path: The file.
+        text: What is in it, if it is read already.
+
+    Raises:
+        ConfigurationError: If the file is no mapping in YAML, or cannot be read.
+    """
+    try:
+        if text is None:
+            with open(path, encoding="utf-8-sig") as file:
+                text = file.read(MOST_LETTERS + 1)  # a device may have no end
+        tree = read_text(text, path)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{path}: it is no UTF-8 text: {error.reason}") from error
+    except yaml.YAMLError as error:
+        said, _, accepted = str(error).replace('"<unicode string>", ', "").partition(" (accepted: ")
+        if not accepted:
+            raise ConfigurationError(f"{path}: {said}") from error
+        line = re.search(r" in (line \d+)", said)
+        where = f"{path}, {line[1]}" if line else path
+        raise ConfigurationError(f"{said}\n  in {where}\n  accepted: {accepted.rstrip(')')}") from error
+    if not isinstance(tree, Table):
+        raise ConfigurationError(f"this is no mapping of keys to values\n  in {path}")
+    return tree
