@@ -24,7 +24,7 @@ def names_the_sizes(run: Run) -> None:
     """The toy is 16 wide."""
     technique: Any = run.technique("Tiling")
     assert technique.pad_vocabulary is None
-    assert technique._said
+    assert technique._batch_checked
 
 
 ROW = Row(Tiling, names_the_sizes, Tiling, changes=False)
