@@ -141,7 +141,7 @@ class PythonCorpus(LightningDataModule):
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, which little text may keep below the argument; known after `setup`."""
+        """Number of ids, which may be below the argument if there is little text; known after `setup`."""
         return self._vocab_size if self._tokenizer is None else self._tokenizer.get_vocab_size()
 
     def check_model(self) -> None:

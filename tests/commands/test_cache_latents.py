@@ -58,7 +58,7 @@ def test_the_config_that_fit_runs_is_encoded_once(tmp_path, capsys):
     assert main(other) == 2
     assert "dtype: the cache has 'float32', this run asks for 'float16'" in capsys.readouterr().err
     assert main([*other, "--overwrite"]) == 0
-    assert LatentStore(tmp_path / "cache").identity["dtype"] == "float16"
+    assert LatentStore(tmp_path / "cache").manifest["identity"]["dtype"] == "float16"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class AspectBuckets:
-    """Set of shapes of batches.
+    """Set of image shapes, of which a batch has one.
 
     Args:
         step: Step of heights and widths in pixels, a multiple of 8. Small steps crop less, large steps make fewer

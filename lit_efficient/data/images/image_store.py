@@ -66,7 +66,7 @@ class StoredImages:
         return len(self.rows)
 
     def place(self, number: int) -> str:
-        """Return the place of an image, for people."""
+        """Return the path or the row of an image, for messages."""
         return self.table.place(int(self.rows[number]))
 
     def read(self, number: int) -> bytes:

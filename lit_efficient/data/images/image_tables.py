@@ -57,7 +57,7 @@ class ImageTable(Protocol):
         """Return the number of images."""
 
     def place(self, row: int) -> str:
-        """Return the place of an image, for people."""
+        """Return the path or the row of an image, for messages."""
 
     def read(self, row: int) -> bytes:
         """Return an encoded image."""

@@ -92,7 +92,7 @@ class Recipe:
         return unit_hash(json.dumps([self.seed, *row.identity], sort_keys=True, default=str))
 
     def threshold(self) -> float:
-        """Return the number below which a row's rank holds it out: at least one row and not all, for any fraction."""
+        """Return the threshold of the split. Rows with a lower rank are held out: at least one, and never all."""
         if "val" in self.sources:
             return 0.0
         ranks = set()
@@ -192,7 +192,7 @@ class _SplitWriter:
             self._writers[split] = [self._files.enter_context(DocumentWriter(target, name)) for name in names]
 
     def add(self, split: str, documents: list[Encoded]) -> None:
-        """Add the documents of a row; none of a malformed row."""
+        """Write and count the documents of a row. A malformed row has none."""
         count = self.counts[split]
         count.rows += 1
         # The two documents of a pair get the same number in their files.

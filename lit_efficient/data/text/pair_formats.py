@@ -31,7 +31,7 @@ PAIR_KEYS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Pair:
-    """Two documents with a common prompt: all turns of a conversation but the last, or the first part of a text."""
+    """Chosen and rejected document with a common prompt: all turns but the last, or the first part of a text."""
 
     chosen: Document
     rejected: Document
