@@ -69,7 +69,9 @@ def restore(trainer: Trainer, metrics: dict[str, Tensor], results: list[dict[str
         if logged.pop("python"):
             logged["reduce_fx"] = getattr(builtins, logged["reduce_fx"])
         name = logged["metric_attribute"]
-        value = trainer.lightning_module.get_submodule(name) if name else torch.zeros((), device=device)
+        value: Any = torch.zeros((), device=device)
+        if name:
+            value = trainer.lightning_module.get_submodule(name)
         loop._results.log(value=value, batch_size=1, sync_dist_fn=trainer.strategy.reduce, **logged)
         item = loop._results[f"{logged['fx']}.{logged['name']}"]
         for part, state in zip(_parts(item), result["states"]):

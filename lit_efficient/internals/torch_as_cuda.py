@@ -70,8 +70,9 @@ def _widened(operator: Any) -> Callable[..., Any]:
 
 def _summed(operator: Any) -> Callable[..., Any]:
     def kernel(*args: Any, dtype: torch.dtype | None = None) -> Any:
-        positional = len(args) == len(operator._schema.arguments)
-        given = {} if positional else {"dtype": torch.float32 if dtype is None and _is_narrow(args[0]) else dtype}
+        given = {}
+        if len(args) < len(operator._schema.arguments):  # otherwise dtype is positional
+            given["dtype"] = torch.float32 if dtype is None and _is_narrow(args[0]) else dtype
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST)):
             return operator(*args, **given)
 
@@ -121,4 +122,6 @@ def _in_pieces(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | 
     square = wide.square().mean([*range(-len(shape), 0)], keepdim=True)
     scale = (square + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt()
     out = wide * scale
-    return (out if weight is None else out * weight).to(x.dtype), scale
+    if weight is not None:
+        out = out * weight
+    return out.to(x.dtype), scale

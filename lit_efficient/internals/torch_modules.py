@@ -162,7 +162,7 @@ class Stays:
             if id(tensor) not in staying:
                 return fn(tensor)
             dtype = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device)).dtype
-            return tensor if dtype == tensor.dtype else tensor.to(dtype)
+            return tensor.to(dtype)
 
         return super()._apply(cast, recurse)  # type: ignore[misc]
 

@@ -205,7 +205,9 @@ class _DeferringNetwork:
         own = super().forward  # type: ignore[misc]
         cls: Any = type(self)
         position = _position_of_labels(cls)
-        labels = args[position] if position < len(args) else kwargs.get("labels")
+        labels = kwargs.get("labels")
+        if position < len(args):
+            labels = args[position]
         if labels is None:
             return own(*args, **kwargs)
         head: Any = output_head(self)  # type: ignore[arg-type]
@@ -275,7 +277,9 @@ class _DeferringNetwork:
             request = _LossRequest(targets.reshape(-1), terms, settings, "none", wanted["learned"])
             losses = head(logits.hidden, request=request).view(targets.shape)
             wanted["losses"] = losses
-            return losses if own is token_losses else losses.detach().mean()
+            if own is token_losses:
+                return losses
+            return losses.detach().mean()  # a placeholder: `token_losses` returns the real losses
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         flat = shift_labels.reshape(-1).to(logits.device)

@@ -38,7 +38,9 @@ def sequence_log_probs(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         The sum of log-probabilities over tokens ``[B]``, in float32 at least, and the number of tokens that count
         ``[B]``, at least 1. Their quotient is the average log-probability.
     """
-    losses = token_losses(scores, labels) if scores.ndim == 3 else scores
+    losses = scores
+    if scores.ndim == 3:
+        losses = token_losses(scores, labels)
     return -losses.sum(1), (labels != IGNORE).sum(1).clamp(min=1)
 
 

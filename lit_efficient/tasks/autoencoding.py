@@ -79,7 +79,9 @@ class Autoencoding(LightningModule):
         check_number("Autoencoding", "learning_rate", learning_rate, above=0)
         check_choice("Autoencoding", "reconstruction", reconstruction, get_args(Reconstruction))
         # Primitives only, so that checkpoints load with weights_only=True.
-        kept = None if perceptual is None else {**vars(perceptual), "network": name_of(perceptual.network)}
+        kept = None
+        if perceptual is not None:
+            kept = {**vars(perceptual), "network": name_of(perceptual.network)}
         self.save_hyperparameters(
             {
                 "autoencoder": asdict(autoencoder),
@@ -182,7 +184,9 @@ class Autoencoding(LightningModule):
         if self.autoencoder is None and "_class_name" in stored:
             with own_draws():  # the random weights are replaced later
                 network: Any = from_fields(stored)
-            dtype = getattr(torch, self.config.dtype) if isinstance(self.config, DiffusersModelConfig) else None
+            dtype = None
+            if isinstance(self.config, DiffusersModelConfig):
+                dtype = getattr(torch, self.config.dtype)
             # `to` of diffusers would warn about 16-bit weights on a CPU.
             self.autoencoder = DiffusersAutoencoder(torch.nn.Module.to(network, dtype))
         ours = stored_config(self.autoencoder)
@@ -225,7 +229,9 @@ class Autoencoding(LightningModule):
         mean, logvar = self.autoencoder.encode(images)
         decoded = self.autoencoder.decode(sample_posterior(mean, logvar, generator))
         terms = self._losses(images, decoded, mean, logvar)
-        through_mean = decoded if logvar is None else self.autoencoder.decode(mean)
+        through_mean = decoded
+        if logvar is not None:  # `decoded` is of a sample of the posterior
+            through_mean = self.autoencoder.decode(mean)
         error = pixel_distance(through_mean, images, "l2")
         psnr = 10.0 * torch.log10(4.0 / error)  # pixels have the range 2
         figures = {f"{stage}/loss": terms["loss"], f"{stage}/psnr_db": psnr}

@@ -214,7 +214,12 @@ class Distillation(LanguageModeling):
         learned = targets != IGNORE
         head = output_head(network)
         whole = computes_ignored(targets.device)
-        chosen = slice(None) if whole else learned.flatten()
+        chosen: Any = slice(None)
+        counted = None
+        if whole:
+            counted = learned.flatten()  # ignored tokens are computed too, and masked
+        else:
+            chosen = learned.flatten()
         teacher = None
         if weight:
             teacher = self._teacher_of(batch, chosen, self._vocabulary(head.rows))
@@ -228,7 +233,7 @@ class Distillation(LanguageModeling):
             divergence=self.objective.divergence,
             weight=weight,
             chunk_size=self.objective.chunk_size,
-            counted=learned.flatten() if whole else None,
+            counted=counted,
         )
         if whole:
             losses = TokenLosses(*(part.view_as(targets) for part in flat))
@@ -287,7 +292,9 @@ class Distillation(LanguageModeling):
         assert self._live is not None
         strategy = getattr(trainer_of(self), "strategy", None)
         device = getattr(strategy, "root_device", self.device)
-        return self._live.on(device, strategy if self.cache_top_k is None else None)
+        if self.cache_top_k is not None:
+            strategy = None
+        return self._live.on(device, strategy)
 
     def _vocabulary(self, rows: int) -> int:
         """Return the number of tokens to compare, for a student whose head has ``rows`` rows."""

@@ -152,9 +152,11 @@ class LanguageModeling(LightningModule):
     @property
     def max_length(self) -> int | None:
         """Largest length of a sequence, or ``None`` for a Hugging Face model without learned positions."""
-        if isinstance(self.model, CausalLMConfig):
-            return positions_of(self.model) if self.network is None else learned_positions(self.network)
-        return self.network.config.max_length if isinstance(self.network, GPT) else self.model.max_length
+        if isinstance(self.network, GPT):
+            return self.network.config.max_length
+        if isinstance(self.model, GPTConfig):
+            return self.model.max_length
+        return positions_of(self.model) if self.network is None else learned_positions(self.network)
 
     def num_tokens(self, batch: dict[str, Tensor]) -> int:
         """Return the number of tokens in a batch that contribute to the loss."""
@@ -216,7 +218,9 @@ class LanguageModeling(LightningModule):
         """Return the mean loss over all tokens, and over each sequence ``[B]`` for techniques that reweight samples."""
         losses, targets, router_loss = self._losses(batch)
         loss, sample_loss = sample_means(losses, targets)
-        logged = mean_over_rows(losses, targets) if ROW_POSITIONS in batch else loss
+        logged = loss
+        if ROW_POSITIONS in batch:  # this process has a part of each row
+            logged = mean_over_rows(losses, targets)
         self.log("train/loss", logged, prog_bar=logs_in_bar(loss))
         output = {"loss": loss, "sample_loss": sample_loss}
         if router_loss is not None:  # of a mixture of experts whose config sets output_router_logits
@@ -292,7 +296,8 @@ class LanguageModeling(LightningModule):
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         tokenizer = self.tokenizer
-        texts = [as_chat(tokenizer, text) for text in texts] if chat else texts
+        if chat:
+            texts = [as_chat(tokenizer, text) for text in texts]
         found = self.continuations(
             tokenizer,
             texts,
@@ -358,10 +363,12 @@ class LanguageModeling(LightningModule):
         if isinstance(self.model, CausalLMConfig) and named and (self.model.quantize or not whole):
             from_data = {"vocab_size": int(empty.config.get_text_config().vocab_size)}
             return causal_lm.build(self.model, from_data, self._replacing(checkpoint))
-        dtype = self.model.dtype if isinstance(self.model, CausalLMConfig) else "float32"
-        dtypes = {value.dtype for name, value in state.items() if name in needed and value.is_floating_point()}
-        exact = next(iter(dtypes)) if dtype == "auto" and len(dtypes) == 1 else getattr(torch, dtype, torch.float32)
-        return causal_lm.from_json(config, exact, whole)
+        name = self.model.dtype if isinstance(self.model, CausalLMConfig) else "float32"
+        dtype = getattr(torch, name, torch.float32)
+        dtypes = {value.dtype for key, value in state.items() if key in needed and value.is_floating_point()}
+        if name == "auto" and len(dtypes) == 1:
+            (dtype,) = dtypes
+        return causal_lm.from_json(config, dtype, whole)
 
     def _replacing(self, checkpoint: Mapping[str, Any] | None = None) -> Replacing | None:
         """Return the layers that techniques replace while weights are read.
@@ -416,7 +423,9 @@ class LanguageModeling(LightningModule):
     def _agree(self, decision: bool) -> bool:
         """Return whether a decision is true on all processes, which must call the network in the same way."""
         trainer = trainer_of(self)
-        return decision if trainer is None else bool(trainer.strategy.reduce_boolean_decision(decision))
+        if trainer is None:
+            return decision
+        return bool(trainer.strategy.reduce_boolean_decision(decision))
 
     def _log_epoch(self, prefix: str) -> None:
         # `compute` has already summed over processes. sync_dist averages equal numbers, and avoids a warning.

@@ -294,8 +294,9 @@ class LatentGenerator(LightningModule):
 
     def class_label(self, number: int) -> str:
         """Return the number of a class, followed by its name if they differ."""
-        name = self.class_names[number] if number < len(self.class_names) else str(number)
-        return name if name == str(number) else f"{number} {name}"
+        if number >= len(self.class_names) or self.class_names[number] == str(number):
+            return str(number)
+        return f"{number} {self.class_names[number]}"
 
     def draw_images(
         self, seeds: Sequence[int], labels: Sequence[int] | None = None, captions: list[str] | None = None
@@ -369,7 +370,11 @@ class LatentGenerator(LightningModule):
         steps: int | None = None,
         size: tuple[int, int] | None = None,
     ) -> Tensor:
-        scale = self.guidance_scale if guidance_scale is None else guidance_scale
+        scale = guidance_scale
+        if scale is None:
+            scale = self.guidance_scale
+        if steps is None:
+            steps = self.sampling_steps
         if not self.shape.conditions:
             check("guidance_scale", scale, "1 for a backbone that takes no conditions", scale == 1.0)
         size = size or self.latent_size or self.shape.size
@@ -382,14 +387,15 @@ class LatentGenerator(LightningModule):
         rows = rows_of(features, self.shape.channels, size[1])
         noise = draw_noise((count, self.shape.channels, size[0] + rows, size[1]), generator, self.device)
         null = partial(self.conditioning.null, self.device)
-        steps = self.sampling_steps if steps is None else steps
         drawn = []
         for start in range(0, count, _SAMPLED_AT_ONCE):
             part = slice(start, start + _SAMPLED_AT_ONCE)
             predict = guided(self, condition.rows(part), null, scale, self.sampler)
             drawn.append(sample_latents(predict, noise[part], steps, self.process, self.prediction, self.sampler))
         whole = torch.cat(drawn)
-        return split_token(whole, features)[0] if features else whole
+        if features:
+            whole, _ = split_token(whole, features)
+        return whole
 
     def _check_nothing(self) -> None:
         """Raise ConfigurationError for guidance without a text encoder, which embeds the empty caption."""

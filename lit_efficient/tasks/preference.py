@@ -90,7 +90,9 @@ class Preference(PairTask):
             raise refusal("Preference", "label_smoothing", allowed, label_smoothing)
         self.loss: Loss = loss
         self.label_smoothing = label_smoothing
-        self.gamma = 1.0 if gamma is None else gamma
+        self.gamma = 1.0
+        if gamma is not None:
+            self.gamma = gamma
         self.save_hyperparameters({"loss": loss, "beta": beta, "label_smoothing": label_smoothing, "gamma": gamma})
         self._reference: Reference | None = None
         self._fingerprint: str | None = None  # of the reference in the run that wrote the checkpoint
@@ -160,8 +162,10 @@ class Preference(PairTask):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
-        kept = self._fingerprint if self._reference is None else self._reference.fingerprint()
-        checkpoint[_KEY] = {"reference": kept}
+        fingerprint = self._fingerprint
+        if self._reference is not None:
+            fingerprint = self._reference.fingerprint()
+        checkpoint[_KEY] = {"reference": fingerprint}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         built = self.network is not None
@@ -178,7 +182,9 @@ class Preference(PairTask):
     def _log_probs(self, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         losses, targets, router_loss = self._losses(rows)
         sums, tokens = sequence_log_probs(losses, targets)
-        return (sums / tokens if self.loss in _AVERAGED else sums), router_loss
+        if self.loss in _AVERAGED:
+            sums = sums / tokens
+        return sums, router_loss
 
     def _pair_losses(self, policy: tuple[Tensor, Tensor], refs: tuple[Tensor, Tensor] | None) -> Tensor:
         if self.loss == "orpo":

@@ -58,7 +58,9 @@ class Reference:
         if self.tensors:
             size = sum(tensor.nbytes for tensor in self.tensors.values()) / 2**20
             copies = f"a copy of {len(self.tensors)} tensors, {size:.1f} MiB"
-        return f"the base with disabled adapters, {copies}" if self.adapted else copies
+        if self.adapted:
+            copies = f"the base with disabled adapters, {copies}"
+        return copies
 
     def fingerprint(self) -> str:
         """Return a digest of the copies. Adapters verify the frozen weights themselves."""
@@ -81,7 +83,9 @@ class Reference:
         Raises:
             ConfigurationError: If a weight trains that was frozen when the copies were made.
         """
-        late = [name for name in _train_in_full(network) if name not in self.tensors] if self.adapted else []
+        late: list[str] = []
+        if self.adapted:
+            late = [name for name in _train_in_full(network) if name not in self.tensors]
         if late:
             raise ConfigurationError(
                 f"Preference: {late[0]!r} was unfrozen after training began, and the reference has no copy of it: "

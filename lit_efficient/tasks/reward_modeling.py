@@ -111,7 +111,9 @@ class RewardModeling(PairTask):
     def _begin(self, network: nn.Module) -> None:
         super()._begin(network)
         reward.drop_head(network)
-        device = None if weights_wait(network) else next(network.parameters()).device
+        device = None
+        if not weights_wait(network):
+            device = next(network.parameters()).device
         self.score = nn.Linear(reward.hidden_size(network), 1, bias=False, device=device)
         nn.init.zeros_(self.score.weight)
 
