@@ -422,7 +422,7 @@ def _trace_ends(graph: Graph | None, module: nn.Module, known: _Known) -> tuple[
             if short.depth <= _SHORTCUT < deep.depth and short.ends != deep.ends:
                 value.kind = _Kind.SUM
                 branches = [deep]
-        ends = [end._replace(closed=closed or end.closed) for branch in branches for end in branch.ends]
+        ends = [End(end.layer, end.norm, closed or end.closed) for branch in branches for end in branch.ends]
         if value.kind == _Kind.BRANCH:
             value.ends = ends
         value.zero = closed or (name in _KEEP_ZERO and inputs[0].zero)
@@ -444,9 +444,9 @@ def _trace_call(value: _Value, position: int, name: str, module: nn.Module, know
             value.zero = True
         value.ends = [End(name, "", False)] if value.kind == _Kind.BRANCH else []
     elif value.kind == _Kind.BRANCH and getattr(part, "weight", None) is not None:
-        value.ends = [end._replace(norm=name) for end in value.ends]
+        value.ends = [End(end.layer, name, end.closed) for end in value.ends]
     elif value.kind == _Kind.BRANCH and _is_zero(*part.parameters()):
-        value.ends = [end._replace(closed=True) for end in value.ends]
+        value.ends = [End(end.layer, end.norm, True) for end in value.ends]
 
 
 def _is_zero(*tensors: Tensor) -> bool:

@@ -17,6 +17,7 @@ Sources: https://arxiv.org/abs/2411.09009 (why logits dominate), https://github.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -314,6 +315,8 @@ def computes_ignored(device: torch.device) -> bool:
 class _CrossEntropySweep:
     """Computation of all losses and gradients, chunk by chunk. See :class:`lit_efficient.losses.head_chunks.Sweep`."""
 
+    name: ClassVar[str] = _WHO
+
     make_head: _MakeHead
     labels: Tensor  # [N]
     terms: TokenLoss
@@ -324,7 +327,6 @@ class _CrossEntropySweep:
     per_token: bool  # return one loss for each token instead of their sum
     liger: bool  # use Liger's kernel
     learned: int | None
-    name: str = _WHO
 
     @property
     def masks_ignored(self) -> bool:

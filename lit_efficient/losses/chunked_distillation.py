@@ -16,7 +16,7 @@ Source: gradients in the forward pass as in https://github.com/mgmalek/efficient
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -204,6 +204,8 @@ def chunked_losses(
 class _DistillationSweep:
     """Computation of all losses and gradients, chunk by chunk. See :class:`lit_efficient.losses.head_chunks.Sweep`."""
 
+    name: ClassVar[str] = "chunked_distillation"
+
     head: Head
     teacher: Teacher | None
     labels: Tensor | None
@@ -213,7 +215,6 @@ class _DistillationSweep:
     autocast: torch.dtype | None
     trains: bool
     counted: Tensor | None
-    name: str = "chunked_distillation"
 
     def run(
         self, hidden: Tensor, parameters: Sequence[Tensor], needed: Sequence[bool], upstream: Tensor | None
