@@ -7,11 +7,12 @@ Costs: one more read of the folder when it is read, and one when it is written
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_efficient.distributed.ranks import gather_objects
 from lit_efficient.errors import CheckpointError
@@ -21,7 +22,7 @@ from lit_efficient.files.runs import LATEST
 from lit_efficient.files.sums import check_sums, sha256_of, write_sums
 from lit_efficient.files.tensors import zeros_in_file
 from lit_efficient.internals.torch_shards import shards_metadata
-from lit_efficient.internals.wraps import inner_method, wrap_method
+from lit_efficient.internals.wraps import inner_method, temporarily, wrap_method
 from lit_efficient.surgery import parents
 
 if TYPE_CHECKING:
@@ -246,3 +247,33 @@ def check_shards(folder: Path) -> None:
             _piece(file, place, index.fqn)
         except OSError as error:
             raise DamagedError(f"cannot read {file}: {error.strerror or error}") from error
+
+
+def checkpoint_keys(path: Path) -> set[str]:
+    """Return the keys of the ``state_dict`` in a checked checkpoint, a file or a folder, without reading tensors."""
+    if path.is_file():
+        return set(load_verified(path, verify=False, mapped=True).get("state_dict", ()))
+    return {places[1] for places in read_metadata(path).planner_data.values() if places[0] == "state_dict"}
+
+
+def check_surplus(module: Any, present: Collection[str], path: Path) -> None:
+    """Refuse a checkpoint with tensors that ``module`` lacks, and that would be dropped unnoticed.
+
+    Raises:
+        CheckpointError: Naming the first of them.
+    """
+    surplus = sorted(set(present) - module.state_dict().keys())
+    if surplus and module.strict_loading:
+        raise CheckpointError(f"{path} holds {len(surplus)} tensors that the module lacks: {', '.join(surplus[:3])}")
+
+
+@contextmanager
+def asking_for(module: Any, present: Collection[str]) -> Iterator[None]:
+    """Make ``module`` request only these of its keys from a checkpoint in this context."""
+
+    def leave_out(_: nn.Module, state: dict[str, Any], *__: object) -> None:
+        for key in state.keys() - present:
+            del state[key]
+
+    with module.register_state_dict_post_hook(leave_out), temporarily(module, strict_loading=False):
+        yield

@@ -32,7 +32,16 @@ from torch.optim import Optimizer
 from lit_efficient.declaration import overrides, techniques_of
 from lit_efficient.distributed.ranks import check_batches
 from lit_efficient.distributed.row_slices import ROW_AMOUNT, own_slices, share_rows
-from lit_efficient.distributed.shards import TIED, check_everywhere, states_in, training_only_keys, write_shards
+from lit_efficient.distributed.shards import (
+    TIED,
+    asking_for,
+    check_everywhere,
+    check_surplus,
+    checkpoint_keys,
+    states_in,
+    training_only_keys,
+    write_shards,
+)
 from lit_efficient.distributed.tensor_parallel import Parallel, clip_by_norm, parallelize, plan_of, same_draws
 from lit_efficient.distributed.units import (
     Sharded,
@@ -53,7 +62,7 @@ from lit_efficient.internals.torch_optimizers import without_step_hooks
 from lit_efficient.internals.torch_tensors import gradient_hooks
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method, wrapped
 from lit_efficient.mechanisms.adapters.base import has_frozen_base, noting_digests
-from lit_efficient.mechanisms.adapters.sharded import asking_for, check_adapters, check_surplus, checkpoint_keys
+from lit_efficient.mechanisms.adapters.technique import check_adapters
 from lit_efficient.mechanisms.averages.weights import placed_like
 from lit_efficient.mechanisms.blocks.block_map import find_blocks
 from lit_efficient.mechanisms.metering import measure

@@ -11,10 +11,9 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from lit_efficient.cli.checkpoint import read, read_last
-from lit_efficient.distributed.shards import check_shards, read_checkpoint, sum_shards
+from lit_efficient.distributed.shards import check_shards, checkpoint_keys, read_checkpoint, sum_shards
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.checkpoints import save_atomically
-from lit_efficient.mechanisms.adapters.sharded import checkpoint_keys
 from lit_efficient.plugins.safe_checkpoint_io import SafeCheckpointIO
 from tests.plugins.test_safe_checkpoint_io import Bomb
 

@@ -20,7 +20,7 @@ from lit_efficient import CausalLMConfig
 from lit_efficient.cli.run_log import RunLog
 from lit_efficient.data.text.chat_tokenizer import load_chat_tokenizer
 from lit_efficient.data.text.token_cache import load_tokenizer
-from lit_efficient.distributed.shards import check_everywhere
+from lit_efficient.distributed.shards import check_everywhere, checkpoint_keys
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.export.adapters import export_checkpoint
 from lit_efficient.files.atomic_file import write_folder
@@ -30,7 +30,6 @@ from lit_efficient.files.events import EVENTS, open_events, write_event
 from lit_efficient.files.file_hashes import altered_file
 from lit_efficient.files.sums import check_sums
 from lit_efficient.files.tensors import load_tensors, save_tensors
-from lit_efficient.mechanisms.adapters.sharded import checkpoint_keys
 from lit_efficient.mechanisms.averages.snapshots import Snapshot, synthesize, write_snapshot
 from lit_efficient.models.libraries.autoencoders import build_autoencoder
 from lit_efficient.models.libraries.causal_lm import build as build_causal_lm

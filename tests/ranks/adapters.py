@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from lit_efficient import LoRA, PeftAdapter, PrefixTuning, QuantizeBase
 from lit_efficient.application import apply
+from lit_efficient.distributed.shards import checkpoint_keys
 from lit_efficient.errors import CheckpointError, ConflictError
-from lit_efficient.mechanisms.adapters.sharded import checkpoint_keys
 from tests.ranks.toys import Small, shard, sharding, weights_of_all, whole
 from tests.support import AttentionNet, Toy, assert_equal, data, trainer
 

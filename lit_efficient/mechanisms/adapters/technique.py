@@ -1,20 +1,31 @@
-"""What the techniques share that freeze a network and train what they put beside it."""
+"""Base of techniques that freeze a network and train adapters, and checkpoints without the frozen base under FSDP2."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from lit_efficient.application.checkpoints import CheckpointHooks
 from lit_efficient.application.optimizers import OptimizerHooks
-from lit_efficient.mechanisms.adapters.base import adapter_parameters, check, left_to_train, trim
-from lit_efficient.mechanisms.adapters.sharded import restore_without_base
+from lit_efficient.distributed.shards import asking_for, check_everywhere, check_surplus, checkpoint_keys
+from lit_efficient.errors import CheckpointError
+from lit_efficient.internals.lightning_strategies import traits_of
+from lit_efficient.internals.wraps import inner_method, wrap_method
+from lit_efficient.mechanisms.adapters.base import (
+    adapter_parameters,
+    check,
+    frozen_keys,
+    has_frozen_base,
+    left_to_train,
+    trim,
+)
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
 
 
 class AdapterTechnique(OptimizerHooks, CheckpointHooks, Technique):
-    """Its ``transform`` ends with :func:`~lit_efficient.mechanisms.adapters.base.freeze_base`."""
+    """Technique whose ``transform`` ends with :func:`~lit_efficient.mechanisms.adapters.base.freeze_base`."""
 
     traits = frozenset({Trait.REFUSES_EARLY})
     alters = ("weights",)
@@ -43,3 +54,45 @@ class AdapterTechnique(OptimizerHooks, CheckpointHooks, Technique):
     def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
         """Compare the base with the one that the adapters were trained beside."""
         check(module, checkpoint)
+
+
+def restore_without_base(strategy: Any) -> None:
+    """Let Lightning's ModelParallelStrategy (FSDP2) restore adapters without the frozen base, which the module holds.
+
+    That strategy restores weights tensor by tensor, without the hooks that fill in the base, and requests all tensors
+    of the module from a sharded checkpoint. With this wrap it requests the tensors that are present, after a check that
+    no trained one is missing. Modules without a frozen base are restored as before. Other strategies need no wrap.
+    """
+    if traits_of(strategy).dtensors:
+        wrap_method(strategy, "load_checkpoint", _load_checkpoint)
+
+
+def _load_checkpoint(self: Any, checkpoint_path: Any, *arguments: Any, **named: Any) -> Any:
+    module = self.lightning_module
+    load = inner_method(self, "load_checkpoint", _load_checkpoint)
+    path = Path(self.broadcast(checkpoint_path))
+    if not has_frozen_base(module) or not path.exists():
+        return load(path, *arguments, **named)
+    check_everywhere(self, path)
+    present = checkpoint_keys(path)
+    check_adapters(module, present, path)
+    with asking_for(module, present):
+        return load(path, *arguments, **named)
+
+
+def check_adapters(module: nn.Module, present: Collection[str], path: Path) -> None:
+    """Refuse a checkpoint that lacks tensors other than the frozen base, or has more tensors than ``module``.
+
+    Raises:
+        CheckpointError: Naming missing or surplus tensors.
+    """
+    check_surplus(module, present, path)
+    own = module.state_dict().keys()
+    wanted = own - frozen_keys(module, own)
+    missing = sorted(wanted - set(present))
+    if missing:
+        raise CheckpointError(
+            f"{path} lacks {len(missing)} of the {len(wanted)} tensors that train beside the frozen base: "
+            f"{', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}. Resume from a checkpoint of the same "
+            "adapters, or load the base's weights before techniques act (in __init__, setup or configure_model)"
+        )
