@@ -5,8 +5,8 @@
 D is the forward or reverse KL or the Jensen-Shannon divergence of `lit_efficient.losses.distillation`. The teacher runs
 in each step, or once for all training data, with its most likely tokens cached on disk. Logits exist for one chunk of
 tokens at a time.
-Sources: https://arxiv.org/abs/1503.02531, https://arxiv.org/abs/2306.13649; rationales
-    https://arxiv.org/abs/2305.02301.
+Sources: https://arxiv.org/abs/1503.02531, https://arxiv.org/abs/2306.13649; rationales:
+https://arxiv.org/abs/2305.02301.
 """
 
 from collections.abc import Iterator, Mapping

@@ -247,7 +247,7 @@ RESCALED = Sampler(guidance_rescale=0.7)
         ({**V, "sampling_steps": 7}, None, r"sampling_steps must be a divisor of 1000"),
         ({**V, "backbone": of({**FREE, "num_class_embeds": 5})}, None, r"passes labels to a UNet2DModel"),
         ({**UNGUIDED, "backbone": of(FREE)}, _wide, r"square latents.*UNet2DModel .* latents of size \(4, 8\)"),
-        (OF_TEXT, _wide, r"square latents.*UNet2DConditionModel .* latents of \(4, 8\)"),
+        (OF_TEXT, _wide, r"square latents.*UNet2DConditionModel .* latents of size \(4, 8\)"),
         (V, _wide, r"square latents.*DiTTransformer2DModel .* latents of size \(4, 8\)"),
         ({**V, "backbone": of(THEIR_DIT)}, _half, r"of the network's sample_size 4, .* latents of size \(2, 2\)"),
         ({**V, "sampler": RESCALED}, None, r"DiTPipeline cannot rescale its guidance.*Sampler\(guidance_rescale=0.7"),
