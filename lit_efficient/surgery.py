@@ -71,6 +71,11 @@ def unmixed(module: nn.Module) -> type:
     return _fronts(type(module))[1]
 
 
+def class_names(modules: Iterable[nn.Module]) -> str:
+    """Return the names of the classes of modules before :func:`mix_in`, sorted and joined by commas."""
+    return ", ".join(sorted({unmixed(module).__name__ for module in modules}))
+
+
 def _fronts(cls: Any) -> tuple[list[type], Any]:
     """Return the classes that :func:`mix_in` put in front of a class, the foremost first, and the class itself."""
     fronts: list[type] = []

@@ -1,18 +1,19 @@
-"""Activation checkpointing: keep a block's input instead of its activations, and compute them again for the backward.
+"""Activation checkpointing: keep only a block's input, and compute its activations again in the backward pass.
 
-    kept = sum of inputs + what is chosen within;    a gradient costs one more forward of what was thrown away
+    memory = inputs of the blocks + results that are kept within them;    time + one forward pass of what is recomputed
 
-Saves: the activations of the recomputed blocks, all but their inputs
-Costs: one more forward of each recomputed block; selective saving and budgets lie between
+Saves: the activations of the recomputed blocks, except their inputs
+Costs: one more forward of each recomputed block; less if some results are kept or a memory budget is set
 Source: Chen et al. (2016), https://arxiv.org/abs/1604.06174; by operator: Korthikanti et al. (2022), https://arxiv.org/abs/2205.05198
 
-Gradients are those of the plain network bit by bit: random numbers are drawn again from the same state, and running
-statistics of normalisation layers move once. Compiled blocks are recomputed by the compiler.
+Gradients equal those of the plain network bit by bit: the recomputation draws the same random numbers, and the running
+statistics of normalisation layers are updated once. The compiler recomputes compiled blocks.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
@@ -25,27 +26,27 @@ from lit_efficient.mechanisms.blocks.block_map import find_blocks
 from lit_efficient.mechanisms.blocks.recomputation import OPERATORS, choose_kept, recompute, refuse_twice
 from lit_efficient.mechanisms.blocks.residual import without_cache
 from lit_efficient.mechanisms.trials.memory import SavedTensors, format_bytes
-from lit_efficient.surgery import mix_in, unmixed
+from lit_efficient.surgery import class_names, mix_in
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
 
 
 class _Recomputed(nn.Module):
-    """Mix-in of a block. All blocks leave the cache of keys and values out in training, recomputed or not."""
+    """Mix-in of a block. In training no block keeps a cache of keys and values, recomputed or not."""
 
     _recomputes: bool
     _recompute_save: tuple[str, ...]
-    _recompute_budget: float | None  # given to the compiler where there is one, which then chooses within the block
-    _recompute_bytes: int | None  # None: nothing is to be counted
+    _recompute_budget: float | None  # passed to the compiler, if the block is compiled: it then chooses operators
+    _recompute_bytes: int | None  # bytes that the block saves, while they are measured; else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward = super().forward
         if not torch.is_grad_enabled() or (not self.training and _caches(args, kwargs)):
             return forward(*args, **kwargs)
-        args, kwargs = without_cache(args), without_cache(kwargs)
-        if self._recompute_budget is not None and torch.compiler.is_compiling():
-            return forward(*args, **kwargs)
-        if not self._recomputes:
+        args = without_cache(args)
+        kwargs = without_cache(kwargs)
+        left_to_compiler = self._recompute_budget is not None and torch.compiler.is_compiling()
+        if left_to_compiler or not self._recomputes:
             return forward(*args, **kwargs)
         if self._recompute_bytes is None:
             return recompute(self, forward, *args, save=self._recompute_save, **kwargs)
@@ -56,36 +57,37 @@ class _Recomputed(nn.Module):
         return output
 
 
-def _caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return any(callable(getattr(value, "get_seq_length", None)) for value in (*args, *kwargs.values()))
+def _caches(args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+    """Return whether an argument is a cache of keys and values."""
+    return any(hasattr(value, "get_seq_length") for value in (*args, *kwargs.values()))
 
 
 class ActivationCheckpointing(Technique):
     """Recompute the activations of a network's repeated blocks in the backward pass instead of keeping them.
 
-    Where no gradient is recorded, in evaluation and sampling, nothing changes; checkpoints are as without it.
+    Evaluation and sampling do not change, because they record no gradient. Checkpoints do not change either.
 
     Args:
-        every: Recompute the first of every ``every`` blocks, at least 1: 1 is all of them, 2 every second one.
-        save: Kinds of operators whose results are kept within a block, any of ``matmul``, ``attention`` and
-            ``convolution``: most of the time is in these, and most of the bytes are not.
-        memory_budget: Share of the blocks' activations that may be kept, from 0 (recompute all) to 1 (none). Without a
-            compiler the first batch is measured, and whole blocks are chosen; under ``Compile`` torch's compiler
-            chooses operators within each block (``torch._functorch.config.activation_memory_budget``).
-        blocks: ``auto`` finds repeated blocks, in a UNet the residual and attention blocks of each level; otherwise
+        every: Recompute the first of every ``every`` blocks, at least 1. With 1 all blocks are recomputed, with 2 every
+            second one.
+        save: Kinds of operators whose results are kept within a block: any of ``matmul``, ``attention`` and
+            ``convolution``. They take most of the time and hold a small part of the bytes.
+        memory_budget: Fraction of the blocks' activations that may be kept, from 0 (recompute all) to 1 (recompute
+            none). Without a compiler the first batch is measured, and whole blocks are chosen. With ``Compile`` torch's
+            compiler chooses operators within each block (``torch._functorch.config.activation_memory_budget``).
+        blocks: ``auto`` finds the repeated blocks, in a UNet the residual and attention blocks of each level. Otherwise
             regular expressions for dotted names.
 
     Raises:
-        ConfigurationError: For an argument out of range, without such blocks, or where the model recomputes already.
-        ConflictError: For a strategy that recomputes already, and beside what must see the activations more often.
+        ConfigurationError: For an argument out of range, if there are no such blocks, or if the model already
+            recomputes activations.
+        ConflictError: For a strategy that recomputes activations by itself.
     """
 
     phase = Phase.RECOMPUTE
     traits = frozenset({Trait.AFTER_SHARDING, Trait.RECOMPUTES, Trait.REFUSES_EARLY, Trait.TRAINING_ONLY})
-    computes: ClassVar[str] = "same"
-    helps: ClassVar[dict[str, tuple[int, str]]] = {
-        "memory": (2, "activations of the blocks, for about a third more time")
-    }
+    computes = "same"
+    helps = {"memory": (2, "activations of the blocks, for about a third more time")}
 
     def __init__(
         self,
@@ -101,8 +103,8 @@ class ActivationCheckpointing(Technique):
         check_number("ActivationCheckpointing", "memory_budget", memory_budget, least=0, most=1, null=True)
         if memory_budget is not None and (every > 1 or save):
             raise ConfigurationError(
-                "ActivationCheckpointing: memory_budget chooses by itself what is kept, and goes with neither every "
-                f"nor save, got every={every}, save={save}"
+                "ActivationCheckpointing: memory_budget chooses what is kept, so that every and save have no effect; "
+                f"got every={every}, save={save}: leave them out"
             )
         self.every = every
         self.save = save
@@ -110,69 +112,83 @@ class ActivationCheckpointing(Technique):
         self.blocks = blocks
         self._budget_before: float | None = None
 
-    def check(self, trainer: Any, module: Any) -> None:
+    def check(self, trainer: Trainer, module: LightningModule) -> None:
         if traits_of(trainer.strategy).recomputes:
             raise ConflictError(
-                "ActivationCheckpointing: this strategy recomputes activations by itself: build it without "
+                "ActivationCheckpointing: this strategy recomputes activations by itself: create it without "
                 "activation_checkpointing_policy"
             )
 
     def transform(self, module: nn.Module) -> Report:
-        # Of a UNet only the transformer blocks are declared: most of the bytes would stay.
-        found = find_blocks(module, self.blocks, who=type(self).__name__, declared=False)
+        # A UNet declares only its transformer blocks. Its residual blocks hold most of the bytes.
+        found = find_blocks(module, self.blocks, who="ActivationCheckpointing", declared=False)
         if self.every > len(found):
             allowed = f"at most the number of blocks, {len(found)}"
             raise refusal("ActivationCheckpointing", "every", allowed, self.every)
-        refuse_twice(module, [name for name, _ in found], type(self).__name__)
+        refuse_twice(module, [name for name, _ in found], "ActivationCheckpointing")
         for i, (_, block) in enumerate(found):
-            state = {"_recomputes": i % self.every == 0, "_recompute_save": tuple(self.save or ())}
-            mix_in(block, _Recomputed, **state, _recompute_budget=self.memory_budget, _recompute_bytes=None)
-        chosen = [(name, block) for i, (name, block) in enumerate(found) if i % self.every == 0]
-        kinds = ", ".join(sorted({unmixed(block).__name__ for _, block in chosen}))
-        saved = f", which keep their {' and '.join(self.save)} results" if self.save else ""
+            mix_in(
+                block,
+                _Recomputed,
+                _recomputes=i % self.every == 0,
+                _recompute_save=tuple(self.save or ()),
+                _recompute_budget=self.memory_budget,
+                _recompute_bytes=None,
+            )
+        chosen = found[:: self.every]
+        kinds = class_names(block for _, block in chosen)
+        summary = f"{len(chosen)} of {len(found)} blocks ({kinds}) are recomputed"
+        if self.save:
+            summary += f", except their {' and '.join(self.save)} results"
         if self.memory_budget is not None:
-            saved = f", as few as keep {self.memory_budget:.0%} of their activations: chosen in the first batch"
-        return Report(
-            f"{len(chosen)} of {len(found)} blocks ({kinds}) are recomputed{saved}",
-            modules=tuple(name for name, _ in chosen),
-            details={"blocks": len(found)},
-        )
+            summary += f" or fewer: the first batch decides, {self.memory_budget:.0%} of the activations may be kept"
+        return Report(summary, modules=tuple(name for name, _ in chosen), details={"blocks": len(found)})
 
-    def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
-        """Tell torch's compiler the budget for this fit, which it reads when it compiles the first step."""
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Pass the budget to torch's compiler, which reads it when it compiles the first step."""
         super().on_fit_start(trainer, pl_module)
-        recomputed = [name for name, part in pl_module.named_modules() if isinstance(part, _Recomputed)]
-        refuse_twice(pl_module, recomputed, type(self).__name__)
+        blocks = _recomputed(pl_module)
+        refuse_twice(pl_module, list(blocks), "ActivationCheckpointing")
         if self.memory_budget is not None:
             self._budget_before = swap_setting("activation_memory_budget", self.memory_budget)
-            for block in _recomputed(pl_module):
-                block._recomputes, block._recompute_bytes = True, 0
+            for block in blocks.values():
+                block._recomputes = True
+                block._recompute_bytes = 0
 
-    def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        blocks = {name: part for name, part in pl_module.named_modules() if isinstance(part, _Recomputed)}
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        """Choose the blocks that keep their activations, from the sizes measured in the first batch."""
+        blocks = _recomputed(pl_module)
         if self.memory_budget is None or all(block._recompute_bytes is None for block in blocks.values()):
             return
-        sizes = trainer.strategy.broadcast([block._recompute_bytes or 0 for block in blocks.values()])  # ranks agree
-        for block, keeps in zip(blocks.values(), choose_kept(sizes, self.memory_budget), strict=True):
-            block._recomputes, block._recompute_bytes = not keeps, None
-        kept = [name for name, block in blocks.items() if not block._recomputes]
-        if sum(sizes):  # else all of them are compiled
-            bytes_kept = sum(size for size, block in zip(sizes, blocks.values(), strict=True) if not block._recomputes)
-            share, names = f"{bytes_kept / sum(sizes):.0%} of {format_bytes(sum(sizes))}", ", ".join(kept) or "none"
+        # Ranks may measure different sizes, but must choose the same blocks.
+        sizes = trainer.strategy.broadcast([block._recompute_bytes or 0 for block in blocks.values()])
+        kept: list[str] = []
+        bytes_kept = 0
+        keeps = choose_kept(sizes, self.memory_budget)
+        for (name, block), size, keep in zip(blocks.items(), sizes, keeps, strict=True):
+            block._recomputes = not keep
+            block._recompute_bytes = None
+            if keep:
+                kept.append(name)
+                bytes_kept += size
+        total = sum(sizes)
+        if total:  # 0 if all blocks are compiled
             rank_zero_info(
-                f"ActivationCheckpointing: {len(kept)} of {len(blocks)} blocks keep their activations, {share} in the "
-                f"first batch: {names}"
+                f"ActivationCheckpointing: {len(kept)} of {len(blocks)} blocks keep their activations, "
+                f"{bytes_kept / total:.0%} of {format_bytes(total)} in the first batch: {', '.join(kept) or 'none'}"
             )
 
-    def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._budget_before is not None:
             swap_setting("activation_memory_budget", self._budget_before)
             self._budget_before = None
 
-    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.on_fit_end(trainer, pl_module)
         super().on_exception(trainer, pl_module, exception)
 
 
-def _recomputed(root: nn.Module) -> list[_Recomputed]:
-    return [part for part in root.modules() if isinstance(part, _Recomputed)]
+def _recomputed(root: nn.Module) -> dict[str, _Recomputed]:
+    return {name: part for name, part in root.named_modules() if isinstance(part, _Recomputed)}

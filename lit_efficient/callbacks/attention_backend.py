@@ -1,23 +1,24 @@
-"""Attention kernels by name: all of a run's attention goes through one kernel, and what ran is said.
+"""Attention kernels by name: all attention of a run uses one kernel, and the kernels that ran are logged.
 
-    softmax(Q K^T / sqrt(d)) V    by flash, efficient or cudnn: no T x T in memory;    by math: T^2 numbers a head
+    softmax(Q K^T / sqrt(d)) V    flash, efficient, cudnn: no T x T matrix in memory;    math: T^2 numbers per head
 
-Saves: a search for why attention is slow: the kernel is the named one, or the run stops with the reason
-Costs: nothing; a step whose sizes, masks or dropout the kernel does not take stops the run
+Saves: the search for the reason why attention is slow: the named kernel runs, or the run stops with the reason
+Costs: nothing; a step whose sizes, masks or dropout the kernel does not support stops the run
 Source: Dao et al. (2022), https://arxiv.org/abs/2205.14135; https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
 
-Torch chooses silently among the kernels that can run, and falls back to the slow one. Here the others are switched off
-while the trainer runs: in training, in what the backward pass computes again, in validation and prediction alike.
+Torch chooses silently among the kernels that can run, and falls back to the slow one. This technique disables the
+others while the trainer runs: in training, including recomputation in the backward pass, validation and prediction.
 """
 
 import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
@@ -28,18 +29,19 @@ from lit_efficient.internals.torch_compiler import is_compiled
 from lit_efficient.internals.torch_dispatch import TorchDispatchMode
 from lit_efficient.internals.torch_operators import ATTENTION_KERNELS
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
+from lit_efficient.surgery import class_names
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
 
 Backend = Literal["flash", "efficient", "cudnn", "math", "flex"]
 
-_SWITCHES = {"flash": "flash", "efficient": "mem_efficient", "cudnn": "cudnn", "math": "math"}  # torch.backends.cuda's
+_SWITCHES = {"flash": "flash", "efficient": "mem_efficient", "cudnn": "cudnn", "math": "math"}  # names in torch
 
 _REFUSED = re.compile("No available kernel|No viable backend|Invalid backend")
 
 
 def switch_kernels(allowed: dict[str, bool]) -> dict[str, bool]:
-    """Switch torch's attention kernels on and off, by name, for the whole process; returns what they were."""
+    """Enable and disable torch's attention kernels by name, for the whole process. Return the previous settings."""
     before = {name: bool(getattr(torch.backends.cuda, f"{_SWITCHES[name]}_sdp_enabled")()) for name in allowed}
     for name, on in allowed.items():
         getattr(torch.backends.cuda, f"enable_{_SWITCHES[name]}_sdp")(on)
@@ -47,15 +49,15 @@ def switch_kernels(allowed: dict[str, bool]) -> dict[str, bool]:
 
 
 def try_kernel(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Run torch's attention, forward and backward, with the named kernel alone; returns why it cannot, or nothing."""
+    """Run torch's attention forward and backward with the named kernel only. Return why it cannot run, or ``""``."""
     before = switch_kernels({other: other == name for other in _SWITCHES})
     try:
-        with warnings.catch_warnings(record=True) as said, torch.enable_grad():
+        with warnings.catch_warnings(record=True) as caught, torch.enable_grad():
             warnings.simplefilter("always")
             x = torch.zeros(1, 2, 16, 64, device=device, dtype=dtype, requires_grad=True)
             F.scaled_dot_product_attention(x, x, x, is_causal=True).sum().backward()
     except RuntimeError as error:
-        reasons = [str(one.message).split(" (Triggered")[0] for one in said]
+        reasons = [str(warning.message).split(" (Triggered")[0] for warning in caught]
         return "; ".join(reasons or [str(error).strip().splitlines()[0]])
     finally:
         switch_kernels(before)
@@ -63,7 +65,7 @@ def try_kernel(name: str, device: torch.device, dtype: torch.dtype) -> str:
 
 
 class Kernels(TorchDispatchMode):
-    """Count what torch's attention runs while active, by the kernel's name, forward only."""
+    """Mode that counts the calls of torch's attention by the kernel's name, forward only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,61 +79,64 @@ class Kernels(TorchDispatchMode):
 
 
 class AttentionBackend(Technique):
-    """Let all attention of the run go through one kernel, and say after the first step which one it was.
+    """Run all attention with one kernel, and log after the first step which kernel it was.
 
-    Whatever calls ``torch.nn.functional.scaled_dot_product_attention`` is held to it, and models of transformers are
-    set to it. On a GPU, packed rows of our GPT go through FlexAttention, which is not one of torch's choices.
+    The choice holds for all code that calls ``torch.nn.functional.scaled_dot_product_attention``. Models of
+    transformers are configured to call it. On a GPU, packed rows of our GPT use FlexAttention, which torch's settings
+    do not cover.
 
     Args:
-        backend: ``flash``, ``efficient`` (memory-efficient), ``cudnn`` or ``math``, of torch; ``flex`` is FlexAttention
-            for models of transformers, on a GPU. A CPU has ``flash`` and ``math``.
+        backend: Kernel. ``flash``, ``efficient`` (memory-efficient), ``cudnn`` and ``math`` are torch's; a CPU has
+            ``flash`` and ``math``. ``flex`` is FlexAttention, for models of transformers on a GPU.
 
     Raises:
-        ConfigurationError: For a kernel that this device, number format or model does not have, and in a step whose
-            sizes, mask or dropout it does not take, each with torch's reason; where no attention runs at all.
-        ConflictError: If ``CausalLMConfig.attention`` asks for another one.
+        ConfigurationError: For a kernel that the device, precision or model does not support; in a step whose sizes,
+            mask or dropout it does not support; and if the first step calls no attention.
+        ConflictError: If ``CausalLMConfig.attention`` names another kernel.
     """
 
     phase = Phase.LAYOUT
     traits = frozenset({Trait.AFTER_SHARDING, Trait.TRAINING_ONLY})
-    computes: ClassVar[str] = "same"
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (6, "no slow kernel for attention unseen")}
+    computes = "same"
+    helps = {"speed": (6, "no slow attention kernel that goes unnoticed")}
 
     def __init__(self, backend: Backend = "flash") -> None:
         super().__init__()
         check_choice("AttentionBackend", "backend", backend, get_args(Backend))
         self.backend = backend
-        self.ran: dict[str, int] = {}  # calls of each kernel in the first step
+        self.ran: dict[str, int] = {}  # number of calls of each kernel in the first step
         self._before: dict[str, bool] = {}
 
-    def check(self, trainer: Any, module: Any) -> None:
+    def check(self, trainer: Trainer, module: LightningModule) -> None:
         device = trainer.strategy.root_device
         asked = getattr(getattr(module, "model", None), "attention", None)
-        if isinstance(asked, str) and not self._means(asked):
+        if isinstance(asked, str) and not self._permits(asked):
             raise ConflictError(
-                f"AttentionBackend: backend={self.backend!r}, and model.attention={asked!r} names another kernel: "
-                "leave out one of the two"
+                f"AttentionBackend: backend={self.backend!r}, but model.attention={asked!r} names another kernel: "
+                "leave one of them out"
             )
-        if self.backend == "flex":
-            reason = "" if device.type == "cuda" else "FlexAttention has a backward pass on CUDA alone"
-        else:
-            precision = str(trainer.precision)
-            dtype = torch.bfloat16 if "bf16" in precision else torch.float16 if "16" in precision else torch.float32
+        reason = ""
+        if self.backend != "flex":
+            dtype = torch.float32
+            if "16" in str(trainer.precision):
+                dtype = torch.bfloat16 if "bf16" in str(trainer.precision) else torch.float16
             reason = try_kernel(self.backend, device, dtype)
+        elif device.type != "cuda":
+            reason = "FlexAttention has a backward pass on CUDA only"
         if reason:
             raise ConfigurationError(
                 f"AttentionBackend: backend={self.backend!r} cannot run on {device.type!r} with precision "
                 f"{trainer.precision}: {reason}"
             )
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if self.backend in _SWITCHES and not self._before:
             self._before = switch_kernels({name: name == self.backend for name in _SWITCHES})
         for step in _STEPS:
             wrap_method(trainer.strategy, step.__name__.lstrip("_"), step)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         switch_kernels(self._before)
         self._before = {}
         for step in _STEPS:
@@ -144,34 +149,32 @@ class AttentionBackend(Technique):
         ]
         if self.backend == "flex" and not found:
             raise ConfigurationError(
-                f"AttentionBackend: backend='flex' is for models of transformers, and {type(module).__name__} holds "
-                "none: torch's own attention chooses among flash, efficient, cudnn and math"
+                f"AttentionBackend: backend='flex' is for models of transformers, and {type(module).__name__} has "
+                "none: choose flash, efficient, cudnn or math"
             )
         names: list[str] = []
         for name, part in found:
             if any(name.startswith(f"{other}.") for other in names):
-                continue  # of one that is set already
+                continue  # part of a model that is configured already
             names.append(name)
-            if not self._means(attention_of(part.config)):
-                self._set(part)
-        kinds = ", ".join(sorted({type(module.get_submodule(name)).__name__ for name in names}))
-        return Report(
-            f"all attention runs by {self.backend}, or the run stops" + (f"; {kinds} is set to it" if kinds else ""),
-            modules=tuple(names),
-        )
+            if not self._permits(attention_of(part.config)):
+                self._configure(part)
+        summary = f"all attention uses {self.backend}, or the run stops"
+        if names:
+            summary += f"; {class_names(map(module.get_submodule, names))} is configured for it"
+        return Report(summary, modules=tuple(names))
 
-    def _means(self, implementation: str) -> bool:
-        """Whether a name of transformers' is this kernel, or torch's attention, which is held to it."""
+    def _permits(self, implementation: str) -> bool:
+        """Return whether an implementation of transformers runs this kernel, directly or through torch's attention."""
         if self.backend == "flex":
             return implementation == "flex_attention"
-        own = self.backend == "flash" and "flash_attention" in implementation
-        return own or implementation == "sdpa"
+        return implementation == "sdpa" or (self.backend == "flash" and "flash_attention" in implementation)
 
-    def _set(self, network: Any) -> None:
+    def _configure(self, network: Any) -> None:
         wanted = "flex_attention" if self.backend == "flex" else "sdpa"
         try:
             network.set_attn_implementation(wanted)
-            reason = "its layers take no other"
+            reason = "its layers support no other"
         except (ValueError, ImportError) as error:
             reason = str(error).strip().splitlines()[0]
         if attention_of(network.config) != wanted:
@@ -181,8 +184,8 @@ class AttentionBackend(Technique):
 
     @contextmanager
     def step(self, module: nn.Module, training: bool) -> Iterator[None]:
-        """A context around a step, in which torch's refusal becomes ours; the first of training is watched."""
-        # What is watched would not be compiled.
+        """Context of a step that explains torch's errors. The first training step also counts the kernels' calls."""
+        # Torch does not compile under a dispatch mode, so compiled modules are not counted.
         watched = training and not self.ran and not any(is_compiled(part) for part in module.modules())
         try:
             with Kernels() if watched else nullcontext() as kernels:
@@ -192,32 +195,33 @@ class AttentionBackend(Technique):
                 raise
             raise ConfigurationError(self._refusal(module)) from error
         if kernels is not None:
-            self._note(module, kernels.counts)
+            self._report(module, kernels.counts)
 
-    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
-        if isinstance(exception, RuntimeError) and _REFUSED.search(str(exception)):  # outside of a step
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, RuntimeError) and _REFUSED.search(str(exception)):  # raised outside a step
             exception.add_note(self._refusal(pl_module))
         super().on_exception(trainer, pl_module, exception)
 
     def _refusal(self, module: nn.Module) -> str:
-        heads = ", grouped heads, which it has no kernel for on CUDA" if self.backend == "efficient" else ""
+        heads = ", grouped heads, which it does not support on CUDA" if self.backend == "efficient" else ""
         return (
-            f"AttentionBackend: backend={self.backend!r} does not take what {type(module).__name__} calls attention "
-            f"with, of which torch's warnings say what (sizes, a mask, dropout{heads}): leave AttentionBackend out, or "
-            "take 'math'"
+            f"AttentionBackend: backend={self.backend!r} does not support the arguments with which "
+            f"{type(module).__name__} calls attention. Torch's warnings name the reason (sizes, a mask, "
+            f"dropout{heads}): leave AttentionBackend out, or use 'math'"
         )
 
-    def _note(self, module: nn.Module, counts: dict[str, int]) -> None:
-        outside = [part for part in module.modules() if hasattr(part, "set_attn_implementation")]
-        own = sorted({attention_of(part.config) for part in outside} - {"sdpa", "eager"})  # no operator of torch's
+    def _report(self, module: nn.Module, counts: dict[str, int]) -> None:
+        """Log the kernels of the first step, or raise if it called no attention."""
+        implementations = {attention_of(p.config) for p in module.modules() if hasattr(p, "set_attn_implementation")}
+        own = sorted(implementations - {"sdpa", "eager"})  # kernels that are no operators of torch cannot be counted
         self.ran = counts or dict.fromkeys(own, 1)
         if not self.ran:
             raise ConfigurationError(
                 f"AttentionBackend: no attention ran in {type(module).__name__}.training_step: nothing calls "
-                "torch.nn.functional.scaled_dot_product_attention"
+                "torch.nn.functional.scaled_dot_product_attention. Leave AttentionBackend out"
             )
-        said = ", ".join(f"{name} ({count} calls)" for name, count in counts.items()) or ", ".join(own)
-        rank_zero_info(f"AttentionBackend: in the first step ran {said}")
+        kernels = ", ".join(f"{name} ({count} calls)" for name, count in counts.items()) or ", ".join(own)
+        rank_zero_info(f"AttentionBackend: kernels of the first step: {kernels}")
 
 
 def _run(strategy: Any, step: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,23 +1,24 @@
-"""Block swapping: blocks live in CPU memory, and come to the device one ahead of their use.
+"""Block swapping: blocks are kept in CPU memory, and each is copied to the device one block ahead of its use.
 
-    forward of block l  |  copy in l + 1;    backward of block l  |  copy in l - 1;    the one that is done is dropped
+    forward of block l  |  copy in l + 1;    backward of block l  |  copy in l - 1;    the finished block is dropped
     trained blocks:  gradient -> CPU as soon as it is complete;    the optimizer steps in CPU memory
 
-Saves: the frozen weights of all blocks on the device but those of two; with ``trained`` also what trains in them, its
-    gradients and the optimizer's states
-Costs: the swapped bytes over the bus once forward and once backward; as much CPU memory, rounded up to powers of two;
-    with ``trained`` gradients over the bus, too, and an optimizer's step that the CPU computes
+Saves: the frozen weights of all blocks on the device, except those of two; with ``trained`` also the trained weights of
+    the blocks, their gradients and the optimizer's states
+Costs: two transfers of the swapped bytes per step; as much CPU memory, rounded up to powers of two; with ``trained``
+    also transfers of the gradients, and an optimizer step on the CPU
 Source: kohya's blocks_to_swap, https://github.com/kohya-ss/musubi-tuner; https://arxiv.org/abs/2104.07857
 
-What is frozen never changes, so that nothing is copied back; what trains changes in CPU memory alone. Quantised blocks
-(``QuantizeBase``, bitsandbytes' with their constants) are a quarter of the bytes. Names, checkpoints and gradients are
-as without it, bit by bit.
+Frozen weights never change, so they are not copied back; trained weights are changed in CPU memory. Quantised blocks
+(``QuantizeBase``, bitsandbytes with its constants) need a quarter of the transfers. Names, checkpoints and gradients
+are the same as without swapping, bit by bit.
 """
 
 from collections.abc import MutableMapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
@@ -29,26 +30,29 @@ from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.mechanisms.blocks.block_map import find_blocks
 from lit_efficient.mechanisms.blocks.swapping import Swap, swapped_names, swapped_tensors
 from lit_efficient.mechanisms.trials.memory import format_bytes
-from lit_efficient.surgery import mix_in, unmixed
+from lit_efficient.surgery import class_names, mix_in
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
 
-_AT_ONCE = 2  # blocks on the device
+_ON_DEVICE = 2  # number of blocks on the device at a time
 
 
 class _Swapped(Loads, Stays, nn.Module):
-    """Mix-in of a block. It acts around the call, so that what is compiled, recomputed or hooked lies within."""
+    """Mix-in of a block. It acts around ``__call__``, so that compiled code, recomputation and hooks are inside."""
 
     _swap: Swap
     _swap_number: int
     _swap_names: tuple[str, ...]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # the frame is then run as it is
-            raise ConfigurationError("BlockSwap: a block is compiled as a part of something larger")
+        if torch.compiler.is_compiling():
+            # The error ends the trace, and the compiler runs this frame in Python instead.
+            raise ConfigurationError("BlockSwap: a block is compiled as part of a larger graph; use modules='blocks'")
         device = next((x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)), None)
         if device is None:
-            raise ConfigurationError("BlockSwap: a block was called without tensors, which say where it is to run")
+            raise ConfigurationError(
+                "BlockSwap: a block was called without tensors, so that its device is unknown; leave it out of blocks"
+            )
         self._swap.add(self._swap_number, self, self._swap_names)
         self._swap.enter(self._swap_number, device)
         output = super().__call__(*args, **kwargs)
@@ -58,7 +62,7 @@ class _Swapped(Loads, Stays, nn.Module):
         return output
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self._swap.come_to_rest()  # what is on the device is filled anew, whoever holds it
+        self._swap.come_to_rest()  # copies on the device are overwritten, also if a state dict refers to them
         return super().state_dict(*args, **kwargs)
 
     def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:
@@ -71,40 +75,38 @@ class _Swapped(Loads, Stays, nn.Module):
 
 
 class BlockSwap(Technique):
-    """Keep the weights of repeated blocks in CPU memory; at most two blocks' are on the device at any moment.
+    """Keep the weights of repeated blocks in CPU memory; at most two blocks are on the device at a time.
 
-    What trains stays on the device: adapters, norms that learn, with their gradients and states. Blocks of which
-    nothing is frozen are refused. Weights that begin to train in the run stay on the device from then on. Weights that
-    several modules share stay there, too.
+    Trained parameters stay on the device: adapters and norms, with their gradients and states. Blocks without frozen
+    parameters raise an error. Weights that begin to train during the run stay on the device from then on, and so do
+    weights that several modules share.
 
-    With ``trained`` what trains in the blocks is in CPU memory as well, and so are its gradients and the states of the
-    optimizer, which steps there. It is as slow as the CPU: for adapters and other small parts leave it out.
+    With ``trained`` the trained parameters of the blocks are in CPU memory, too, with their gradients and the states of
+    the optimizer, which steps on the CPU. This is slow: do not use it for adapters and other small parts.
 
     Args:
-        keep: How many of the first blocks stay on the device, at least 0: as many as fit.
-        blocks: ``auto`` finds repeated blocks, in a UNet the residual and attention blocks of each level; otherwise
+        keep: Number of the first blocks that stay on the device, at least 0. Choose as many as fit.
+        blocks: ``auto`` finds the repeated blocks, in a UNet the residual and attention blocks of each level. Otherwise
             regular expressions for dotted names.
-        trained: Whether weights that train are swapped, too.
+        trained: Also swap weights that train.
 
     Raises:
-        ConfigurationError: For a device whose memory is the CPU's, for an argument out of range, without such blocks,
-            where nothing in them is frozen or trained is set, and for gradients of gradients of what trains.
-        ConflictError: For a strategy of several processes, which wants all weights on their devices; with trained for a
-            gradient scaler (16-mixed).
+        ConfigurationError: For a device that uses CPU memory, an argument out of range, if there are no such blocks, if
+            they have neither frozen weights nor ``trained`` is set, and for second derivatives of trained weights.
+        ConflictError: For a strategy with several processes, which needs all weights on its devices; with ``trained``
+            for a gradient scaler (16-mixed).
     """
 
     phase = Phase.RECOMPUTE
     traits = frozenset({Trait.TRAINING_ONLY})
-    conflicts: ClassVar[dict[str, str]] = {
-        "Compile(modules='network')": "blocks inside of what is compiled as a whole are not seen: use modules='blocks'",
-        "Compile(mode='reduce-overhead')": "CUDA graphs want weights that stay where they are: leave mode out",
-        "Compile(mode='max-autotune')": "CUDA graphs want weights that stay: use max-autotune-no-cudagraphs",
-        "SpikeGuard(action='rewind')": "it puts back weights where they are not: use action='skip'",
+    conflicts = {
+        "Compile(modules='network')": "blocks inside a compiled network cannot be swapped: use modules='blocks'",
+        "Compile(mode='reduce-overhead')": "CUDA graphs need weights at fixed addresses: leave mode out",
+        "Compile(mode='max-autotune')": "CUDA graphs need weights at fixed addresses: use max-autotune-no-cudagraphs",
+        "SpikeGuard(action='rewind')": "it restores weights on the device, where they are not: use action='skip'",
     }
-    computes: ClassVar[str] = "same"
-    helps: ClassVar[dict[str, tuple[int, str]]] = {
-        "memory": (10, "weights of the blocks that are frozen, or of all, for transfers in each step")
-    }
+    computes = "same"
+    helps = {"memory": (10, "weights of frozen blocks, or of all blocks, for transfers in each step")}
 
     def __init__(self, keep: int = 0, blocks: str | list[str] = "auto", trained: bool = False) -> None:
         super().__init__()
@@ -113,39 +115,44 @@ class BlockSwap(Technique):
         self.blocks = blocks
         self.trained = trained
 
-    def check(self, trainer: Any, module: Any) -> None:
-        device, traits = trainer.strategy.root_device.type, traits_of(trainer.strategy)
+    def check(self, trainer: Trainer, module: LightningModule) -> None:
+        traits = traits_of(trainer.strategy)
         if traits.shards or traits.replicates:
             raise ConflictError(
-                f"BlockSwap: {traits.name} wants all weights on the devices when it starts: use one device, or shard "
-                "with FSDP2, whose CPUOffloadPolicy keeps what it shards in CPU memory"
+                f"BlockSwap: {traits.name} needs all weights on the devices when it starts: use one device, or shard "
+                "with FSDP2, whose CPUOffloadPolicy keeps shards in CPU memory"
             )
         if self.trained and getattr(trainer.precision_plugin, "scaler", None) is not None:
             raise ConflictError(
-                "BlockSwap: with trained=True gradients are in CPU memory, and a gradient scaler (16-mixed) looks for "
-                "them on the device: use bf16-true or bf16-mixed, or leave trained out"
+                "BlockSwap: with trained=True gradients are in CPU memory, but a gradient scaler (16-mixed) reads them "
+                "on the device: use bf16-true or bf16-mixed, or leave trained out"
             )
+        device = trainer.strategy.root_device.type
         if device in ("cpu", "mps"):
             raise ConfigurationError(
-                f"BlockSwap: this trainer's device is {device!r}, whose memory is the CPU's: there is nothing to save. "
-                "Use accelerator='gpu', or QuantizeBase, which saves memory on any device"
+                f"BlockSwap: this trainer's device is {device!r}, which uses CPU memory: nothing can be saved. Use "
+                "accelerator='gpu', or QuantizeBase, which saves memory on any device"
             )
 
     def transform(self, module: nn.Module) -> Report:
-        found = find_blocks(module, self.blocks, who=type(self).__name__, declared=False)
-        if len(found) <= _AT_ONCE:
+        found = find_blocks(module, self.blocks, who="BlockSwap", declared=False)
+        if len(found) <= _ON_DEVICE:
             raise ConfigurationError(
-                f"BlockSwap: {type(module).__name__} has {len(found)} blocks, and {_AT_ONCE} are on the device at a "
-                "time: there is nothing to save; name smaller parts in blocks, or leave it out"
+                f"BlockSwap: {type(module).__name__} has {len(found)} blocks, and {_ON_DEVICE} are on the device at a "
+                "time, so that nothing can be saved: name smaller parts in blocks, or leave BlockSwap out"
             )
-        if len(found) - self.keep <= _AT_ONCE:
-            allowed = f"below {len(found) - _AT_ONCE}, since {_AT_ONCE} of the {len(found)} blocks are there anyway"
+        if len(found) - self.keep <= _ON_DEVICE:
+            allowed = f"below {len(found) - _ON_DEVICE}, because {_ON_DEVICE} of {len(found)} blocks are always there"
             raise refusal("BlockSwap", "keep", allowed, self.keep)
-        later = set() if self.trained else {id(module.get_parameter(name)) for name in held(module)}
-        swap, sizes, swapped = Swap(self.trained), [], []
+        later: set[int] = set()
+        if not self.trained:
+            later = {id(module.get_parameter(name)) for name in held(module)}
+        swap = Swap(self.trained)
+        sizes = []
+        swapped = []
         for number, (name, block) in enumerate(found[self.keep :]):
-            inside = {id(part) for part in block.modules()}
-            outside = (part for part in module.modules() if id(part) not in inside)
+            inside = set(block.modules())
+            outside = [part for part in module.modules() if part not in inside]
             elsewhere = later.union(id(p) for part in outside for p in part.parameters(recurse=False))
             names = tuple(swapped_names(block, elsewhere, self.trained))
             if not names:
@@ -159,48 +166,65 @@ class BlockSwap(Technique):
             swap.add(number, block, names)
         if not swapped:
             raise ConfigurationError(
-                f"BlockSwap: nothing is frozen in the {len(found)} blocks of {type(module).__name__}, and what trains "
-                "stays on the device: put LoRA beside it, freeze weights in __init__, setup or configure_model, or use "
+                f"BlockSwap: nothing is frozen in the {len(found)} blocks of {type(module).__name__}, and trained "
+                "weights stay on the device: add LoRA, freeze weights in __init__, setup or configure_model, or use "
                 "trained=True"
             )
-        saved = sum(sizes) - sum(sorted(sizes)[-2:])
-        which = "" if self.trained else "frozen "
-        kinds = ", ".join(sorted({unmixed(block).__name__ for _, block in swapped}))
+        on_device = sum(sorted(sizes)[-_ON_DEVICE:])
+        frozen = "" if self.trained else "frozen "
         return Report(
-            f"{len(swapped)} of {len(found)} blocks ({kinds}) have {format_bytes(sum(sizes))} of {which}weights in "
-            f"CPU memory, {format_bytes(sum(sizes) - saved)} of them at a time on the device",
+            f"{len(swapped)} of {len(found)} blocks ({class_names(block for _, block in swapped)}) have "
+            f"{format_bytes(sum(sizes))} of {frozen}weights in CPU memory, {format_bytes(on_device)} of them at a time "
+            "on the device",
             modules=tuple(name for name, _ in swapped),
-            bytes_saved=saved,
+            bytes_saved=sum(sizes) - on_device,
         )
 
-    def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
-        """Warn where casts of the weights are kept, which nobody swaps; states that Lightning has moved come back."""
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Warn if autocast keeps copies of the weights, and move restored optimizer states to CPU memory."""
         blocks = _swapped(pl_module)
-        wide = [p for b in blocks for p in b.parameters() if p.dtype == torch.float32 and p.ndim > 1]
-        frozen = any(not p.requires_grad for p in wide) and not any(getattr(b, "_recomputes", False) for b in blocks)
-        trains = self.trained and any(p.requires_grad for p in wide)  # such casts are kept by autocast itself
-        if "mixed" in str(trainer.precision) and (frozen or trains):
-            kind, way = ("", "") if trains else ("frozen ", ", or ActivationCheckpointing beside it")
-            rank_zero_warn(
-                f"BlockSwap: under precision={trainer.precision!r} each layer keeps a copy of its {kind}float32 weight"
-                f" in 16 bits for the backward pass, on the device: use bf16-true{way}"
-            )
-        for block in blocks if self.trained else ():
-            block._swap.come_to_rest()
-        for optimizer in trainer.optimizers if self.trained else ():
+        if "mixed" in str(trainer.precision):
+            self._warn_of_copies(trainer, blocks)
+        if not self.trained:
+            return
+        self._come_to_rest(pl_module)
+        # Lightning moves states to the device of the module, not to that of their parameters.
+        for optimizer in trainer.optimizers:
             for p, state in optimizer.state.items():
                 if p.device.type == "cpu" and isinstance(state, MutableMapping):
                     state.update({key: value.to("cpu") for key, value in state.items() if isinstance(value, Tensor)})
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        for block in _swapped(pl_module) if self.trained else ():  # of a step without a backward pass
+    def _warn_of_copies(self, trainer: Trainer, blocks: list[_Swapped]) -> None:
+        """Warn if the backward pass needs casts of float32 weights, which stay on the device."""
+        wide = [p for block in blocks for p in block.parameters() if p.dtype == torch.float32 and p.ndim > 1]
+        recomputed = any(getattr(block, "_recomputes", False) for block in blocks)
+        kind = None
+        remedy = "use bf16-true"
+        if self.trained and any(p.requires_grad for p in wide):
+            kind = ""  # autocast caches these casts, also in recomputed blocks
+        elif not recomputed and any(not p.requires_grad for p in wide):
+            kind = "frozen "
+            remedy += ", or add ActivationCheckpointing"
+        if kind is not None:
+            rank_zero_warn(
+                f"BlockSwap: under precision={trainer.precision!r} each layer keeps a copy of its {kind}float32 weight"
+                f" in 16 bits for the backward pass, on the device: {remedy}"
+            )
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        if self.trained:  # a step without a backward pass leaves blocks on the device
+            self._come_to_rest(pl_module)
+
+    def _come_to_rest(self, module: nn.Module) -> None:
+        for block in _swapped(module):
             block._swap.come_to_rest()
 
-    def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
-        for block in _swapped(pl_module):
-            block._swap.come_to_rest()
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._come_to_rest(pl_module)
 
-    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.on_fit_end(trainer, pl_module)
         super().on_exception(trainer, pl_module, exception)
 

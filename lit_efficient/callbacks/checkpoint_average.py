@@ -7,6 +7,7 @@ Costs: k copies of the weights in CPU memory, one more in validation; statistics
 Source: LAWA: Kaddour (2022), https://arxiv.org/abs/2209.14981; SWA: Izmailov et al. (2018), https://arxiv.org/abs/1803.05407
 """
 
+from lightning.pytorch import LightningModule, Trainer
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -54,7 +55,7 @@ class CheckpointAverage(ShadowWeights):
     label = "average"
     phase = Phase.AVERAGE
     traits = frozenset({Trait.SWAPS_WEIGHTS})
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (2, "averages the last weights of a constant rate")}
+    helps = {"quality": (2, "averages the last weights of a constant rate")}
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class CheckpointAverage(ShadowWeights):
             details={"snapshot_bytes": size},
         )
 
-    def check(self, trainer: Any, module: Any) -> None:
+    def check(self, trainer: Trainer, module: Any) -> None:
         if batch_norms(module) and not module.automatic_optimization:
             raise ConflictError(
                 f"CheckpointAverage computes statistics of BatchNorm by calling training_step, which would step the "
@@ -111,12 +112,12 @@ class CheckpointAverage(ShadowWeights):
         return tracked
 
     @outside_autograd
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._place(pl_module)
         self._step = trainer.global_step
 
     @outside_autograd
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int) -> None:
         before, self._step = self._step, trainer.global_step
         due = self._step // self.every_n_steps > before // self.every_n_steps
         if (due and self._step > self.start_step) or self.worst_case:

@@ -1,17 +1,18 @@
-"""Chunked cross-entropy: a language model's loss without its logits.
+"""Chunked cross-entropy: compute the loss of a language model without all of its logits.
 
     for each chunk of c tokens: logits = W h_c [c, V] -> loss and gradients of h_c and W;    the logits are overwritten
 
-Saves: the logits and their gradients, 8 N V bytes and more; what is left is the head's gradient and c rows of logits
-Costs: nothing on a CPU, where smaller logits are faster; no logits in the output of a call with labels
+Saves: the logits and their gradients, at least 8 N V bytes; the head's gradient and c rows of logits remain
+Costs: nothing on a CPU, where smaller logits are faster; a call with labels returns no logits
 Source: Wijmans et al. (2024), https://arxiv.org/abs/2411.09009; measured by benchmarks/cross_entropy.py
 
 The formulas are in :mod:`lit_efficient.losses.chunked_cross_entropy`.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from lit_efficient.declaration import Phase, Report
@@ -29,29 +30,32 @@ from lit_efficient.technique import Technique
 
 
 class ChunkedCrossEntropy(Technique):
-    """Compute the loss of a causal language model from its hidden states, a chunk of tokens at a time.
+    """Compute the loss of a causal language model from its hidden states, one chunk of tokens at a time.
 
-    Acts where the network is called with ``labels``, in training and validation alike: transformers'
-    ``...ForCausalLM``, our ``GPT``, and any network with ``forward(..., labels=...)``, a ``head`` and
-    ``loss_function = token_losses``. The output's ``logits`` are then ``None``. Calls without labels (generation) are
-    untouched. The head may be tied, frozen, quantised or under adapters; scale and softcap of the logits are those that
-    the network's own forward applies, and auxiliary losses of experts stay.
+    Acts where the network is called with ``labels``, in training and validation: transformers' ``...ForCausalLM``, our
+    ``GPT``, and any network with ``forward(..., labels=...)``, a ``head`` and ``loss_function = token_losses``. The
+    output's ``logits`` are then ``None``. Calls without labels (generation) do not change. The head may be tied,
+    frozen, quantised or adapted. Scale and softcap of the logits, and auxiliary losses of experts, are those of the
+    network's own forward.
 
     Args:
-        chunk_size: Tokens at a time, at least 1; ``None``: 256 on a CPU, and on a GPU as many as have 1 GiB of logits.
-        backend: What makes losses and gradients of a chunk's logits: ``torch``; ``liger``, one kernel of liger-kernel,
-            on a GPU; ``auto`` is Liger's where it is installed and gives the right numbers, which is tried once.
-        z_loss: Weight of the squared log-partition function, at least 0 (1e-4 in PaLM); in training only.
-        label_smoothing: Share of the target spread over the vocabulary, at least 0 and below 1; in training only.
+        chunk_size: Number of tokens in a chunk, at least 1. ``None``: 256 on a CPU, and on a GPU the number of tokens
+            with 1 GiB of logits.
+        backend: Implementation of the loss of a chunk: ``torch``; ``liger``, a kernel of liger-kernel for GPUs; or
+            ``auto``, which is ``liger`` if it is installed and a trial gives the right numbers.
+        z_loss: Weight of the squared log-partition function, at least 0 (1e-4 in PaLM). In training only.
+        label_smoothing: Fraction of the target that is spread over the vocabulary, at least 0 and below 1. In training
+            only.
 
     Raises:
-        ConfigurationError: For an argument out of range, without such a network, in the first step if ``training_step``
-            never called it with labels, and where a network does anything to its logits but scale and bound them.
+        ConfigurationError: For an argument out of range; if there is no such network; in the first step if
+            ``training_step`` did not call it with labels; and if a network changes its logits by more than scaling and
+            bounding them.
     """
 
     phase = Phase.RECOMPUTE
-    computes: ClassVar[str] = "same"
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"memory": (3, "the logits of a language model, for nothing")}
+    computes = "same"
+    helps = {"memory": (3, "the logits of a language model, at no cost")}
 
     def __init__(
         self, chunk_size: int | None = None, backend: str = "auto", z_loss: float = 0.0, label_smoothing: float = 0.0
@@ -68,9 +72,9 @@ class ChunkedCrossEntropy(Technique):
         self.backend = backend
         self.z_loss = z_loss
         self.label_smoothing = label_smoothing
-        self._device = torch.device("cpu")  # without a trainer
+        self._device = torch.device("cpu")  # used without a trainer
 
-    def check(self, trainer: Any, module: Any) -> None:
+    def check(self, trainer: Trainer, module: LightningModule) -> None:
         self._device = trainer.strategy.root_device
         takes_liger(self.backend, self._device, torch.float32, self._terms)
 
@@ -78,33 +82,38 @@ class ChunkedCrossEntropy(Technique):
         found = [(name, part) for name, part in module.named_modules() if takes_labels(part)]
         if not found:
             raise ConfigurationError(
-                f"ChunkedCrossEntropy: {type(module).__name__} holds no causal language model that takes labels (a "
+                f"ChunkedCrossEntropy: {type(module).__name__} has no causal language model that takes labels (a "
                 "transformers ...ForCausalLM, GPT, or a network with a head, forward(..., labels) and loss_function = "
-                "token_losses); where you compute the loss yourself, call chunked_cross_entropy on the hidden states"
+                "token_losses). If you compute the loss yourself, call chunked_cross_entropy on the hidden states"
             )
-        how = ChunkedLoss(self.chunk_size, self.backend, self.label_smoothing, self.z_loss)
-        sizes = []
+        settings = ChunkedLoss(self.chunk_size, self.backend, self.label_smoothing, self.z_loss)
+        vocabulary = 0
         for _, network in found:
             head: Any = output_head(network)
-            sizes.append(vocabulary_of(head))
-            defer(network, how)
-        size = self.chunk_size or chunk_size_of(self._device, max(sizes), 2**31)
-        chunk = size * max(sizes) * 4 / 2**20
-        reason = self.backend if self.backend == "torch" else why_not(self._device, torch.float32, self._terms)
-        maker = "torch" if reason else "liger"
+            vocabulary = max(vocabulary, vocabulary_of(head))
+            defer(network, settings)
+        size = self.chunk_size or chunk_size_of(self._device, vocabulary, 2**31)
+        reason = self.backend
+        if self.backend != "torch":
+            reason = why_not(self._device, torch.float32, self._terms)
+        kernel = "torch" if reason else "liger"
+        # A CPU never has Liger's kernel, which needs no explanation.
         if reason and self.backend == "auto" and self._device.type != "cpu":
-            maker += f" ({reason})"
+            kernel += f" ({reason})"
+        mebibytes = size * vocabulary * 4 / 2**20
         return Report(
-            f"{size} tokens x {max(sizes):,} logits at a time ({chunk:.1f} MiB), {maker}",
+            f"{size} tokens x {vocabulary:,} logits at a time ({mebibytes:.1f} MiB), {kernel}",
             modules=tuple(name for name, _ in found),
-            details={"chunk_size": size, "vocabulary": max(sizes)},
+            details={"chunk_size": size, "vocabulary": vocabulary},
         )
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         networks = [part for part in pl_module.modules() if hasattr(part, "chunked_loss_used")]
         if not any(network.chunked_loss_used for network in networks):
             raise ConfigurationError(
-                f"ChunkedCrossEntropy: {type(pl_module).__name__}.training_step never called "
-                f"{type(networks[0]).__name__} with labels, so its logits were whole: call network(..., labels=labels) "
-                "and use the loss that it returns"
+                f"ChunkedCrossEntropy: {type(pl_module).__name__}.training_step did not call "
+                f"{type(networks[0]).__name__} with labels, so all of its logits were computed: call "
+                "network(..., labels=labels) and use the loss that it returns"
             )

@@ -11,6 +11,7 @@ twelve blocks that differ in a number it runs four uncompiled, with one line in 
 """
 
 import difflib
+from lightning.pytorch import LightningModule, Trainer
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
@@ -81,8 +82,8 @@ class Compile(Technique):
 
     phase = Phase.COMPILE
     traits = frozenset({Trait.AFTER_SHARDING, Trait.TRAINING_ONLY})
-    computes: ClassVar[str] = "same"
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (1, "fewer kernels, the same training")}
+    computes = "same"
+    helps = {"speed": (1, "fewer kernels, the same training")}
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class Compile(Technique):
         self._retains = False
         self._donated_before: bool | None = None
 
-    def check(self, trainer: Any, module: Any) -> None:
+    def check(self, trainer: Trainer, module: Any) -> None:
         self._retains = any(has_trait(callback, Trait.RETAINS_GRAPH) for callback in trainer.callbacks)
 
     def transform(self, module: nn.Module) -> Report:
@@ -130,7 +131,7 @@ class Compile(Technique):
             f"{len(found)} modules ({kinds}) are compiled in place by {how}", modules=tuple(name for name, _ in found)
         )
 
-    def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         if self._retains:  # a backward graph that may overwrite what it was given can be run once
             self._donated_before = swap_setting("donated_buffer", False)
@@ -139,7 +140,7 @@ class Compile(Technique):
         compile_in_place(lost, **self._options())
         self._counted, self._broken = counts(), breaks()
 
-    def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._restore()
         graphs, tried, done = (now - before for now, before in zip(counts(), self._counted or counts(), strict=True))
         rank_zero_info(f"Compile: {graphs} new graphs of {done} functions in this fit")
@@ -155,7 +156,7 @@ class Compile(Technique):
                 'TORCH_LOGS="recompiles,graph_breaks" says more'
             )
 
-    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._restore()
         if found := refused(exception):
             exception.add_note(

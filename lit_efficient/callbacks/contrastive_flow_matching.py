@@ -8,6 +8,7 @@ Costs: two elementwise operations on the batch a step
 Source: Stoica et al. (2025), https://arxiv.org/abs/2506.05350
 """
 
+from lightning.pytorch import LightningModule, Trainer
 from typing import Any, ClassVar
 
 import torch
@@ -62,10 +63,10 @@ class ContrastiveFlowMatching(LossHooks, Technique):
     """
 
     phase = Phase.LOSS
-    reasons: ClassVar[dict[Trait, str]] = {
+    reasons = {
         Trait.NEEDS_WHOLE_BATCH: "each sample is set against another one of its batch",
     }
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (12, "fewer steps of flow matching, at no cost a step")}
+    helps = {"speed": (12, "fewer steps of flow matching, at no cost a step")}
 
     def __init__(self, weight: float = 0.05, seed: int = 0) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ class ContrastiveFlowMatching(LossHooks, Technique):
         self.seed = seed
         self._sizes: set[int] = set()
 
-    def check(self, trainer: Any, module: Any) -> None:
+    def check(self, trainer: Trainer, module: Any) -> None:
         said = getattr(module, "prediction", None)
         if isinstance(said, str) and said != "flow":
             raise ConflictError(
@@ -108,7 +109,7 @@ class ContrastiveFlowMatching(LossHooks, Technique):
         module.log("train/contrastive_flow", term.detach(), batch_size=1)
         return self.weight * term
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         sizes, self._sizes = self._sizes, set()
         if sizes == {1}:
             raise ConfigurationError("ContrastiveFlowMatching: batches must hold at least 2 samples a process, got 1")

@@ -13,6 +13,7 @@ import math
 import multiprocessing
 import os
 import time
+from lightning.pytorch import LightningModule, Trainer
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, replace
@@ -171,8 +172,8 @@ class DataLoaderTuner(Technique):
         ConfigurationError: For an argument out of range.
     """
 
-    computes: ClassVar[str] = "same"
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (5, "workers and pinning by measuring, where steps wait")}
+    computes = "same"
+    helps = {"speed": (5, "workers and pinning by measuring, where steps wait")}
 
     def __init__(
         self,
@@ -196,13 +197,13 @@ class DataLoaderTuner(Technique):
         self.chosen: list[Loading] = []  # of each training loader in turn
         self._cost: Callable[..., float] = seconds_a_batch
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self.chosen = []
             wrap_method(trainer.strategy, "process_dataloader", _process_dataloader)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         unwrap_method(trainer.strategy, "process_dataloader", _process_dataloader)
         super().teardown(trainer, pl_module, stage)
 
@@ -211,7 +212,7 @@ class DataLoaderTuner(Technique):
             return Report(f"tries training loaders, {self.batches} batches a setting")
         return Report("; ".join(map(str, self.chosen)))
 
-    def tuned(self, trainer: Any, loader: Any) -> Any:
+    def tuned(self, trainer: Trainer, loader: Any) -> Any:
         """The loader with the setting that was picked for it, or itself where that must not change."""
         if not isinstance(loader, DataLoader):
             return self._leave(loader, "is no DataLoader")
@@ -242,7 +243,7 @@ class DataLoaderTuner(Technique):
         rank_zero_info("\n".join([f"DataLoaderTuner: {choice} (was: {start})", *lines]))
         return set_loading(copied(loader), *astuple(choice))
 
-    def _numbers(self, trainer: Any, start: Loading) -> list[int]:
+    def _numbers(self, trainer: Trainer, start: Loading) -> list[int]:
         if self.workers is not None:
             return list(self.workers)
         if not start.num_workers and multiprocessing.get_start_method() != "fork":
@@ -255,7 +256,7 @@ class DataLoaderTuner(Technique):
         most = max(1, processors // max(1, trainer.num_devices))
         return [0, *(2**i for i in range(most.bit_length()))]
 
-    def _draws(self, trainer: Any, loader: DataLoader[Any]) -> bool:
+    def _draws(self, trainer: Trainer, loader: DataLoader[Any]) -> bool:
         """Whether reading a batch draws random numbers, in an order that depends on the workers."""
         own, every = own_generators(loader.dataset), own_generators(loader)
         states, states_of_all = generator_states(own), generator_states(every)

@@ -8,6 +8,7 @@ Costs: one more batch on the device, and one more on the host.
 Source: torch's tutorial on pin_memory and non_blocking, https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html.
 """
 
+from lightning.pytorch import LightningModule, Trainer
 from collections import Counter
 from typing import Any, ClassVar
 
@@ -47,8 +48,8 @@ class DevicePrefetcher(Technique):
     """
 
     traits = frozenset({Trait.LEAVES_TRACES})  # it reads the run's own batches
-    computes: ClassVar[str] = "same"
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (4, "a GPU does not wait for its batches to be copied")}
+    computes = "same"
+    helps = {"speed": (4, "a GPU does not wait for its batches to be copied")}
 
     def __init__(self, ahead: bool = True) -> None:
         super().__init__()
@@ -66,7 +67,7 @@ class DevicePrefetcher(Technique):
         self._waits: HostWaits | None = None
         self._said: set[str] = set()
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self._device, self._stream = trainer.strategy.root_device, None
         self._reads_ahead, self._batches = (None if self.ahead else False), 0
@@ -74,30 +75,30 @@ class DevicePrefetcher(Technique):
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         unwatch(trainer, self._looking)
         super().teardown(trainer, pl_module, stage)
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._take(trainer, trainer.fit_loop, training=True)
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         fitting = trainer.state.fn == "fit"
         self._take(trainer, trainer.fit_loop.epoch_loop.val_loop if fitting else trainer.validate_loop)
 
-    def on_test_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._take(trainer, trainer.test_loop)
 
-    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._take(trainer, trainer.predict_loop)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         if self._stream is not None and self._waits is None and self._batches > 1:
             self._waits = HostWaits()
             if not counts()[2]:  # the compiler gives up on what it meets for the first time while it is watched
                 watch(trainer, self._looking)
 
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._reads_ahead or self._stream is None:
             return
         states = random_states() if self._seeded else None
@@ -108,14 +109,14 @@ class DevicePrefetcher(Technique):
                 self._after = random_states()
                 set_random_states(states)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int) -> None:
         unwatch(trainer, self._looking)
         if self._waits is not None and self._waits.places:
             places, self._waits.places = self._waits.places, Counter()
             listed = "".join(f"\n  {place}" for place, _ in places.most_common(8))
             rank_zero_warn(f"DevicePrefetcher: in a step the host waits for the device, which then idles:{listed}")
 
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         if self._behind is not None:
             put_states(checkpoint, self._behind)
@@ -125,7 +126,7 @@ class DevicePrefetcher(Technique):
             return Report(f"nothing to do on a {self._device.type}: batches stay where they are")
         return Report("batches are copied on a stream of their own" + ", the next one while this one runs" * self.ahead)
 
-    def _take(self, trainer: Any, loop: Any, training: bool = False) -> None:
+    def _take(self, trainer: Trainer, loop: Any, training: bool = False) -> None:
         if self._stream is None:
             return
         reading = (_nothing, self._move, self._arrived)

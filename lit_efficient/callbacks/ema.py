@@ -7,6 +7,7 @@ Costs: 4 bytes a parameter, in validation 16-bit weights once more, and one pass
 Source: Polyak and Juditsky (1992); warm-ups of ema-pytorch and diffusers; switch EMA: https://arxiv.org/abs/2402.09240
 """
 
+from lightning.pytorch import LightningModule, Trainer
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -48,7 +49,7 @@ class EMA(ShadowWeights):
     label = "ema"
     phase = Phase.AVERAGE
     traits = frozenset({Trait.SWAPS_WEIGHTS})
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (1, "evaluates with averaged weights")}
+    helps = {"quality": (1, "evaluates with averaged weights")}
 
     def __init__(
         self,
@@ -122,7 +123,7 @@ class EMA(ShadowWeights):
         return tracked
 
     @outside_autograd
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Allocate the average, or put a restored one where the parameters are: all weights are restored by now."""
         self._parameters = self._tracked(pl_module)
         sharded = next((n for n, p in self._parameters.items() if is_sharded(p)), None)
@@ -146,7 +147,7 @@ class EMA(ShadowWeights):
         self._step = trainer.global_step
 
     @outside_autograd
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int) -> None:
         before, step = self._step, trainer.global_step
         self._step = step
         since = step - 1 - self.start_step
@@ -159,13 +160,13 @@ class EMA(ShadowWeights):
             update_(list(self._parameters.values()), list(self._average.values()), 0.0)
 
     @outside_autograd
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for name, p in self._tracked(pl_module).items():
             if name not in self._parameters:
                 self._parameters[name] = p
                 self._average[name] = placed_like(p, p, precise(p.dtype), self.device)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let go of the parameters: a strategy may replace them."""
         self._parameters = {}
 

@@ -7,6 +7,7 @@ Costs: the device finishes all work first, and the next step asks the driver for
 Source: Hugging Face's torch_empty_cache_steps; https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management
 """
 
+from lightning.pytorch import LightningModule, Trainer
 from typing import Any, ClassVar
 
 import torch
@@ -29,7 +30,7 @@ class EmptyCache(Callback):
         ConfigurationError: On the CPU, which has no such cache, and for an argument out of range.
     """
 
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"memory": (0, "cached blocks that fit no request, for waiting")}
+    helps = {"memory": (0, "cached blocks that fit no request, for waiting")}
 
     def __init__(self, every_n_steps: int = 100) -> None:
         super().__init__()
@@ -37,17 +38,17 @@ class EmptyCache(Callback):
         self.every_n_steps = every_n_steps
         self._step = self._times = self._largest = 0
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.strategy.root_device.type == "cpu":
             raise ConfigurationError(
                 "EmptyCache: this trainer's device is 'cpu', whose allocator keeps no cache: leave it out, or use "
                 "accelerator='gpu'"
             )
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._step, self._times, self._largest = trainer.global_step, 0, 0
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int) -> None:
         stepped, self._step = trainer.global_step != self._step, trainer.global_step
         if not stepped or self._step % self.every_n_steps:
             return
@@ -57,7 +58,7 @@ class EmptyCache(Callback):
         self._times += 1
         self._largest = max(self._largest, before - torch.accelerator.memory_reserved(device))
 
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         rank_zero_info(
             f"EmptyCache: emptied {self._times} times, {format_bytes(self._largest)} at most"
             + ("" if self._largest else ": it gave nothing back, and costs time")

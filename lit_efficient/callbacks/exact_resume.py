@@ -17,6 +17,7 @@ It is promised for the same machine, versions, thread count and number of proces
 import copy
 import inspect
 import os
+from lightning.pytorch import LightningModule, Trainer
 from functools import partial
 from typing import Any, ClassVar
 
@@ -64,7 +65,7 @@ class ExactResume(Technique):
     """
 
     traits = frozenset({Trait.SEEDS_BATCHES})
-    helps: ClassVar[dict[str, tuple[int, str]]] = {
+    helps = {
         "safety": (1, "a resumed run gives the bits of one that never stopped")
     }
 
@@ -84,7 +85,7 @@ class ExactResume(Technique):
         self._carried: dict[str, object] | None = {}  # attributes after the fit's first batch; None: compared already
         self._loaders: list[ResumableLoader] | None = None  # in a fit
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
@@ -101,11 +102,11 @@ class ExactResume(Technique):
         keep_order(trainer.strategy)
         self._say_limits(trainer, pl_module)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._unwrap(trainer)
         super().teardown(trainer, pl_module, stage)
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self._loaders is not None
         assert self._run_seed is not None
         for loader in self._loaders:
@@ -120,34 +121,34 @@ class ExactResume(Technique):
                 if name in gradients:
                     parameter.grad = gradients[name].to(parameter.device, parameter.dtype)
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._reached, self._cut = "", None
         seed_all(self._seed_at(trainer, -1))
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         self._reached = ""
         seed_all(self._seed_at(trainer, trainer.fit_loop.epoch_loop.batch_idx))
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int) -> None:
         self._reached = "batch"
         self._keep_cut(trainer)
         if self._carried is not None:
             self._say_carried(pl_module)
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._reached:  # a resumed run may validate again
             seed_all(self._seed_at(trainer, trainer.fit_loop.epoch_loop.batch_idx, 1))
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._reached:
             self._reached = "validation"
             self._keep_cut(trainer)
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._reached = "epoch"
         seed_all(self._seed_at(trainer, -2))
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._reached = ""
 
     def describe(self, module: Any) -> Report:
@@ -171,7 +172,7 @@ class ExactResume(Technique):
             self._say(f"{self._world_size} processes, but the checkpoint's run used {state_dict['world_size']}{known}")
         self._gradients = state_dict.get("gradients")
 
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         state = checkpoint["callbacks"].setdefault(self.state_key, self.state_dict())
         loaders = loaders_in(combined_loader(trainer))  # others may have been made and left: a search's
@@ -191,7 +192,7 @@ class ExactResume(Technique):
         named = [(name, away.get(p, p.grad)) for name, p in pl_module.named_parameters()]
         state["gradients"] = {name: gradient.detach().clone() for name, gradient in named if gradient is not None}
 
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         if self._loaders is None:
             return
@@ -202,7 +203,7 @@ class ExactResume(Technique):
             self._resumed = {key: state[key] for key in ("reached", "metrics", "results")}
             settle(checkpoint, epoch=state["reached"] == "epoch")  # the loops are restored after the callbacks
 
-    def _stands(self, trainer: Any) -> dict[str, Any]:
+    def _stands(self, trainer: Trainer) -> dict[str, Any]:
         """What of the last batch is over, and the metrics until then."""
         results = unfinished(trainer) if self._reached != "epoch" else []
         if trainer.world_size > 1 and any(result["logged"]["on_epoch"] for result in results):
@@ -210,13 +211,13 @@ class ExactResume(Technique):
             results = [result for result in results if not result["logged"]["on_epoch"]]
         return {"reached": self._reached, "metrics": monitored(trainer), "results": results}
 
-    def _keep_cut(self, trainer: Any) -> None:
+    def _keep_cut(self, trainer: Trainer) -> None:
         """If the fit ends here, keep for later checkpoints that the epoch has batches left, for a longer fit."""
         if stops_now(trainer) and not trainer.is_last_batch:
             loop = copy.deepcopy(trainer.fit_loop.state_dict())
             self._cut = {"loop": loop, "epoch": trainer.current_epoch, "stands": self._stands(trainer)}
 
-    def _keep_place(self, trainer: Any) -> None:
+    def _keep_place(self, trainer: Trainer) -> None:
         """Go on in the epoch where the interrupted run was, whose steps had more rows, or fewer."""
         before, self._rows = self._rows, 0
         loaders = self._loaders or []
@@ -236,7 +237,7 @@ class ExactResume(Technique):
             f"a step has {now} rows, not {before}: the epoch goes on at its row {batches * now}, {rest} rows back"
         )
 
-    def _go_on(self, trainer: Any) -> None:
+    def _go_on(self, trainer: Trainer) -> None:
         """Have the rest of the checkpoint's last batch done: Lightning would go on to the next one."""
         state, self._resumed = self._resumed, {}
         if not state:
@@ -248,17 +249,17 @@ class ExactResume(Technique):
         else:
             wrap_method(trainer.fit_loop.epoch_loop, "advance", _end_batch)
 
-    def _seed_at(self, trainer: Any, batch: int, *purpose: int) -> int:
+    def _seed_at(self, trainer: Trainer, batch: int, *purpose: int) -> int:
         assert self._run_seed is not None
         return mix_seed(self._run_seed, _epoch(trainer), batch, self._rank, *purpose)
 
-    def _say_limits(self, trainer: Any, pl_module: Any) -> None:
+    def _say_limits(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
             self._say("training_step takes dataloader_iter: batches that it fetched ahead are skipped on resume")
         if trainer.strategy.root_device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
             self._say("kernels on this device may not be deterministic; Trainer(deterministic=True) makes them so")
 
-    def _say_carried(self, pl_module: Any) -> None:
+    def _say_carried(self, pl_module: LightningModule) -> None:
         """Name the attributes that the second batch has changed: a resumed run would begin without their values."""
         before, now = self._carried, attributes_of(pl_module)
         self._carried = None if before else now or None
@@ -275,7 +276,7 @@ class ExactResume(Technique):
             self._said.add(what)
             rank_zero_warn(f"ExactResume, resuming will not be bit-exact: {what}")
 
-    def _resumable(self, trainer: Any, dataloader: Any) -> Any:
+    def _resumable(self, trainer: Trainer, dataloader: Any) -> Any:
         takes, remark = examine(dataloader)
         if remark:
             self._say(remark)
@@ -287,7 +288,7 @@ class ExactResume(Technique):
         self._loaders.append(made)
         return made
 
-    def _unwrap(self, trainer: Any) -> None:
+    def _unwrap(self, trainer: Trainer) -> None:
         self._loaders, self._reached, self._resumed = None, "", {}
         unwrap_method(trainer.fit_loop.epoch_loop, "advance", _end_batch)
         unwrap_method(trainer.strategy, "process_dataloader", _process_dataloader)
@@ -311,15 +312,15 @@ def _end_batch(self: Any, data_fetcher: Any) -> None:
     end_batch(self.trainer, validated=technique is not None and technique._reached == "validation")
 
 
-def _of(trainer: Any) -> ExactResume | None:
+def _of(trainer: Trainer) -> ExactResume | None:
     return next((callback for callback in trainer.callbacks if isinstance(callback, ExactResume)), None)
 
 
-def _epoch(trainer: Any) -> int:
+def _epoch(trainer: Trainer) -> int:
     """The epoch as Lightning tells it to samplers; ``trainer.current_epoch`` lags behind while one is being resumed."""
     return int(trainer.fit_loop.epoch_progress.current.processed)
 
 
-def _window_is_open(trainer: Any) -> bool:
+def _window_is_open(trainer: Trainer) -> bool:
     """Whether gradients have been gathered that no optimizer step has used yet."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0 and accumulates(trainer)

@@ -11,6 +11,7 @@ These switches belong to the process, not to the network: what was there before 
 """
 
 import logging
+from lightning.pytorch import LightningModule, Trainer
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -78,8 +79,8 @@ class FastMatmul(Technique):
         ConfigurationError: For an argument out of range.
     """
 
-    computes: ClassVar[str] = "rounded"
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (2, "float32 products on tensor cores, from Ampere on")}
+    computes = "rounded"
+    helps = {"speed": (2, "float32 products on tensor cores, from Ampere on")}
 
     def __init__(self, precision: str = "high", reduced_reductions: bool = True, cudnn_benchmark: bool = True) -> None:
         super().__init__()
@@ -95,12 +96,12 @@ class FastMatmul(Technique):
         _silence_advice()
         _LIVE.add(self)
 
-    def capability(self, trainer: Any) -> tuple[int, int] | None:
+    def capability(self, trainer: Trainer) -> tuple[int, int] | None:
         """Of the run's GPU; ``None`` for another device."""
         device = trainer.strategy.root_device
         return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if any(run == id(trainer) for run, _ in self._runs):
             return
@@ -129,7 +130,7 @@ class FastMatmul(Technique):
         changed = [f"{name} {before[name]} -> {value}" for name, value in wanted.items() if before[name] != value]
         self._said = "; ".join([", ".join(changed) or "all was as asked for already", *left])
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._runs and self._runs[-1][0] == id(trainer):
             swap_switches(self._runs.pop()[1])
         super().teardown(trainer, pl_module, stage)

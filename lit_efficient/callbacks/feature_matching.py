@@ -52,7 +52,7 @@ class FeatureMatching(Alignment):
     phase = Phase.FREEZE
     traits = frozenset({Trait.MATCHES_FEATURES, Trait.TRAINING_ONLY})
     heads_name = "feature_matching_heads"
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (0, "fewer steps, with a teacher's features to learn from")}
+    helps = {"speed": (0, "fewer steps, with a teacher's features to learn from")}
 
     def __init__(
         self,

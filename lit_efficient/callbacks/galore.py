@@ -1,57 +1,50 @@
-"""GaLore: AdamW's moments in the few directions in which a gradient is strongest, for training all weights.
+"""GaLore: keep AdamW's moments in the few directions in which a gradient is strongest, and train all weights.
 
     B <- first r singular vectors of G, every T steps;    step = Adam(B^T G);    W <- W - lr (scale B step + decay W)
         for G [m, n] with m < n; else G B and step B^T
 
 Saves: AdamW's states of a matrix [m, n], m <= n: from 2 m n numbers to 2 r n + m r; with r = m / 4 from 8 to 3 bytes
-Costs: two products with the basis a step, a decomposition every T steps, and a rate of its own, about 10 times AdamW's
+Costs: two products with the basis per step, a decomposition every T steps; another learning rate, about 10 times
+    AdamW's
 Source: Zhao et al. (2024), https://arxiv.org/abs/2403.03507
 """
 
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
-from lit_efficient.application.optimizers import OptimizerHooks
-from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import check_choice, check_number
+from lit_efficient.declaration import Report
 from lit_efficient.mechanisms.adapters.targets import ALL_LINEAR
-from lit_efficient.optimizers.low_rank import check_whole, rewrite
+from lit_efficient.optimizers.low_rank import LowRankTechnique
 from lit_efficient.optimizers.low_rank_adamw import StrongestDirections
-from lit_efficient.technique import Technique
-from lit_efficient.traits import Trait
 
 
-class GaLore(OptimizerHooks, Technique):
-    """Let the AdamW that the module returns see the gradients of matrices in a subspace of few dimensions.
+class GaLore(LowRankTechnique):
+    """Let the module's AdamW step matrices with gradients that are projected to a subspace of few dimensions.
 
-    Weights train in full: nothing is frozen or added. What is no target is stepped as before, and so is a matrix whose
-    shorter side is not above ``rank``: there GaLore is AdamW, bit by bit. Groups and schedulers are kept.
+    All weights train: nothing is frozen or added. Other parameters are stepped as before, and so are matrices whose
+    shorter side is not above ``rank``: for them GaLore equals AdamW bit by bit. Parameter groups and schedulers are
+    kept.
 
     Args:
         rank: Dimensions of the subspace, at least 1 and at most the shorter side of the largest target.
-        update_every: Steps after which the subspace is chosen anew, at least 1.
-        scale: Of the projected update, above 0; weight decay has the rate's size.
-        targets: ``all-linear`` (linear layers but output heads, and experts' stacks), or patterns for the ends of
-            dotted names, which may also match embeddings and ``nn.Conv2d``, whose filters are rows.
-        bits: 32: moments of the parameter's type, as AdamW has them; 8: codes by bitsandbytes for all moments of at
-            least 4,096 elements but those of embeddings.
-        exact: Decompose gradients exactly; else randomised, by draws that the run's others do not depend on, which
-            takes a small part of the time and gives nearly the same directions.
+        update_every: Number of steps after which a new subspace is chosen, at least 1.
+        scale: Factor of the projected update, above 0. Weight decay is not scaled.
+        targets: ``all-linear`` (all linear layers except output heads, and stacks of experts), or patterns for the ends
+            of dotted names. Patterns may also match embeddings and ``nn.Conv2d``, whose filters are rows.
+        bits: 32: moments in the parameter's dtype, as in AdamW. 8: codes of bitsandbytes for all moments with at least
+            4,096 elements, except those of embeddings.
+        exact: Decompose gradients exactly. Otherwise the decomposition is randomised, which takes a small part of the
+            time and gives nearly the same directions. Its random numbers change no other random numbers of the run.
 
     Raises:
-        ConfigurationError: For an argument out of range, an optimizer that is no AdamW, and targets that do not train.
+        ConfigurationError: For an argument out of range, an optimizer other than AdamW, and targets that do not train.
         ConflictError: For sharded parameters.
     """
 
-    phase = Phase.OPTIMIZER
-    traits = frozenset({Trait.LOW_RANK})
-    alters = ("optimizer",)
-    conflicts: ClassVar[dict[str, str]] = {
-        "LowBitOptimizer": "both decide what the moments are: use GaLore(bits=8)",
-    }
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"memory": (12, "most of the optimizer's states, at another rate")}
+    conflicts = {"LowBitOptimizer": "both choose the form of the moments: use GaLore(bits=8)"}
+    helps = {"memory": (12, "most of the optimizer's states, at another rate")}
 
     def __init__(
         self,
@@ -62,21 +55,10 @@ class GaLore(OptimizerHooks, Technique):
         bits: Literal[32, 8] = 32,
         exact: bool = False,
     ) -> None:
-        super().__init__()
-        check_number("GaLore", "rank", rank, least=1, whole=True)
-        check_number("GaLore", "update_every", update_every, least=1, whole=True)
-        check_number("GaLore", "scale", scale, above=0)
-        check_choice("GaLore", "bits", bits, (32, 8))
-        self.rank = rank
-        self.update_every = update_every
-        self.scale = scale
-        self.targets = targets
-        self.bits = bits
+        super().__init__(rank, update_every, scale, targets, bits)
         self.exact = exact
 
-    def check(self, trainer: Any, module: Any) -> None:
-        check_whole(trainer, "GaLore")
-
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
-        subspace = StrongestDirections(self.rank, self.update_every, self.scale, self.exact)
-        return rewrite(optimizer, module, self.targets, subspace, self.bits, "GaLore")
+        return self.rewrite(
+            optimizer, module, StrongestDirections(self.rank, self.update_every, self.scale, self.exact)
+        )

@@ -14,6 +14,7 @@ the noise counts after each coordinate is divided by its size.
 """
 
 import math
+from lightning.pytorch import LightningModule, Trainer
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -85,14 +86,14 @@ class GradientNoiseScale(Technique):
     """
 
     traits = frozenset({Trait.LEAVES_TRACES, Trait.NEEDS_ALL_GRADIENTS})
-    reasons: ClassVar[dict[Trait, str]] = {
+    reasons = {
         Trait.NEEDS_WHOLE_ROWS: "gradients of one batch are shared by processes, and it compares those of several",
     }
-    computes: ClassVar[str] = "same"
-    conflicts: ClassVar[dict[str, str]] = {
+    computes = "same"
+    conflicts = {
         "TokenWeightedAccumulation": "it weighs micro-batches by their tokens, and the estimate takes them as equal",
     }
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (0, "says how large a batch still pays")}
+    helps = {"speed": (0, "says how large a batch still pays")}
 
     def __init__(self, every_n_steps: int = 10, decay: float = 0.99) -> None:
         super().__init__()
@@ -108,7 +109,7 @@ class GradientNoiseScale(Technique):
         self._batch = 0  # samples of the micro-batch under way
         self._window: dict[str, Any] | None = None  # squares and inverses of a step that a checkpoint interrupted
 
-    def check(self, trainer: Any, module: Any) -> None:
+    def check(self, trainer: Trainer, module: Any) -> None:
         if not module.automatic_optimization:
             raise ConflictError(
                 f"GradientNoiseScale: {type(module).__name__} optimizes manually, so that nobody knows its micro-"
@@ -129,14 +130,14 @@ class GradientNoiseScale(Technique):
     def describe(self, module: nn.Module) -> Report:
         return Report(f"measured in one step of {self.every_n_steps}")
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop()
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         self._begins = batch_idx % trainer.accumulate_grad_batches == 0
         self._batch = samples_of(batch)
 
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Listen to the micro-batch, if it begins a window to look at or goes on with one."""
         window, self._window = self._window, None
         may_listen = not self._hooks and (self._begins or window) and trainer.global_step % self.every_n_steps == 0
@@ -150,10 +151,10 @@ class GradientNoiseScale(Technique):
         if self._listens:
             self._inverse.append(1 / max(1, self._batch))
 
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._listens = False
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if not self._hooks:
             return
         squares, inverse = self._squares, self._inverse
@@ -178,18 +179,18 @@ class GradientNoiseScale(Technique):
             self._sums = torch.where(found.isfinite().all(), before * self.decay + found, before)
         self._samples = round(sum(1 / one for one in inverse)) * trainer.world_size
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int) -> None:
         every = trainer.log_every_n_steps
         if trainer.loggers and every and self._sums is not None and (logged_step(trainer) + 1) % every == 0:
             for logger in trainer.loggers:
                 logger.log_metrics({"noise_scale": self.noise_scale()}, step=logged_step(trainer))
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop()
         if self._sums is not None and trainer.optimizers:
             rank_zero_info(self.advice([float(group["lr"]) for group in trainer.optimizers[0].param_groups]))
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._stop()
         super().on_exception(trainer, pl_module, exception)
 

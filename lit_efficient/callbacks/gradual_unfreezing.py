@@ -9,6 +9,7 @@ Source: Howard and Ruder (2018), ULMFiT, https://arxiv.org/abs/1801.06146, secti
 """
 
 import sys
+from lightning.pytorch import LightningModule, Trainer
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -75,13 +76,13 @@ class GradualUnfreezing(OptimizerHooks, Technique):
     phase = Phase.FREEZE
     alters = ("optimizer",)
     needs = ("every_n_epochs",)
-    conflicts: ClassVar[dict[str | Trait, str]] = {
+    conflicts = {
         "BaseFinetuning": "both decide what trains, and it adds groups to the optimizer in the run: keep one of them",
         Trait.VIRTUAL_TOKENS: (
             "in a frozen network only virtual tokens train, so that there are no layers to unfreeze: keep one of them"
         ),
     }
-    helps: ClassVar[dict[str, tuple[int, str]]] = {
+    helps = {
         "quality": (0, "fine-tuning that forgets less: one group of layers after another")
     }
 
@@ -119,7 +120,7 @@ class GradualUnfreezing(OptimizerHooks, Technique):
         self._stilled: list[tuple[int, BatchNorm]] = []  # those that were put into eval mode
         self._open = 0  # groups that train now
 
-    def check(self, trainer: Any, module: Any) -> None:
+    def check(self, trainer: Trainer, module: Any) -> None:
         traits = traits_of(trainer.strategy)
         if traits.flattens:
             raise ConflictError(
@@ -189,16 +190,16 @@ class GradualUnfreezing(OptimizerHooks, Technique):
         every = self.every_n_steps or self.every_n_epochs
         return self.milestones or [(every or 1) * k for k in range(1, len(self._names))]
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Freeze what the step, which is restored by now, says."""
         self._thaw(trainer, pl_module)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Thaw when it is time: steps and epochs end with an optimizer step, so an accumulation is never cut."""
         self._thaw(trainer, pl_module)
         self._still()
 
-    def _thaw(self, trainer: Any, module: Any) -> None:
+    def _thaw(self, trainer: Trainer, module: Any) -> None:
         done = trainer.current_epoch if self.every_n_epochs else trainer.global_step
         done = sys.maxsize if self.worst_case else done
         now, before = min(thawed(done, self._times()), len(self._names)), self._open
@@ -231,10 +232,10 @@ class GradualUnfreezing(OptimizerHooks, Technique):
                 norm.train()
         self._stilled = [item for item in self._stilled if item[0] >= groups]
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._wake(len(self._names))
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._wake(len(self._names))
         release(pl_module)
         super().teardown(trainer, pl_module, stage)

@@ -12,6 +12,7 @@ Source: Yu et al. (2024), https://arxiv.org/abs/2410.06940; iREPA: Singh et al. 
     https://arxiv.org/abs/2505.16792; REG: Wu et al. (2025), https://arxiv.org/abs/2507.01467
 """
 
+from lightning.pytorch import LightningModule, Trainer
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -79,7 +80,7 @@ class HiddenAlignment(Alignment):
     _below: int
     _measured: int
     _last: int
-    helps: ClassVar[dict[str, tuple[int, str]]] = {
+    helps = {
         "speed": (0, "fewer steps of diffusion, with an image encoder to learn from")
     }
 
@@ -128,7 +129,7 @@ class HiddenAlignment(Alignment):
             kept = "gradients are measured before the backward pass, and what was kept by operator can be used once"
             self.conflicts = {**self.conflicts, "ActivationCheckpointing(save=...)": f"{kept}: leave save out"}  # type: ignore[misc]
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.global_step == 0:  # another run; of one that goes on a checkpoint is read later
             self.load_state_dict({})
         super().setup(trainer, pl_module, stage)
@@ -253,7 +254,7 @@ class HiddenAlignment(Alignment):
             self._clean = batch, self._teacher.of_images(images)
         return self._clean[1]
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int) -> None:
         self._clean = None
 
     def _decoded(self, module: Any, batch: Any) -> Tensor:

@@ -287,7 +287,7 @@ def test_caches_are_left_out_in_training_and_used_in_evaluation() -> None:
         ({"save": ["linear"]}, r"save must be some of matmul, attention, convolution or null, got \['linear'\]"),
         ({"save": []}, r"save must be some of .* or null, got \[\]"),
         ({"memory_budget": 1.5}, "memory_budget must be at least 0 and at most 1 or null, got 1.5"),
-        ({"memory_budget": 0.5, "every": 2}, "memory_budget chooses by itself"),
+        ({"memory_budget": 0.5, "every": 2}, "memory_budget chooses what is kept"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:

@@ -303,8 +303,8 @@ def test_copies_wait_for_the_computation_and_it_for_them(monkeypatch: pytest.Mon
 def test_the_first_batch_says_what_went_and_that_nothing_did(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         trainer([ActivationOffload(min_bytes=512)]).fit(Toy(), data(), data())
-    assert "tensors went to CPU memory in the first batch" in caplog.text
-    with pytest.warns(UserWarning, match="nothing went to CPU memory .* has 1024 bytes, and min_bytes is 1048576"):
+    assert "tensors were moved to CPU memory in the first batch" in caplog.text
+    with pytest.warns(UserWarning, match="nothing was moved to CPU memory .* has 1024 bytes, and min_bytes is 1048576"):
         trainer([ActivationOffload()]).fit(Toy(), data(), data())
 
 
@@ -314,7 +314,7 @@ def test_bad_arguments_and_devices_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="found no repeated blocks in Sequential"):
         apply(nn.Sequential(nn.Linear(4, 4)), [ActivationOffload()])
     module = Toy("configure_model")
-    with pytest.raises(ConfigurationError, match=r"device is 'cpu', .* nothing to save.*ActivationCheckpointing"):
+    with pytest.raises(ConfigurationError, match=r"device is 'cpu', .* nothing can be saved.*ActivationCheckpointing"):
         trainer([lit_efficient.ActivationOffload()]).fit(module, data(), data())
     assert module.net is None
 

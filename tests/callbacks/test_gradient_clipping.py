@@ -122,7 +122,7 @@ def test_two_processes_clip_skip_and_measure_as_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "give max_norm or max_value; both are null"),
+        ({}, "both max_norm and max_value are null"),
         ({"max_norm": 0.0}, "max_norm must be above 0 or null, got 0.0"),
         ({"max_value": -1}, "max_value must be above 0 or null, got -1"),
     ],
