@@ -15,6 +15,7 @@ are used, in the same order. The learning rate is that of the schedule: for Sees
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -197,6 +198,7 @@ class BatchRamp(Technique):
 
     def _parts(self, step: int) -> int:
         """Return the number of parts into which the full batch is divided at a step."""
+        return self.factor ** (len(self._steps) - bisect_right(self._steps, step))
 
     def _accumulation(self, step: int) -> int:
         return max(1, self._full // self._parts(step))

@@ -1,32 +1,32 @@
-"""Average of the last checkpoints of a run (LAWA, SWA): the quality of a decayed learning rate without decaying it.
+"""Average of the last weights of a run (LAWA, SWA): the quality of a decayed learning rate without decaying it.
 
     average = sum_i w_i weights(step_i),    i over the last k snapshots, taken every n steps; w uniform, linear or 2^i
 
 Saves: training steps to the same quality under a constant or cyclic learning rate, and the choice of when to decay it
-Costs: k copies of the weights in CPU memory, one more in validation; statistics of BatchNorm take forward passes
+Costs: k copies of the weights in CPU memory, and one more during validation; forward passes for BatchNorm statistics
 Source: LAWA: Kaddour (2022), https://arxiv.org/abs/2209.14981; SWA: Izmailov et al. (2018), https://arxiv.org/abs/1803.05407
 """
 
-from lightning.pytorch import LightningModule, Trainer
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import CheckpointError, ConfigurationError, ConflictError, check_choice, check_number, refusal
+from lit_efficient.errors import CheckpointError, ConflictError, check_choice, check_number, refusal
 from lit_efficient.mechanisms.averages.batch_norm import batch_norms, recompute_statistics, statistics_of
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights, outside_autograd
 from lit_efficient.mechanisms.averages.weights import (
-    averageable,
     on_host,
     placed_like,
     position_weights,
     precise,
+    tracked_weights,
     update_,
     weighted_mean,
+    whole,
 )
-from lit_efficient.mechanisms.averages.weights import whole as gathered
 from lit_efficient.surgery import is_sharded
 from lit_efficient.traits import Trait
 
@@ -34,22 +34,25 @@ _WEIGHTS = ("uniform", "linear", "exponential")
 
 
 class CheckpointAverage(ShadowWeights):
-    """Evaluate with the average of the last weights of this run, and put it into weights-only checkpoints.
+    """Evaluate with the average of the last weights of the run, and save the average in weights-only checkpoints.
 
-    The training itself and its learning rate are left as they are: use a constant or cyclic one. For SWA set
-    ``last_k=None``, ``start_step`` to about 75 % of the run, and ``every_n_steps`` to the length of a cycle, which must
-    divide the step at which a cycle ends: snapshots then fall on the lowest rates, where weights are best.
-    Statistics of BatchNorm layers are computed again for the average, from training samples that are drawn for it.
+    Training and its learning rate do not change: use a constant or cyclic rate. For SWA set ``last_k=None``,
+    ``start_step`` to about 75 % of the run, and ``every_n_steps`` to the length of a cycle. If cycles end at multiples
+    of ``every_n_steps``, snapshots are taken at the lowest rates, where weights are best. Statistics of BatchNorm
+    layers are computed again for the average, from training batches that are drawn for this purpose.
 
     Args:
-        last_k: How many snapshots are averaged, at least 1; null for all of them, in the memory of one (SWA).
-        every_n_steps: Optimizer steps between two snapshots, at least 1.
-        weights: ``uniform``, ``linear`` (1, 2, ... k, the newest most) or ``exponential`` (each half of the next one).
-        start_step: Optimizer steps before the first snapshot may be taken, at least 0.
-        bn_batches: Batches from which statistics of BatchNorm are computed, at least 1.
+        last_k: Number of snapshots in the average, at least 1. ``None`` averages all of them, in the memory of one
+            (SWA).
+        every_n_steps: Number of optimizer steps between two snapshots, at least 1.
+        weights: Weights of the snapshots: ``uniform``, ``linear`` (1, 2, ... k for the newest) or ``exponential`` (each
+            half of the next one).
+        start_step: Number of optimizer steps before the first snapshot may be taken, at least 0.
+        bn_batches: Number of batches from which statistics of BatchNorm are computed, at least 1.
 
     Raises:
-        ConfigurationError: For an argument out of range, and if there is nothing to average.
+        ConfigurationError: For an argument out of range, and if no parameter trains.
+        ConflictError: For a network with BatchNorm in a module with manual optimization.
     """
 
     label = "average"
@@ -69,7 +72,7 @@ class CheckpointAverage(ShadowWeights):
         check_number("CheckpointAverage", "last_k", last_k, least=1, whole=True, null=True)
         check_choice("CheckpointAverage", "weights", weights, _WEIGHTS)
         if last_k is None and weights != "uniform":
-            raise refusal("CheckpointAverage", "weights", "uniform without last_k, where all weigh the same", weights)
+            raise refusal("CheckpointAverage", "weights", "uniform if last_k is null", weights)
         check_number("CheckpointAverage", "every_n_steps", every_n_steps, least=1, whole=True)
         check_number("CheckpointAverage", "bn_batches", bn_batches, least=1, whole=True)
         check_number("CheckpointAverage", "start_step", start_step, least=0, whole=True)
@@ -78,38 +81,34 @@ class CheckpointAverage(ShadowWeights):
         self.weights = weights
         self.start_step = start_step
         self.bn_batches = bn_batches
-        self._snapshots: list[dict[str, Tensor]] = []  # oldest first; a single mean without last_k
+        self._snapshots: list[dict[str, Tensor]] = []  # oldest first; the mean of all if last_k is None
         self._count = 0
-        self._mean: dict[str, Tensor] | None = None  # of the snapshots; made when it is asked for
-        self._statistics: dict[str, Tensor] | None = None  # BatchNorm's buffers for that mean
-        self._raw_statistics: dict[str, Tensor] | None = None
+        self._mean: dict[str, Tensor] | None = None  # mean of the snapshots, computed when it is needed
+        self._statistics: dict[str, Tensor] | None = None  # BatchNorm's buffers for the mean
+        self._raw_statistics: dict[str, Tensor] | None = None  # those of the raw weights, while the mean is in use
         self._step = 0
 
-    def describe(self, module: Any) -> Report:
-        tracked = self._tracked(module)
-        size = sum(p.numel() * p.itemsize for p in tracked.values()) * (self.last_k or 1)
-        which = "all snapshots" if self.last_k is None else f"the last {self.last_k} snapshots"
-        norms = len(batch_norms(module))
-        statistics = f", statistics of {norms} BatchNorm layers computed again" if norms else ""
-        return Report(
-            f"{self.weights} mean of {which}, one every {self.every_n_steps} steps, {len(tracked)} tensors, "
-            f"{size / 2**20:.1f} MiB of CPU memory{statistics}",
-            parameters=sum(p.numel() for p in tracked.values()),
-            details={"snapshot_bytes": size},
+    def describe(self, module: nn.Module) -> Report:
+        tracked = tracked_weights(module, "CheckpointAverage").values()
+        size = sum(p.nbytes for p in tracked) * (self.last_k or 1)
+        chosen = f"the last {self.last_k}" if self.last_k else "all"
+        summary = (
+            f"{self.weights} mean of {chosen} snapshots, one every {self.every_n_steps} steps, {len(tracked)} tensors, "
+            f"{size / 2**20:.1f} MiB of CPU memory"
         )
+        norms = len(batch_norms(module))
+        if norms:
+            summary += f", statistics of {norms} BatchNorm layers computed again"
+        parameters = sum(p.numel() for p in tracked)
+        return Report(summary, parameters=parameters, details={"snapshot_bytes": size})
 
-    def check(self, trainer: Trainer, module: Any) -> None:
+    def check(self, trainer: Trainer, module: LightningModule) -> None:
         if batch_norms(module) and not module.automatic_optimization:
             raise ConflictError(
-                f"CheckpointAverage computes statistics of BatchNorm by calling training_step, which would step the "
-                f"optimizers of {type(module).__name__}: it optimizes manually. Use GroupNorm or LayerNorm, or EMA"
+                "CheckpointAverage computes statistics of BatchNorm by calling training_step, but "
+                f"{type(module).__name__} uses manual optimization, so that each call would step the optimizers. Use "
+                "GroupNorm or LayerNorm, or EMA"
             )
-
-    def _tracked(self, module: Any) -> dict[str, nn.Parameter]:
-        tracked = averageable(module)
-        if not tracked:
-            raise ConfigurationError(f"CheckpointAverage: no parameter of {type(module).__name__} trains")
-        return tracked
 
     @outside_autograd
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -117,28 +116,36 @@ class CheckpointAverage(ShadowWeights):
         self._step = trainer.global_step
 
     @outside_autograd
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int) -> None:
-        before, self._step = self._step, trainer.global_step
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        before = self._step
+        self._step = trainer.global_step
+        # Several optimizers count several steps at a time, so a multiple may be passed without being reached.
         due = self._step // self.every_n_steps > before // self.every_n_steps
         if (due and self._step > self.start_step) or self.worst_case:
-            self._take(self._tracked(pl_module))
+            self._take(tracked_weights(pl_module, "CheckpointAverage"))
         while self.worst_case and len(self._snapshots) < (self.last_k or 1):
             self._snapshots.append({name: tensor.clone() for name, tensor in self._snapshots[0].items()})
 
     def _take(self, tracked: Mapping[str, nn.Parameter]) -> None:
-        self._mean = self._statistics = None
+        """Take a snapshot of the weights, and drop the oldest one if there are more than ``last_k``."""
+        self._mean = None
+        self._statistics = None
         self._count += 1
         if self.last_k is None and self._count > 1:
             mean = self._snapshots[0]
-            names = mean.keys() & tracked.keys()  # without what was thawed or frozen since
+            names = mean.keys() & tracked.keys()  # without parameters that were frozen or unfrozen since
             update_([mean[n] for n in names], [tracked[n] for n in names], 1 - 1 / self._count)
             return
-        dtypes = {n: precise(p.dtype) if self.last_k is None else p.dtype for n, p in tracked.items()}
-        # Shards stay with their mesh, all else goes to the CPU.
-        devices = {n: None if is_sharded(p) else "cpu" for n, p in tracked.items()}
-        whole = [n for n, device in devices.items() if device]
-        host = dict(zip(whole, on_host([tracked[n].detach() for n in whole])))
-        self._snapshots.append({n: placed_like(host.get(n, p), p, dtypes[n], devices[n]) for n, p in tracked.items()})
+        # Shards stay with their mesh, all other tensors are copied to the CPU.
+        moved = [n for n, p in tracked.items() if not is_sharded(p)]
+        host = dict(zip(moved, on_host([tracked[n].detach() for n in moved])))
+        snapshot = {}
+        for n, p in tracked.items():
+            dtype = precise(p.dtype) if self.last_k is None else p.dtype
+            snapshot[n] = placed_like(host.get(n, p), p, dtype, "cpu" if n in host else None)
+        self._snapshots.append(snapshot)
         del self._snapshots[: -(self.last_k or 1)]
 
     @outside_autograd
@@ -151,8 +158,8 @@ class CheckpointAverage(ShadowWeights):
             self._mean = dict(zip(names, mean))
         return self._mean
 
-    def _place(self, module: Any) -> None:
-        """Shard restored snapshots as the parameters are."""
+    def _place(self, module: nn.Module) -> None:
+        """Shard restored snapshots like their parameters."""
         parameters = dict(module.named_parameters())
         for snapshot in self._snapshots:
             for name, tensor in snapshot.items():
@@ -161,27 +168,32 @@ class CheckpointAverage(ShadowWeights):
 
     def shares(self, steps: int) -> list[float] | None:
         taken = [step for step in range(self.every_n_steps, steps + 1, self.every_n_steps) if step > self.start_step]
+        if not taken:
+            return None
         taken = taken[-(self.last_k or len(taken)) :]
-        share = dict(zip(taken, position_weights(len(taken), self.weights))) if taken else {}
-        return [share.get(step, 0.0) for step in range(1, steps + 1)] if share else None
+        share = dict(zip(taken, position_weights(len(taken), self.weights)))
+        return [share.get(step, 0.0) for step in range(1, steps + 1)]
 
     def buffers_for(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Statistics of BatchNorm that were computed for the average."""
+        """Return the statistics of BatchNorm that were computed for the average."""
         if self._statistics is None and any(key.endswith(".running_mean") for key in state):
             raise CheckpointError(
-                "the checkpoint has the average, and not its statistics of BatchNorm, which a validation computes: "
-                "save weights alone (save_weights_only=True), or take the raw weights"
+                "CheckpointAverage: the checkpoint has the average, but not its statistics of BatchNorm, which a "
+                "validation computes: save weights only (save_weights_only=True), or use the raw weights"
             )
         return self._statistics or {}
 
     def forget(self) -> None:
-        self._snapshots, self._count, self._mean, self._statistics = [], 0, None, None
+        self._snapshots = []
+        self._count = 0
+        self._mean = None
+        self._statistics = None
 
     @outside_autograd
     def swap_in(self, module: Any) -> None:
-        standing = self._raw is not None
+        was_in = self._raw is not None
         super().swap_in(module)
-        if standing or self._raw is None or not batch_norms(module):
+        if was_in or self._raw is None or not batch_norms(module):
             return
         if self._statistics is None:
             self._statistics = recompute_statistics(module, self.bn_batches, who="CheckpointAverage")
@@ -196,24 +208,26 @@ class CheckpointAverage(ShadowWeights):
         self._raw_statistics = None
 
     def write_checkpoint(self, checkpoint: dict[str, Any], module: Any) -> None:
-        alone = "callbacks" not in checkpoint
-        if alone and self._snapshots and self._statistics is None and batch_norms(module):
-            with self.averaged(module):  # computes them
+        weights_only = "callbacks" not in checkpoint
+        if weights_only and self._snapshots and self._statistics is None and batch_norms(module):
+            with self.averaged(module):  # computes the statistics
                 pass
         super().write_checkpoint(checkpoint, module)
-        statistics = self._statistics if alone else self._raw_statistics
+        statistics = self._statistics if weights_only else self._raw_statistics
         for name, tensor in (statistics or {}).items():
             if name in checkpoint["state_dict"]:
                 checkpoint["state_dict"][name] = tensor
 
     def state_dict(self) -> dict[str, Any]:
-        """The snapshots, gathered, and the statistics, which a later evaluation could not compute."""
-        snapshots = [{n: gathered(t) for n, t in snapshot.items()} for snapshot in self._snapshots]
+        """Return whole snapshots, and the statistics, because a later evaluation cannot compute them."""
+        snapshots = [{n: whole(t) for n, t in snapshot.items()} for snapshot in self._snapshots]
         return {"snapshots": snapshots, "count": self._count, "statistics": self._statistics or {}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._mean, self._statistics = None, dict(state_dict["statistics"]) or None
-        self._snapshots, self._count = [dict(s) for s in state_dict["snapshots"]], int(state_dict["count"])
+        self._mean = None
+        self._statistics = dict(state_dict["statistics"]) or None
+        self._snapshots = [dict(snapshot) for snapshot in state_dict["snapshots"]]
+        self._count = int(state_dict["count"])
 
 
 def _restore(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:

@@ -1,10 +1,10 @@
-"""Loader tuning: workers, prefetching and pinning of the training loaders, picked by reading a few real batches.
+"""Loader tuning: choose workers, prefetching and pinning of the training loaders by reading a few real batches.
 
-    seconds a batch = (time of batch w + n - time of batch w) / n,  w = workers, whose first batches come together
+    seconds per batch = (time of batch w + n - time of batch w) / n,  w = workers, whose first batches come together
     a setting replaces a simpler one if it takes less than (1 - margin) of its time
 
-Saves: the time for which steps wait for data, without trying settings by hand.
-Costs: (w + n + 1) batches a setting before the first step; nothing afterwards.
+Saves: the time for which steps wait for data, and the work of trying settings by hand.
+Costs: (w + n + 1) batches per setting before the first step; nothing afterwards.
 Source: https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html, asynchronous data loading.
 """
 
@@ -13,13 +13,13 @@ import math
 import multiprocessing
 import os
 import time
-from lightning.pytorch import LightningModule, Trainer
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -43,12 +43,12 @@ from lit_efficient.traits import Trait
 
 @dataclass(frozen=True)
 class Loading:
-    """How a ``DataLoader`` gets its batches, the simplest first where settings are sorted.
+    """Settings with which a ``DataLoader`` gets its batches.
 
     Args:
-        num_workers: Worker processes.
-        prefetch_factor: Batches that each of them reads ahead; ``None`` without workers.
-        pin_memory: Whether batches lie in pinned memory.
+        num_workers: Number of worker processes.
+        prefetch_factor: Number of batches that each worker reads ahead; ``None`` without workers.
+        pin_memory: Copy batches into pinned memory.
     """
 
     num_workers: int = 0
@@ -57,14 +57,11 @@ class Loading:
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> "Loading":
-        """A loader's own."""
+        """Return the settings of a loader."""
         return cls(loader.num_workers, loader.prefetch_factor, loader.pin_memory)
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in asdict(self).items() if value is not None)
-
-
-Cost = Callable[[Loading], float]
 
 
 def pick(
@@ -73,20 +70,20 @@ def pick(
     prefetch: Sequence[int],
     pin: Sequence[bool],
     margin: float,
-    cost: Cost,
+    cost: Callable[[Loading], float],
 ) -> tuple[Loading, dict[Loading, float]]:
-    """Choose workers, then prefetching, then pinning, each with the best of the others so far.
+    """Choose workers, then prefetching, then pinning, each with the best values of the others so far.
 
     Args:
-        start: Tried first; kept where nothing can be measured.
-        workers: Numbers of workers to try, as many as ``start`` has in any case.
-        prefetch: Factors to try.
-        pin: What to try of pinning.
-        margin: Share by which a setting must be faster than a simpler one.
-        cost: Seconds a batch; infinite for what does not run.
+        start: Settings that are tried first, and kept if nothing can be measured.
+        workers: Numbers of workers to try, besides that of ``start``.
+        prefetch: Prefetch factors to try.
+        pin: Values of ``pin_memory`` to try, besides that of ``start``.
+        margin: Fraction by which a setting must be faster than a simpler one.
+        cost: Function that returns the seconds per batch of a setting, infinite if it does not run.
 
     Returns:
-        The choice, and what was measured.
+        The chosen setting, and the costs of all settings that were tried.
 
     Example:
         >>> pick(Loading(), [0, 2, 4], [2], [False], 0.1, lambda loading: 1 / (1 + min(loading.num_workers, 2)))[0]
@@ -95,13 +92,14 @@ def pick(
     costs: dict[Loading, float] = {}
 
     def best(candidates: list[Loading], known: Loading) -> Loading:
-        for one in candidates:
-            if one not in costs:
-                costs[one] = cost(one)
-        found = min(candidates, key=_complexity)
-        for one in sorted(candidates, key=_complexity):
-            if costs[one] < costs[found] * (1 - margin) or math.isinf(costs[found]):
-                found = one
+        for loading in candidates:
+            if loading not in costs:
+                costs[loading] = cost(loading)
+        simplest, *others = sorted(candidates, key=_complexity)
+        found = simplest
+        for loading in others:
+            if costs[loading] < costs[found] * (1 - margin) or math.isinf(costs[found]):
+                found = loading
         return known if math.isinf(costs[found]) else found
 
     factor = start.prefetch_factor or min(prefetch)
@@ -113,60 +111,72 @@ def pick(
 
 
 def _complexity(loading: Loading) -> tuple[int, ...]:
+    """Return the key by which settings are sorted, the simplest first."""
     return tuple(int(value or 0) for value in astuple(loading))
 
 
 def seconds_a_batch(
     loader: DataLoader[Any], loading: Loading, batches: int, device: torch.device, clock: Callable[[], float]
 ) -> float:
-    """Read a few batches with a copy of a loader, and leave its order and all generators as they were.
+    """Read a few batches with a copy of a loader. Its order and the states of all generators do not change.
+
+    Args:
+        loader: The loader.
+        loading: Settings of the copy.
+        batches: Number of batches to measure, after the first batches of the workers, which are ready together.
+        device: Device to which batches are copied if it is a GPU.
+        clock: Function that returns the time in seconds.
 
     Returns:
-        Seconds a batch after the first ones, which workers have ready together; infinite where it cannot be read so.
+        Seconds per batch; infinite if the loader cannot be read with these settings.
     """
-    other = apart(loader, loading)
+    copied_loader = apart(loader, loading)
     generators = own_generators(loader)
     states = generator_states(generators)
-    marks: list[float] = []
+    warmup = max(1, loading.num_workers)
+    times: list[float] = []
     try:
         with other_randomness(random_states()):
-            for batch in other:
+            for batch in copied_loader:
                 if device.type == "cuda":
                     move(batch, device)
                     torch.cuda.synchronize(device)
-                marks.append(clock())
-                if len(marks) >= max(1, loading.num_workers) + batches:
+                times.append(clock())
+                if len(times) >= warmup + batches:
                     break
-    except Exception:  # not picklable, not to be forked, too large for shared memory: another setting may do
+    except Exception:  # for example data that cannot be pickled or is too large: another setting may work
         return math.inf
     finally:
         set_generator_states(generators, states)
-    first = min(max(1, loading.num_workers), len(marks) - 1)
-    return (marks[-1] - marks[first - 1]) / (len(marks) - first) if len(marks) > 1 else math.inf
+    if len(times) < 2:
+        return math.inf
+    first = min(warmup, len(times) - 1)
+    return (times[-1] - times[first - 1]) / (len(times) - first)
 
 
 def apart(loader: DataLoader[Any], loading: Loading) -> DataLoader[Any]:
-    """A copy of a loader with samplers of its own, on the same data set, that reads in another way."""
+    """Return a copy of a loader with other settings and its own samplers, on the same data set."""
     other = set_loading(copied(loader), *astuple(loading))
     memo = {id(loader.dataset): loader.dataset}
     for name in ("batch_sampler", "sampler"):
-        with suppress(Exception):  # what cannot be copied is begun again for each pass anyway
+        with suppress(Exception):  # a sampler that cannot be copied starts again in each pass anyway
             vars(other)[name] = copy.deepcopy(vars(loader)[name], memo)
     return other
 
 
 class DataLoaderTuner(Technique):
-    """Pick workers, prefetching and pinning of the training loaders by reading a few batches before the first step.
+    """Choose workers, prefetching and pinning of the training loaders by reading a few batches before the first step.
 
-    The order of the data, random draws and resuming do not depend on the choice: a resumed run measures anew. Where
-    they would (an iterable data set, one that draws random numbers without `ExactResume`), the workers stay as many as
-    they are. Loaders of other kinds, and those with a state of their own, are left alone, and that is said.
+    The order of the data, random numbers and resuming do not depend on the choice, and a resumed run measures again. If
+    they would depend on the number of workers (an iterable data set, or one that draws random numbers without
+    `ExactResume`), this number does not change. Loaders of other classes and loaders with a state do not change
+    either. A log line gives the reason.
 
     Args:
-        workers: numbers of workers to try. ``null``: 0, 1, 2, 4 and so on up to the processors of each process.
-        prefetch: batches that a worker may read ahead.
-        batches: batches to measure with each setting.
-        margin: share by which a setting must be faster than a simpler one.
+        workers: Numbers of workers to try. ``null``: 0, 1, 2, 4 and so on up to the number of processors per process.
+        prefetch: Numbers of batches to try that a worker may read ahead.
+        batches: Number of batches to measure with each setting.
+        margin: Fraction by which a setting must be faster than a simpler one.
 
     Raises:
         ConfigurationError: For an argument out of range.
@@ -194,7 +204,7 @@ class DataLoaderTuner(Technique):
         self.prefetch = prefetch
         self.batches = batches
         self.margin = margin
-        self.chosen: list[Loading] = []  # of each training loader in turn
+        self.chosen: list[Loading] = []  # settings of each training loader, in their order
         self._cost: Callable[..., float] = seconds_a_batch
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -209,26 +219,30 @@ class DataLoaderTuner(Technique):
 
     def describe(self, module: Any) -> Report:
         if not self.chosen:
-            return Report(f"tries training loaders, {self.batches} batches a setting")
+            return Report(f"tries settings of training loaders, {self.batches} batches per setting")
         return Report("; ".join(map(str, self.chosen)))
 
     def tuned(self, trainer: Trainer, loader: Any) -> Any:
-        """The loader with the setting that was picked for it, or itself where that must not change."""
+        """Return a copy of the loader with the best settings, or the loader itself if they must not change."""
         if not isinstance(loader, DataLoader):
-            return self._leave(loader, "is no DataLoader")
-        own_state = callable(getattr(loader, "state_dict", None)) and not isinstance(loader, ResumableLoader)
+            return self._leave(loader, "is not a DataLoader")
+        own_state = hasattr(loader, "state_dict") and not isinstance(loader, ResumableLoader)
         if own_state or type(loader).__iter__ not in (DataLoader.__iter__, ResumableLoader.__iter__):
-            return self._leave(loader, "has a state or an iterator of its own, which may depend on its workers")
+            return self._leave(loader, "has its own state or iterator, which may depend on the workers")
         iterable = isinstance(loader.dataset, IterableDataset)
         if iterable and not loader.num_workers:
-            return self._leave(loader, f"reads {type(loader.dataset).__name__} here, where trying would move it on")
-        start, device = Loading.of(loader), trainer.strategy.root_device
+            return self._leave(loader, f"reads {type(loader.dataset).__name__} in this process, which would advance it")
+        start = Loading.of(loader)
+        device = trainer.strategy.root_device
         workers = [start.num_workers]
+        # Workers have a copy of an iterable data set. Others are read in this process, which may change attributes.
         counters = {} if iterable else _counters(loader.dataset)
         draws = iterable or self._draws(trainer, loader)
-        if moved := [name for name, value in counters.items() if getattr(loader.dataset, name) != value]:
+        changed = [name for name, value in counters.items() if getattr(loader.dataset, name) != value]
+        if changed:
             vars(loader.dataset).update(counters)
-            return self._leave(loader, f"reads {type(loader.dataset).__name__}, whose {moved[0]} changes as it is read")
+            kind = type(loader.dataset).__name__
+            return self._leave(loader, f"reads {kind}, whose attribute {changed[0]} changes when it is read")
         if not draws:
             workers = [n for n in self._numbers(trainer, start) if n or not loader.timeout]
         pin = [False, True] if device.type == "cuda" else []
@@ -239,63 +253,69 @@ class DataLoaderTuner(Technique):
         choice, costs = pick(start, workers, self.prefetch, pin, self.margin, cost)
         choice = trainer.strategy.broadcast(choice)
         self.chosen.append(choice)
-        lines = [f"{seconds * 1000:10.2f} ms  {one}" + "  <-" * (one == choice) for one, seconds in costs.items()]
-        rank_zero_info("\n".join([f"DataLoaderTuner: {choice} (was: {start})", *lines]))
+        lines = [f"DataLoaderTuner: {choice} (was: {start})"]
+        for loading, seconds in costs.items():
+            lines.append(f"{seconds * 1000:10.2f} ms  {loading}" + "  <-" * (loading == choice))
+        rank_zero_info("\n".join(lines))
         return set_loading(copied(loader), *astuple(choice))
 
     def _numbers(self, trainer: Trainer, start: Loading) -> list[int]:
+        """Return the numbers of workers to try."""
         if self.workers is not None:
             return list(self.workers)
         if not start.num_workers and multiprocessing.get_start_method() != "fork":
             rank_zero_info(
-                "DataLoaderTuner: workers would import the main script again, which may not be made for that: none are "
-                "tried. Name their numbers if it is: workers=[0, 2, 4]"
+                "DataLoaderTuner: no workers are tried, because they would import the main script again, which may "
+                "not be written for this. If it is, name the numbers to try: workers=[0, 2, 4]"
             )
             return [0]
-        processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        processors = os.cpu_count() or 1
+        if hasattr(os, "sched_getaffinity"):  # on Linux: a container may be limited to fewer
+            processors = len(os.sched_getaffinity(0))
         most = max(1, processors // max(1, trainer.num_devices))
         return [0, *(2**i for i in range(most.bit_length()))]
 
     def _draws(self, trainer: Trainer, loader: DataLoader[Any]) -> bool:
-        """Whether reading a batch draws random numbers, in an order that depends on the workers."""
-        own, every = own_generators(loader.dataset), own_generators(loader)
-        states, states_of_all = generator_states(own), generator_states(every)
-        drew = False
-        with other_randomness(random_states()), suppress(Exception):  # what cannot be read here shows when it is tried
-            other = iter(apart(loader, Loading()))
-            for _ in range(2):  # a sampler may draw for the first
-                before = random_states()
-                next(other, None)
-            drew = not same_random_states(before, random_states())
-        seeded = isinstance(loader, ResumableLoader) or any(
-            Trait.SEEDS_BATCHES in one.traits for one in techniques_of(trainer)
-        )
-        drew = (drew and not seeded) or not same_random_states(states, generator_states(own))
-        set_generator_states(every, states_of_all)
-        if drew:
-            way_out = "" if seeded else ". ExactResume seeds each batch, and lets it change"
+        """Return whether reading a batch draws random numbers in an order that depends on the workers."""
+        own = own_generators(loader.dataset)
+        every = own_generators(loader)
+        own_before = generator_states(own)
+        every_before = generator_states(every)
+        draws = False
+        with other_randomness(random_states()), suppress(Exception):  # an error is found when the loader is tried
+            batches = iter(apart(loader, Loading()))
+            next(batches, None)  # a sampler may draw for the first batch
+            before = random_states()
+            next(batches, None)
+            draws = not same_random_states(before, random_states())
+        seeds = (Trait.SEEDS_BATCHES in technique.traits for technique in techniques_of(trainer))
+        seeded = isinstance(loader, ResumableLoader) or any(seeds)
+        draws = (draws and not seeded) or not same_random_states(own_before, generator_states(own))
+        set_generator_states(every, every_before)
+        if draws:
+            remedy = "" if seeded else ". ExactResume seeds each batch, so that it can change"
             rank_zero_info(
                 f"DataLoaderTuner: {type(loader.dataset).__name__} draws random numbers in an order that depends on "
-                f"the number of workers: that stays as it is{way_out}"
+                f"the number of workers, so this number does not change{remedy}"
             )
-        return drew
+        return draws
 
-    def _leave(self, loader: Any, why: str) -> Any:
-        rank_zero_info(f"DataLoaderTuner: a {type(loader).__name__} stays as it is: it {why}")
+    def _leave(self, loader: Any, reason: str) -> Any:
+        rank_zero_info(f"DataLoaderTuner: a {type(loader).__name__} does not change, because it {reason}")
         return loader
 
 
-def _counters(dataset: Any) -> dict[str, Any]:
-    """The numbers and texts among the attributes of a data set: positions and counts, if it has any."""
-    return {
-        name: value for name, value in getattr(dataset, "__dict__", {}).items() if isinstance(value, int | float | str)
-    }
+def _counters(dataset: object) -> dict[str, object]:
+    """Return the numbers and strings among the attributes of a data set, which include its positions and counts."""
+    attributes = getattr(dataset, "__dict__", {})
+    return {name: value for name, value in attributes.items() if isinstance(value, int | float | str)}
 
 
 def _process_dataloader(self: Any, dataloader: Any) -> Any:
+    """Wrap of ``strategy.process_dataloader`` that tunes training loaders."""
     trainer = self.lightning_module.trainer
     technique = next((one for one in trainer.callbacks if isinstance(one, DataLoaderTuner)), None)
-    # The trainer is in its training stage for training loaders only.
+    # The trainer is in its training stage only while training loaders are processed.
     if technique is not None and trainer.training:
         dataloader = technique.tuned(trainer, dataloader)
     return inner_method(self, "process_dataloader", _process_dataloader)(dataloader)

@@ -1,17 +1,14 @@
-"""Cache emptying: every few steps the device's allocator gives back memory that no tensor is in.
+"""Cache emptying: every few steps the device's allocator returns memory that no tensor uses.
 
-    memory of the process = tensors + cached blocks;    afterwards: tensors + what shares a segment with one
+    memory of the process = tensors + cached blocks;    afterwards: tensors + unused parts of their segments
 
-Saves: what is cached and fits no request, where batches differ in shape; memory for other processes on the device
-Costs: the device finishes all work first, and the next step asks the driver for its memory again
+Saves: cached blocks that fit no request, if batches differ in shape; memory for other processes on the device
+Costs: the device finishes all work first, and the next step requests its memory from the driver again
 Source: Hugging Face's torch_empty_cache_steps; https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management
 """
 
-from lightning.pytorch import LightningModule, Trainer
-from typing import Any, ClassVar
-
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_efficient.errors import ConfigurationError, check_number
@@ -19,12 +16,12 @@ from lit_efficient.mechanisms.trials.memory import format_bytes
 
 
 class EmptyCache(Callback):
-    """Empty the cache of the accelerator's allocator every so many optimizer steps; the end of a fit says what it gave.
+    """Empty the cache of the accelerator's allocator every few optimizer steps, and log the memory that this returned.
 
-    Try ``PYTORCH_ALLOC_CONF=expandable_segments:True`` first: it avoids most fragments at no cost.
+    Try ``PYTORCH_ALLOC_CONF=expandable_segments:True`` first: it avoids most fragmentation at no cost.
 
     Args:
-        every_n_steps: Optimizer steps from one time to the next, at least 1.
+        every_n_steps: Number of optimizer steps between two times, at least 1.
 
     Raises:
         ConfigurationError: On the CPU, which has no such cache, and for an argument out of range.
@@ -36,21 +33,30 @@ class EmptyCache(Callback):
         super().__init__()
         check_number("EmptyCache", "every_n_steps", every_n_steps, least=1, whole=True)
         self.every_n_steps = every_n_steps
-        self._step = self._times = self._largest = 0
+        self._step = 0
+        self._times = 0
+        self._largest = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.strategy.root_device.type == "cpu":
             raise ConfigurationError(
-                "EmptyCache: this trainer's device is 'cpu', whose allocator keeps no cache: leave it out, or use "
-                "accelerator='gpu'"
+                "EmptyCache: this trainer's device is 'cpu', whose allocator keeps no cache: leave EmptyCache out, or "
+                "use accelerator='gpu'"
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._step, self._times, self._largest = trainer.global_step, 0, 0
+        self._step = trainer.global_step
+        self._times = 0
+        self._largest = 0
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int) -> None:
-        stepped, self._step = trainer.global_step != self._step, trainer.global_step
-        if not stepped or self._step % self.every_n_steps:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        if trainer.global_step == self._step:
+            return
+        self._step = trainer.global_step
+        if self._step % self.every_n_steps:
+            return
             return
         device = trainer.strategy.root_device
         before = torch.accelerator.memory_reserved(device)
@@ -59,7 +65,7 @@ class EmptyCache(Callback):
         self._largest = max(self._largest, before - torch.accelerator.memory_reserved(device))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        rank_zero_info(
-            f"EmptyCache: emptied {self._times} times, {format_bytes(self._largest)} at most"
-            + ("" if self._largest else ": it gave nothing back, and costs time")
-        )
+        summary = f"EmptyCache: emptied {self._times} times, {format_bytes(self._largest)} at most"
+        if not self._largest:
+            summary += ": it returned no memory, and takes time; leave it out"
+        rank_zero_info(summary)

@@ -1,27 +1,27 @@
-"""Exact resume: a run that was interrupted and resumed ends with the same bits as one that was not.
+"""Exact resume: a run that was interrupted and resumed ends with the same bits as an uninterrupted run.
 
     before batch k of epoch e:  torch, Python and NumPy are seeded by hash(seed, e, k, rank)
     order of epoch e:           a pure function of (seed, e); the loader's state is the number of batches it yielded
-    in all steps, under DDP:    gradients of all ranks are added in one order: buckets are never sorted anew
-    after a resume:             what was still to do for the last batch: validate, step schedulers, end the epoch
+    in all steps, under DDP:    gradients of all ranks are added in one order: buckets are never sorted again
+    after a resume:             the rest of the last batch is done: validation, schedulers' steps, end of the epoch
 
-Saves: the work since the last epoch's end, in code that knows nothing of it; stock Lightning shuffles and draws again.
-Costs: 0.1 ms a step; a few numbers and the metrics in the checkpoint, inside an accumulation window also the gradients.
+Saves: the work since the end of the last epoch, without changes to the code; Lightning alone shuffles and draws again.
+Costs: 0.1 ms per step; some numbers and the metrics in checkpoints, and the gradients inside an accumulation window.
 Source: Lightning's stateful-loader protocol, https://lightning.ai/docs/pytorch/stable/clouds/fault_tolerant_training_basic.html.
 
-Reseeding was chosen over storing generator states because it needs no state: it holds for every rank although rank 0
-alone writes the checkpoint, for every device, and whatever ran in between (validation, sampling, a progress bar).
-It is promised for the same machine, versions, thread count and number of processes.
+Seeding each batch needs no stored generator states. It therefore works for every rank, although only rank 0 writes the
+checkpoint, for every device, and after code that draws in between (validation, sampling, a progress bar). The result
+is exact on the same machine with the same versions, number of threads and number of processes.
 """
 
 import copy
 import inspect
 import os
-from lightning.pytorch import LightningModule, Trainer
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
@@ -52,22 +52,20 @@ from lit_efficient.traits import Trait
 class ExactResume(Technique):
     """Make interrupted and resumed training equal to uninterrupted training, bit for bit.
 
-    Training loaders with torch's or Lightning's own samplers are made resumable, and each batch has random draws of its
-    own. Works on existing modules and loaders. What cannot be covered is said once, as a warning: iterable datasets and
-    samplers of your own without state, GPU kernels that are not deterministic, generators of your own.
+    Training loaders with torch's or Lightning's own samplers become resumable, and random numbers are seeded for each
+    batch. Modules and loaders need no change. A warning names what cannot be exact: iterable data sets and custom
+    samplers without state, GPU kernels that are not deterministic, custom generators.
 
     Args:
-        seed: Seed of the data order and of all draws in training steps. ``None``: the checkpoint's when resuming, else
-            that of ``seed_everything``, else torch's initial seed.
+        seed: Seed of the data order and of all random numbers in training steps. ``None``: the seed of the checkpoint
+            when resuming, else that of ``seed_everything``, else torch's initial seed.
 
     Raises:
         ConfigurationError: If the seed is negative.
     """
 
     traits = frozenset({Trait.SEEDS_BATCHES})
-    helps = {
-        "safety": (1, "a resumed run gives the bits of one that never stopped")
-    }
+    helps = {"safety": (1, "a resumed run gives the same bits as an uninterrupted run")}
 
     def __init__(self, seed: int | None = None) -> None:
         check_number("ExactResume", "seed", seed, least=0, whole=True, null=True)
@@ -76,14 +74,15 @@ class ExactResume(Technique):
         self._run_seed: int | None = seed
         self._rank = 0
         self._world_size: int | None = None
-        self._rows = 0  # of a step of the checkpoint's run, which may have been another
-        self._gradients: dict[str, Tensor] | None = None  # of an open accumulation window, to be put back
-        self._reached = ""  # what of a batch is over: "batch", "validation" or "epoch"; empty inside a step
-        self._resumed: dict[str, Any] = {}  # the same of the checkpoint, with its metrics
-        self._cut: dict[str, Any] | None = None  # as it was after a step that ended the fit in the midst of an epoch
+        self._rows = 0  # rows per step in the checkpoint's run
+        self._gradients: dict[str, Tensor] | None = None  # of an open accumulation window in the checkpoint
+        self._reached = ""  # the part of a batch that is over: "batch", "validation" or "epoch"; empty inside a step
+        self._resumed: dict[str, Any] = {}  # "reached" of the checkpoint, and its metrics
+        # State of the loops after a step that ended the fit before the end of an epoch.
+        self._cut: dict[str, Any] | None = None
         self._said: set[str] = set()
-        self._carried: dict[str, object] | None = {}  # attributes after the fit's first batch; None: compared already
-        self._loaders: list[ResumableLoader] | None = None  # in a fit
+        self._carried: dict[str, object] | None = {}  # attributes after the first batch; None once they are compared
+        self._loaders: list[ResumableLoader] | None = None  # training loaders; None outside a fit
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -94,13 +93,14 @@ class ExactResume(Technique):
         if self._run_seed is None:
             own = int(os.environ.get("PL_GLOBAL_SEED") or torch.initial_seed()) & (2**63 - 1)
             self._run_seed = int(trainer.strategy.broadcast(own))
-        # First in the list: what other callbacks draw at the start of a batch is then reproducible too. A new list,
-        # because the trainer is iterating over the old one.
+        # First in the list, so that random numbers that other callbacks draw at the start of a batch are reproducible.
+        # A new list, because the trainer iterates over the old one.
         trainer.callbacks = [self, *(callback for callback in trainer.callbacks if callback is not self)]
-        self._loaders, self._carried = [], {}
+        self._loaders = []
+        self._carried = {}
         wrap_method(trainer.strategy, "process_dataloader", _process_dataloader)
         keep_order(trainer.strategy)
-        self._say_limits(trainer, pl_module)
+        self._warn_of_limits(trainer, pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._unwrap(trainer)
@@ -110,33 +110,37 @@ class ExactResume(Technique):
         assert self._loaders is not None
         assert self._run_seed is not None
         for loader in self._loaders:
-            loader.reseed(self._run_seed)  # strategies that restore late made them before the checkpoint was read
-        # Lightning forgets to, if something (a scheduler that asks how long the run is) made it load the data early.
+            loader.reseed(self._run_seed)  # it may have been created before the checkpoint was read
+        # Lightning skips this if the data was loaded early, for example by a scheduler that needs the number of steps.
         restore_loader_states(trainer)
         self._keep_place(trainer)
-        self._go_on(trainer)
-        gradients, self._gradients = self._gradients, None
+        self._finish_batch(trainer)
+        gradients = self._gradients
+        self._gradients = None
         if gradients:
             for name, parameter in pl_module.named_parameters():
                 if name in gradients:
                     parameter.grad = gradients[name].to(parameter.device, parameter.dtype)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._reached, self._cut = "", None
+        self._reached = ""
+        self._cut = None
         seed_all(self._seed_at(trainer, -1))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         self._reached = ""
         seed_all(self._seed_at(trainer, trainer.fit_loop.epoch_loop.batch_idx))
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         self._reached = "batch"
         self._keep_cut(trainer)
         if self._carried is not None:
-            self._say_carried(pl_module)
+            self._warn_of_carried(pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._reached:  # a resumed run may validate again
+        if self._reached:  # not before training; a resumed run may validate a second time
             seed_all(self._seed_at(trainer, trainer.fit_loop.epoch_loop.batch_idx, 1))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -155,42 +159,49 @@ class ExactResume(Technique):
         return Report(f"order and draws of every training batch follow from seed {self._run_seed}, epoch and batch")
 
     def state_dict(self) -> dict[str, Any]:
-        """The run's seed and its number of processes; a checkpoint takes the rows of a batch in all of them, too."""
+        """Return the seed and the number of processes. ``on_save_checkpoint`` adds the rows per step."""
         return {} if self._run_seed is None else {"seed": self._run_seed, "world_size": self._world_size or 1}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the checkpoint's seed, and say where the run differs from the interrupted one."""
+        """Take over the checkpoint's seed, and warn if the run differs from the interrupted one."""
         if self._loaders is None:  # not a fit
             return
         if self.seed is not None and self.seed != state_dict["seed"]:
-            self._say(f"seed={self.seed}, but the checkpoint's run used {state_dict['seed']}: a new order from here on")
+            self._warn(f"seed={self.seed}, but the checkpoint's run used {state_dict['seed']}: the order changes")
         else:
             self._run_seed = state_dict["seed"]
         self._rows = state_dict.get("rows", 0)
         if self._world_size != state_dict["world_size"]:
-            known = "" if self._rows else "; its epoch goes on after as many batches, whatever rows they have"
-            self._say(f"{self._world_size} processes, but the checkpoint's run used {state_dict['world_size']}{known}")
+            message = f"{self._world_size} processes, but the checkpoint's run used {state_dict['world_size']}"
+            if not self._rows:
+                message += "; the epoch continues after the same number of batches, with other rows"
+            self._warn(message)
         self._gradients = state_dict.get("gradients")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         state = checkpoint["callbacks"].setdefault(self.state_key, self.state_dict())
-        loaders = loaders_in(combined_loader(trainer))  # others may have been made and left: a search's
+        loaders = loaders_in(combined_loader(trainer))  # self._loaders may also have loaders that were replaced
         if state and len(loaders) == 1 and isinstance(loaders[0], ResumableLoader):
             state["rows"] = loaders[0].step_rows
-        if self._cut is not None and self._reached in ("", "epoch"):  # Lightning ends the epoch of a fit's last step
-            checkpoint["loops"]["fit_loop"], checkpoint["epoch"] = copy.deepcopy(self._cut["loop"]), self._cut["epoch"]
-            state |= self._cut["stands"]
+        if self._cut is not None and self._reached in ("", "epoch"):
+            # Lightning ends the epoch after the last step of a fit, but a longer fit continues it.
+            checkpoint["loops"]["fit_loop"] = copy.deepcopy(self._cut["loop"])
+            checkpoint["epoch"] = self._cut["epoch"]
+            state |= self._cut["progress"]
         elif self._reached:
-            state |= self._stands(trainer)
+            state |= self._progress(trainer)
         if not _window_is_open(trainer):
             return
         if trainer.world_size > 1:
-            self._say("a checkpoint inside an accumulation window: each process's gradients so far are not in it")
+            self._warn("a checkpoint inside an accumulation window does not hold the gradients of each process")
             return
-        away = {p: gradient for optimizer in trainer.optimizers for p, gradient in gradients_of(optimizer).items()}
-        named = [(name, away.get(p, p.grad)) for name, p in pl_module.named_parameters()]
-        state["gradients"] = {name: gradient.detach().clone() for name, gradient in named if gradient is not None}
+        moved = {p: gradient for optimizer in trainer.optimizers for p, gradient in gradients_of(optimizer).items()}
+        state["gradients"] = {}
+        for name, p in pl_module.named_parameters():
+            gradient = moved.get(p, p.grad)
+            if gradient is not None:
+                state["gradients"][name] = gradient.detach().clone()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
@@ -198,48 +209,51 @@ class ExactResume(Technique):
             return
         state = checkpoint.get("callbacks", {}).get(self.state_key)
         if state is None:
-            self._say("the checkpoint was written without ExactResume: its epoch's data order cannot be known")
-        elif "reached" in state:  # older ones have none
+            self._warn("the checkpoint was written without ExactResume: the data order of its epoch is unknown")
+        elif "reached" in state:
             self._resumed = {key: state[key] for key in ("reached", "metrics", "results")}
-            settle(checkpoint, epoch=state["reached"] == "epoch")  # the loops are restored after the callbacks
+            # In the checkpoint, because Lightning restores the loops after the callbacks.
+            settle(checkpoint, epoch=state["reached"] == "epoch")
 
-    def _stands(self, trainer: Trainer) -> dict[str, Any]:
-        """What of the last batch is over, and the metrics until then."""
-        results = unfinished(trainer) if self._reached != "epoch" else []
+    def _progress(self, trainer: Trainer) -> dict[str, Any]:
+        """Return the part of the last batch that is over, and the metrics until then."""
+        results = [] if self._reached == "epoch" else unfinished(trainer)
         if trainer.world_size > 1 and any(result["logged"]["on_epoch"] for result in results):
-            self._say("each process's part of the epoch's training metrics is not in the checkpoint")
+            self._warn("the training metrics of the epoch on each process are not in the checkpoint")
             results = [result for result in results if not result["logged"]["on_epoch"]]
         return {"reached": self._reached, "metrics": monitored(trainer), "results": results}
 
     def _keep_cut(self, trainer: Trainer) -> None:
-        """If the fit ends here, keep for later checkpoints that the epoch has batches left, for a longer fit."""
+        """Keep the state of the loops for a longer fit if this fit stops before the end of the epoch."""
         if stops_now(trainer) and not trainer.is_last_batch:
             loop = copy.deepcopy(trainer.fit_loop.state_dict())
-            self._cut = {"loop": loop, "epoch": trainer.current_epoch, "stands": self._stands(trainer)}
+            self._cut = {"loop": loop, "epoch": trainer.current_epoch, "progress": self._progress(trainer)}
 
     def _keep_place(self, trainer: Trainer) -> None:
-        """Go on in the epoch where the interrupted run was, whose steps had more rows, or fewer."""
-        before, self._rows = self._rows, 0
+        """Continue at the same row of the epoch if the interrupted run had more or fewer rows per step."""
+        before = self._rows
+        self._rows = 0
         loaders = self._loaders or []
-        now = loaders[0].step_rows if len(loaders) == 1 and [*loaders_in(combined_loader(trainer))] == loaders else 0
-        if before == now or not before:
+        if not before or len(loaders) != 1 or [*loaders_in(combined_loader(trainer))] != loaders:
             return
-        state = loaders[0].state_dict() if now else {"epoch": -1}
-        if state["epoch"] != _epoch(trainer):
+        loader = loaders[0]
+        now = loader.step_rows
+        state = loader.state_dict()
+        if not now or before == now or state["epoch"] != _epoch(trainer):
             return
-        if not loaders[0].keeps_order:
-            self._say(f"a step has {now} rows, not {before}: the epoch goes on after as many batches, of other rows")
+        changed = f"a step has {now} rows, not {before}: the epoch continues"
+        if not loader.keeps_order:
+            self._warn(f"{changed} after the same number of batches, with other rows")
             return
         batches, rest = divmod(state["batches"] * before, now)
-        loaders[0].load_state_dict({**state, "batches": batches})
+        loader.load_state_dict({**state, "batches": batches})
         count_batches(trainer, batches)
-        self._say(
-            f"a step has {now} rows, not {before}: the epoch goes on at its row {batches * now}, {rest} rows back"
-        )
+        self._warn(f"{changed} at its row {batches * now}, {rest} rows back")
 
-    def _go_on(self, trainer: Trainer) -> None:
-        """Have the rest of the checkpoint's last batch done: Lightning would go on to the next one."""
-        state, self._resumed = self._resumed, {}
+    def _finish_batch(self, trainer: Trainer) -> None:
+        """Do the rest of the checkpoint's last batch, because Lightning would begin with the next one."""
+        state = self._resumed
+        self._resumed = {}
         if not state:
             return
         restore(trainer, state["metrics"], state["results"])
@@ -253,60 +267,67 @@ class ExactResume(Technique):
         assert self._run_seed is not None
         return mix_seed(self._run_seed, _epoch(trainer), batch, self._rank, *purpose)
 
-    def _say_limits(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _warn_of_limits(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
-            self._say("training_step takes dataloader_iter: batches that it fetched ahead are skipped on resume")
+            self._warn("training_step takes dataloader_iter: batches that it fetched ahead are skipped on resume")
         if trainer.strategy.root_device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
-            self._say("kernels on this device may not be deterministic; Trainer(deterministic=True) makes them so")
+            self._warn("kernels on this device may not be deterministic; use Trainer(deterministic=True)")
 
-    def _say_carried(self, pl_module: LightningModule) -> None:
-        """Name the attributes that the second batch has changed: a resumed run would begin without their values."""
-        before, now = self._carried, attributes_of(pl_module)
-        self._carried = None if before else now or None
-        changed = [name for name in now if before and name in before and differs(before[name], now[name])]
+    def _warn_of_carried(self, pl_module: LightningModule) -> None:
+        """Warn of attributes that the second batch has changed: a resumed run would start without their values."""
+        before = self._carried
+        now = attributes_of(pl_module)
+        if not before:
+            self._carried = now or None
+            return
+        self._carried = None
+        changed = [name for name in now if name in before and differs(before[name], now[name])]
         if changed:
-            self._say(
-                f"{type(pl_module).__name__} changes {', '.join(changed[:3])}{', ...' if len(changed) > 3 else ''} "
-                "from batch to batch, which no checkpoint holds; if later batches read it, make it a buffer or save it "
-                "in on_save_checkpoint"
+            names = ", ".join(changed[:3]) + ", ..." * (len(changed) > 3)
+            self._warn(
+                f"{type(pl_module).__name__} changes {names} from batch to batch, but checkpoints do not hold it; if "
+                "later batches read it, make it a buffer or save it in on_save_checkpoint"
             )
 
-    def _say(self, what: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            rank_zero_warn(f"ExactResume, resuming will not be bit-exact: {what}")
+    def _warn(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            rank_zero_warn(f"ExactResume: resuming will not be bit-exact: {message}")
 
     def _resumable(self, trainer: Trainer, dataloader: Any) -> Any:
+        """Return a resumable copy of a loader, or the loader itself if its sampler cannot be made resumable."""
         takes, remark = examine(dataloader)
         if remark:
-            self._say(remark)
+            self._warn(remark)
         if not takes:
             return dataloader
         assert self._run_seed is not None
         assert self._loaders is not None
-        made = make_resumable(dataloader, self._run_seed, self._rank, partial(_epoch, trainer))
-        self._loaders.append(made)
-        return made
+        loader = make_resumable(dataloader, self._run_seed, self._rank, partial(_epoch, trainer))
+        self._loaders.append(loader)
+        return loader
 
     def _unwrap(self, trainer: Trainer) -> None:
-        self._loaders, self._reached, self._resumed = None, "", {}
+        self._loaders = None
+        self._reached = ""
+        self._resumed = {}
         unwrap_method(trainer.fit_loop.epoch_loop, "advance", _end_batch)
         unwrap_method(trainer.strategy, "process_dataloader", _process_dataloader)
         unwrap_method(trainer.strategy, "configure_ddp", configure_in_order)
 
 
 def _process_dataloader(self: Any, dataloader: Any) -> Any:
-    """Around ``strategy.process_dataloader``, the last hand that every loader passes through."""
+    """Wrap of ``strategy.process_dataloader`` that makes training loaders resumable."""
     trainer = self.lightning_module.trainer
     technique = _of(trainer)
-    # The trainer is in its training stage for training loaders only: validation in between changes the stage.
+    # The trainer is in its training stage only while training loaders are processed.
     if technique is not None and technique._loaders is not None and trainer.training:
         dataloader = technique._resumable(trainer, dataloader)
     return inner_method(self, "process_dataloader", _process_dataloader)(dataloader)
 
 
-def _end_batch(self: Any, data_fetcher: Any) -> None:
-    """In the place of ``epoch_loop.advance``, once: after it Lightning validates, steps schedulers, ends the epoch."""
+def _end_batch(self: Any, data_fetcher: object) -> None:
+    """Replace ``epoch_loop.advance`` once. Lightning then validates, steps schedulers and ends the epoch."""
     unwrap_method(self, "advance", _end_batch)
     technique = _of(self.trainer)
     end_batch(self.trainer, validated=technique is not None and technique._reached == "validation")
@@ -317,10 +338,10 @@ def _of(trainer: Trainer) -> ExactResume | None:
 
 
 def _epoch(trainer: Trainer) -> int:
-    """The epoch as Lightning tells it to samplers; ``trainer.current_epoch`` lags behind while one is being resumed."""
+    """Return the epoch that Lightning passes to samplers; ``trainer.current_epoch`` is behind it during a resume."""
     return int(trainer.fit_loop.epoch_progress.current.processed)
 
 
 def _window_is_open(trainer: Trainer) -> bool:
-    """Whether gradients have been gathered that no optimizer step has used yet."""
+    """Return whether gradients are accumulated that no optimizer step has used yet."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0 and accumulates(trainer)

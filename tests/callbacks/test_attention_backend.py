@@ -102,7 +102,9 @@ class Dropped(Net):
 
 @pytest.mark.filterwarnings("ignore:.*Flash attention kernel", "ignore:Both fused kernels")
 def test_a_step_that_the_kernel_does_not_take_is_refused_and_the_others_are_there_again() -> None:
-    with pytest.raises(ConfigurationError, match=r"'flash' does not take what Toy calls attention with.*dropout"):
+    with pytest.raises(
+        ConfigurationError, match=r"'flash' does not support the arguments with which Toy calls attention.*dropout"
+    ):
         trainer([AttentionBackend("flash")]).fit(Toy(network=Dropped), data(), data(4))
     assert torch.backends.cuda.math_sdp_enabled()
     with pytest.raises(ConfigurationError, match="no attention ran in Toy"):
@@ -138,7 +140,7 @@ def test_models_of_transformers_are_set_to_it_and_a_second_name_for_the_kernel_i
     assert set(kernels.counts) <= {"flash", "math"}
     assert kernels.counts
     runner = trainer([])
-    with pytest.raises(ConflictError, match=r"'math', and model\.attention='eager' names another"):
+    with pytest.raises(ConflictError, match=r"'math', but model\.attention='eager' names another"):
         AttentionBackend("math").check(runner, holder)
     holder.model = CausalLMConfig(config_fields={**SMALL, "model_type": "llama"}, attention="sdpa")
     AttentionBackend("math").check(runner, holder)

@@ -159,8 +159,8 @@ def test_seesaw_trains_on_the_samples_of_the_cosine_run() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"milestones": []}, "milestones must be steps from 1 on or shares between 0 and 1, each above the one before"),
-        ({"milestones": [2, 1]}, "each above the one before"),
+        ({"milestones": []}, "milestones must be steps from 1 on or fractions between 0 and 1, in ascending order"),
+        ({"milestones": [2, 1]}, "in ascending order"),
         ({"milestones": [0]}, "milestones must be"),
         ({"milestones": [0.5, 2]}, "milestones must be"),
         ({"milestones": [1], "factor": 1}, "factor must be a whole number of at least 2, got 1"),
@@ -195,7 +195,7 @@ class Endless:
 
 
 def test_manual_optimization_several_loaders_and_those_without_length_are_refused() -> None:
-    with pytest.raises(ConflictError, match="Toy optimizes manually"):
+    with pytest.raises(ConflictError, match="Toy uses manual optimization"):
         trainer([BatchRamp([1])]).fit(Toy(optimizers=2), data(), data())
     with pytest.raises(ConfigurationError, match="several loaders cannot be cut: raise accumulate_grad_batches"):
         fit(BatchRamp([1]), loader=[numbered(), numbered()])

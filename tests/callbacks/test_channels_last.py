@@ -173,7 +173,9 @@ def test_volumes_are_laid_out_where_there_are_convolutions_over_them() -> None:
 
 
 def test_a_network_without_convolutions_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"ChannelsLast: Net has no Conv2d, Conv3d or kin.*LayerNorm, Linear"):
+    with pytest.raises(
+        ConfigurationError, match=r"ChannelsLast: Net has no Conv2d, Conv3d or similar layer.*LayerNorm, Linear"
+    ):
         apply(Net(), [ChannelsLast()])
     with pytest.raises(ConfigurationError, match="has no Conv2d"):
         apply(nn.Sequential(nn.Conv1d(3, 3, 3)), [ChannelsLast()])

@@ -232,12 +232,12 @@ def test_trains_a_users_module_alike(techniques: list[Any]) -> None:
 
 
 def test_refuses_a_module_that_never_gives_labels() -> None:
-    with pytest.raises(ConfigurationError, match="never called LlamaForCausalLM with labels"):
+    with pytest.raises(ConfigurationError, match="did not call LlamaForCausalLM with labels"):
         fit(Tuner(with_labels=False), [ChunkedCrossEntropy()])
 
 
 def test_refuses_a_module_without_a_causal_language_model() -> None:
-    with pytest.raises(ConfigurationError, match="Toy holds no causal language model"):
+    with pytest.raises(ConfigurationError, match="Toy has no causal language model"):
         trainer([ChunkedCrossEntropy()]).fit(Toy("init"), data())
 
 

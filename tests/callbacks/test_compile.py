@@ -158,7 +158,7 @@ def test_recomputed_blocks_are_compiled_whole_with_right_dropout(save: list[str]
 
 
 def test_a_backend_that_would_recompute_other_random_numbers_is_refused() -> None:
-    with pytest.raises(ConflictError, match="'eager' runs a recomputed block again with other random numbers"):
+    with pytest.raises(ConflictError, match="'eager' recomputes a block with other random numbers"):
         apply(Net(), [ActivationCheckpointing(), Compile(backend="eager")])
 
 
@@ -322,7 +322,7 @@ class Breaking(Net):
 def test_the_places_where_graphs_break_are_named_with_their_reasons(caplog: pytest.LogCaptureFixture) -> None:
     begin, forward = inspect.getsourcelines(Printing.forward)[1], inspect.getsourcelines(Looping.forward)[1]
     chosen = Compile(modules=["stem", "head"], backend="eager")
-    with caplog.at_level("INFO"), pytest.warns(match=r"\d functions or versions of them were given up"):
+    with caplog.at_level("INFO"), pytest.warns(match=r"\d functions or versions of them, which ran uncompiled"):
         fit(chosen, module=Toy("configure_model", network=Breaking))
     (said,) = (r.getMessage() for r in caplog.records if r.getMessage().startswith("Compile: graphs break"))
     first, *places = said.splitlines()
@@ -357,7 +357,7 @@ def test_fullgraph_says_which_line_it_refuses() -> None:
     [
         ({"backend": "inductr"}, r"backend must be one of .*\(did you mean inductor\?\), got 'inductr'"),
         ({"mode": "fast"}, "mode must be one of default, reduce-overhead, .*got 'fast'"),
-        ({"mode": "max-autotune", "backend": "aot_eager"}, "mode 'max-autotune' is for the backend inductor"),
+        ({"mode": "max-autotune", "backend": "aot_eager"}, "mode 'max-autotune' needs the backend inductor"),
         ({"modules": []}, r"modules must be blocks, network or patterns, got \[\]"),
     ],
 )

@@ -90,5 +90,5 @@ def test_what_has_no_flow_is_refused() -> None:
 
     with pytest.raises(ConfigurationError, match=r'must return "predicted" and "target".*it returned .*log_snr'):
         trainer([lit_efficient.ContrastiveFlowMatching()]).fit(Flow(), data(), data())
-    with pytest.raises(ConfigurationError, match="at least 2 samples"):
+    with pytest.raises(ConfigurationError, match="had 1 sample per process"):
         trainer([ContrastiveFlowMatching()]).fit(Toy(), data(batch_size=1), data())

@@ -160,7 +160,7 @@ SAMPLED = [[3, 1], [0], [7, 2, 5], [4]]
     ],
     ids=["shuffled", "batch_sampler", "random_batches", "no_batch_size"],
 )
-@pytest.mark.filterwarnings("ignore:ExactResume, resuming will not be bit-exact. the order of list in list")
+@pytest.mark.filterwarnings("ignore:ExactResume: resuming will not be bit-exact. the order of list in list")
 @pytest.mark.parametrize("seeded", [True, False])
 def test_order_and_draws_are_those_without_it(make: Any, seeded: bool) -> None:
     more = [ExactResume(seed=1)] if seeded else []
@@ -222,7 +222,7 @@ class Counted(Numbers):
 def test_data_that_changes_as_it_is_read_is_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         equal(fit(tuner(Loading(0, None)), data=Counted()), fit(data=Counted()))
-    assert "it reads Counted, whose reads changes as it is read" in caplog.text
+    assert "it reads Counted, whose attribute reads changes when it is read" in caplog.text
 
 
 class Own:
@@ -246,9 +246,12 @@ class Stateful(DataLoader[Any]):
 @pytest.mark.parametrize(
     ("loader", "why"),
     [
-        (Own(), "a Own stays as it is: it is no DataLoader"),
-        (Stateful(Numbers(), 2), "a Stateful stays as it is: it has a state or an iterator of its own"),
-        (DataLoader(Stream(), 2), "a DataLoader stays as it is: it reads Stream here, where trying would move it on"),
+        (Own(), "a Own does not change, because it is not a DataLoader"),
+        (Stateful(Numbers(), 2), "a Stateful does not change, because it has its own state or iterator"),
+        (
+            DataLoader(Stream(), 2),
+            "a DataLoader does not change, because it reads Stream in this process, which would advance it",
+        ),
     ],
     ids=["other", "stateful", "stream"],
 )

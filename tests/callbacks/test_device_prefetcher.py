@@ -308,5 +308,7 @@ def test_the_second_step_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(device_prefetcher, "counts", lambda: (0, 0, 0))  # of what other tests have compiled
     monkeypatch.setitem(globals(), "Drawing", Reading)
-    with pytest.warns(UserWarning, match=r"(?s)waits for the device, which then idles:\n  .*\.py:\d+: reads a value$"):
+    with pytest.warns(
+        UserWarning, match=r"(?s)waits for the device, which then idles, in:\n  .*\.py:\d+: reads a value$"
+    ):
         fit(DevicePrefetcher(), max_steps=4)

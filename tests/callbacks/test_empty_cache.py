@@ -31,12 +31,14 @@ def test_it_counts_optimizer_steps_and_says_what_it_gave(
         assert emptied(monkeypatch) == [2, 4, 6, 8, 10, 12, 14, 16]
         assert emptied(monkeypatch, gives=0, accumulate_grad_batches=4) == [2, 4]
     assert "EmptyCache: emptied 8 times, 3.0 MiB at most" in caplog.text
-    assert "EmptyCache: emptied 2 times, 0 B at most: it gave nothing back, and costs time" in caplog.text
+    assert "EmptyCache: emptied 2 times, 0 B at most: it returned no memory, and takes time" in caplog.text
 
 
 def test_the_cpu_and_bad_arguments_are_refused() -> None:
     module = Toy("configure_model")
-    with pytest.raises(ConfigurationError, match="device is 'cpu', whose allocator keeps no cache: leave it out"):
+    with pytest.raises(
+        ConfigurationError, match="device is 'cpu', whose allocator keeps no cache: leave EmptyCache out"
+    ):
         trainer([EmptyCache()]).fit(module, data(), data())
     assert module.net is None
     with pytest.raises(

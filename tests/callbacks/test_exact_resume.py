@@ -317,7 +317,7 @@ def test_another_number_of_rows_goes_on_at_the_row(tmp_path, seen, size, accumul
     checkpoint["callbacks"]["ExactResume"]["world_size"] = processes
     torch.save(checkpoint, path)
     resumed = Numbered(size)
-    with pytest.warns(UserWarning, match=f"a step has {size} rows, not 4: the epoch goes on at its row {seen}, 0"):
+    with pytest.warns(UserWarning, match=f"a step has {size} rows, not 4: the epoch continues at its row {seen}, 0"):
         run = fit(resumed, [ExactResume()], path, max_epochs=2, accumulate_grad_batches=accumulate)
     assert resumed.seen == whole.seen[seen:]
     assert run.global_step == expected[-1]
@@ -343,7 +343,7 @@ def test_rows_that_are_no_whole_batches_are_seen_again(tmp_path):
     checkpoint["callbacks"]["ExactResume"]["world_size"] = 4
     torch.save(checkpoint, path)
     resumed = Numbered(3)
-    with pytest.warns(UserWarning, match="a step has 3 rows, not 4: the epoch goes on at its row 6, 2 rows back"):
+    with pytest.warns(UserWarning, match="a step has 3 rows, not 4: the epoch continues at its row 6, 2 rows back"):
         fit(resumed, [ExactResume()], path, max_epochs=1)
     assert len(resumed.seen) == 18
 
@@ -360,7 +360,9 @@ class Keyed(Numbered):
 @pytest.mark.filterwarnings("ignore:.*Keyed changes seen")
 def test_batches_that_are_drawn_whole_are_others_where_they_have_another_size(tmp_path):
     fit(Keyed(4), [ExactResume(), SaveEveryBatch(tmp_path)], max_epochs=1)
-    with pytest.warns(UserWarning, match="a step has 8 rows, not 4: the epoch goes on after as many batches, of other"):
+    with pytest.warns(
+        UserWarning, match="a step has 8 rows, not 4: the epoch continues after the same number of batches, with other"
+    ):
         fit(Keyed(8), [ExactResume()], tmp_path / "001.ckpt", max_epochs=1)
 
 

@@ -98,7 +98,7 @@ def test_an_older_gpu_and_a_deterministic_run_leave_what_they_must() -> None:
     torch.use_deterministic_algorithms(True)
     fit(technique := fast())
     assert technique.seen[0]["cudnn_benchmark"] is False
-    assert "no search by cuDNN, as the run is deterministic" in technique.describe(module).summary
+    assert "no search by cuDNN, because the run is deterministic" in technique.describe(module).summary
 
 
 def test_switches_that_torch_has_frozen_stay_and_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_switches_that_torch_has_frozen_stay_and_are_named(monkeypatch: pytest.M
     monkeypatch.setitem(frozen.__globals__, "__allow_nonbracketed_mutation_flag", False)
     module = fit(technique := FastMatmul(precision="high")).lightning_module
     assert technique.seen[0] == dict(zip(NAMES, ("high", True, True, False), strict=True))
-    assert "cuDNN's search stays as it is, as torch's flags are frozen" in technique.describe(module).summary
+    assert "cuDNN's search does not change, because torch's flags are frozen" in technique.describe(module).summary
 
 
 def test_a_cpu_keeps_its_switches_and_the_report_has_one_line_of_it(caplog: pytest.LogCaptureFixture) -> None:

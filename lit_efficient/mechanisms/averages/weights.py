@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.declaration import held
-from lit_efficient.errors import check_number
+from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.internals.torch_foreach import foreach_copy_, foreach_lerp_
 from lit_efficient.internals.torch_shards import is_sharded, local
 
@@ -176,6 +176,21 @@ def averageable(module: nn.Module, trainable_only: bool = True) -> dict[str, nn.
         if p.requires_grad or name in frozen_for_now or (plain and not trainable_only):
             found[name] = p
     return found
+
+
+def tracked_weights(module: nn.Module, who: str, trainable_only: bool = True) -> dict[str, nn.Parameter]:
+    """Return the parameters of :func:`averageable` for the technique ``who``.
+
+    Raises:
+        ConfigurationError: If there are none.
+    """
+    tracked = averageable(module, trainable_only)
+    if not tracked:
+        raise ConfigurationError(
+            f"{who}: no parameter of {type(module).__name__} trains, so that nothing can be averaged: unfreeze some, "
+            f"or leave {who} out"
+        )
+    return tracked
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:
