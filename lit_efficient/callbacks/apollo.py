@@ -13,11 +13,12 @@ from typing import Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from lit_efficient.declaration import Report
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import check_choice
 from lit_efficient.mechanisms.adapters.targets import ALL_LINEAR
 from lit_efficient.optimizers.low_rank import LowRankTechnique
 from lit_efficient.optimizers.low_rank_adamw import RandomDirections
+from lit_efficient.traits import Trait
 
 
 class APOLLO(LowRankTechnique):
@@ -41,6 +42,8 @@ class APOLLO(LowRankTechnique):
         ConflictError: For sharded parameters.
     """
 
+    phase = Phase.OPTIMIZER
+    traits = frozenset({Trait.LOW_RANK})
     conflicts = {"LowBitOptimizer": "both choose the form of the moments: use APOLLO(bits=8)"}
     helps = {"memory": (13, "nearly all of the optimizer's states, at another rate")}
 

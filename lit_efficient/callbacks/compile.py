@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lit_efficient.application.ledger import reports_of
-from lit_efficient.declaration import Phase, Report
+from lit_efficient.declaration import Phase, Report, parts_of
 from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, refusal
 from lit_efficient.internals.torch_compiler import at_most_versions, breaks, counts, is_compiled, refused, swap_setting
 from lit_efficient.mechanisms.blocks.block_map import find_blocks
@@ -119,7 +119,7 @@ class Compile(Technique):
         self._donated_before: bool | None = None
 
     def check(self, trainer: Trainer, module: LightningModule) -> None:
-        self._retains = any(has_trait(callback, Trait.RETAINS_GRAPH) for callback in trainer.callbacks)
+        self._retains = any(has_trait(part, Trait.RETAINS_GRAPH) for part in parts_of(trainer))
 
     def transform(self, module: nn.Module) -> Report:
         found = self._found(module)

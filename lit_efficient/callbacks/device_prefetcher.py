@@ -136,7 +136,7 @@ class DevicePrefetcher(Technique):
             return Report(f"no effect on a {self._device.type}, where batches are not copied")
         return Report("batches are copied on a separate stream" + ", the next one during the step" * self.ahead)
 
-    def _wrap_loop(self, trainer: Trainer, loop: Any, training: bool = False) -> None:
+    def _wrap_loop(self, trainer: Any, loop: Any, training: bool = False) -> None:
         """Have a loop's batches pass through this object, unless a hook or the module needs them on the host."""
         if self._stream is None:
             return

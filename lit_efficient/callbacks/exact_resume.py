@@ -84,7 +84,7 @@ class ExactResume(Technique):
         self._carried: dict[str, object] | None = {}  # attributes after the first batch; None once they are compared
         self._loaders: list[ResumableLoader] | None = None  # training loaders; None outside a fit
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
@@ -333,11 +333,11 @@ def _end_batch(self: Any, data_fetcher: object) -> None:
     end_batch(self.trainer, validated=technique is not None and technique._reached == "validation")
 
 
-def _of(trainer: Trainer) -> ExactResume | None:
+def _of(trainer: Any) -> ExactResume | None:
     return next((callback for callback in trainer.callbacks if isinstance(callback, ExactResume)), None)
 
 
-def _epoch(trainer: Trainer) -> int:
+def _epoch(trainer: Any) -> int:
     """Return the epoch that Lightning passes to samplers; ``trainer.current_epoch`` is behind it during a resume."""
     return int(trainer.fit_loop.epoch_progress.current.processed)
 

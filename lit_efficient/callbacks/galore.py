@@ -14,10 +14,11 @@ from typing import Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from lit_efficient.declaration import Report
+from lit_efficient.declaration import Phase, Report
 from lit_efficient.mechanisms.adapters.targets import ALL_LINEAR
 from lit_efficient.optimizers.low_rank import LowRankTechnique
 from lit_efficient.optimizers.low_rank_adamw import StrongestDirections
+from lit_efficient.traits import Trait
 
 
 class GaLore(LowRankTechnique):
@@ -43,6 +44,8 @@ class GaLore(LowRankTechnique):
         ConflictError: For sharded parameters.
     """
 
+    phase = Phase.OPTIMIZER
+    traits = frozenset({Trait.LOW_RANK})
     conflicts = {"LowBitOptimizer": "both choose the form of the moments: use GaLore(bits=8)"}
     helps = {"memory": (12, "most of the optimizer's states, at another rate")}
 

@@ -1,21 +1,21 @@
-"""REPA: align a block of a diffusion backbone, which sees noise, with a frozen encoder's view of the clean image.
+"""REPA: align a block of a diffusion backbone, which gets noise, with a frozen encoder's features of the clean image.
 
     loss <- loss - weight * mean_i cos(h(x_i), f_i),    h: a three-layer MLP on the block's tokens, f: the encoder's
     iREPA   h: a convolution of three by three tokens;    f <- (f - share mean f) / std f, over the image's tokens
-    HASTE   the term ends when its gradient at the block's output turns against the task's
+    HASTE   the term ends when its gradient at the block's output points against the gradient of the task
     REG     the encoder's class token is one more token, noised and denoised with the latents: `variant.class_token`
 
 Saves: training steps; the paper reports 17.5 times fewer to the same FID for SiT-XL on ImageNet with DINOv2
-Costs: the encoder's forward in each step until `stop_at` (none with features in the batch), and the MLP while training
+Costs: the encoder's forward in each step until `stop_at` (none with features in the batch), and the MLP in training
 Source: Yu et al. (2024), https://arxiv.org/abs/2410.06940; iREPA: Singh et al. (2025),
     https://arxiv.org/abs/2512.10794; HASTE, without its alignment of attention maps: Wang et al. (2025),
     https://arxiv.org/abs/2505.16792; REG: Wu et al. (2025), https://arxiv.org/abs/2507.01467
 """
 
-from lightning.pytorch import LightningModule, Trainer
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
@@ -28,48 +28,46 @@ from lit_efficient.mechanisms.alignment import (
     AlignmentHead,
     Call,
     GradientConflict,
-    make_head,
     match_positions,
     mean,
     member,
-    unknown_width,
 )
 from lit_efficient.mechanisms.blocks.block_map import find_blocks
 from lit_efficient.models.libraries.teachers import CLASS, Teacher, find_teacher, only_module, width_of
 from lit_efficient.surgery import moved, parents
 from lit_efficient.traits import Trait
 
-_UNMEASURED = {"below": 0, "measured": -1, "last": -1}  # measurements in a row; the step of the last; the last step
-
 
 class HiddenAlignment(Alignment):
     """Align the tokens after a block of a diffusion backbone with a frozen encoder of the clean images (REPA).
 
-    Beside TokenRouting those tokens alone that a block on the route ran on, as in SPRINT's own code.
+    With TokenRouting only the tokens are aligned that a block on the route has processed, as in SPRINT's own code.
 
-    Where the clean image comes from: ``features`` of the batch, if they are cached there (then no encoder runs), else
-    ``images`` of the batch, else the latents (``latents``, or the posterior's ``mean``) are decoded by the module's
-    ``codec``. Images are in [-1, 1]; encoders of transformers and timm get them in their size, channels and
-    normalisation, any other module as they are. The encoder is no part of the module; the head is left out of exports.
+    The encoder's features come from the first of these: ``features`` of the batch, if they are cached there (then no
+    encoder runs); ``images`` of the batch; or latents of the batch (``latents``, or the posterior's ``mean``), which
+    the module's ``codec`` decodes. Images are in [-1, 1]. Encoders of transformers and timm get them in their size,
+    channels and normalisation, other modules get them unchanged. The encoder is not a part of the module, and exports
+    leave the head out.
 
     Args:
-        block: After which block, counted from 1 (the paper: 8 of 28), or a pattern for the end of its dotted name.
+        block: Number of the block, counted from 1 (the paper: 8 of 28), or a pattern for the end of its dotted name.
         teacher: A module, in code or by ``class_path``; ``data.NAME``, a network of the data module (``data.judge`` of
-            ``LatentDigits``, the small classifier that it trains itself); the folder, hub name or ``config.json``
-            (random weights) of a transformers vision model; ``None``: features are in the batch.
-        teacher_layer: Pattern for the layer of the teacher; ``""`` is its output, of models of transformers and timm
-            the last tokens or maps before pooling. One vector an image is refused.
-        weight: Weight of the term, at least 0; 0 measures it and trains as without.
-        stop_at: Optimizer step from which on neither term nor encoder is computed, or a ``GradientConflict`` that ends
-            both for good, of which a resumed run knows (logged: ``train/hidden_alignment_cosine``); ``None``: never.
+            ``LatentDigits``, a small classifier that it trains by itself); the folder, hub name or ``config.json``
+            (random weights) of a transformers vision model. ``None``: features are in the batch.
+        teacher_layer: Pattern for the name of the teacher's layer. ``""`` is its output; of models of transformers and
+            timm it is the last tokens or maps before pooling. A layer with one vector per image raises an error.
+        weight: Weight of the term, at least 0. With 0 the term is computed and logged, but not added.
+        stop_at: Optimizer step from which on neither term nor encoder is computed; or a ``GradientConflict``, which
+            ends both for good, also for a resumed run (logged: ``train/hidden_alignment_cosine``); ``None`` for never.
         projection: ``mlp`` of three layers, ``linear``, ``conv`` over a square of tokens, or ``none`` (equal widths).
         hidden: Hidden width of the MLP, at least 1.
         source: ``auto``, or the dotted path of images or features in a batch.
-        image_size: Side that images are resized to; ``None``: as the encoder's config says.
-        head: Widths and seed of the projection, and what is done to the encoder's tokens.
+        image_size: Side to which images are resized; ``None``: the side in the encoder's config.
+        head: Widths and seed of the projection, and settings for the encoder's tokens.
 
     Raises:
-        ConfigurationError: For an argument out of range, without such a block, and without a clean image in the batch.
+        ConfigurationError: For an argument out of range, if there is no such block, and if the batch has no clean
+            image.
         ConflictError: If the teacher shares parameters with the module, and with manual optimization.
     """
 
@@ -77,12 +75,7 @@ class HiddenAlignment(Alignment):
     traits = frozenset({Trait.MATCHES_FEATURES, Trait.TRAINING_ONLY})
     needs = ("teacher",)
     heads_name = "hidden_alignment_heads"
-    _below: int
-    _measured: int
-    _last: int
-    helps = {
-        "speed": (0, "fewer steps of diffusion, with an image encoder to learn from")
-    }
+    helps = {"speed": (0, "fewer steps of diffusion, if an image encoder's features help")}
 
     def __init__(
         self,
@@ -105,7 +98,8 @@ class HiddenAlignment(Alignment):
         check_number("HiddenAlignment", "image_size", image_size, least=1, whole=True, null=True)
         if teacher is None and head.widths is None:
             raise ConfigurationError(
-                "HiddenAlignment: without a teacher the features are in the batch: give head.widths"
+                "HiddenAlignment: without a teacher the features are in the batch, so that their width is unknown: set "
+                "head.widths"
             )
         self.block = block
         self.teacher = teacher
@@ -116,8 +110,10 @@ class HiddenAlignment(Alignment):
         self.hidden = hidden
         self.source = source
         self.image_size = image_size
-        self.head, self.seed = head, head.seed
-        self._clean: tuple[Any, dict[str, Tensor]] | None = None
+        self.head = head
+        self.seed = head.seed
+        self._conflict = stop_at if isinstance(stop_at, GradientConflict) else None
+        self._clean: tuple[Any, dict[str, Tensor]] | None = None  # the last batch and its features
         if teacher is None and head.class_layer is not None:
             raise refusal("HiddenAlignment", "head.class_layer", "None without a teacher", head.class_layer)
         self.check_common()
@@ -126,24 +122,34 @@ class HiddenAlignment(Alignment):
             if weight == 0:
                 raise refusal("HiddenAlignment", "stop_at", "a step or None with weight 0", stop_at)
             self.traits = self.traits | {Trait.RETAINS_GRAPH}
-            kept = "gradients are measured before the backward pass, and what was kept by operator can be used once"
-            self.conflicts = {**self.conflicts, "ActivationCheckpointing(save=...)": f"{kept}: leave save out"}  # type: ignore[misc]
+            once = (
+                "gradients are measured before the backward pass, and results that are kept by operator can be used "
+                "only once: leave save out"
+            )
+            self.conflicts = {**self.conflicts, "ActivationCheckpointing(save=...)": once}  # type: ignore[misc]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if trainer.global_step == 0:  # another run; of one that goes on a checkpoint is read later
+        if trainer.global_step == 0:  # a new run; for a resumed one the checkpoint is read later
             self.load_state_dict({})
         super().setup(trainer, pl_module, stage)
 
     def find(self, data: Any) -> Teacher | None:
-        """The encoder, unless its features are in the batch."""
+        """Return the encoder, or ``None`` if its features are in the batch."""
         if self.teacher is None:
             return None
-        images: dict[str, Any] = {"image_size": self.image_size, "skip_tokens": self.head.skip_tokens, "tokens": True}
-        images["class_layer"] = self.head.class_layer
-        return find_teacher(self.teacher, [self.teacher_layer], who="HiddenAlignment", data=data, **images)
+        return find_teacher(
+            self.teacher,
+            [self.teacher_layer],
+            who="HiddenAlignment",
+            data=data,
+            image_size=self.image_size,
+            skip_tokens=self.head.skip_tokens,
+            tokens=True,
+            class_layer=self.head.class_layer,
+        )
 
     def listens_to(self, module: nn.Module) -> list[str]:
-        """The block."""
+        """Return the name of the block."""
         if isinstance(self.block, str):
             return [only_module(module, self.block, "HiddenAlignment: block")]
         blocks = find_blocks(module, who="HiddenAlignment", example="block='layers.3'")
@@ -153,123 +159,126 @@ class HiddenAlignment(Alignment):
         return [blocks[self.block - 1][0]]
 
     def build_heads(self, module: nn.Module) -> dict[str, nn.Module]:
-        """The projection h."""
+        """Return the projection h."""
         (name,) = self.names(module)
-        given = None if self._teacher is None else self._teacher.width(self.teacher_layer)
-        ours, theirs = self.head.widths or (width_of(module, name), given)
-        if ours is None or theirs is None:
-            what = f"{name!r}" if ours is None else f"the teacher's {self.teacher_layer!r}"
-            raise unknown_width("HiddenAlignment", what, "give head.widths: [block's, teacher's]")
-        if self.projection == "none" and ours != theirs:
-            raise ConfigurationError(
-                f"HiddenAlignment: projection='none' needs equal widths, got {ours} and {theirs}; use mlp or linear"
-            )
-        return {"0": make_head(self.projection, ours, theirs, self.hidden)}
+        sides = [(repr(name), width_of(module, name)), self.teacher_width(self.teacher_layer)]
+        argument = "head.widths: [block's, teacher's]"
+        return {"0": self.head_between(sides, self.head.widths, argument, self.projection, self.hidden)}
 
     def term(self, calls: Mapping[str, list[Call]], output: Any, module: nn.Module, batch: Any) -> Tensor:
-        """Minus the mean cosine."""
+        """Return minus the mean cosine."""
         (name,) = self.names(module)
         if not calls[name]:
-            raise ConfigurationError(f"HiddenAlignment: training_step never ran {name!r}")
-        clean, ran = self.clean_features(module, batch), getattr(module.get_submodule(name), "tokens_run", None)
+            raise ConfigurationError(
+                f"HiddenAlignment: training_step never ran {name!r}: set block to the name of a module that it runs"
+            )
+        clean = self.clean_features(module, batch)
+        routed = getattr(module.get_submodule(name), "tokens_run", None)  # set by TokenRouting
         terms = []
         for features in self.features(calls[name], module, name):
             if self.projection == "conv" and features.ndim == 4 and features.shape[2] != features.shape[3]:
-                raise ConfigurationError("HiddenAlignment: projection='conv' is for squares of tokens; use mlp")
-            ours, theirs = match_positions(_of_latents(module, name, features), clean, "HiddenAlignment")
+                raise ConfigurationError("HiddenAlignment: projection='conv' needs a square of tokens; use mlp")
+            ours, theirs = match_positions(_without_class_token(module, name, features), clean, "HiddenAlignment")
             if self.head.spatial_norm is not None:
                 theirs = spatial_norm(theirs, self.head.spatial_norm)
-            mask = None if ran is None else features.new_zeros(features.shape[:2]).scatter(1, ran, 1.0)
-            mask = None if mask is None else mask[:, : ours.shape[1]]  # without the class token
+            mask = None
+            if routed is not None:
+                mask = features.new_zeros(features.shape[:2]).scatter(1, routed, 1.0)[:, : ours.shape[1]]
             terms.append(repa_loss(self.project(module, "0", ours, name, theirs), theirs, mask))
         return mean(terms)
 
     @property
-    def _conflict(self) -> GradientConflict | None:
-        return self.stop_at if isinstance(self.stop_at, GradientConflict) else None
-
-    @property
     def until(self) -> int | None:
-        """Optimizer step from which on nothing is computed, whatever gradients say."""
+        """Optimizer step from which on nothing is computed, whatever the gradients are."""
         return super().until if self._conflict is None else self._conflict.latest
 
     def active(self, module: Any) -> bool:
-        """Whether the term counts in this step."""
+        """Return whether the term is computed in this step."""
         return super().active(module) and (self._last < 0 or module.trainer.global_step <= self._last)
 
     def scale(self, term: Tensor, output: Any, module: Any) -> Tensor | float:
-        """The weight; now and then the gradients are compared."""
+        """Return the weight. Every few steps, compare the gradients of the term and of the loss."""
         step = module.trainer.global_step
         conflict = self._conflict
-        if conflict is not None and step % conflict.every == 0 and step != self._measured:
-            self._measured = step
-            (name,) = self.names(module)
-            loss = output if isinstance(output, Tensor) else output["loss"]
-            cosine = gradient_cosine(loss, term, self.features(self._calls[name], module, name))
-            cosine = module.trainer.strategy.reduce(cosine, reduce_op="mean")  # all ranks end at once
-            module.log("train/hidden_alignment_cosine", cosine, batch_size=1)
-            if value := float(cosine):  # 0: one has no gradient, as in the first step of a DiT, and says nothing
-                self._below = self._below + 1 if value < conflict.below else 0
-            if self._below >= conflict.patience:
-                self._last = step
-                rank_zero_info(f"HiddenAlignment: ends after step {step}, {self._below} times against the task")
+        if conflict is None or step % conflict.every or step == self._measured:
+            return self.weight
+        self._measured = step
+        (name,) = self.names(module)
+        loss = output if isinstance(output, Tensor) else output["loss"]
+        cosine = gradient_cosine(loss, term, self.features(self._calls[name], module, name))
+        cosine = module.trainer.strategy.reduce(cosine, reduce_op="mean")  # all ranks must end in the same step
+        module.log("train/hidden_alignment_cosine", cosine, batch_size=1)
+        value = float(cosine)
+        if value:  # 0 if one of them has no gradient, as in the first step of a DiT: not a measurement
+            self._below = self._below + 1 if value < conflict.below else 0
+        if self._below >= conflict.patience:
+            self._last = step
+            rank_zero_info(
+                f"HiddenAlignment: ends after step {step}: its gradient was against the task's in {self._below} "
+                "measurements"
+            )
         return self.weight
 
     def state_dict(self) -> dict[str, Any]:
-        """What was measured."""
-        state = {"below": self._below, "measured": self._measured, "last": self._last}
-        return {} if self._conflict is None else state
+        """Return the results of the measurements."""
+        if self._conflict is None:
+            return {}
+        return {"below": self._below, "measured": self._measured, "last": self._last}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._below, self._measured, self._last = (state_dict.get(k, d) for k, d in _UNMEASURED.items())
+        self._below: int = state_dict.get("below", 0)  # consecutive measurements below the limit
+        self._measured: int = state_dict.get("measured", -1)  # step of the last measurement
+        self._last: int = state_dict.get("last", -1)  # last step with the term, once it has ended
 
     def clean_features(self, module: Any, batch: Any) -> Tensor:
-        """The encoder's features of the batch's clean images, [B, N, D], [B, D, H, W] or [B, D]."""
-        keys: Any = batch if isinstance(batch, Mapping) else ()
+        """Return the encoder's features of the batch's clean images, [B, N, D], [B, D, H, W] or [B, D]."""
         source = self.source
-        if source == "auto":
-            source = next((key for key in ("features", "images") if key in keys), "auto")
+        if source == "auto" and isinstance(batch, Mapping):
+            source = next((key for key in ("features", "images") if key in batch), "auto")
         if source == "features" or self._teacher is None:
             return moved(member(batch, "features" if source == "auto" else source, "HiddenAlignment"), module.device)
         return self._seen(module, batch, source)[self.teacher_layer]
 
     @property
     def gives_class_token(self) -> bool:
-        """Whether :meth:`class_token` may be asked."""
+        """True if :meth:`class_token` can be called."""
         return self.head.class_layer is not None
 
     def class_token(self, module: Any, batch: Any) -> Tensor:
-        """The encoder's class token of the batch's clean images, [B, D]."""
+        """Return the encoder's class token of the batch's clean images, [B, D]."""
         assert self._teacher is not None
         self._teacher.to(module.device)
         source = "images" if self.source == "auto" and "images" in batch else self.source
         return self._seen(module, batch, source)[CLASS]
 
     def _seen(self, module: Any, batch: Any, source: str) -> dict[str, Tensor]:
-        """The encoder's features of the batch's clean images, computed once a step."""
+        """Return the encoder's features of the batch's clean images, computed once per step."""
         if self._clean is None or self._clean[0] is not batch or not module.training:
-            keys: Any = batch if isinstance(batch, Mapping) else ()
-            images = member(batch, source, "HiddenAlignment") if source != "auto" else self._decoded(module, keys)
+            images = self._decoded(module, batch) if source == "auto" else member(batch, source, "HiddenAlignment")
             assert self._teacher is not None
             self._clean = batch, self._teacher.of_images(images)
         return self._clean[1]
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         self._clean = None
 
     def _decoded(self, module: Any, batch: Any) -> Tensor:
-        latents = next((batch[key] for key in ("latents", "mean") if key in batch), None)
+        """Return images that the module's codec decodes from the batch's latents."""
+        keys = batch if isinstance(batch, Mapping) else {}
+        latents = keys.get("latents", keys.get("mean"))
         codec = getattr(module, "codec", None)
         if latents is None or codec is None:
             raise ConfigurationError(
-                "HiddenAlignment: no clean image: the batch must hold features, images, or latents (or mean) for a "
-                f"module with a codec; it holds {sorted(map(str, batch)) or 'no names'}. Or name them by source="
+                "HiddenAlignment: no clean image: the batch must have features, images, or latents (or mean) for a "
+                f"module with a codec, but has {sorted(map(str, keys)) or 'no names'}. Or set source to their path"
             )
         return codec.decode(latents)
 
 
-def _of_latents(module: nn.Module, block: str, features: Tensor) -> Tensor:
-    """Tokens without the class token, which a DiT with one has last."""
+def _without_class_token(module: nn.Module, block: str, features: Tensor) -> Tensor:
+    """Return the tokens of the latents. A DiT with a class token has it last."""
     around = (module.get_submodule(name) for name in parents(block))
-    beside = any(getattr(part, "class_token", None) is not None for part in around)
-    return features[:, :-1] if beside else features
+    has_class_token = any(getattr(part, "class_token", None) is not None for part in around)
+    return features[:, :-1] if has_class_token else features

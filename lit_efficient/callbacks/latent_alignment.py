@@ -22,11 +22,9 @@ from lit_efficient.mechanisms.alignment import (
     AlignmentHead,
     Call,
     feature_of,
-    make_head,
     match_positions,
     mean,
     member,
-    unknown_width,
 )
 from lit_efficient.models.libraries.teachers import Teacher, find_teacher, input_width_of, only_module
 from lit_efficient.traits import Trait
@@ -63,8 +61,8 @@ class LatentAlignment(Alignment):
     traits = frozenset({Trait.MATCHES_FEATURES, Trait.RETAINS_GRAPH, Trait.TRAINING_ONLY})
     conflicts: ClassVar[dict[str, str]] = {
         "ActivationCheckpointing(save=...)": (
-            "gradients are measured before the backward pass, and what was kept by operator can be used once: leave "
-            "save out"
+            "gradients are measured before the backward pass, and results that are kept by operator can be used only "
+            "once: leave save out"
         ),
     }
     heads_name = "latent_alignment_heads"
@@ -121,12 +119,10 @@ class LatentAlignment(Alignment):
 
     def build_heads(self, module: nn.Module) -> dict[str, nn.Module]:
         (name,) = self.names(module)
-        assert self._teacher is not None
-        ours, theirs = self.head.widths or (input_width_of(module, name), self._teacher.width(self.teacher_layer))
-        if ours is None or theirs is None:
-            what = f"what {name!r} is called with" if ours is None else f"the teacher's {self.teacher_layer!r}"
-            raise unknown_width("LatentAlignment", what, "give head.widths: [latents', teacher's]")
-        return {"0": make_head("linear", ours, theirs, bias=False)}
+        latents = (f"the input of {name!r}", input_width_of(module, name))
+        sides = [latents, self.teacher_width(self.teacher_layer)]
+        argument = "head.widths: [latents', teacher's]"
+        return {"0": self.head_between(sides, self.head.widths, argument, "linear", bias=False)}
 
     def term(self, calls: Mapping[str, list[Call]], output: Any, module: nn.Module, batch: Any) -> Tensor:
         (name,) = self.names(module)

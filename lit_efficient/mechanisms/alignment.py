@@ -266,6 +266,47 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
             details={"head_parameters": size},
         )
 
+    def teacher_width(self, layer: str) -> tuple[str, int | None]:
+        """Return a description of a layer of the teacher, and the width of its features if it is known."""
+        return f"the teacher's {layer!r}", None if self._teacher is None else self._teacher.width(layer)
+
+    def head_between(
+        self,
+        sides: Sequence[tuple[str, int | None]],
+        given: Sequence[int] | None,
+        argument: str,
+        projection: str,
+        hidden: int = 2048,
+        bias: bool = True,
+    ) -> nn.Module:
+        """Return a projection from the features of a layer to those of the teacher. See :func:`make_head`.
+
+        Args:
+            sides: Descriptions and widths of both features. A width is ``None`` if it is unknown.
+            given: Widths that the user has set. They replace those of ``sides``.
+            argument: Argument with which the user sets them, for errors.
+            projection: Kind of the projection.
+            hidden: Hidden width of an MLP.
+            bias: Whether a linear projection has a bias.
+
+        Raises:
+            ConfigurationError: If a width is unknown, or the widths differ without a projection.
+        """
+        who = type(self).__name__
+        widths = given or [width for _, width in sides]
+        for (side, _), width in zip(sides, widths, strict=True):
+            if width is None:
+                raise ConfigurationError(f"{who}: the width of the features of {side} is unknown: set {argument}")
+        ours, theirs = widths
+        assert ours is not None
+        assert theirs is not None
+        if projection == "none" and ours != theirs:
+            raise ConfigurationError(
+                f"{who}: projection='none' needs equal widths, but {sides[0][0]} has {ours} and {sides[1][0]} has "
+                f"{theirs}; use linear or mlp"
+            )
+        return make_head(projection, ours, theirs, hidden, bias)
+
     def trains(self, module: nn.Module) -> list[nn.Parameter]:
         return list(self.heads(module).parameters())
 
@@ -381,11 +422,6 @@ def match_positions(student: Tensor, teacher: Tensor, who: str) -> tuple[Tensor,
             "would be pulled to the same: name a layer of tokens or maps in teacher_layer"
         )
     return match_tokens(student, teacher, "grid" if teacher.ndim > 2 else "auto")
-
-
-def unknown_width(who: str, what: str, remedy: str) -> ConfigurationError:
-    """The error for a layer that does not say how wide its features are."""
-    return ConfigurationError(f"{who}: cannot tell the width of the features of {what}: {remedy}")
 
 
 def member(batch: Any, path: str, who: str) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_efficient.application.optimizers import OptimizerHooks
-from lit_efficient.declaration import Phase, Report, held
+from lit_efficient.declaration import Report, held
 from lit_efficient.errors import (
     ConfigurationError,
     ConflictError,
@@ -30,7 +30,6 @@ from lit_efficient.mechanisms.adapters.targets import ALL_LINEAR, WITH_EXPERTS, 
 from lit_efficient.optimizers.low_rank_adamw import LowRankAdamW, Subspace, as_matrices
 from lit_efficient.surgery import become, is_sharded
 from lit_efficient.technique import Technique
-from lit_efficient.traits import Trait
 
 _SMALLEST_LOW = 4096  # moments with fewer elements keep 32 bits, as in bitsandbytes
 
@@ -116,8 +115,6 @@ class LowRankTechnique(OptimizerHooks, Technique):
         bits: Bits of the moments, 32 or 8.
     """
 
-    phase = Phase.OPTIMIZER
-    traits = frozenset({Trait.LOW_RANK})
     alters = ("optimizer",)
 
     def __init__(self, rank: int, update_every: int, scale: float, targets: str | list[str], bits: int) -> None:

@@ -324,9 +324,9 @@ def test_the_places_where_graphs_break_are_named_with_their_reasons(caplog: pyte
     chosen = Compile(modules=["stem", "head"], backend="eager")
     with caplog.at_level("INFO"), pytest.warns(match=r"\d functions or versions of them, which ran uncompiled"):
         fit(chosen, module=Toy("configure_model", network=Breaking))
-    (said,) = (r.getMessage() for r in caplog.records if r.getMessage().startswith("Compile: graphs break"))
+    (said,) = (r.getMessage() for r in caplog.records if r.getMessage().startswith("Compile: 2 graph breaks"))
     first, *places = said.splitlines()
-    assert first == "Compile: graphs break in 2 places, each a return to Python:"
+    assert first == "Compile: 2 graph breaks, each of which returns to Python:"
     assert places[0].startswith(f"  {__file__}:{begin + 2}: ")
     assert "write" in places[0]
     assert places[1].startswith(f"  {__file__}:{forward}: Data-dependent branching.")

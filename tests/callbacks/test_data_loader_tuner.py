@@ -160,7 +160,7 @@ SAMPLED = [[3, 1], [0], [7, 2, 5], [4]]
     ],
     ids=["shuffled", "batch_sampler", "random_batches", "no_batch_size"],
 )
-@pytest.mark.filterwarnings("ignore:ExactResume: resuming will not be bit-exact. the order of list in list")
+@pytest.mark.filterwarnings("ignore:ExactResume. resuming will not be bit-exact. the order of list in list")
 @pytest.mark.parametrize("seeded", [True, False])
 def test_order_and_draws_are_those_without_it(make: Any, seeded: bool) -> None:
     more = [ExactResume(seed=1)] if seeded else []
