@@ -107,7 +107,7 @@ class FeatureMatching(Alignment):
         _, *names = self.names(module)
         for i, (name, (key, layer)) in enumerate(zip(names, self.layers.items(), strict=True)):
             heads[str(i)] = self.head_between(
-                [(repr(name), width_of(module, name)), self.teacher_width(layer)],
+                [(repr(key), width_of(module, name)), self.teacher_width(layer)],
                 given=(self.widths or {}).get(key),
                 argument=f"widths={{{key!r}: [student's, teacher's]}}",
                 projection=self.projection,

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_efficient.application.optimizers import OptimizerHooks, optimized_by, schedulers_of
@@ -161,7 +161,7 @@ class GradualUnfreezing(OptimizerHooks, Technique):
             )
         self._group(module, optimized_by(module))
         groups = [[module.get_parameter(name) for name in names] for names in self._names]
-        depth = {p: k for k, group in enumerate(groups) for p in group}
+        depth: dict[Tensor, int] = {p: k for k, group in enumerate(groups) for p in group}
         split_groups(
             optimizer, schedulers_of(module), lambda p: depth.get(p, 0), self.lr_decay, who="GradualUnfreezing"
         )

@@ -114,10 +114,12 @@ class HiddenAlignment(Alignment):
         self.seed = head.seed
         self._conflict = stop_at if isinstance(stop_at, GradientConflict) else None
         self._clean: tuple[Any, dict[str, Tensor]] | None = None  # the last batch and its features
+        self._below = 0  # consecutive measurements below the limit
+        self._measured = -1  # step of the last measurement
+        self._last = -1  # last step with the term, once it has ended
         if teacher is None and head.class_layer is not None:
             raise refusal("HiddenAlignment", "head.class_layer", "None without a teacher", head.class_layer)
         self.check_common()
-        self.load_state_dict({})
         if self._conflict is not None:
             if weight == 0:
                 raise refusal("HiddenAlignment", "stop_at", "a step or None with weight 0", stop_at)
@@ -226,9 +228,9 @@ class HiddenAlignment(Alignment):
         return {"below": self._below, "measured": self._measured, "last": self._last}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._below: int = state_dict.get("below", 0)  # consecutive measurements below the limit
-        self._measured: int = state_dict.get("measured", -1)  # step of the last measurement
-        self._last: int = state_dict.get("last", -1)  # last step with the term, once it has ended
+        self._below = state_dict.get("below", 0)
+        self._measured = state_dict.get("measured", -1)
+        self._last = state_dict.get("last", -1)
 
     def clean_features(self, module: Any, batch: Any) -> Tensor:
         """Return the encoder's features of the batch's clean images, [B, N, D], [B, D, H, W] or [B, D]."""

@@ -293,7 +293,7 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
             ConfigurationError: If a width is unknown, or the widths differ without a projection.
         """
         who = type(self).__name__
-        widths = given or [width for _, width in sides]
+        widths: Sequence[int | None] = given or [width for _, width in sides]
         for (side, _), width in zip(sides, widths, strict=True):
             if width is None:
                 raise ConfigurationError(f"{who}: the width of the features of {side} is unknown: set {argument}")

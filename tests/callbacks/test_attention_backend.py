@@ -146,7 +146,7 @@ def test_models_of_transformers_are_set_to_it_and_a_second_name_for_the_kernel_i
     AttentionBackend("math").check(runner, holder)
     with pytest.raises(ConfigurationError, match="has no sdpa for backend='flash': "):
         apply(Holder(None, "gpt_oss"), [AttentionBackend("flash")])
-    with pytest.raises(ConfigurationError, match="'flex' is for models of transformers, and Net holds none"):
+    with pytest.raises(ConfigurationError, match="'flex' is for models of transformers, and Net has none"):
         apply(Net(), [AttentionBackend("flex")])
     with pytest.raises(ConfigurationError, match="backend must be one of flash, efficient"):
         AttentionBackend("fast")  # type: ignore[arg-type]

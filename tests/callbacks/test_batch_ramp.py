@@ -197,7 +197,7 @@ class Endless:
 def test_manual_optimization_several_loaders_and_those_without_length_are_refused() -> None:
     with pytest.raises(ConflictError, match="Toy uses manual optimization"):
         trainer([BatchRamp([1])]).fit(Toy(optimizers=2), data(), data())
-    with pytest.raises(ConfigurationError, match="several loaders cannot be cut: raise accumulate_grad_batches"):
+    with pytest.raises(ConfigurationError, match="several loaders cannot be split: raise accumulate_grad_batches"):
         fit(BatchRamp([1]), loader=[numbered(), numbered()])
-    with pytest.raises(ConfigurationError, match="a Endless has no length, and is not cut"):
+    with pytest.raises(ConfigurationError, match="a Endless has no length, so its batches cannot be split"):
         fit(BatchRamp([1]), loader=Endless())

@@ -515,16 +515,16 @@ def test_bad_arguments_and_devices_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="keep must be below 2, because 2 of 4 blocks are always there, got 2"):
         apply(Net(), [lit_efficient.BlockSwap(keep=2)])
     with pytest.raises(
-        ConfigurationError, match="Net has 2 blocks, and 2 are on the device at a time: there is nothing"
+        ConfigurationError, match="Net has 2 blocks, and 2 are on the device at a time, so that nothing can be saved"
     ):
         apply(Net(depth=2), [lit_efficient.BlockSwap()])
-    with pytest.raises(ConfigurationError, match=r"nothing is frozen in the 4 blocks of Net.*put LoRA beside it"):
+    with pytest.raises(ConfigurationError, match=r"nothing is frozen in the 4 blocks of Net.*add LoRA"):
         apply(Net(), [lit_efficient.BlockSwap()])
     module = Toy("configure_model")
     with pytest.raises(ConfigurationError, match=r"device is 'cpu'.*nothing can be saved.*QuantizeBase"):
         trainer([lit_efficient.BlockSwap()]).fit(module, data(), data())
     assert module.net is None
-    with pytest.raises(ConflictError, match=r"DDPStrategy wants all weights on the devices.*FSDP2"):
+    with pytest.raises(ConflictError, match=r"DDPStrategy needs all weights on the devices.*FSDP2"):
         lit_efficient.BlockSwap().check(trainer(strategy="ddp"), module)
 
 

@@ -246,7 +246,7 @@ def test_a_hook_of_the_transfer_sees_what_it_saw(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(globals(), "Drawing", Hooked)
     _, module = fit(technique, max_steps=3)
     assert len(module.batches) == 3
-    assert any("a hand in the transfer" in said for said in technique._said)
+    assert any("changes the transfer" in said for said in technique._said)
 
 
 Pair = namedtuple("Pair", "left right")

@@ -116,7 +116,7 @@ def test_a_cpu_keeps_its_switches_and_the_report_has_one_line_of_it(caplog: pyte
     with caplog.at_level(logging.INFO):
         module = fit(technique).lightning_module
     assert set(technique.seen[0].values()) == {"highest", True, False}
-    assert technique.describe(module).summary.startswith("nothing is set: cpu has neither TF32 nor cuDNN")
+    assert technique.describe(module).summary.startswith("nothing is set, because a cpu has neither TF32 nor cuDNN")
     assert sum("FastMatmul" in line for line in caplog.text.splitlines()) == 1
 
 

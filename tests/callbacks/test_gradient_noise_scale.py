@@ -73,7 +73,7 @@ def test_the_noise_scale_of_a_quadratic_is_the_known_one(caplog: pytest.LogCaptu
     assert signal / weight == pytest.approx(WIDTH * DISTANCE**2, rel=0.08)
     (line,) = [record.message for record in caplog.records if record.message.startswith("GradientNoiseScale:")]
     assert (
-        "with 16 a step: smaller batches would save samples. With 4 a step, instead of the rate 1e-30 take 2.5e-31"
+        "with 16 per step: smaller batches would save samples. With 4 per step, replace the rate 1e-30 by 2.5e-31"
         in line
     )
     assert "5e-31 (square-root rule, Adam)" in line
@@ -126,7 +126,7 @@ def test_resumed_it_goes_on_with_its_averages() -> None:
     assert math.isnan(noise.noise_scale())
     noise.load_state_dict({"sums": torch.tensor([12.0, 3.0, 1.0]), "samples": 2})
     assert noise.noise_scale() == 4
-    assert "larger batches still save steps. With 4 a step, instead of the rate 0.1 take 0.2 (linear" in noise.advice(
+    assert "larger batches still save steps. With 4 per step, replace the rate 0.1 by 0.2 (linear" in noise.advice(
         [0.1]
     )
     noise.load_state_dict({"sums": torch.tensor([12.0, -3.0, 1.0]), "samples": 2})
@@ -153,9 +153,9 @@ def test_resumed_within_a_window_it_knows_the_micro_batches_before(tmp_path: Pat
 
 
 def test_one_micro_batch_and_manual_optimization_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="a step has one: set accumulate_grad_batches to 2 or more"):
+    with pytest.raises(ConfigurationError, match="each step has one: set accumulate_grad_batches to 2 or more"):
         fit(make(), Quadratic(), accumulate_grad_batches=1)
-    with pytest.raises(ConflictError, match="GradientNoiseScale: Toy optimizes manually"):
+    with pytest.raises(ConflictError, match="GradientNoiseScale: Toy uses manual optimization"):
         trainer([make()]).fit(Toy(optimizers=2), data(), data())
 
 
