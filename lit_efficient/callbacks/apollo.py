@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import check_choice
 from lit_efficient.mechanisms.adapters.targets import ALL_LINEAR
-from lit_efficient.optimizers.low_rank import LowRankTechnique
+from lit_efficient.mechanisms.low_rank import LowRankTechnique
+from lit_efficient.optimizers.low_rank import rewrite
 from lit_efficient.optimizers.low_rank_adamw import RandomDirections
 from lit_efficient.traits import Trait
 
@@ -62,4 +63,4 @@ class APOLLO(LowRankTechnique):
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
         subspace = RandomDirections(self.rank, self.update_every, self.scale, self.granularity == "tensor")
-        return self.rewrite(optimizer, module, subspace)
+        return rewrite(optimizer, module, self.targets, subspace, self.bits, "APOLLO")

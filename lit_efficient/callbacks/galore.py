@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.mechanisms.adapters.targets import ALL_LINEAR
-from lit_efficient.optimizers.low_rank import LowRankTechnique
+from lit_efficient.mechanisms.low_rank import LowRankTechnique
+from lit_efficient.optimizers.low_rank import rewrite
 from lit_efficient.optimizers.low_rank_adamw import StrongestDirections
 from lit_efficient.traits import Trait
 
@@ -62,6 +63,5 @@ class GaLore(LowRankTechnique):
         self.exact = exact
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
-        return self.rewrite(
-            optimizer, module, StrongestDirections(self.rank, self.update_every, self.scale, self.exact)
-        )
+        subspace = StrongestDirections(self.rank, self.update_every, self.scale, self.exact)
+        return rewrite(optimizer, module, self.targets, subspace, self.bits, "GaLore")

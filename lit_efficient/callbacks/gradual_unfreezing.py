@@ -204,7 +204,7 @@ class GradualUnfreezing(OptimizerHooks, Technique):
         self._unfreeze(trainer, pl_module)
         self._stop_statistics()
 
-    def _unfreeze(self, trainer: Trainer, module: nn.Module) -> None:
+    def _unfreeze(self, trainer: Any, module: nn.Module) -> None:
         """Unfreeze the groups that train from this step on."""
         done = trainer.current_epoch if self.every_n_epochs else trainer.global_step
         if self.worst_case:  # all groups

@@ -8,28 +8,16 @@ Source: Zhao et al. (2024), https://arxiv.org/abs/2403.03507; Zhu et al. (2024),
 
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lit_efficient.application.optimizers import OptimizerHooks
 from lit_efficient.declaration import Report, held
-from lit_efficient.errors import (
-    ConfigurationError,
-    ConflictError,
-    check_choice,
-    check_installed,
-    check_number,
-    refusal,
-)
-from lit_efficient.internals.lightning_strategies import traits_of
+from lit_efficient.errors import ConfigurationError, ConflictError, check_installed, refusal
 from lit_efficient.mechanisms.adapters.targets import ALL_LINEAR, WITH_EXPERTS, find_experts, find_targets
 from lit_efficient.optimizers.low_rank_adamw import LowRankAdamW, Subspace, as_matrices
 from lit_efficient.surgery import become, is_sharded
-from lit_efficient.technique import Technique
 
 _SMALLEST_LOW = 4096  # moments with fewer elements keep 32 bits, as in bitsandbytes
 
@@ -104,86 +92,59 @@ def to_low_rank(
     return LowRankStates(tuple(projected), total, state_bytes, full_bytes)
 
 
-class LowRankTechnique(OptimizerHooks, Technique):
-    """Base of techniques that keep the moments of AdamW in a subspace. A subclass chooses the subspace.
+def rewrite(
+    optimizer: Optimizer, module: nn.Module, targets: str | list[str], subspace: Subspace, bits: int, who: str
+) -> Report:
+    """Convert an optimizer of a module with :func:`to_low_rank`. An optimizer that holds no target does not change.
 
     Args:
-        rank: Dimensions of the subspace, at least 1.
-        update_every: Number of steps after which a new subspace is chosen, at least 1.
-        scale: Factor of the update, above 0.
+        optimizer: The optimizer.
+        module: The module.
         targets: Layers whose weights are projected: a pattern, several patterns or ``all-linear``.
-        bits: Bits of the moments, 32 or 8.
+        subspace: The subspace.
+        bits: 32 or 8.
+        who: Name of the technique.
+
+    Returns:
+        Report of the conversion.
+
+    Raises:
+        ConfigurationError: If no layer matches, or none of the matching layers trains.
     """
-
-    alters = ("optimizer",)
-
-    def __init__(self, rank: int, update_every: int, scale: float, targets: str | list[str], bits: int) -> None:
-        super().__init__()
-        who = type(self).__name__
-        check_number(who, "rank", rank, least=1, whole=True)
-        check_number(who, "update_every", update_every, least=1, whole=True)
-        check_number(who, "scale", scale, above=0)
-        check_choice(who, "bits", bits, (32, 8))
-        self.rank = rank
-        self.update_every = update_every
-        self.scale = scale
-        self.targets = targets
-        self.bits = bits
-
-    def check(self, trainer: Trainer, module: Any) -> None:
-        traits = traits_of(trainer.strategy)
-        if traits.shards:
-            raise ConflictError(
-                f"{type(self).__name__} projects the gradients of whole matrices, and with {traits.name} no process "
-                "has one: use strategy='ddp', or LowBitOptimizer instead"
-            )
-
-    def rewrite(self, optimizer: Optimizer, module: nn.Module, subspace: Subspace) -> Report:
-        """Convert an optimizer of a module. An optimizer that holds no target does not change.
-
-        Raises:
-            ConfigurationError: If no layer matches, or none of the matching layers trains.
-        """
-        who = type(self).__name__
-        targets = self.targets
-        experts = find_experts(module, WITH_EXPERTS if targets == ALL_LINEAR else targets, who=who)
-        names = [f"{name}.weight" for name, _ in find_targets(module, targets, who=who)]
-        names += [f"{name}.{key}".lstrip(".") for name, _, keys in experts for key in keys]
-        later = {module.get_parameter(name) for name in held(module)}
-        found = {module.get_parameter(name): name for name in names}
-        trained: dict[Tensor, str] = {p: name for p, name in found.items() if p.requires_grad or p in later}
-        if not trained:
-            raise ConfigurationError(
-                f"{who}: none of the {len(found)} matrices that targets={targets!r} names trains: unfreeze them, name "
-                f"others, or leave {who} out, because it saves nothing for frozen weights"
-            )
-        kind = type(optimizer).__name__
-        if not any(p in trained for p in _held_by(optimizer)):
-            return Report(f"{kind}: holds none of the targets and does not change")
-        tables: set[Tensor] = set()
-        for part in module.modules():
-            if isinstance(part, nn.Embedding | nn.EmbeddingBag):
-                tables.update(part.parameters(recurse=False))
-        done = to_low_rank(optimizer, found, subspace, self.bits, keep_32bit=tables, trains_later=later, who=who)
-        each = done.state_bytes / done.total
-        projected = [p for p in done.projected if p in trained]
-        count = sum(p in trained for p in _held_by(optimizer))
-        saved = done.full_bytes - done.state_bytes
-        summary = f"{kind}: {len(projected)} of {count} matrices in {subspace.rank} dimensions"
-        if count > len(projected):
-            summary += f", {count - len(projected)} of full rank stepped as before"
-        return Report(
-            f"{summary}; {each:.2f} instead of {done.full_bytes / done.total:.2f} bytes of state a parameter, "
-            f"{saved / 2**20:.1f} MiB saved",
-            modules=tuple(trained[p].rpartition(".")[0] for p in projected),
-            parameters=sum(p.numel() for p in projected),
-            bytes_saved=saved,
-            details={
-                "state_bytes": done.state_bytes,
-                "state_bytes_per_parameter": round(each, 4),
-                "rank": subspace.rank,
-            },
+    experts = find_experts(module, WITH_EXPERTS if targets == ALL_LINEAR else targets, who=who)
+    names = [f"{name}.weight" for name, _ in find_targets(module, targets, who=who)]
+    names += [f"{name}.{key}".lstrip(".") for name, _, keys in experts for key in keys]
+    later = {module.get_parameter(name) for name in held(module)}
+    found = {module.get_parameter(name): name for name in names}
+    trained: dict[Tensor, str] = {p: name for p, name in found.items() if p.requires_grad or p in later}
+    if not trained:
+        raise ConfigurationError(
+            f"{who}: none of the {len(found)} matrices that targets={targets!r} names trains: unfreeze them, name "
+            f"others, or leave {who} out, because it saves nothing for frozen weights"
         )
+    kind = type(optimizer).__name__
+    if not any(p in trained for p in _held_by(optimizer)):
+        return Report(f"{kind}: holds none of the targets and does not change")
+    tables: set[Tensor] = set()
+    for part in module.modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag):
+            tables.update(part.parameters(recurse=False))
+    done = to_low_rank(optimizer, found, subspace, bits, keep_32bit=tables, trains_later=later, who=who)
+    each = done.state_bytes / done.total
+    projected = [p for p in done.projected if p in trained]
+    count = sum(p in trained for p in _held_by(optimizer))
+    saved = done.full_bytes - done.state_bytes
+    summary = f"{kind}: {len(projected)} of {count} matrices in {subspace.rank} dimensions"
+    if count > len(projected):
+        summary += f", {count - len(projected)} of full rank stepped as before"
+    return Report(
+        f"{summary}; {each:.2f} instead of {done.full_bytes / done.total:.2f} bytes of state a parameter, "
+        f"{saved / 2**20:.1f} MiB saved",
+        modules=tuple(trained[p].rpartition(".")[0] for p in projected),
+        parameters=sum(p.numel() for p in projected),
+        bytes_saved=saved,
+        details={"state_bytes": done.state_bytes, "state_bytes_per_parameter": round(each, 4), "rank": subspace.rank},
+    )
 
 
 def _held_by(optimizer: Optimizer) -> dict[Tensor, None]:

@@ -251,7 +251,7 @@ def test_what_cannot_work_is_refused_by_name():
     for technique, message in (
         (matching(layers={"blocks": "nothing"}), "pattern 'nothing' matches none"),
         (matching(layers={r"blocks\.\d+": ""}), "matches 4 modules"),
-        (matching(projection="none"), r"needs equal widths, but 'blocks\\\\.1' has 16 and the teacher's 'stem' 12"),
+        (matching(projection="none"), r"needs equal widths, but 'blocks\\\\.1' has 16 and the teacher's 'stem' has 12"),
         (matching(layers={r"blocks\.0": ""}), "the width of the features of the teacher's '' is unknown"),
         (FeatureMatching("head", Teacher(), {"": "stem"}, widths={"": [3, 12]}), "has features of width 16.*for 3"),
         (FeatureMatching("net", "no/such-folder", {"": ""}), "teacher must be a module, data.NAME, or"),

@@ -131,7 +131,7 @@ def test_resumed_it_goes_on_with_its_averages() -> None:
     )
     noise.load_state_dict({"sums": torch.tensor([12.0, -3.0, 1.0]), "samples": 2})
     assert noise.noise_scale() == math.inf
-    assert "says nothing of a batch yet" in noise.advice([0.1])
+    assert "this gives no estimate yet" in noise.advice([0.1])
 
 
 def test_resumed_within_a_window_it_knows_the_micro_batches_before(tmp_path: Path) -> None:
