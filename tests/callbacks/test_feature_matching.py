@@ -260,7 +260,7 @@ def test_what_cannot_work_is_refused_by_name():
     ):
         with pytest.raises(ConfigurationError, match=message):
             fit([technique])
-    with pytest.raises(ConflictError, match="optimizes manually"):
+    with pytest.raises(ConflictError, match="uses manual optimization"):
         fit([matching()], Toy(optimizers=2))
     module = Toy()
     with pytest.raises(ConflictError, match="shares parameters"):
