@@ -1,0 +1,85 @@
+"""The rules by which configs and options are merged into one tree."""
+
+from pathlib import Path
+
+import pytest
+
+from lit_efficient.cli.arguments import read_command
+from lit_efficient.cli.tree import Place, Table, merge, place_of, plain_data, read_text
+from lit_efficient.errors import ConfigurationError
+
+SGD = "optimizer: {class_path: SGD, init_args: {lr: 0.1, momentum: 0.9}}"
+
+
+def merged(*texts: str) -> object:
+    tree = Table()
+    for text in texts:
+        part = read_text(text)
+        assert isinstance(part, Table)
+        tree = merge(tree, part)
+    return plain_data(tree)
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (["a: {b: 1, c: 2}", "a: {c: 3}"], {"a": {"b": 1, "c": 3}}),
+        (["a: [1, 2]", "a: [3]"], {"a": [3]}),
+        (["a: [1]", "a+: 2", "a+: [3]"], {"a": [1, 2, 3]}),
+        (["a+: 2"], {"a+": [2]}),
+        ([SGD, "optimizer: {init_args: {lr: 1}}"], {"class_path": "SGD", "lr": 1, "momentum": 0.9}),
+        # A class that replaces another one keeps the arguments that it takes, too.
+        ([SGD, "optimizer: AdamW"], {"class_path": "AdamW", "lr": 0.1}),
+        ([SGD, "optimizer: {class_path: Adam, init_args: {lr: 2}}"], {"class_path": "Adam", "lr": 2}),
+        # Another model is described by its fields alone.
+        (["m: {model_type: llama, a: 1}", "m: {a: 2}"], {"m": {"model_type": "llama", "a": 2}}),
+        (["m: {model_type: llama, a: 1}", "m: {model_type: gpt2}"], {"m": {"model_type": "gpt2"}}),
+        (["m: {dim: 64}", "m: {name_or_path: x}"], {"m": {"name_or_path": "x"}}),
+    ],
+)
+def test_a_later_config_is_merged_on_top(texts: list[str], expected: dict[str, object]) -> None:
+    if "class_path" in expected:
+        name = expected.pop("class_path")
+        expected = {"optimizer": {"class_path": f"torch.optim.{name}", "init_args": expected}}
+    assert merged(*texts) == expected
+
+
+def test_options_are_on_top_of_all_configs_wherever_they_are_written() -> None:
+    Path("one.yaml").write_text("trainer: {max_steps: 1, callbacks: [EMA]}")
+    Path("two.yaml").write_text("trainer.max_steps: 2")
+    words = ["fit", "-c", "one.yaml", "--trainer.max-steps=3", "--trainer.callbacks.decay", "0.5", "-c", "two.yaml"]
+    tree = read_command([*words, "--without=EMA", "--trainer.callbacks+=LoRA"]).tree
+    assert plain_data(tree) == {"trainer": {"max_steps": "3", "callbacks": [{"class_path": "lit_efficient.LoRA"}]}}
+    ema = {"class_path": "lit_efficient.EMA", "init_args": {"decay": "0.5"}}
+    assert plain_data(read_command(words).tree) == {"trainer": {"max_steps": "3", "callbacks": [ema]}}
+
+
+def test_each_key_has_its_place() -> None:
+    tree = merge(Table(), read_text("trainer:\n  max_steps: 1\n  devices: 1\n", "one.yaml"))
+    tree = merge(tree, read_text("trainer:\n  devices: 2\n", "two.yaml"))
+    assert place_of(tree, "trainer", "max_steps") == Place("one.yaml", 2)
+    assert str(place_of(tree, "trainer.devices", "devices")) == "in two.yaml, line 2"
+    assert place_of(tree, "trainer", "nothing") == Place("two.yaml", 1)
+
+
+def test_merging_changes_neither_config() -> None:
+    before = merge(Table(), read_text("trainer: {callbacks: [EMA], max_steps: 1}"))
+    now = read_text("trainer: {callbacks-: [EMA], callbacks+: [LoRA], max_steps: 2}")
+    texts = [str(before), str(now)]
+    merge(before, now)
+    assert [str(before), str(now)] == texts
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-c", "/dev/zero"], "/dev/zero: it is too long"),
+        (["-c", "."], "Is a directory|there is no file"),
+        (["-c"], "-c needs the name of a config"),
+        (["--trainer.max_steps"], "argument --trainer.max_steps: expected one argument"),
+        (["--trainer.callbacks=[{class_path: EMA, class_path: LoRA}]"], "'class_path' stands twice"),
+    ],
+)
+def test_words_that_cannot_be_read_are_refused(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        read_command(["fit", *words])
