@@ -61,7 +61,7 @@ def test_a_folder_that_is_named_is_planned_as_what_is_in_it(tmp_path, monkeypatc
         folder, fields = (planned(name, LoRA(targets=["v_proj"])) for name in ("folder", "fields"))
         assert (folder.kinds, folder.trainable) == (fields.kinds, fields.trainable), dtype
     monkeypatch.setitem(SHAPES, "folder", CausalLMConfig(str(tmp_path), quantize="nf4"))
-    with pytest.raises(ConfigurationError, match=r"model\.quantize must be null; QuantizeBase in its place"):
+    with pytest.raises(ConfigurationError, match=r"model\.quantize must be null \(use QuantizeBase"):
         planned("folder")
 
 
