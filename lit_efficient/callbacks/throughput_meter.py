@@ -2,7 +2,8 @@
 
     tokens_per_second_padded    including padding; samples_per_second_padded for batches without input_ids
     mfu                 operations that the model needs for tokens without padding, as a fraction of the device's peak
-    hfu                 all executed operations (with recomputation, padding and attention between documents), likewise
+    hfu                 all executed operations (also of recomputation, padding and attention between documents), as a
+                        fraction of that peak
     model_tflops        operations that the model needs, in 1e12 per second and device
     memory_KIND_gib     KIND: weights, gradients, optimizer (states), activations (of a forward pass; not on a CPU)
     device_memory_gib   memory in use on the device, by all programs
