@@ -233,7 +233,9 @@ def _reduced_loss(
     weights = None
     if token_weights is not None:
         if token_weights.requires_grad:
-            raise ConfigurationError(f"{_WHO}: token_weights must be constants, but require a gradient: detach() them")
+            raise ConfigurationError(
+                f"{_WHO}: token_weights require a gradient, but weights are constants: detach() them"
+            )
         weights = token_weights.reshape(-1).to(wide)
     flat = labels.reshape(-1)
     autocast = autocast_dtype(hidden.device)

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
-from lit_efficient.errors import ConfigurationError, check_choice, check_number
+from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 
 PREDICTIONS = ("eps", "v", "x0", "flow", "edm")
 RULES = ("min_snr", "soft_min_snr", "p2", "debiased", "truncated", "sigma_sqrt", "cosmap")
@@ -132,7 +132,7 @@ def check_snr_arguments(
     """Raise ConfigurationError for an argument of :func:`snr_weight` out of range. ``who`` begins the message."""
     check_choice(who, "rule", rule, RULES)
     if gamma is not None and rule not in GAMMAS:
-        raise ConfigurationError(f"{who}: gamma must be unset (null in YAML) for rule {rule!r}, got {gamma}")
+        raise refusal(who, "gamma", f"unset (null in YAML) for rule {rule!r}", gamma)
     check_number(who, "gamma", gamma, above=0, null=True)
     check_choice(who, "prediction", prediction, PREDICTIONS)
     check_choice(who, "zero_snr", zero_snr, ("unit", "error"))

@@ -90,8 +90,8 @@ class EncodedRows:
             label = _label(stored[names.label], row)
             if self.num_classes and not 0 <= label < self.num_classes:
                 raise ConfigurationError(
-                    f"EncodedData: the label of row {row} is {label}, num_classes {self.num_classes}. Labels must be "
-                    "at least 0 and below num_classes."
+                    f"EncodedData: the label of row {row} is {label}, num_classes {self.num_classes}. Labels are "
+                    "numbers from 0 to num_classes - 1."
                 )
             item["labels"] = label
         if names.caption is not None:

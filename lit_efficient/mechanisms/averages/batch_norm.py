@@ -99,7 +99,7 @@ def _random_loader(loader: Any, batches: int, who: str) -> DataLoader:
     size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     if dataset is None or isinstance(dataset, IterableDataset) or size is None:
         raise ConfigurationError(
-            f"{who}: the network has BatchNorm layers, whose statistics must be recomputed for averaged weights. That "
+            f"{who}: the network has BatchNorm layers, whose statistics are recomputed for averaged weights. That "
             f"needs one DataLoader with a map-style dataset, but the training data are {type(loader).__name__} over "
             f"{type(dataset).__name__}. Use such a DataLoader, or GroupNorm or LayerNorm in the network"
         )
