@@ -271,12 +271,13 @@ def _described(part: object, depth: int = 4) -> str:
     if isinstance(part, partial):
         return _described([part.func, part.args, part.keywords], depth)
     # The weights of modules are part of the identity already, and a trainer refers to everything.
-    left_out = {"trainer", "_trainer"}
+    left_out: set[str] = set()
     if isinstance(part, torch.nn.Module):
         left_out.update(vars(torch.nn.Module()))
     found = {}
     for name, value in getattr(part, "__dict__", {}).items():
-        if name not in left_out and not isinstance(value, torch.nn.Module):
+        is_trainer = name.lstrip("_") == "trainer"
+        if name not in left_out and not is_trainer and not isinstance(value, torch.nn.Module):
             found[name] = _described(value, depth - 1)
     return f"{type(part).__qualname__}{found}"
 
