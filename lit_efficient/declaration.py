@@ -20,7 +20,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from enum import IntEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -146,6 +146,7 @@ class Declaration:
         }
 
 
+_Kind = TypeVar("_Kind", bound=Declaration)
 Wrap = tuple[str, Callable[..., Any]]  # name of a method of the module, and the function around it
 
 
@@ -175,6 +176,11 @@ def held(root: nn.Module) -> frozenset[str]:
 def techniques_of(trainer: Any) -> list[Declaration]:
     """Return the trainer's techniques: callbacks in the order of its list, then its precision if it is a technique."""
     return [part for part in parts_of(trainer) if isinstance(part, Declaration)]
+
+
+def technique_of(trainer: Any, kind: type[_Kind]) -> _Kind | None:
+    """Return the trainer's technique of a class, or ``None``."""
+    return next((technique for technique in techniques_of(trainer) if isinstance(technique, kind)), None)
 
 
 def parts_of(trainer: Any) -> list[Any]:

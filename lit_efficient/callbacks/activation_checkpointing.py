@@ -39,7 +39,7 @@ class _Recomputed(nn.Module):
     _recompute_budget: float | None  # passed to the compiler, if the block is compiled: it then chooses operators
     _recompute_bytes: int | None  # bytes that the block saves, while they are measured; else None
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: Any) -> object:
         forward = super().forward
         if not torch.is_grad_enabled() or (not self.training and _caches(args, kwargs)):
             return forward(*args, **kwargs)

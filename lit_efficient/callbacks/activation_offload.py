@@ -11,17 +11,16 @@ Gradients equal those of the plain network bit by bit. With ``ActivationCheckpoi
 are offloaded. Results that its ``save`` keeps within a block stay on the device.
 """
 
-from typing import Any
-
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError, check_number
+from lit_efficient.errors import check_number
 from lit_efficient.mechanisms.blocks.block_map import find_blocks
 from lit_efficient.mechanisms.blocks.offloading import Offload
+from lit_efficient.mechanisms.blocks.side_copies import check_separate_memory
 from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.surgery import class_names, mix_in
 from lit_efficient.technique import Technique
@@ -33,7 +32,7 @@ class _Offloaded(nn.Module):
 
     _offload: Offload
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if torch.compiler.is_compiling():  # the block is part of a larger graph, which saves the tensors by itself
             return super().__call__(*args, **kwargs)
         with self._offload.call(self.parameters):
@@ -73,12 +72,7 @@ class ActivationOffload(Technique):
         self._reported = False
 
     def check(self, trainer: Trainer, module: LightningModule) -> None:
-        device = trainer.strategy.root_device.type
-        if device in ("cpu", "mps"):
-            raise ConfigurationError(
-                f"ActivationOffload: this trainer's device is {device!r}, which uses CPU memory: nothing can be "
-                "saved. Use accelerator='gpu', or ActivationCheckpointing, which saves memory on any device"
-            )
+        check_separate_memory(trainer.strategy.root_device, "ActivationOffload", "ActivationCheckpointing")
 
     def transform(self, module: nn.Module) -> Report:
         found = find_blocks(module, self.blocks, who="ActivationOffload", declared=False)

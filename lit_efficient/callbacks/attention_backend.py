@@ -22,7 +22,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
-from lit_efficient.declaration import Phase, Report
+from lit_efficient.declaration import Phase, Report, technique_of
 from lit_efficient.errors import ConfigurationError, ConflictError, check_choice
 from lit_efficient.internals.hugging_face import attention_of
 from lit_efficient.internals.torch_compiler import is_compiled
@@ -226,9 +226,10 @@ class AttentionBackend(Technique):
 
 def _run(strategy: Any, step: Any, *args: Any, **kwargs: Any) -> Any:
     module = strategy.lightning_module
-    own = next(callback for callback in module.trainer.callbacks if isinstance(callback, AttentionBackend))
+    technique = technique_of(module.trainer, AttentionBackend)
+    assert technique is not None
     name = step.__name__.lstrip("_")
-    with own.step(module, name == "training_step"):
+    with technique.step(module, name == "training_step"):
         return inner_method(strategy, name, step)(*args, **kwargs)
 
 

@@ -23,7 +23,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
-from lit_efficient.declaration import Phase, Report
+from lit_efficient.declaration import Phase, Report, technique_of
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number, refusal
 from lit_efficient.internals.lightning_data import combined_loader
 from lit_efficient.internals.lightning_loops import recount
@@ -186,7 +186,7 @@ class BatchRamp(Technique):
             self._now = wanted
             trainer.accumulate_grad_batches = wanted
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the current accumulation: a window of the old size may still be open."""
         return {} if self._now is None else {"accumulation": self._now}
 
@@ -228,7 +228,7 @@ def _process_dataloader(self: Any, dataloader: Any) -> Any:
     """Wrap of ``strategy.process_dataloader`` that splits the batches of a training loader."""
     trainer = self.lightning_module.trainer
     loader = inner_method(self, "process_dataloader", _process_dataloader)(dataloader)
-    technique = next((one for one in trainer.callbacks if isinstance(one, BatchRamp)), None)
+    technique = technique_of(trainer, BatchRamp)
     if technique is None or not trainer.training:
         return loader
     return technique._piecewise(trainer, loader)

@@ -28,6 +28,7 @@ from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_modules import Loads, Stays
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.mechanisms.blocks.block_map import find_blocks
+from lit_efficient.mechanisms.blocks.side_copies import check_separate_memory
 from lit_efficient.mechanisms.blocks.swapping import Swap, swapped_names, swapped_tensors
 from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.surgery import class_names, mix_in
@@ -44,7 +45,7 @@ class _Swapped(Loads, Stays, nn.Module):
     _swap_number: int
     _swap_names: tuple[str, ...]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if torch.compiler.is_compiling():
             # The error ends the trace, and the compiler runs this frame in Python instead.
             raise ConfigurationError("BlockSwap: a block is compiled as part of a larger graph; use modules='blocks'")
@@ -127,12 +128,7 @@ class BlockSwap(Technique):
                 "BlockSwap: with trained=True gradients are in CPU memory, but a gradient scaler (16-mixed) reads them "
                 "on the device: use bf16-true or bf16-mixed, or leave trained out"
             )
-        device = trainer.strategy.root_device.type
-        if device in ("cpu", "mps"):
-            raise ConfigurationError(
-                f"BlockSwap: this trainer's device is {device!r}, which uses CPU memory: nothing can be saved. Use "
-                "accelerator='gpu', or QuantizeBase, which saves memory on any device"
-            )
+        check_separate_memory(trainer.strategy.root_device, "BlockSwap", "QuantizeBase")
 
     def transform(self, module: nn.Module) -> Report:
         found = find_blocks(module, self.blocks, who="BlockSwap", declared=False)

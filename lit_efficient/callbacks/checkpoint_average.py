@@ -149,7 +149,7 @@ class CheckpointAverage(ShadowWeights):
         del self._snapshots[: -(self.last_k or 1)]
 
     @outside_autograd
-    def average(self, module: Any) -> Mapping[str, Tensor] | None:
+    def average(self, module: nn.Module) -> Mapping[str, Tensor] | None:
         if self._mean is None and self._snapshots:
             self._place(module)
             names = list(self._snapshots[0])
@@ -190,7 +190,7 @@ class CheckpointAverage(ShadowWeights):
         self._statistics = None
 
     @outside_autograd
-    def swap_in(self, module: Any) -> None:
+    def swap_in(self, module: nn.Module) -> None:
         was_in = self._raw is not None
         super().swap_in(module)
         if was_in or self._raw is None or not batch_norms(module):
@@ -201,13 +201,13 @@ class CheckpointAverage(ShadowWeights):
         _restore(module, self._statistics)
 
     @outside_autograd
-    def swap_out(self, module: Any) -> None:
+    def swap_out(self, module: nn.Module) -> None:
         super().swap_out(module)
         if self._raw_statistics is not None:
             _restore(module, self._raw_statistics)
         self._raw_statistics = None
 
-    def write_checkpoint(self, checkpoint: dict[str, Any], module: Any) -> None:
+    def write_checkpoint(self, checkpoint: dict[str, Any], module: nn.Module) -> None:
         weights_only = "callbacks" not in checkpoint
         if weights_only and self._snapshots and self._statistics is None and batch_norms(module):
             with self.averaged(module):  # computes the statistics
@@ -218,7 +218,7 @@ class CheckpointAverage(ShadowWeights):
             if name in checkpoint["state_dict"]:
                 checkpoint["state_dict"][name] = tensor
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return whole snapshots, and the statistics, because a later evaluation cannot compute them."""
         snapshots = [{n: whole(t) for n, t in snapshot.items()} for snapshot in self._snapshots]
         return {"snapshots": snapshots, "count": self._count, "statistics": self._statistics or {}}

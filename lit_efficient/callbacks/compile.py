@@ -57,7 +57,7 @@ class _Traced(nn.Module):
 
     """Mix-in with a forward outside torch's own code, which the compiler would skip."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         return super().forward(*args, **kwargs)
 
 
@@ -182,7 +182,7 @@ class Compile(Technique):
             swap_setting("donated_buffer", self._donated_before)
             self._donated_before = None
 
-    def _options(self) -> dict[str, Any]:
+    def _options(self) -> dict[str, object]:
         options = {"backend": self.backend, "fullgraph": self.fullgraph, "dynamic": self.dynamic}
         return options | ({"mode": self.mode} if self.backend == "inductor" else {})
 

@@ -86,7 +86,7 @@ class ContrastiveFlowMatching(LossHooks, Technique):
     def describe(self, module: nn.Module) -> Report:
         return Report(f"away from another sample's flow, weight {self.weight:g}")
 
-    def flows(self, output: Any, module: nn.Module) -> tuple[Tensor, Tensor]:
+    def flows(self, output: object, module: nn.Module) -> tuple[Tensor, Tensor]:
         """Return predicted flows and their targets, [B, ...] each. Override it for outputs of another form."""
         found = output if isinstance(output, dict) else {}
         predicted = found.get("predicted")
@@ -98,7 +98,7 @@ class ContrastiveFlowMatching(LossHooks, Technique):
             )
         return predicted, target
 
-    def extra_loss(self, output: Any, module: Any, batch: object) -> Tensor | None:
+    def extra_loss(self, output: object, module: Any, batch: object) -> Tensor | None:
         """Return the weighted term, or ``None`` for a batch with one sample."""
         predicted, target = self.flows(output, module)
         self._sizes.add(len(predicted))

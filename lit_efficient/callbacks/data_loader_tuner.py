@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lit_efficient.declaration import Report, techniques_of
+from lit_efficient.declaration import Report, technique_of, techniques_of
 from lit_efficient.errors import check_number, refusal
 from lit_efficient.internals.torch_loaders import copied, set_loading
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
@@ -217,7 +218,7 @@ class DataLoaderTuner(Technique):
         unwrap_method(trainer.strategy, "process_dataloader", _process_dataloader)
         super().teardown(trainer, pl_module, stage)
 
-    def describe(self, module: Any) -> Report:
+    def describe(self, module: nn.Module) -> Report:
         if not self.chosen:
             return Report(f"tries settings of training loaders, {self.batches} batches per setting")
         return Report("; ".join(map(str, self.chosen)))
@@ -300,7 +301,7 @@ class DataLoaderTuner(Technique):
             )
         return draws
 
-    def _leave(self, loader: Any, reason: str) -> Any:
+    def _leave(self, loader: object, reason: str) -> object:
         rank_zero_info(f"DataLoaderTuner: a {type(loader).__name__} does not change, because it {reason}")
         return loader
 
@@ -314,7 +315,7 @@ def _counters(dataset: object) -> dict[str, object]:
 def _process_dataloader(self: Any, dataloader: Any) -> Any:
     """Wrap of ``strategy.process_dataloader`` that tunes training loaders."""
     trainer = self.lightning_module.trainer
-    technique = next((one for one in trainer.callbacks if isinstance(one, DataLoaderTuner)), None)
+    technique = technique_of(trainer, DataLoaderTuner)
     # The trainer is in its training stage only while training loaders are processed.
     if technique is not None and trainer.training:
         dataloader = technique.tuned(trainer, dataloader)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
 
 from lit_efficient.declaration import Report
 from lit_efficient.internals.lightning_data import combined_loader
@@ -131,7 +132,7 @@ class DevicePrefetcher(Technique):
         if self._behind is not None:
             put_states(checkpoint, self._behind)
 
-    def describe(self, module: Any) -> Report:
+    def describe(self, module: nn.Module) -> Report:
         if self._device.type != "cuda":
             return Report(f"no effect on a {self._device.type}, where batches are not copied")
         return Report("batches are copied on a separate stream" + ", the next one during the step" * self.ahead)
@@ -163,7 +164,7 @@ class DevicePrefetcher(Technique):
         observes = self._reads_ahead is not False and not self._seeded and self._in_epoch
         self._before = random_states() if observes else None
 
-    def _after_read(self, batch: Any) -> Any:
+    def _after_read(self, batch: object) -> object:
         self._batches += 1
         self._in_epoch += 1
         if self._before is not None:
@@ -172,7 +173,7 @@ class DevicePrefetcher(Technique):
                 self._say("reading a batch draws random numbers in this process: batches are not read ahead")
         return self._move(batch)
 
-    def _move(self, batch: Any) -> Any:
+    def _move(self, batch: object) -> object:
         if self._begun is not None:  # the copy may then overwrite the memory of batches before the latest one
             self._stream.wait_event(self._begun)
         with torch.cuda.stream(self._stream):
@@ -181,14 +182,14 @@ class DevicePrefetcher(Technique):
             self._say("batches are not pinned, so the host waits during copies: use DataLoader(pin_memory=True)")
         return moved
 
-    def _before_step(self, batch: Any) -> Any:
+    def _before_step(self, batch: object) -> object:
         self._behind = None
         if self._after is not None:
             set_random_states(self._after)
             self._after = None
         return self._arrived(batch)
 
-    def _arrived(self, batch: Any) -> Any:
+    def _arrived(self, batch: object) -> object:
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
         self._begun = current.record_event()

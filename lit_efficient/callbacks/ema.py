@@ -183,7 +183,7 @@ class EMA(ShadowWeights):
         """Drop the references to the parameters: a strategy may replace them."""
         self._parameters = {}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         average = {name: whole(tensor) for name, tensor in self._average.items()} if self._updates else {}
         return {"average": average, "updates": self._updates}
 

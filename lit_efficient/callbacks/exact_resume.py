@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_efficient.application.gradients import gradients_of
-from lit_efficient.declaration import Report
+from lit_efficient.declaration import Report, technique_of
 from lit_efficient.distributed.ranks import data_rank
 from lit_efficient.distributed.reducing import configure_in_order, keep_order
 from lit_efficient.distributed.seeds import mix_seed, seed_all
@@ -155,10 +155,10 @@ class ExactResume(Technique):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._reached = ""
 
-    def describe(self, module: Any) -> Report:
+    def describe(self, module: nn.Module) -> Report:
         return Report(f"order and draws of every training batch follow from seed {self._run_seed}, epoch and batch")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the seed and the number of processes. ``on_save_checkpoint`` adds the rows per step."""
         return {} if self._run_seed is None else {"seed": self._run_seed, "world_size": self._world_size or 1}
 
@@ -294,7 +294,7 @@ class ExactResume(Technique):
             self._said.add(message)
             rank_zero_warn(f"ExactResume: resuming will not be bit-exact: {message}")
 
-    def _resumable(self, trainer: Trainer, dataloader: Any) -> Any:
+    def _resumable(self, trainer: Trainer, dataloader: Any) -> object:
         """Return a resumable copy of a loader, or the loader itself if its sampler cannot be made resumable."""
         takes, remark = examine(dataloader)
         if remark:
@@ -319,7 +319,7 @@ class ExactResume(Technique):
 def _process_dataloader(self: Any, dataloader: Any) -> Any:
     """Wrap of ``strategy.process_dataloader`` that makes training loaders resumable."""
     trainer = self.lightning_module.trainer
-    technique = _of(trainer)
+    technique = technique_of(trainer, ExactResume)
     # The trainer is in its training stage only while training loaders are processed.
     if technique is not None and technique._loaders is not None and trainer.training:
         dataloader = technique._resumable(trainer, dataloader)
@@ -329,12 +329,8 @@ def _process_dataloader(self: Any, dataloader: Any) -> Any:
 def _end_batch(self: Any, data_fetcher: object) -> None:
     """Replace ``epoch_loop.advance`` once. Lightning then validates, steps schedulers and ends the epoch."""
     unwrap_method(self, "advance", _end_batch)
-    technique = _of(self.trainer)
+    technique = technique_of(self.trainer, ExactResume)
     end_batch(self.trainer, validated=technique is not None and technique._reached == "validation")
-
-
-def _of(trainer: Any) -> ExactResume | None:
-    return next((callback for callback in trainer.callbacks if isinstance(callback, ExactResume)), None)
 
 
 def _epoch(trainer: Any) -> int:

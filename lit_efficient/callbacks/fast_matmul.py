@@ -35,14 +35,14 @@ _SETTINGS = {
 }
 
 
-def swap_switches(wanted: Mapping[str, Any]) -> dict[str, Any]:
+def swap_switches(wanted: Mapping[str, Any]) -> dict[str, object]:
     """Change torch's settings for products and convolutions. Return the previous ones, for a second call.
 
     Args:
         wanted: ``float32_matmul_precision`` (``highest``, ``high``, ``medium``), ``fp16_reduced_reductions``,
             ``bf16_reduced_reductions`` and ``cudnn_benchmark``. Other settings do not change.
     """
-    before = {}
+    before: dict[str, object] = {}
     for name, value in wanted.items():
         if name == _PRECISION:
             before[name] = torch.get_float32_matmul_precision()
@@ -83,7 +83,7 @@ class FastMatmul(Technique):
         self.precision = precision
         self.reduced_reductions = reduced_reductions
         self.cudnn_benchmark = cudnn_benchmark
-        self._runs: list[tuple[int, dict[str, Any]]] = []  # nested runs: id of the trainer, previous settings
+        self._runs: list[tuple[int, dict[str, object]]] = []  # nested runs: id of the trainer, previous settings
         self._summary = "nothing is set yet"
         _silence_advice()
         _LIVE.add(self)
@@ -102,7 +102,7 @@ class FastMatmul(Technique):
             kind = trainer.strategy.root_device.type
             self._summary = f"nothing is set, because a {kind} has neither TF32 nor cuDNN"
             return
-        wanted: dict[str, Any] = {
+        wanted: dict[str, object] = {
             "fp16_reduced_reductions": self.reduced_reductions,
             "bf16_reduced_reductions": self.reduced_reductions,
         }

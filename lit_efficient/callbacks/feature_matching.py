@@ -8,7 +8,6 @@ Source: Romero et al. (2014), https://arxiv.org/abs/1412.6550; the losses: :mod:
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -90,7 +89,7 @@ class FeatureMatching(Alignment):
         self.seed = seed
         self.check_common()
 
-    def find(self, data: Any) -> Teacher:
+    def find(self, data: object) -> Teacher:
         assert self.teacher is not None
         layers = list(dict.fromkeys(self.layers.values()))
         return find_teacher(self.teacher, layers, who="FeatureMatching", data=data, argument="layers")
@@ -114,7 +113,7 @@ class FeatureMatching(Alignment):
             )
         return heads
 
-    def term(self, calls: Mapping[str, list[Call]], output: Any, module: nn.Module, batch: Any) -> Tensor:
+    def term(self, calls: Mapping[str, list[Call]], output: object, module: nn.Module, batch: object) -> Tensor:
         student, *names = self.names(module)
         if not calls[student]:
             raise ConfigurationError(
@@ -142,7 +141,7 @@ class FeatureMatching(Alignment):
         return mean(terms)
 
 
-def _mask(kwargs: Mapping[str, Any], tokens: Tensor) -> Tensor | None:
+def _mask(kwargs: Mapping[str, object], tokens: Tensor) -> Tensor | None:
     """Return the padding mask [B, N] that a language model was called with."""
     mask = kwargs.get("attention_mask")
     return mask if isinstance(mask, Tensor) and mask.shape == tokens.shape[:2] else None

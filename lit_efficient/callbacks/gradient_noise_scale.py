@@ -112,7 +112,7 @@ class GradientNoiseScale(Technique):
         self._batch = 0  # samples of the current micro-batch
         self._window: dict[str, Any] | None = None  # squares and inverses of a step that a checkpoint interrupted
 
-    def check(self, trainer: Trainer, module: Any) -> None:
+    def check(self, trainer: Trainer, module: LightningModule) -> None:
         if not module.automatic_optimization:
             raise ConflictError(
                 f"GradientNoiseScale: {type(module).__name__} uses manual optimization, so that its micro-batches are "
@@ -229,7 +229,7 @@ class GradientNoiseScale(Technique):
             f"rule, SGD) or {_shown(root)} (square-root rule, Adam)"
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         sums = None if self._sums is None else self._sums.detach().cpu().clone()
         state: dict[str, Any] = {"sums": sums, "samples": self._samples}
         # Only this process's micro-batches are known here, so with several processes the step is measured again.

@@ -120,7 +120,7 @@ class GradualUnfreezing(OptimizerHooks, Technique):
         self._in_eval: list[tuple[int, BatchNorm]] = []  # those that were set to evaluation mode
         self._open = 0  # number of groups that train now
 
-    def check(self, trainer: Trainer, module: Any) -> None:
+    def check(self, trainer: Trainer, module: LightningModule) -> None:
         traits = traits_of(trainer.strategy)
         if traits.flattens:
             raise ConflictError(

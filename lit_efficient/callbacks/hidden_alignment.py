@@ -113,7 +113,7 @@ class HiddenAlignment(Alignment):
         self.head = head
         self.seed = head.seed
         self._conflict = stop_at if isinstance(stop_at, GradientConflict) else None
-        self._clean: tuple[Any, dict[str, Tensor]] | None = None  # the last batch and its features
+        self._clean: tuple[object, dict[str, Tensor]] | None = None  # the last batch and its features
         self._below = 0  # consecutive measurements below the limit
         self._measured = -1  # step of the last measurement
         self._last = -1  # last step with the term, once it has ended
@@ -135,7 +135,7 @@ class HiddenAlignment(Alignment):
             self.load_state_dict({})
         super().setup(trainer, pl_module, stage)
 
-    def find(self, data: Any) -> Teacher | None:
+    def find(self, data: object) -> Teacher | None:
         """Return the encoder, or ``None`` if its features are in the batch."""
         if self.teacher is None:
             return None
@@ -167,7 +167,7 @@ class HiddenAlignment(Alignment):
         argument = "head.widths: [block's, teacher's]"
         return {"0": self.head_between(sides, self.head.widths, argument, self.projection, self.hidden)}
 
-    def term(self, calls: Mapping[str, list[Call]], output: Any, module: nn.Module, batch: Any) -> Tensor:
+    def term(self, calls: Mapping[str, list[Call]], output: object, module: nn.Module, batch: object) -> Tensor:
         """Return minus the mean cosine."""
         (name,) = self.names(module)
         if not calls[name]:
@@ -221,7 +221,7 @@ class HiddenAlignment(Alignment):
             )
         return self.weight
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the results of the measurements."""
         if self._conflict is None:
             return {}
@@ -232,7 +232,7 @@ class HiddenAlignment(Alignment):
         self._measured = state_dict.get("measured", -1)
         self._last = state_dict.get("last", -1)
 
-    def clean_features(self, module: Any, batch: Any) -> Tensor:
+    def clean_features(self, module: Any, batch: object) -> Tensor:
         """Return the encoder's features of the batch's clean images, [B, N, D], [B, D, H, W] or [B, D]."""
         source = self.source
         if source == "auto" and isinstance(batch, Mapping):
@@ -253,7 +253,7 @@ class HiddenAlignment(Alignment):
         source = "images" if self.source == "auto" and "images" in batch else self.source
         return self._seen(module, batch, source)[CLASS]
 
-    def _seen(self, module: Any, batch: Any, source: str) -> dict[str, Tensor]:
+    def _seen(self, module: nn.Module, batch: object, source: str) -> dict[str, Tensor]:
         """Return the encoder's features of the batch's clean images, computed once per step."""
         if self._clean is None or self._clean[0] is not batch or not module.training:
             images = self._decoded(module, batch) if source == "auto" else member(batch, source, "HiddenAlignment")
@@ -266,7 +266,7 @@ class HiddenAlignment(Alignment):
     ) -> None:
         self._clean = None
 
-    def _decoded(self, module: Any, batch: Any) -> Tensor:
+    def _decoded(self, module: nn.Module, batch: object) -> Tensor:
         """Return images that the module's codec decodes from the batch's latents."""
         keys = batch if isinstance(batch, Mapping) else {}
         latents = keys.get("latents", keys.get("mean"))

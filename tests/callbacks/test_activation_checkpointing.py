@@ -311,7 +311,7 @@ def test_what_matches_nothing_is_refused() -> None:
                 ActivationCheckpointing(save=["matmul"]),
                 LatentAlignment(nn.Linear(WIDTH, 3), encoder=r"blocks\.1", decoder=r"blocks\.2", images="0"),
             ],
-            "can be used once: leave save out",
+            "can be used only once: leave save out",
         ),
     ],
 )

@@ -28,7 +28,7 @@ from tests.support import Toy, assert_equal, trainer, weights
 
 
 def says_where_it_has_nothing_to_do(run: Run) -> None:
-    assert run.reports["DevicePrefetcher"].summary == "nothing to do on a cpu: batches stay where they are"
+    assert run.reports["DevicePrefetcher"].summary == "no effect on a cpu, where batches are not copied"
 
 
 ROW = Row(DevicePrefetcher, says_where_it_has_nothing_to_do, neutral=DevicePrefetcher, changes=False)

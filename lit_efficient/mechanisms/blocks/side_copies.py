@@ -6,6 +6,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lit_efficient.errors import ConfigurationError
+
+
+def check_separate_memory(device: torch.device, who: str, instead: str) -> None:
+    """Raise an error if ``device`` uses CPU memory, so that moving tensors to the CPU saves nothing.
+
+    Args:
+        device: Device of the run.
+        who: Name of the technique.
+        instead: Technique that saves memory on any device.
+
+    Raises:
+        ConfigurationError: For a CPU and for MPS.
+    """
+    if device.type in ("cpu", "mps"):
+        raise ConfigurationError(
+            f"{who}: this trainer's device is {device.type!r}, which uses CPU memory: nothing can be saved. Use "
+            f"accelerator='gpu', or {instead}, which saves memory on any device"
+        )
+
 
 class SideCopies:
     """Stream for copies. Memory that is allocated within :meth:`beside` belongs to the stream.
