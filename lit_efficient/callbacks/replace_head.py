@@ -1,9 +1,9 @@
-"""A new head: swap the last layer of a trained network for one with other outputs, and start with it alone.
+"""A new head: replace the last layer of a pretrained network by one with other outputs, and train only this layer.
 
-    y = W h + b,    W [num_outputs, width] ~ N(0, std^2), b = 0, under the names of the old ones
+    y = W h + b,    W [num_outputs, width] ~ N(0, std^2), b = 0, under the names of the old parameters
 
-Saves: with the rest frozen all gradients and optimizer states but the head's, and the backward pass below it
-Costs: the old head's weights; alone, a network whose features do not change: add GradualUnfreezing or LoRA
+Saves: gradients and optimizer states of all other layers, which are frozen, and the backward pass below the head
+Costs: the weights of the old head; features that do not adapt, unless GradualUnfreezing or LoRA is added
 Source: Razavian et al. (2014), https://arxiv.org/abs/1403.6382; head first, then the rest: Howard and Ruder (2018),
     https://arxiv.org/abs/1801.06146
 """
@@ -26,63 +26,71 @@ from lit_efficient.surgery import count, inputs_first, match_modules, mix_in
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
 
-_NAMES = ("score", "classifier", "fc", "head", "lm_head")  # what transformers, timm and most others call it
+_NAMES = ("score", "classifier", "fc", "head", "lm_head")  # names in transformers, timm and most other libraries
 
 
 def replace_head(module: nn.Module, num_outputs: int, at: str = "auto", *, std: float = 0.02, seed: int = 0) -> str:
-    """Give the last layer of ``module`` new weights for ``num_outputs`` outputs, in place; return its dotted name.
+    """Give the last layer of ``module`` new weights for ``num_outputs`` outputs, in place.
 
-    The layer stays the same object under the same name, with its device, its format, and a bias if it had one; in a run
-    in ``bf16-true`` it is float32, or it would hardly learn. A weight that was tied to an embedding no longer is.
-    ``num_labels`` and ``num_classes`` of the modules around it follow.
+    The layer keeps its identity, its name, its device and its dtype, and gets a new bias if it had one. If the default
+    dtype is narrower than float32, as with ``precision: bf16-true``, it becomes float32, because it would otherwise
+    learn poorly. A weight that was tied to an embedding is no longer tied. ``num_labels`` and ``num_classes`` of the
+    enclosing modules are updated.
 
     Args:
-        module: A network that holds its pretrained weights already.
-        num_outputs: Outputs of the new layer, at least 1.
+        module: Network with its pretrained weights.
+        num_outputs: Number of outputs of the new layer, at least 1.
         at: ``auto`` (see :func:`find_head`), or a regular expression for the end of the layer's dotted name.
-        std: Standard deviation of the new weights, at least 0; biases are 0.
-        seed: Seed of the new weights; no global generator is used.
+        std: Standard deviation of the new weights, at least 0. Biases are 0.
+        seed: Seed of the new weights. No global generator is used.
+
+    Returns:
+        The dotted name of the layer.
 
     Raises:
-        ConfigurationError: For an argument out of range, and if there is no such layer, or more than one.
+        ConfigurationError: For an argument out of range, or if there are no or several such layers.
     """
     _check(num_outputs, std)
     name = find_head(module, at)
     layer: Any = module.get_submodule(name)
     if layer.weight.device.type == "meta":
-        raise ConfigurationError(f"ReplaceHead: {name!r} is on the meta device: give the network its weights first")
+        raise ConfigurationError(f"ReplaceHead: {name!r} is on the meta device. Load the network's weights first")
     old = outputs_of(layer)
     shape = list(layer.weight.shape)
-    shape[1 if inputs_first(layer) else 0] = num_outputs
+    output_dimension = 1 if inputs_first(layer) else 0
+    shape[output_dimension] = num_outputs
     generator = torch.Generator().manual_seed(seed)
-    wide = torch.get_default_dtype().itemsize < torch.float32.itemsize  # of a run in bf16-true, which would cast it
+    wide = torch.get_default_dtype().itemsize < torch.float32.itemsize  # with precision: bf16-true
     values = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32) * std
     layer.weight = _parameter(values, layer.weight, wide)
     if layer.bias is not None:
         layer.bias = _parameter(torch.zeros(num_outputs, dtype=torch.float32), layer.bias, wide)
     setattr(layer, _size_attribute(layer), num_outputs)
     mix_in(layer, WideLayer if wide else NewLayer)
-    _tell(module, name, old, num_outputs)
+    _update_sizes(module, name, old, num_outputs)
     return name
 
 
 def find_head(module: nn.Module, at: str = "auto") -> str:
-    """Dotted name of the last layer: ``nn.Linear``, ``nn.Conv2d`` of 1 x 1, or GPT-2's ``Conv1D``.
+    """Return the dotted name of the last layer: ``nn.Linear``, ``nn.Conv2d`` of 1 x 1, or GPT-2's ``Conv1D``.
 
-    With ``auto`` the first of these decides: what a timm model's ``get_classifier`` returns; a layer called ``score``,
-    ``classifier``, ``fc``, ``head`` or ``lm_head``, or the last one inside a module called so; the layer that is
-    defined last of all that have parameters. Repeated blocks are never looked into.
+    With ``auto`` the first of these rules that applies decides. Layers in repeated blocks are never chosen.
+
+    1. The layer that a timm model's ``get_classifier`` returns.
+    2. The layer with the name ``score``, ``classifier``, ``fc``, ``head`` or ``lm_head``, or the last layer inside a
+       module with such a name.
+    3. The last module with parameters, if it is such a layer.
 
     Args:
         module: Any module.
         at: ``auto``, or a regular expression for the end of the layer's dotted name.
 
     Raises:
-        ConfigurationError: If there is no such layer, or more than one; the message lists the candidates.
+        ConfigurationError: If there are no or several such layers. The message lists the candidates.
     """
     if at != "auto":
-        found = [name for name, _ in match_modules(module, [at], who="ReplaceHead: at", where=_is_layer)]
-        return _only(found, f"{at!r} matches", module)
+        matches = [name for name, _ in match_modules(module, [at], who="ReplaceHead: at", where=_is_layer)]
+        return _only(matches, f"{at!r} matches", module)
     outside = _outside_blocks(module)
     layers = {name: part for name, part in outside.items() if _is_layer(part)}
     getters: list[Any] = [getattr(part, "get_classifier", None) for part in outside.values()]
@@ -90,9 +98,12 @@ def find_head(module: nn.Module, at: str = "auto") -> str:
     if classifiers:
         chosen = classifiers[0] if isinstance(classifiers[0], tuple | list) else [classifiers[0]]
         return _only([name for name, part in layers.items() if any(part is c for c in chosen)], "timm names", module)
-    named = [name for name in outside if name.rpartition(".")[2] in _NAMES]
-    inside = [[layer for layer in layers if f"{layer}.".startswith(f"{name}.")][-1:] for name in named]
-    heads = list(dict.fromkeys(layer for found in inside for layer in found))
+    heads: list[str] = []
+    for name in outside:
+        if name.rpartition(".")[2] in _NAMES:
+            inside = [layer for layer in layers if f"{layer}.".startswith(f"{name}.")]
+            if inside and inside[-1] not in heads:
+                heads.append(inside[-1])
     if not heads:
         with_parameters = [name for name, part in module.named_modules() if any(True for _ in part.parameters(False))]
         heads = [name for name in with_parameters[-1:] if name in layers]
@@ -100,27 +111,27 @@ def find_head(module: nn.Module, at: str = "auto") -> str:
 
 
 def outputs_of(layer: nn.Module) -> int:
-    """Number of outputs of a linear layer of any kind."""
+    """Return the number of outputs of a layer that :func:`find_head` may return."""
     return int(getattr(layer, _size_attribute(layer)))
 
 
 class ReplaceHead(OptimizerHooks, CheckpointHooks, Technique):
-    """Swap the network's last layer for a new one with ``num_outputs`` outputs, and train it alone.
+    """Replace the network's last layer by a new one with ``num_outputs`` outputs, and freeze all other layers.
 
-    Pretrained weights must be loaded before: in ``__init__``, ``setup`` or ``configure_model`` of the module. Then all
-    other parameters are frozen for the fit; with GradualUnfreezing they thaw downwards from the head, and with adapters
-    (LoRA, IA3) the head and the adapters train together. After the fit ``requires_grad`` is as it was before.
+    Pretrained weights must be loaded before, in ``__init__``, ``setup`` or ``configure_model`` of the module. All other
+    parameters are frozen during the fit. With GradualUnfreezing they are unfrozen from the head downwards. With
+    adapters (LoRA, IA3) the head and the adapters train together. The fit restores ``requires_grad`` at its end.
 
     Args:
-        num_outputs: Outputs of the new layer, at least 1.
-        at: ``auto`` finds the last layer, or raises and lists the candidates; otherwise a regular expression for the
-            end of its dotted name.
-        std: Standard deviation of the new weights, at least 0; 0 starts from equal outputs.
+        num_outputs: Number of outputs of the new layer, at least 1.
+        at: ``auto`` finds the last layer, or raises an error that lists the candidates. Otherwise a regular expression
+            for the end of the layer's dotted name.
+        std: Standard deviation of the new weights, at least 0. With 0 all outputs are equal at the start.
         seed: Seed of the new weights.
 
     Raises:
-        ConfigurationError: For an argument out of range, without such a layer or with more than one, and if the
-            optimizer does not hold the new weights.
+        ConfigurationError: For an argument out of range, if there are no or several such layers, or if the optimizer
+            does not hold the new weights.
         CheckpointError: For a checkpoint whose head has other shapes.
     """
 
@@ -158,8 +169,8 @@ class ReplaceHead(OptimizerHooks, CheckpointHooks, Technique):
             if id(parameter) in own:
                 if name in added:
                     raise ConfigurationError(
-                        f"ReplaceHead: the new head has an adapter ({name!r}), but it trains whole: leave it out "
-                        "of targets"
+                        f"ReplaceHead: the new head has an adapter ({name!r}), but all its weights train. Leave the "
+                        "head out of targets"
                     )
                 parameter.requires_grad_(True)
         if not has_frozen_base(module):
@@ -175,25 +186,27 @@ class ReplaceHead(OptimizerHooks, CheckpointHooks, Technique):
             if not isinstance(part, NewLayer):
                 continue
             for key, own in part.named_parameters(prefix=name):
-                given = checkpoint.get("state_dict", {}).get(key)  # shards are compared as they are read
+                given = checkpoint.get("state_dict", {}).get(
+                    key
+                )  # the shapes of shards are compared when they are read
                 if given is not None and given.shape != own.shape:
                     raise CheckpointError(
-                        f"the checkpoint's {key!r} has the shape {list(given.shape)}, and the head that ReplaceHead "
-                        f"made {list(own.shape)}. To start from that file load its weights before techniques act: "
-                        "in __init__, setup or configure_model of the module, not by ckpt_path"
+                        f"{key!r} has the shape {list(given.shape)} in the checkpoint, but {list(own.shape)} in the "
+                        "new head of ReplaceHead. To start from that file, load its weights in __init__, setup or "
+                        "configure_model of the module, before techniques act, and not with ckpt_path"
                     )
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._trained = True
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Say what the head changed, if the module's own code fails on its first outputs."""
+        """Add a note about the new head to an error of the module's own code in the first step."""
         head = next((part for part in pl_module.modules() if isinstance(part, NewLayer)), None)
-        foreign = isinstance(exception, Exception) and not isinstance(exception, ConfigurationError)
-        if head is not None and not self._trained and foreign:
+        of_module = isinstance(exception, Exception) and not isinstance(exception, ConfigurationError)
+        if head is not None and not self._trained and of_module:
             exception.add_note(
                 f"ReplaceHead: {reports_of(pl_module)['ReplaceHead'].summary}. If code of {type(pl_module).__name__} "
-                "counts on the old number (a reshape, a loss, a metric), take the number from the head or an argument"
+                "assumes the old number (a reshape, a loss, a metric), take the number from the head or an argument"
             )
         super().on_exception(trainer, pl_module, exception)
 
@@ -208,7 +221,8 @@ def _check(num_outputs: int, std: float) -> None:
 
 
 def _is_layer(part: nn.Module) -> bool:
-    """Exact classes: a subclass may do more with its weight than multiply by it."""
+    """Return whether the module is a linear layer or a 1 x 1 convolution."""
+    # Subclasses of other libraries are excluded, because they may do more with the weight than multiply by it.
     bases = [cls for cls in type(part).__mro__ if "mixed_from" not in vars(cls) and cls not in WideLayer.__mro__]
     if bases[0] is nn.Conv2d:
         conv: Any = part
@@ -219,14 +233,18 @@ def _is_layer(part: nn.Module) -> bool:
 def _size_attribute(layer: nn.Module) -> str:
     if inputs_first(layer):
         return "nf"
-    return "out_channels" if isinstance(layer, nn.Conv2d) else "out_features"
+    if isinstance(layer, nn.Conv2d):
+        return "out_channels"
+    return "out_features"
 
 
 def _parameter(values: Tensor, like: Tensor, wide: bool) -> nn.Parameter:
-    return nn.Parameter(values.to(like.device, torch.promote_types(like.dtype, torch.float32) if wide else like.dtype))
+    dtype = torch.promote_types(like.dtype, torch.float32) if wide else like.dtype
+    return nn.Parameter(values.to(like.device, dtype))
 
 
 def _outside_blocks(module: nn.Module) -> dict[str, nn.Module]:
+    """Return all modules by name, except repeated blocks and the modules in them."""
     try:
         blocks = [name for name, _ in find_blocks(module, who="ReplaceHead", every=True)]
     except ConfigurationError:  # a network without repeated blocks
@@ -239,14 +257,17 @@ def _only(found: list[str], complaint: str, module: nn.Module) -> str:
     if len(found) == 1:
         return found[0]
     candidates = found or [name for name, part in _outside_blocks(module).items() if _is_layer(part)]
+    if candidates:
+        advice = f"Name one with at=..., for example: {', '.join(candidates[-8:])}"
+    else:
+        advice = "There is no Linear, 1 x 1 Conv2d or Conv1D outside of repeated blocks"
     raise ConfigurationError(
-        f"ReplaceHead: {complaint} {'no' if not found else len(found)} last layers that could be replaced; name one "
-        f"with at=..., for example: {', '.join(candidates[-8:]) or 'there is no Linear, 1 x 1 Conv2d or Conv1D'}"
+        f"ReplaceHead: {complaint} {len(found) or 'no'} last layers that could be replaced. {advice}"
     )
 
 
-def _tell(module: nn.Module, name: str, old: int, new: int) -> None:
-    """Let the modules around the head, and their configs, know its size: losses and metrics read it there."""
+def _update_sizes(module: nn.Module, name: str, old: int, new: int) -> None:
+    """Update the number of outputs in the enclosing modules and their configs, where losses and metrics read it."""
     owner = name
     while owner:
         owner = owner.rpartition(".")[0]
@@ -256,6 +277,6 @@ def _tell(module: nn.Module, name: str, old: int, new: int) -> None:
                 value = getattr(holder, attribute, None)
                 own = getattr(type(holder), attribute, None)
                 if isinstance(own, property) and own.fset is None:
-                    continue  # it is derived from something else
+                    continue  # derived from another attribute
                 if isinstance(value, int) and value == old:
                     setattr(holder, attribute, new)

@@ -1,9 +1,9 @@
-"""Progressive resizing: small images first, and larger ones step by step.
+"""Progressive resizing: train on small images first, and increase their size step by step.
 
     scale at step t = start + (1 - start) * min(1, max(0, t - delay) / steps);  sides rounded to multiple_of
 
-Saves: the compute of the pixels that are left out, (1 - scale^2) of a convolution's
-Costs: fine detail is learned later; a compiled network compiles for each size
+Saves: compute for the removed pixels, which is (1 - scale^2) of the compute of a convolution
+Costs: fine detail is learned later; a compiled network is compiled again for each size
 Source: progressive resizing, Howard (2018), https://www.fast.ai/posts/2018-04-30-dawnbench-fastai.html; Karras et al.
     (2018), https://arxiv.org/abs/1710.10196; Tan and Le (2021), https://arxiv.org/abs/2104.00298
 """
@@ -24,12 +24,12 @@ _Size = tuple[int, int]  # height and width
 
 
 def resize(images: Tensor, scale: float, multiple_of: int = 1) -> Tensor:
-    """Images of other sides, filtered so that nothing aliases.
+    """Return resized images of the same dtype, with a filter against aliasing.
 
     Args:
-        images: [B, C, H, W], floating-point or uint8, which stays what it is.
-        scale: Of the sides, above 0.
-        multiple_of: New sides are multiples of this, at least one of it and at most the old sides.
+        images: Images [B, C, H, W], floating-point or uint8.
+        scale: Factor of the sides, above 0.
+        multiple_of: Divisor of the new sides, which are at least this long. A scale of at most 1 never enlarges a side.
 
     Example:
         >>> resize(torch.ones(1, 3, 20, 10), 0.5, multiple_of=4).shape
@@ -39,7 +39,9 @@ def resize(images: Tensor, scale: float, multiple_of: int = 1) -> Tensor:
 
 
 def scaled_sides(sizes: Iterable[_Size], scale: float, multiple_of: int = 1) -> dict[_Size, _Size]:
-    """Heights and widths by those that they take the place of; a side that is a multiple of the smallest one stays so.
+    """Return a dictionary from each old size (height, width) to its new size.
+
+    If a side is a multiple of the smallest side, it remains the same multiple of it.
 
     Example:
         >>> scaled_sides([(12, 12), (48, 48)], 0.5, multiple_of=4)
@@ -48,25 +50,41 @@ def scaled_sides(sizes: Iterable[_Size], scale: float, multiple_of: int = 1) -> 
 
     def scaled(side: int) -> int:
         new = max(multiple_of, round(side * scale / multiple_of) * multiple_of)
-        return min(new, side) if scale <= 1 else new
+        if scale <= 1:
+            return min(new, side)
+        return new
+
+    def scaled_like(side: int, smallest: int) -> int:
+        if side % smallest == 0:
+            return side // smallest * scaled(smallest)
+        return scaled(side)
 
     sizes = list(sizes)
-    least = [min(sides) for sides in zip(*sizes, strict=True)]
-    new = [
-        [scaled(s) if s % low else s // low * scaled(low) for s, low in zip(one, least, strict=True)] for one in sizes
-    ]
-    return {size: (height, width) for size, (height, width) in zip(sizes, new, strict=True)}
+    if not sizes:
+        return {}
+    least_height = min(height for height, _ in sizes)
+    least_width = min(width for _, width in sizes)
+    return {(h, w): (scaled_like(h, least_height), scaled_like(w, least_width)) for h, w in sizes}
 
 
 def _resized(images: Tensor, sides: _Size) -> Tensor:
     if sides == images.shape[-2:]:
         return images
     resized = F.interpolate(images.float(), sides, mode="bilinear", antialias=True)
-    return resized.round().clamp(0, 255).to(images.dtype) if images.dtype == torch.uint8 else resized.to(images.dtype)
+    if images.dtype == torch.uint8:
+        resized = resized.round().clamp(0, 255)
+    return resized.to(images.dtype)
 
 
 def resize_labels(labels: Tensor, sides: _Size) -> Tensor:
-    """Labels [..., H, W] of pixels, any format: those nearest to the middles of the new ones, as `resize` has them."""
+    """Return labels of pixels in a new size, by nearest neighbour.
+
+    The centres of the new pixels are those of `resize`, so labels and images stay aligned.
+
+    Args:
+        labels: Labels [..., H, W] of any dtype.
+        sides: New height and width.
+    """
     for dim, side in zip((-2, -1), sides, strict=True):
         old = labels.shape[dim]
         nearest = (2 * torch.arange(side, device=labels.device) + 1) * old // (2 * side)
@@ -75,29 +93,29 @@ def resize_labels(labels: Tensor, sides: _Size) -> Tensor:
 
 
 class ResolutionRamp(BatchChanges):
-    """Train on images of smaller sides first, and validate on whole ones; for networks that take any size.
+    """Train on smaller images first, and validate on full-size images. The network must accept images of any size.
 
-    Resizes the tensors [B, C, H, W] of a batch that have one or three channels. Beside images of three channels whole
-    numbers [B, H, W] and [B, 1, H, W] are labels of their pixels, of which the nearest is taken. Larger images whose
-    sides are multiples of the smallest ones', as targets of super-resolution, stay so many times as large. Batches of
-    ``latents`` are refused: encode smaller images for them. Samples count as they are; while memory is measured, images
-    are whole.
+    In each batch, tensors [B, C, H, W] with one or three channels are resized. If a batch has images with three
+    channels, integer tensors [B, H, W] and [B, 1, H, W] of the same size are labels of their pixels, and are resized by
+    nearest neighbour. If the sides of an image are multiples of those of the smallest images, as for targets of
+    super-resolution, they remain the same multiples. Batches of ``latents`` raise an error; for them encode smaller
+    images. The number of samples does not change. While memory is measured, images have their full size.
 
     Args:
-        start: Scale of the first images' sides, above 0 and below 1.
-        steps: Optimizer steps until they are whole, or a share of ``max_steps`` between 0 and 1.
-        delay: Steps, or a share, before the sides begin to grow, at least 0.
-        multiple_of: What sides of the smallest images must be a multiple of: the network's factor of reduction, or its
-            patch size.
+        start: Scale of the sides of the first images, above 0 and below 1.
+        steps: Number of optimizer steps until images have their full size, or a share of ``max_steps`` between 0 and 1.
+        delay: Number of steps, or a share of ``max_steps``, before the sides begin to grow, at least 0.
+        multiple_of: Divisor of the sides of the smallest images, at least 1: the downsampling factor of the network, or
+            its patch size.
 
     Raises:
-        ConfigurationError: For an argument out of range, and for batches without images, or with those that stay
-            what they are at ``start``.
+        ConfigurationError: For an argument out of range, for batches without images, or for images whose size does not
+            change at ``start``.
     """
 
     phase = Phase.LOSS
     needs = ("steps",)
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (0, "small images first, which cost less")}
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (0, "small images at first, which cost less")}
 
     def __init__(
         self, start: float = 0.5, steps: int | float = 0.5, delay: int | float = 0, multiple_of: int = 8
@@ -111,7 +129,8 @@ class ResolutionRamp(BatchChanges):
         self.steps = steps
         self.delay = delay
         self.multiple_of = multiple_of
-        self._steps, self._delay = 1, 0
+        self._steps = 1
+        self._delay = 0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage == "fit":
@@ -120,20 +139,23 @@ class ResolutionRamp(BatchChanges):
         super().setup(trainer, pl_module, stage)
 
     def describe(self, module: nn.Module) -> Report:
-        return Report(f"sides times {self.start:g} at first, whole after {self._delay + self._steps} steps")
+        return Report(f"sides times {self.start:g} at first, full size after {self._delay + self._steps} steps")
 
     def change(self, batch: Any, step: int) -> Any:
         scale = ramped(step, self.start, 1.0, self._steps, self._delay)
-        return batch if scale >= 1 else self.scaled(batch, scale)
+        if scale >= 1:
+            return batch
+        return self.scaled(batch, scale)
 
     def scaled(self, batch: Any, scale: float) -> Any:
-        """A batch with its images resized; override it where they are kept in another way."""
+        """Return a batch with resized images. Override this method for batches with another layout."""
         images = [tensor for tensor in tensors_in(batch) if _is_image(tensor)]
         named = batch if isinstance(batch, Mapping) else {}
         if not images or "latents" in named or any(named.get("mean") is image for image in images):
             shapes = [list(tensor.shape) for tensor in tensors_in(batch)][:4]
             raise ConfigurationError(
-                f"ResolutionRamp: a batch with tensors {shapes} has no images [B, C, H, W] of one or three channels"
+                f"ResolutionRamp: a batch with tensors {shapes} has no images [B, C, H, W] of one or three channels. "
+                "Override ResolutionRamp.scaled for other layouts, or leave ResolutionRamp out"
             )
         sides = scaled_sides({(image.shape[-2], image.shape[-1]) for image in images}, scale, self.multiple_of)
         if scale == self.start and all(new == old for old, new in sides.items()):
@@ -147,12 +169,15 @@ class ResolutionRamp(BatchChanges):
                 return rebuilt(item, change)
             if not item.is_floating_point() and (tuple(item.shape) in pixels or _of_one_channel(item) in pixels):
                 return resize_labels(item, sides[item.shape[-2], item.shape[-1]])
-            return _resized(item, sides[item.shape[-2], item.shape[-1]]) if _is_image(item) else item
+            if _is_image(item):
+                return _resized(item, sides[item.shape[-2], item.shape[-1]])
+            return item
 
         return change(batch)
 
 
 def _of_one_channel(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape [B, H, W] for a tensor [B, 1, H, W]."""
     return tuple(tensor.squeeze(1).shape) if tensor.ndim == 4 else ()
 
 

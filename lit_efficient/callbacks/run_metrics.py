@@ -1,13 +1,13 @@
-"""What one asks of every run, in its loggers: rates, gradient norm, throughput, memory, time spent waiting for data.
+"""Run metrics: learning rates, gradient norm, throughput, memory and time spent waiting for data, in all loggers.
 
-    lr                  each group's: lr/NAME, or lr/INDEX where groups have no names and there are several
-    grad_norm           2-norm of all gradients, unscaled, before clipping; grad_norm/INDEX of several optimizers
-    tokens_per_second   of all processes, each taken to have as many as this one; padding is not counted, nor time in
-                        validation; samples_per_second of what has no input_ids
+    lr                  learning rate; of several groups lr/NAME, or lr/INDEX if the groups have no names
+    grad_norm           2-norm of all unscaled gradients before clipping; of several optimizers grad_norm/INDEX
+    tokens_per_second   tokens of all processes, assuming that each has as many as this one, without padding and without
+                        the time in validation; batches without input_ids give samples_per_second instead
     data_wait           share of that time in which the loop waited for its next batch
-    peak_memory_gib     most that tensors took on the device so far; on a CPU most that the process took
+    peak_memory_gib     largest memory of tensors on the device so far; on a CPU largest memory of the process
 
-Costs: one fused norm over the gradients and one wait for the device a logged step; none at those between.
+Costs: in each logged step one fused norm over the gradients and one wait for the device; nothing in other steps
 """
 
 from typing import ClassVar
@@ -16,11 +16,11 @@ from lit_efficient.mechanisms.run_figures import RunFigures
 
 
 class RunMetrics(RunFigures):
-    """Logs learning rates, gradient norm, throughput, peak memory and time spent waiting, whenever the trainer logs.
+    """Log learning rates, gradient norm, throughput, peak memory and time spent waiting, whenever the trainer logs.
 
-    Names that the module logs itself stay the module's, and rates are left to a ``LearningRateMonitor``. Strategies
-    that join parameters (FSDP1, DeepSpeed) have no gradient norm. The command line adds it to every fit, unless there
-    is a `ThroughputMeter`.
+    A metric that the module itself logs under the same name is not replaced. Rates are not logged if there is a
+    ``LearningRateMonitor``. Strategies that join parameters (FSDP1, DeepSpeed) have no gradient norm. The command line
+    adds this callback to every fit, unless there is a `ThroughputMeter`.
     """
 
-    kind: ClassVar[type] = RunFigures  # any of these takes its place
+    kind: ClassVar[type] = RunFigures  # the command line adds none if a callback of this class is there

@@ -1,13 +1,15 @@
-"""A picture of samples at every validation: one PNG grid on disk, and the same in the loggers that show pictures.
+"""Sampled images at each validation: a grid as a PNG file, also in loggers that show images.
 
-Works with any LightningModule that has ``sample_images(num, seed) -> [N, C, H, W]``, uint8 or float in [-1, 1], which
-draws from a generator of its own. The same seed each time: one watches the same samples improve. A module that has
-``check_sample_images()`` is asked before the first step whether it can, one that has ``image_captions(num)`` for the
-names of its samples, which are written on the grid.
+The module needs ``sample_images(num, seed) -> [N, C, H, W]``, uint8 or float in [-1, 1], which draws from its own
+generator. The seed is the same each time, so that the same samples can be seen to improve. Two methods are optional:
 
-Costs: one sampling of ``rows * columns`` images at each validation it acts on.
+- ``check_sample_images()`` runs before the first step, and raises an error if the module cannot sample.
+- ``image_captions(num)`` returns names of the samples, which are written on the grid.
+
+Costs: the sampling of ``rows * columns`` images at every n-th validation
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +25,19 @@ from lit_efficient.traits import Trait
 
 
 class SampleImages(AskedEarly, Callback):
-    """Writes ``samples/step_XXXXXXX.png`` in the run's folder at each validation, and logs it.
+    """Sample images at validations, write them to ``samples/step_XXXXXXX.png`` in the run's folder, and log them.
 
     Args:
-        every_n_validations: Act on every n-th validation of the fit; the sanity check does not count.
-        columns: Images a row. With as many as there are classes, each class is one column.
-        rows: Rows of the grid.
-        zoom: Screen pixels per image pixel in the file.
+        every_n_validations: Number of validations of the fit per grid, at least 1. The sanity check does not count.
+        columns: Images per row, at least 1. With the number of classes, each class has its own column.
+        rows: Number of rows, at least 1.
+        zoom: Pixels of the file per pixel of an image, along each side, at least 1.
         seed: Seed of the samples.
-        folder: Where ``samples`` lies; null is the run's folder, outside of the command line that of the logger.
+        folder: Folder that contains ``samples``. ``None``: the folder of the run, or outside of the command line that
+            of the logger.
+
+    Raises:
+        ConfigurationError: For an argument out of range, or if the module has no ``sample_images``.
     """
 
     traits = frozenset({Trait.LEAVES_TRACES})
@@ -57,14 +63,15 @@ class SampleImages(AskedEarly, Callback):
         self._validations = 0
 
     def refuse(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a module that makes no images."""
+        """Raise an error if the module cannot sample images."""
         if not callable(getattr(pl_module, "sample_images", None)):
             raise ConfigurationError(
-                f"SampleImages: {type(pl_module).__name__} must have a method sample_images(num, seed) -> [N, C, H, W]."
+                f"SampleImages: {type(pl_module).__name__} has no method sample_images(num, seed) -> [N, C, H, W]. "
+                "Add one, or leave SampleImages out"
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the module say what it lacks for images now, not at the first validation."""
+        """Run the module's own check now, because a failure at the first validation would be late."""
         check = getattr(pl_module, "check_sample_images", None)
         if callable(check):
             check()
@@ -77,13 +84,15 @@ class SampleImages(AskedEarly, Callback):
             return
         with evaluating(pl_module), torch.no_grad():
             images = pl_module.sample_images(self.rows * self.columns, self.seed)  # type: ignore[operator]
-        log_dir = trainer.log_dir  # asks all processes: not under is_global_zero
+        log_dir = trainer.log_dir  # a collective, so all processes must call it
         if trainer.is_global_zero:
             captions = getattr(pl_module, "image_captions", None)
-            names = captions(len(images)) if callable(captions) else ()
+            names: Sequence[str] = ()
+            if callable(captions):
+                names = captions(len(images))
             if names and len(names) != len(images):
                 name = f"{type(pl_module).__name__}.image_captions({len(images)})"
-                raise refusal("SampleImages", name, f"{len(images)} names, or none", list(names))
+                raise refusal("SampleImages", name, f"{len(images)} names, or an empty sequence", list(names))
             picture = draw_grid(images, self.columns, self.zoom, captions=names)
             path = samples_file(trainer.global_step, ".png", trainer.default_root_dir, log_dir, self.folder)
             write_picture(picture, path)
@@ -102,7 +111,7 @@ def _log(trainer: Trainer, picture: Any, path: Path) -> None:
 
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
-            # No step: W&B's own counter only moves forward, and other metrics were logged at this one already.
+            # Without a step: the counter of W&B only moves forward, and may already be past this step.
             logger.log_image("samples", [str(path)], caption=[f"step {trainer.global_step}"])
         elif isinstance(logger, TensorBoardLogger):
             pixels = np.atleast_3d(np.asarray(picture))

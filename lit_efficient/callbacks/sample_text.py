@@ -1,8 +1,8 @@
-"""Let the model write at each validation, print one text and log all of them.
+"""Generated text at each validation: the first text is printed, and all are logged.
 
-    tokens drawn one by one, each prompt with a generator of its own seed: training is not changed by sampling
+    tokens are drawn one by one, with a separately seeded generator per prompt, so sampling does not change training
 
-Costs: prompts * max_new_tokens forward passes of one token at each validation.
+Costs: ``len(prompts) * max_new_tokens`` forward passes of one token at each validation
 """
 
 import shutil
@@ -22,20 +22,24 @@ from lit_efficient.traits import Trait
 
 
 class SampleText(AskedEarly, Callback):
-    """Print and log generated text whenever a validation ends, and print what ``predict`` generates.
+    """Print and log generated text at the end of each validation, and print the texts that ``predict`` generates.
 
-    Texts go to every TensorBoard and W&B logger of the trainer, and to ``samples/step_XXXXXXX.txt`` in the run's
-    folder.
+    Texts go to each TensorBoard and W&B logger of the trainer, and to ``samples/step_XXXXXXX.txt`` in the run's folder.
     The module needs ``generate_text(prompts, *, max_new_tokens, temperature, top_p, seed) -> list[str]``.
 
     Args:
-        prompts: texts to continue; the first one's continuation is printed, all are logged.
-        max_new_tokens: tokens to add to each.
-        temperature: at least 0; 0 takes the likeliest token.
-        top_p: draw among the likeliest tokens that together have this probability, in (0, 1].
-        seed: the same at each validation, so that samples differ by the model only.
-        chat: each prompt is a user's turn in the tokenizer's chat template; ``generate_text`` gets ``chat=True``.
-        folder: where ``samples`` lies; null is the run's folder, outside of the command line that of the logger.
+        prompts: Texts to continue, at least one. All continuations are logged, and the first is printed.
+        max_new_tokens: Number of tokens to generate per prompt, at least 1.
+        temperature: Temperature of sampling, at least 0. 0 takes the most probable token.
+        top_p: Sample from the most probable tokens whose probabilities sum to this, above 0 and at most 1.
+        seed: Seed of sampling. It is the same at each validation, so that only the model changes the texts.
+        chat: True to pass each prompt as a user's turn in the chat template of the tokenizer. ``generate_text`` is then
+            called with ``chat=True``.
+        folder: Folder that contains ``samples``. ``None``: the folder of the run, or outside of the command line that
+            of the logger.
+
+    Raises:
+        ConfigurationError: For an argument out of range, or if the module has no ``generate_text``.
     """
 
     traits = frozenset({Trait.LEAVES_TRACES})
@@ -64,17 +68,19 @@ class SampleText(AskedEarly, Callback):
         self.folder = folder
 
     def refuse(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a module that writes no text."""
+        """Raise an error if the module cannot generate text."""
         if not callable(getattr(pl_module, "generate_text", None)):
             raise ConfigurationError(
                 f"SampleText: {type(pl_module).__name__} has no generate_text(prompts, *, max_new_tokens, temperature, "
-                "top_p, seed) -> list[str]; add one or leave this callback out."
+                "top_p, seed) -> list[str]. Add one, or leave SampleText out"
             )
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Generate in every process (sharded weights need all of them); print and log in the first."""
+        """Generate in every process, because sharded weights need all of them. Print and log in the first."""
         if trainer.sanity_checking:
             return
+        # The argument is only passed if it is needed, because a module without chats need not accept it.
+        options = {"chat": True} if self.chat else {}
         with evaluating(pl_module):
             texts: list[str] = pl_module.generate_text(  # type: ignore[operator]
                 self.prompts,
@@ -82,9 +88,9 @@ class SampleText(AskedEarly, Callback):
                 temperature=self.temperature,
                 top_p=self.top_p,
                 seed=self.seed,
-                **({"chat": True} if self.chat else {}),  # modules that know no chats need not know the word
+                **options,
             )
-        log_dir = trainer.log_dir  # asked in every process: it is broadcast
+        log_dir = trainer.log_dir  # a broadcast, so all processes must read it
         if trainer.is_global_zero:
             pl_module.print(framed(f"sample at step {trainer.global_step}", texts[0]))
             self._log(trainer, texts, log_dir)
@@ -98,7 +104,9 @@ class SampleText(AskedEarly, Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        for text in outputs if isinstance(outputs, list) else []:
+        if not isinstance(outputs, list):
+            return
+        for text in outputs:
             if isinstance(text, str):
                 pl_module.print(framed("prediction", text))
 
@@ -117,6 +125,6 @@ class SampleText(AskedEarly, Callback):
 
 
 def framed(title: str, text: str) -> str:
-    """Put a line with ``title`` above ``text`` and a plain one below, as wide as the terminal, at most 100 columns."""
+    """Return ``text`` between two rules, the first with ``title``, as wide as the terminal, at most 100 columns."""
     width = min(100, shutil.get_terminal_size().columns)
     return f"{f'── {title} ':─<{width}}\n{text}\n{'─' * width}"

@@ -1,9 +1,9 @@
-"""Schedule-free training: AdamW without a schedule, with the averaged weights wherever they are looked at.
+"""Schedule-free training: AdamW without a learning-rate schedule, evaluated with averaged weights.
 
     train on y = (1 - b1) z + b1 x;    validate, test, predict and save x = the running average of z
 
-Saves: the schedule, and knowing the number of steps beforehand; the state is AdamW's 8 bytes a parameter
-Costs: 4 bytes a parameter while validating, and in checkpoints
+Saves: the schedule, so that the number of steps need not be known; the state has 8 bytes per parameter as with AdamW
+Costs: 4 bytes per parameter during validation and in checkpoints
 Source: Defazio et al. (2024), https://arxiv.org/abs/2405.15682
 """
 
@@ -26,18 +26,19 @@ from lit_efficient.traits import Trait
 
 
 class ScheduleFree(OptimizerHooks, Technique):
-    """Turn the AdamW that the module returns into the schedule-free one, and switch its weights for the user.
+    """Replace the module's AdamW by schedule-free AdamW, and switch between training weights and averaged weights.
 
-    Training steps see the training weights; validation, testing, prediction after the fit and the weights in every
-    checkpoint are the averaged ones. A resumed run goes on from the training weights, bit by bit.
-    A ``ScheduleFreeAdamW`` that the module (or a config) returns is kept as it is and switched. Learning-rate
-    schedulers still act: return none, except for a restart.
+    Training steps use the training weights. Validation, and testing and prediction after the fit, use the averaged
+    weights, and each checkpoint contains them. A resumed run continues from the training weights, bit for bit. A
+    ``ScheduleFreeAdamW`` that the module or a config creates keeps its settings. Learning-rate schedulers still act,
+    so the module should return none, except for a restart.
 
     Args:
-        warmup_steps: Steps over which the rate grows linearly, at least 0; for an AdamW that is turned.
+        warmup_steps: Steps in which the rate grows linearly, at least 0. It only applies to a replaced AdamW.
 
     Raises:
-        ConfigurationError: For an argument out of range, and for an optimizer that is neither AdamW nor schedule-free.
+        ConfigurationError: For an argument out of range, or for an optimizer that is neither AdamW nor
+            ``ScheduleFreeAdamW``.
     """
 
     phase = Phase.OPTIMIZER
@@ -45,9 +46,9 @@ class ScheduleFree(OptimizerHooks, Technique):
     alters = ("optimizer",)
     conflicts: ClassVar[dict[str | Trait, str]] = {
         **ScheduleFreeAdamW.conflicts,
-        Trait.NO_SCHEDULE_FREE_FORM: "it has no schedule-free form: leave ScheduleFree out, or use ScheduleFreeAdamW",
+        Trait.NO_SCHEDULE_FREE_FORM: "it has no schedule-free form. Leave ScheduleFree out, or use ScheduleFreeAdamW",
     }
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "no schedule, so that a run may end at any step")}
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "needs no schedule, so a run may end at any step")}
 
     def __init__(self, warmup_steps: int = 0) -> None:
         super().__init__()
@@ -60,19 +61,21 @@ class ScheduleFree(OptimizerHooks, Technique):
         if kind is not ScheduleFreeAdamW:
             if kind not in (torch.optim.AdamW, FusedAdamW):
                 raise ConfigurationError(
-                    f"ScheduleFree: {kind.__name__} has no schedule-free twin; allowed: AdamW, FusedAdamW, "
+                    f"ScheduleFree: {kind.__name__} has no schedule-free form. Use AdamW, FusedAdamW or "
                     "ScheduleFreeAdamW"
                 )
             for flag in ("amsgrad", "maximize"):
                 if any(group.get(flag) for group in optimizer.param_groups):
-                    raise ConfigurationError(f"ScheduleFree: AdamW({flag}=True) has no schedule-free twin")
+                    raise ConfigurationError(
+                        f"ScheduleFree: AdamW({flag}=True) has no schedule-free form. Set {flag}=False"
+                    )
             become(optimizer, ScheduleFreeAdamW, warmup_steps=self.warmup_steps)
         return Report(f"{kind.__name__} without a schedule, {count:,} parameters averaged", parameters=count)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Train on the training weights, after they were restored; put the averaged ones into every checkpoint."""
+        """Switch to the training weights, which may have been restored, and save averaged weights in checkpoints."""
         _switch(trainer, training=True)
-        # The module's hook, because Lightning calls no callback's for ``save_weights_only``.
+        # The hook of the module, because Lightning calls no hooks of callbacks with ``save_weights_only``.
         wrap_method(pl_module, "on_save_checkpoint", _save_averages)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
@@ -87,18 +90,23 @@ class ScheduleFree(OptimizerHooks, Technique):
         unwrap_method(pl_module, "on_save_checkpoint", _save_averages)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the averaged weights in the module; what was learned is in them."""
+        """Leave the averaged weights in the module, as at the end of training."""
         self.on_train_end(trainer, pl_module)
         super().on_exception(trainer, pl_module, exception)
 
 
 def _schedule_free(trainer: Any) -> Iterator[ScheduleFreeAdamW]:
-    yield from (optimizer for optimizer in trainer.optimizers if isinstance(optimizer, ScheduleFreeAdamW))
+    for optimizer in trainer.optimizers:
+        if isinstance(optimizer, ScheduleFreeAdamW):
+            yield optimizer
 
 
 def _switch(trainer: Any, training: bool) -> None:
     for optimizer in _schedule_free(trainer):
-        optimizer.train() if training else optimizer.eval()
+        if training:
+            optimizer.train()
+        else:
+            optimizer.eval()
 
 
 def _save_averages(self: Any, checkpoint: dict[str, Any]) -> None:

@@ -1,10 +1,10 @@
-"""Selective backpropagation: learn from those samples of each batch whose loss is high, and skip the others' backward.
+"""Selective backpropagation: train on samples of each batch with a high loss, without a backward pass of the others.
 
-    chosen: ceil(keep * B) samples, drawn with odds P(loss_past <= loss_i)^beta;    loss = their mean
+    chosen: ceil(keep * B) samples, drawn with weights P(loss_past <= loss_i)^beta;    loss = their mean
 
-Saves: a step costs (1 + 3 keep) / 3 of a plain one, where the backward pass costs two forwards; the paper reports up to
-    3.5 times less time to the same error
-Costs: a forward of each whole batch without gradients, to know the losses; wrong labels are chosen more often
+Saves: time: a step costs (1 + 3 keep) / 3 of a plain step if a backward pass costs two forward passes; the paper
+    reports up to 3.5 times less time to the same error
+Costs: a forward pass of each whole batch without gradients for the losses; wrong labels are chosen more often
 Source: Jiang et al. (2019), https://arxiv.org/abs/1910.00762
 """
 
@@ -31,30 +31,30 @@ from lit_efficient.traits import Trait
 
 
 class SelectiveBackprop(BatchChanges):
-    """Run each batch once without gradients, and train on the share of its samples that its losses choose.
+    """Run each batch once without gradients for its losses, and train on samples chosen by their losses.
 
-    The losses are those that ``training_step`` returns as ``sample_loss`` [B], computed in evaluation mode and from the
-    draws that the step is about to make; nothing is logged, and metrics that the step updates by itself count twice.
-    Tokens and accumulation are counted of what is left. While memory is measured, batches are whole.
+    The losses are the ``sample_loss`` [B] that ``training_step`` returns. They are computed in evaluation mode with the
+    random state of the following step. This pass logs nothing, but metrics that the step updates itself count twice.
+    Tokens and accumulation only count the chosen samples. While memory is measured, batches stay whole.
 
     Args:
-        keep: Share of the samples that is trained on, above 0 and at most 1; rounded up.
-        beta: How strongly high losses are favoured, at least 0; 0 draws without looking at them.
-        history: How many past losses one is compared with, at least 1.
-        seed: Of the draws, which are a function of it, the number of the batch and the rank.
+        keep: Share of the samples to train on, above 0 and at most 1. The number is rounded up.
+        beta: Exponent of the weights, at least 0. Larger values prefer high losses more; 0 draws uniformly.
+        history: Number of past losses that each loss is compared with, at least 1.
+        seed: Seed of the draws, which also depend on the number of the batch and the rank.
 
     Raises:
-        ConfigurationError: For an argument out of range, and in the first step if ``training_step`` returns no sample
-            losses, takes an iterator, or its batch has no tensor with a row a sample.
+        ConfigurationError: For an argument out of range, or if ``training_step`` takes an iterator. In the first step
+            if ``training_step`` returns no sample losses, or if the batch has no tensor with one row per sample.
         ConflictError: With manual optimization, and with FSDP1.
     """
 
     phase = Phase.LOSS
     traits = frozenset({Trait.DRAWS_WORK, Trait.TAKES_LESS_THAN_MEASURED})
     reasons: ClassVar[dict[Trait, str]] = {
-        Trait.NEEDS_WHOLE_BATCH: "samples are chosen among those of a batch",
+        Trait.NEEDS_WHOLE_BATCH: "samples are chosen from a whole batch",
     }
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (0, "samples of low loss are not trained on")}
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (0, "no backward pass for samples with a low loss")}
 
     def __init__(self, keep: float = 0.5, beta: float = 1.0, history: int = 1024, seed: int = 0) -> None:
         super().__init__()
@@ -71,17 +71,17 @@ class SelectiveBackprop(BatchChanges):
     def check(self, trainer: Any, module: Any) -> None:
         if not module.automatic_optimization:
             raise ConflictError(
-                f"SelectiveBackprop runs training_step for its losses first, but {type(module).__name__} optimizes "
-                "manually, and would step there: use selection_odds and choose inside training_step"
+                f"SelectiveBackprop: training_step first runs for its losses, but {type(module).__name__} uses manual "
+                "optimization and would make a step there. Use selection_odds and choose inside training_step"
             )
         traits = traits_of(trainer.strategy)
         if traits.flattens and not traits.is_zero:
             raise ConflictError(
-                f"SelectiveBackprop calls the module itself, which {traits.name} has taken apart: use strategy='ddp' "
+                f"SelectiveBackprop: the module cannot be called directly with {traits.name}. Use strategy='ddp' "
                 "or ModelParallelStrategy"
             )
         if "dataloader_iter" in signature(module.training_step).parameters:
-            raise ConfigurationError("SelectiveBackprop: training_step takes an iterator: let it take a batch")
+            raise ConfigurationError("SelectiveBackprop: training_step takes an iterator. Let it take a batch")
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -95,15 +95,16 @@ class SelectiveBackprop(BatchChanges):
         return Report(f"{self.keep:.0%} of each batch, chosen by loss with the exponent {self.beta:g}")
 
     def change(self, batch: Any, step: int) -> Any:
-        """The chosen samples of a batch, in their order."""
+        """Return the chosen samples of a batch, in their order."""
         if self.keep == 1:
             return batch
         losses = self._losses(batch)
-        everyone = gather_objects(losses.cpu())  # the processes' batches may differ in size
+        everyone = gather_objects(losses.cpu())  # batches of processes may differ in size
         self._past = torch.cat((self._past, *everyone))[-self.history :]
-        size, trainer = len(losses), self._trainer
-        if not size:  # the step itself has to meet what the batch does to it
+        size = len(losses)
+        if size == 0:  # a step that is skipped or not finite happens with the whole batch
             return batch
+        trainer = self._trainer
         seed = mix_seed(self.seed, trainer.fit_loop.total_batch_idx, data_rank(trainer))
         generator = torch.Generator("cpu").manual_seed(seed)
         odds = selection_odds(losses, self._past, self.beta)
@@ -111,33 +112,40 @@ class SelectiveBackprop(BatchChanges):
         chosen = take_rows(batch, rows, size)
         if len(rows) < size and not _differs(batch, chosen):
             raise ConfigurationError(
-                f"SelectiveBackprop: the step gave {size} sample losses, but the batch has no tensor of {size} rows"
+                f"SelectiveBackprop: training_step returned {size} sample losses, but the batch has no tensor of "
+                f"{size} rows. Return one loss per row of the batch"
             )
         return chosen
 
     def _losses(self, batch: Any) -> Tensor:
-        """The samples' losses [B]; none if the step is skipped or one is not finite. Nothing else shows that it ran."""
+        """Return the losses [B] of the samples, or an empty tensor if the step is skipped or a loss is not finite.
+
+        The pass changes no random state and logs nothing.
+        """
         trainer = self._trainer
         module = trainer.lightning_module
         owner = type(module).__name__
         on_device = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
         step = own_training_step(module)
         args = (on_device, trainer.fit_loop.epoch_loop.batch_idx + 1)[: len(signature(step).parameters)]
-        quiet, context = wrapped(module, does_nothing, "log", "log_dict"), trainer.precision_plugin.train_step_context()
-        with other_randomness(random_states()), torch.no_grad(), evaluating(module), quiet, context:
+        without_logs = wrapped(module, does_nothing, "log", "log_dict")
+        precision = trainer.precision_plugin.train_step_context()
+        with other_randomness(random_states()), torch.no_grad(), evaluating(module), without_logs, precision:
             output = step(*args)
         if output is None:
             return torch.empty(0)
         losses = sample_losses(output, f"SelectiveBackprop got no sample losses from {owner}.training_step").float()
-        return losses if losses.isfinite().all() else losses[:0]
+        if not losses.isfinite().all():
+            return losses[:0]
+        return losses
 
     def state_dict(self) -> dict[str, Any]:
-        """The past losses that the next ones are compared with."""
+        """Return the past losses."""
         return {"past": self._past} if len(self._past) else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._past = state_dict["past"]
 
 
-def _differs(batch: Any, chosen: Any) -> bool:
+def _differs(batch: object, chosen: object) -> bool:
     return any(a.shape != b.shape for a, b in zip(tensors_in(batch), tensors_in(chosen), strict=True))

@@ -1,10 +1,10 @@
-"""Sequence-length warm-up: short sequences first, and longer ones step by step.
+"""Sequence-length warm-up: train on short sequences first, and increase their length step by step.
 
-    length at step t = start + (end - start) * min(1, t / steps), rounded down to multiple_of;  from t = steps on whole
+    length at step t = start + (end - start) * min(1, t / steps), rounded down to multiple_of; whole rows from t = steps
 
-Saves: the cost of attention over long rows in the first steps, and the spikes of loss at large batches and rates that
-    short first sequences prevent; with `fold` no token is lost for it
-Costs: long-range dependencies are learned later; a compiled network compiles for each length
+Saves: the cost of attention over long rows in the first steps, with ``fold`` without losing tokens; fewer loss spikes
+    with large batches and rates
+Costs: long-range dependencies are learned later; a compiled network is compiled again for each length
 Source: Li et al. (2022), https://arxiv.org/abs/2108.06084; Pouransari et al. (2024), https://arxiv.org/abs/2405.13226
 """
 
@@ -21,20 +21,23 @@ from lit_efficient.mechanisms.ramps import BatchChanges, check_steps, ramped, st
 
 
 def shorten(batch: Any, ids: Tensor, length: int, fold: bool = False) -> Any:
-    """A batch of shorter rows: the first ``length`` positions of each, or all of them in more rows.
+    """Return a batch with shorter rows: the first ``length`` positions of each row, or all positions in more rows.
 
     Args:
-        batch: Nested containers of tensors. Those that begin with the dimensions of ``ids`` are changed, of masks
-            [..., T, T] the last two, unless three dimensions hold fractions, as embeddings do; others stay, or come
-            once for each piece of their row.
-        ids: The tensor [B, T] that tells rows and positions.
-        length: Positions of the new rows, at least 1; rows that are no longer stay as they are.
-        fold: Whether the rest of a row becomes rows of its own, [B * (T // length), length]; what is left of it then,
-            fewer than ``length`` positions, is dropped. ``position_ids`` of a document that is cut begin at 0 again,
-            and pieces in which an ``attention_mask`` has nothing are left out.
+        batch: Nested containers of tensors. Tensors [B, T, ...] are shortened in their second dimension, and masks
+            [..., T, T] in their last two. A floating-point tensor with three dimensions is no mask, because it may hold
+            embeddings. With ``fold``, other tensors [B, ...] are repeated for each piece of their row.
+        ids: Tensor [B, T], whose shape gives the numbers of rows and positions.
+        length: Number of positions of the new rows, at least 1. Rows that are not longer do not change.
+        fold: True to split each row into pieces: [B * (T // length), length]. A remainder with fewer than ``length``
+            positions is dropped. ``position_ids`` of a document that is split begin at 0 in each piece. Pieces whose
+            ``attention_mask`` is all zeros are left out.
+
+    Returns:
+        A new batch, or ``batch`` itself if no row is longer than ``length``.
 
     Raises:
-        ConfigurationError: With ``fold``, for masks [..., T, T].
+        ConfigurationError: With ``fold``, if the batch has masks [..., T, T].
 
     Example:
         >>> import torch
@@ -57,7 +60,7 @@ def shorten(batch: Any, ids: Tensor, length: int, fold: bool = False) -> Any:
         if item.ndim >= 3 and item.shape[-2:] == (whole, whole) and (item.ndim > 3 or not item.is_floating_point()):
             if fold:
                 raise ConfigurationError(
-                    "SequenceLengthRamp: mode='fold' cannot cut an attention mask [..., T, T] in pieces: use mode='cut'"
+                    "SequenceLengthRamp: mode='fold' cannot split an attention mask [..., T, T]. Use mode='cut'"
                 )
             return item[..., :length, :length]
         if item.shape[:2] == (rows, whole):
@@ -69,40 +72,42 @@ def shorten(batch: Any, ids: Tensor, length: int, fold: bool = False) -> Any:
         return item if kept is None else item[kept]
 
     shorter = change(batch)
-    if fold and isinstance(shorter, Mapping) and isinstance(positions := shorter.get("position_ids"), Tensor):
-        shorter["position_ids"] = _from_zero(positions)  # type: ignore[index]
+    if fold and isinstance(shorter, Mapping):
+        positions = shorter.get("position_ids")
+        if isinstance(positions, Tensor):
+            shorter["position_ids"] = _from_zero(positions)  # type: ignore[index]
     return shorter
 
 
 def _from_zero(positions: Tensor) -> Tensor:
-    """Positions [B, T] of rows whose first document may have begun in an earlier row: it begins at 0."""
+    """Return positions [B, T] in which the first document of each row begins at 0, also if it began in another row."""
     first = (positions == 0).cumsum(1) == 0
     return positions - positions[:, :1] * first
 
 
 class SequenceLengthRamp(BatchChanges):
-    """Train on short sequences first, by cutting each batch of tokens, and validate on whole ones.
+    """Train on short sequences first, by shortening each batch of tokens, and validate on whole sequences.
 
-    Tokens, throughput and accumulation are counted of what is left. A batch that would have nothing to learn, as where
-    long prompts come first, stays whole. While memory is measured, batches are whole, too.
+    Tokens, throughput and accumulation only count the remaining tokens. If no remaining token would contribute to the
+    loss, for example with long prompts, the batch stays whole. While memory is measured, batches stay whole, too.
 
     Args:
-        start: Positions of the first batches, at least 1.
-        end: Positions after which rows stay whole, above ``start``: the data's ``max_length``.
-        steps: Optimizer steps until then, or a share of ``max_steps`` between 0 and 1.
-        mode: ``cut`` drops the rest of each row, ``fold`` makes further rows of it: a step costs as many tokens as
-            ever, and attention less.
-        multiple_of: Lengths are multiples of this, at least 1; each is a shape to compile for.
-        of: Where the tokens [B, T] are: a key of the batch, or a number for one that is a list or tuple.
+        start: Number of positions of the first batches, at least 1 and below ``end``.
+        end: Number of positions at the end of the ramp, at least 2. Set it to ``max_length`` of the data.
+        steps: Number of optimizer steps of the ramp, or a share of ``max_steps`` between 0 and 1.
+        mode: ``cut`` drops the rest of each row. ``fold`` makes further rows of it, so that a step has the same number
+            of tokens, but less attention.
+        multiple_of: Divisor of the lengths, at least 1. Each length is a shape that a compiled network is compiled for.
+        of: Place of the tokens [B, T]: a key of the batch, or a position if the batch is a list or tuple.
 
     Raises:
-        ConfigurationError: For an argument out of range, batches without such tokens, rows padded on the left, and with
-            ``fold`` masks [..., T, T] and several texts a row, as of pairs.
+        ConfigurationError: For an argument out of range, for batches without such tokens, and for rows padded on the
+            left. With ``fold`` also for masks [..., T, T] and for several texts per row, such as pairs.
     """
 
     phase = Phase.LOSS
     needs = ("end", "steps")
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (0, "short rows first, whose attention costs less")}
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (0, "short rows at first, whose attention costs less")}
 
     def __init__(
         self,
@@ -120,7 +125,7 @@ class SequenceLengthRamp(BatchChanges):
         check_choice("SequenceLengthRamp", "mode", mode, ("cut", "fold"))
         check_number("SequenceLengthRamp", "multiple_of", multiple_of, least=1, whole=True)
         if not of:
-            raise refusal("SequenceLengthRamp", "of", "a key of the batch, or a number", of)
+            raise refusal("SequenceLengthRamp", "of", "a key or a position in the batch", of)
         self.start = start
         self.end = end
         self.steps = steps
@@ -135,34 +140,38 @@ class SequenceLengthRamp(BatchChanges):
         super().setup(trainer, pl_module, stage)
 
     def describe(self, module: nn.Module) -> Report:
-        how = "the rest in further rows" if self.mode == "fold" else "the rest is dropped"
-        return Report(f"rows of {self.start} tokens at first, whole ones after {self._steps} steps; {how}")
+        rest = "the rest becomes further rows" if self.mode == "fold" else "the rest is dropped"
+        return Report(f"rows of {self.start} tokens at first, whole rows after {self._steps} steps; {rest}")
 
     def length_at(self, step: int) -> int | None:
-        """How long rows are at most after so many optimizer steps; ``None``: as long as they come."""
+        """Return the maximum length of rows after ``step`` optimizer steps, or ``None`` for no limit."""
         if step >= self._steps:
             return None
         length = int(ramped(step, self.start, self.end, self._steps))
         return max(self.start, length - length % self.multiple_of)
 
     def change(self, batch: Any, step: int) -> Any:
-        length, ids = self.length_at(step), self._ids(batch)
+        length = self.length_at(step)
+        ids = self._ids(batch)  # also without a limit, to check the batch
         if length is None:
             return batch
-        if any(bool(((mask[:, 0] == 0) & (mask[:, -1] != 0)).any()) for mask in _named(batch, "attention_mask", 2)):
+        for mask in _named(batch, "attention_mask", 2):
+            padded_left = (mask[:, 0] == 0) & (mask[:, -1] != 0)
+            if bool(padded_left.any()):
+                raise ConfigurationError(
+                    "SequenceLengthRamp: rows are padded on the left, so tokens would be dropped and padding kept. "
+                    "Pad on the right"
+                )
+        texts = len(_named(batch, "input_ids", 2))
+        if texts > 1 and self.mode == "fold":
             raise ConfigurationError(
-                "SequenceLengthRamp: rows are padded on the left, where they would be cut: pad on the right"
-            )
-        sides = len(_named(batch, "input_ids", 2))
-        if sides > 1 and self.mode == "fold":
-            raise ConfigurationError(
-                f"SequenceLengthRamp: a batch of {sides} texts a row, as of pairs, cannot be folded: the pieces do not "
-                "belong together: use mode='cut'"
+                f"SequenceLengthRamp: a batch with {texts} texts per row, such as pairs, cannot be folded, because "
+                "their pieces do not belong together. Use mode='cut'"
             )
         shorter = shorten(batch, ids, length, self.mode == "fold")
-        for i in range(sides):  # the others, which may be of other lengths
+        for i in range(texts):  # further texts may have other lengths
             shorter = shorten(shorter, _named(shorter, "input_ids", 2)[i], length)
-        return shorter if _teaches(shorter) else batch
+        return shorter if _has_targets(shorter) else batch
 
     def _ids(self, batch: Any) -> Tensor:
         try:
@@ -171,16 +180,20 @@ class SequenceLengthRamp(BatchChanges):
             found = None
         if not isinstance(found, Tensor) or found.ndim < 2:
             held = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
-            raise ConfigurationError(f"SequenceLengthRamp: of={self.of!r} is no tensor [B, T] of a batch with {held}")
+            raise ConfigurationError(
+                f"SequenceLengthRamp: of={self.of!r} is no tensor [B, T] of a batch with {held}. Set of to the tokens"
+            )
         return found if found.ndim == 2 else found[..., 0]
 
 
 def _named(batch: Any, end: str, ndim: int) -> list[Tensor]:
-    """The tensors of a batch that are called so, perhaps with more in front (``chosen_labels``)."""
-    items = batch.items() if isinstance(batch, Mapping) else ()
-    return [v for key, v in items if isinstance(v, Tensor) and v.ndim == ndim and str(key).endswith(end)]
+    """Return the tensors of a batch with ``ndim`` dimensions and a key that ends with ``end``."""
+    if not isinstance(batch, Mapping):
+        return []
+    return [v for key, v in batch.items() if isinstance(v, Tensor) and v.ndim == ndim and str(key).endswith(end)]
 
 
-def _teaches(batch: Any) -> bool:
+def _has_targets(batch: Any) -> bool:
+    """Return whether each tensor of labels has a token that contributes to the loss. True without labels."""
     found = _named(batch, "shift_labels", 2) or _named(batch, "labels", 2)
     return all(bool((labels != IGNORE).any()) for labels in found)

@@ -1,15 +1,15 @@
-"""Signals become checkpoints: SIGTERM, SIGINT, SIGUSR1 or SIGHUP save within one optimizer step, exit with 128 + n.
+"""Checkpoints on signals: on SIGTERM, SIGINT, SIGUSR1 or SIGHUP save within one optimizer step, and exit with 128 + n.
 
-    signal -> a flag -> the end of the optimizer step under way -> full checkpoint -> SystemExit(128 + n)
+    signal n -> a flag -> end of the present optimizer step -> full checkpoint -> SystemExit(128 + n)
 
-Saves: the work since the last checkpoint when a cluster preempts the run, a container stops, a connection breaks or
-somebody types Ctrl-C.
-Costs: nothing a step on one process. On several, one all-reduce of an integer between the CPUs an optimizer step.
-Source: POSIX's convention of 128 + n; Lightning's own connector knows SIGTERM only and saves nothing.
+Saves: the work since the last checkpoint if a cluster preempts the run, a container stops, a connection breaks or
+    a user presses Ctrl-C
+Costs: nothing with one process; with several one all-reduce of an integer between CPUs per optimizer step
+Source: the convention 128 + n of POSIX shells; Lightning itself only handles SIGTERM, and saves nothing
 
-The all-reduce is needed because a signal may reach one process only, or two of them in different steps, while all must
-save at the same one. It does not wait for a GPU; Lightning's own broadcast, in each batch, does.
-Loader workers that are sent SIGTERM die of it, and the step with them: signal the main process, not its group.
+The all-reduce is needed because all processes must save in the same step, but a signal may reach only one process, or
+two processes in different steps. It does not wait for a GPU, unlike the broadcast that Lightning makes in each batch.
+SIGTERM kills the workers of data loaders, and then the step fails: send it to the main process, not to its group.
 """
 
 import os
@@ -35,21 +35,22 @@ from lit_efficient.traits import Trait
 
 
 class SignalCheckpoint(Callback):
-    """On a signal: save a full checkpoint within one optimizer step, say where it lies, exit with code 128 + n.
+    """On a signal n, save a full checkpoint within one optimizer step, print its path, and exit with code 128 + n.
 
-    A signal in an accumulation window is answered at the window's end; one in a validation run after the current batch,
-    or on several processes after the run and the next step. A validation that is due at the very step of the checkpoint
-    is skipped by Lightning when the run is resumed. Before training has begun there is nothing to save, and it ends
-    at once; several processes end after the first step. A second SIGINT exits at once. Handlers of your own are called
-    too; signals of SLURM's automatic requeueing stay Lightning's. SIGHUP stays ignored under nohup.
+    The checkpoint is saved at the end of an accumulation window. During validation it is saved after the current batch,
+    or with several processes after the validation and the next step. If a validation is due at the step of the
+    checkpoint, Lightning skips it in the resumed run. Before training has begun there is nothing to save, and the run
+    ends immediately, or with several processes after the first step. A second SIGINT exits immediately. Other signal
+    handlers of the user are also called. Lightning handles the signals of automatic requeueing under SLURM. SIGHUP
+    stays ignored under nohup.
 
     Args:
-        signals: Names of the signals to answer.
-        dirpath: Folder of the checkpoint ``interrupted-step=N.ckpt``. ``None``: that of the first ``ModelCheckpoint``,
-            else ``checkpoints`` in the trainer's root folder.
+        signals: Names of the signals to handle.
+        dirpath: Folder of the checkpoint ``interrupted-step=N.ckpt``. ``None``: the folder of the first
+            ``ModelCheckpoint``, or else ``checkpoints`` in the trainer's root folder.
 
     Raises:
-        ConfigurationError: If a name is no signal that can be handled.
+        ConfigurationError: If a name is not that of a signal that can be handled.
     """
 
     traits = frozenset({Trait.LEAVES_TRACES})
@@ -70,22 +71,23 @@ class SignalCheckpoint(Callback):
         self.signals = signals
         self.dirpath = dirpath
         self._numbers = [signal.Signals[name] for name in self._names() if name in signal.Signals.__members__]
-        self._received = bytearray()  # which trials before the first step, that put all attributes back, leave alone
-        self._early = False  # nothing has been trained, and nobody else waits for this process
+        # Changed in place, so that it survives trials before the first step, which restore all attributes.
+        self._received = bytearray()  # numbers of the signals
+        self._early = False  # True before training, if there is only one process
         self._process = os.getpid()
-        self._previous: dict[int, Any] = {}  # handlers to put back; empty while none of ours is installed
-        self._listens = False  # to all of them
+        self._previous: dict[int, Any] = {}  # handlers to restore; empty if none of this callback is installed
+        self._listens = False  # True if handlers of all signals are installed
         self._own_handlers: dict[int, list[Callable[[int, FrameType | None], Any]]] = {}
         self._group: Any = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Become the last callback: a checkpoint holds what all others have done in the step."""
+        """Move to the end of the callbacks, so that a checkpoint contains what all others have done in the step."""
         if stage == "fit":
             # A new list, because the trainer is iterating over the old one.
             trainer.callbacks = [*(callback for callback in trainer.callbacks if callback is not self), self]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Start to listen, but for what Lightning takes after this hook, and we after it."""
+        """Install handlers, except for signals whose handlers Lightning installs after this hook."""
         self._install(trainer, later={signal.SIGTERM, *_requeue_signals(trainer)})
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
@@ -94,23 +96,23 @@ class SignalCheckpoint(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._install(trainer)
         if trainer.world_size > 1 and self._group is None:
-            self._group = distributed.new_group(backend="gloo")  # between CPUs: nobody waits for a GPU
+            self._group = distributed.new_group(backend="gloo")  # between CPUs, so that no process waits for a GPU
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._early = False
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not (pl_module.automatic_optimization and accumulates(trainer)):
-            self._answer(trainer, stepped=True)
+            self._save_and_exit(trainer, stepped=True)
 
     def on_validation_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if self._previous and trainer.world_size == 1:
-            self._answer(trainer)
+            self._save_and_exit(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._answer(trainer)
+        self._save_and_exit(trainer)
         self._uninstall(trainer)
         if self._group is not None:
             distributed.destroy_process_group(self._group)
@@ -122,30 +124,31 @@ class SignalCheckpoint(Callback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if self._early and self._received and self._previous:
             name = signal.Signals(self._received[0]).name
-            _print(trainer, f"Interrupted by {name} before training began: there is nothing to save.")
+            _print(trainer, f"Interrupted by {name} before training began. There is nothing to save.")
         self._uninstall(trainer)
         self._group = None
 
     def _names(self) -> list[str]:
         return [self.signals] if isinstance(self.signals, str) else list(self.signals)
 
-    def _answer(self, trainer: Any, stepped: bool = False) -> None:
+    def _save_and_exit(self, trainer: Any, stepped: bool = False) -> None:
+        """Save a checkpoint and exit if any process has received a signal. ``stepped``: a step has just ended."""
         number = self._agreed()
         if not number:
             return
         if not self._early:
             name = signal.Signals(number).name
             path = self._folder(trainer) / f"interrupted-step={trainer.global_step}.ckpt"
-            trainer.save_checkpoint(path, weights_only=False)  # all processes together, until it is there
+            trainer.save_checkpoint(path, weights_only=False)  # a collective, which returns when it is written
             if stepped:
-                log_step(trainer)  # the resumed run begins with the next one
+                log_step(trainer)  # the resumed run begins with the next step
             _print(trainer, f"Interrupted by {name}: the checkpoint is {path}")
             if not is_deepspeeds(path):
                 _print(trainer, f"Resume with: --ckpt_path {shlex.quote(str(path))}")
         raise SystemExit(0 if _is_watched_child(trainer) else 128 + number)
 
     def _agreed(self) -> int:
-        """The signal that any process has received, or 0."""
+        """Return the number of a signal that any process has received, or 0."""
         received = next(iter(self._received), 0)
         if self._group is None:
             return received
@@ -155,7 +158,8 @@ class SignalCheckpoint(Callback):
 
     def _folder(self, trainer: Any) -> Path:
         folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
-        folder = self.dirpath or next(filter(None, folders), None) or Path(trainer.default_root_dir) / "checkpoints"
+        default = Path(trainer.default_root_dir) / "checkpoints"
+        folder = self.dirpath or next(filter(None, folders), default)
         return Path(trainer.strategy.broadcast(str(folder)))
 
     def _install(self, trainer: Any, later: Set[int] = frozenset()) -> None:
@@ -163,11 +167,14 @@ class SignalCheckpoint(Callback):
             return
         if threading.current_thread() is not threading.main_thread():
             if not later:
-                text = "signals can only be handled in the main thread; this run ignores them"
-                rank_zero_warn(f"SignalCheckpoint: {text}")
+                rank_zero_warn(
+                    "SignalCheckpoint: fit runs outside of the main thread, where signals cannot be handled, so none "
+                    "saves a checkpoint. Call fit in the main thread"
+                )
             return
         if not self._previous:
-            self._process, self._early = os.getpid(), trainer.world_size == 1
+            self._process = os.getpid()
+            self._early = trainer.world_size == 1
             self._received.clear()
         self._listens = not later
         taken = _requeue_signals(trainer)
@@ -176,7 +183,7 @@ class SignalCheckpoint(Callback):
                 continue
             if number in taken:
                 rank_zero_info(
-                    f"SignalCheckpoint: {number.name} is left to Lightning's automatic requeueing under SLURM"
+                    f"SignalCheckpoint: Lightning handles {number.name} for automatic requeueing under SLURM"
                 )
                 continue
             previous = signal.getsignal(number)
@@ -186,20 +193,22 @@ class SignalCheckpoint(Callback):
             self._previous[number] = signal.SIG_DFL if previous is None else previous
             signal.signal(number, self._on_signal)
         if self._early and signal.SIGTERM in self._previous and signal_connector(trainer).received_sigterm:
-            self._on_signal(signal.SIGTERM, None)  # Lightning has noted it, and would end with 0
+            self._on_signal(signal.SIGTERM, None)  # Lightning has received it already, and would exit with 0
 
     def _uninstall(self, trainer: Any) -> None:
-        by_lightning = original_handlers(trainer)  # it puts back what was there after our first turn
+        by_lightning = original_handlers(trainer)  # Lightning restores these, which may be handlers of this callback
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, previous)
             if by_lightning.get(number) == self._on_signal:
                 by_lightning[number] = previous
-        self._previous, self._own_handlers, self._listens = {}, {}, False
+        self._previous = {}
+        self._own_handlers = {}
+        self._listens = False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
-            return  # a forked loader worker: Ctrl-C reaches the whole group, and the step still needs its data
+            return  # a forked worker of a data loader: Ctrl-C reaches the whole group, but the step needs its data
         for handler in self._own_handlers.get(number, []):
             handler(number, frame)
         again = number == signal.SIGINT and self._received[:1] == bytes([number])
@@ -211,17 +220,17 @@ class SignalCheckpoint(Callback):
 
 
 def _handlers_of_the_user(handler: Any, trainer: Any) -> list[Callable[[int, FrameType | None], Any]]:
-    """What somebody installed on purpose; neither Python's defaults nor Lightning's notifier.
+    """Return the handlers that users have installed, without Python's default handlers and Lightning's notifier.
 
-    The notifier broadcasts from inside the signal handler, which hangs processes that are in another collective.
+    The notifier broadcasts from inside the signal handler, so processes that are in another collective would hang.
     """
-    handlers = getattr(handler, "signal_handlers", [handler])
     connector = signal_connector(trainer)
-    return [
-        one
-        for one in handlers
-        if callable(one) and one is not signal.default_int_handler and getattr(one, "__self__", None) is not connector
-    ]
+    chosen = []
+    for one in getattr(handler, "signal_handlers", [handler]):
+        default = not callable(one) or one is signal.default_int_handler
+        if not default and getattr(one, "__self__", None) is not connector:
+            chosen.append(one)
+    return chosen
 
 
 def _requeue_signals(trainer: Any) -> set[int]:
@@ -232,13 +241,13 @@ def _requeue_signals(trainer: Any) -> set[int]:
 
 
 def _is_watched_child(trainer: Any) -> bool:
-    """Whether Lightning launched this process: it kills the main one if a child ends with a code other than 0."""
+    """Return whether Lightning launched this process, and kills the main one if a child exits with a code above 0."""
     environment = getattr(trainer.strategy, "cluster_environment", None)
     return _is_a("LightningEnvironment", environment) and trainer.local_rank != 0
 
 
 def _is_a(name: str, value: object) -> bool:
-    # By name, because the standalone pytorch_lightning has classes of its own.
+    # By name, because the package pytorch_lightning has classes with the same names.
     return any(base.__name__ == name for base in type(value).__mro__)
 
 

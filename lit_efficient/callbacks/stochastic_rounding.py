@@ -1,9 +1,9 @@
-"""Stochastic rounding of bfloat16 weights: an update too small for them is done in full, as often as its share.
+"""Stochastic rounding of bfloat16 weights: small updates are not lost, because rounding is correct on average.
 
-    p <- one of the two bfloat16 neighbours a < q < b of what a float32 step gives:  P(b) = (q - a) / (b - a),  E[p] = q
+    q = result of a float32 step,  a < q < b its bfloat16 neighbours:  P(p <- b) = (q - a) / (b - a),  so that E[p] = q
 
-Saves: float32 weights and moments: bfloat16 ones, 8 bytes a parameter with gradients and AdamW, not 16, still learn
-Costs: noise of the last digit; while a parameter is stepped, it, its gradient and its states in float32
+Saves: half of the bytes of weights, gradients and AdamW moments, which can be bfloat16: 8 bytes per parameter, not 16
+Costs: noise in the last digit; float32 copies of a parameter, its gradient and its states during its step
 Source: Gupta et al. (2015), https://arxiv.org/abs/1502.02551; Zamirai et al. (2020), https://arxiv.org/abs/2010.06192
 """
 
@@ -23,23 +23,24 @@ __all__ = ["StochasticRounding", "round_stochastically"]
 
 
 class StochasticRounding(OptimizerHooks, DrawsByStep, Technique):
-    """Step bfloat16 parameters (``precision: bf16-true``) in float32, with any optimizer, and round them by chance.
+    """Update bfloat16 parameters (``precision: bf16-true``) in float32, with any optimizer, and round them at random.
 
-    Moments that are stored in bfloat16 are rounded so, too. The draws follow from seed and step: a resumed run goes on
-    with the same ones, and processes agree. Adapters and whatever else is float32 steps as before.
+    Moments in bfloat16 are rounded in the same way. The seed and the number of the step decide each rounding, so a
+    resumed run continues with the same random numbers, and all processes use the same ones. Parameters in float32,
+    such as those of adapters, are updated as before.
 
     Args:
-        seed: Of the draws, at least 0.
+        seed: Seed of the rounding, at least 0.
 
     Raises:
-        ConfigurationError: For an argument out of range; if no parameter that trains is bfloat16; for an optimizer that
-            treats all parameters as one.
+        ConfigurationError: For an argument out of range, if no trainable parameter is bfloat16, or for an optimizer
+            that joins all parameters into one.
     """
 
     phase = Phase.ROUND
     traits = frozenset({Trait.KEEPS_SMALL_UPDATES})
     helps: ClassVar[dict[str, tuple[int, str]]] = {
-        "memory": (0, "lets precision: bf16-true, half of all bytes of weights, gradients and states, learn")
+        "memory": (0, "makes precision: bf16-true trainable: half the bytes of weights, gradients and states")
     }
 
     def __init__(self, seed: int = 0) -> None:
@@ -51,4 +52,4 @@ class StochasticRounding(OptimizerHooks, DrawsByStep, Technique):
         kind = type(optimizer).__name__
         later = {module.get_parameter(name) for name in held(module)}
         count = step_in_float32(optimizer, compensated=False, seed=self.seed, later=later, who="StochasticRounding")
-        return Report(f"{kind}: {count:,} bfloat16 parameters are rounded by chance", parameters=count)
+        return Report(f"{kind}: {count:,} bfloat16 parameters are rounded at random", parameters=count)

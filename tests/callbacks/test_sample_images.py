@@ -101,7 +101,7 @@ def test_a_module_that_cannot_sample_is_refused_before_training(tmp_path):
     class Mute(Painter):
         sample_images = None
 
-    with pytest.raises(ConfigurationError, match=r"Mute must have a method sample_images\(num, seed\)"):
+    with pytest.raises(ConfigurationError, match=r"Mute has no method sample_images\(num, seed\)"):
         fit(Mute(), tmp_path, SampleImages(), logger=False)
 
 
@@ -135,5 +135,7 @@ def test_what_the_module_says_of_its_samples_is_written_on_the_grid(tmp_path):
         def image_captions(self, num):
             return ["one"]
 
-    with pytest.raises(ConfigurationError, match=r"Miscounting.image_captions\(4\) must be 4 names, or none"):
+    with pytest.raises(
+        ConfigurationError, match=r"Miscounting.image_captions\(4\) must be 4 names, or an empty sequence"
+    ):
         fit(Miscounting(), tmp_path, SampleImages(columns=2, rows=2), logger=False)

@@ -149,7 +149,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
     left = torch.tensor([[0] * 3 + [1] * 13])
     with pytest.raises(ConfigurationError, match="rows are padded on the left"):
         ramp.change({"input_ids": ids, "attention_mask": left}, 0)
-    with pytest.raises(ConfigurationError, match=r"mode='fold' cannot cut an attention mask"):
+    with pytest.raises(ConfigurationError, match=r"mode='fold' cannot split an attention mask"):
         ramp.change({"input_ids": ids, "attention_mask": torch.ones(1, 1, 16, 16)}, 0)
     for batch in ({"chosen_input_ids": ids}, [ids], {"input_ids": ids[0]}):
         with pytest.raises(ConfigurationError, match=r"of='input_ids' is no tensor \[B, T\] of a batch with"):
@@ -166,7 +166,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
         ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
         ({"steps": 1.5}, "steps must be above 0 and below 1, got 1.5"),
         ({"mode": "drop"}, "mode must be"),
-        ({"of": ""}, "of must be a key of the batch"),
+        ({"of": ""}, "of must be a key or a position in the batch"),
     ],
 )
 def test_arguments_out_of_range_are_refused(arguments: dict[str, Any], words: str) -> None:
@@ -198,5 +198,5 @@ def test_pairs_are_cut_on_both_sides_and_stay_whole_where_one_would_teach_nothin
         ramp.change(left, 0)
     fold = SequenceLengthRamp(6, 16, steps=10, mode="fold", of="chosen_input_ids")
     fold._steps = 10
-    with pytest.raises(ConfigurationError, match="2 texts a row"):
+    with pytest.raises(ConfigurationError, match="2 texts per row"):
         fold.change(pairs(4), 0)

@@ -59,7 +59,7 @@ def test_a_signal_saves_exits_and_resumes_exactly(tmp_path, expected, name, at, 
 
 def test_before_training_there_is_nothing_to_save(tmp_path):
     assert processes.run(train, tmp_path, "SIGTERM", hook="sanity", log=tmp_path / "log") == 143
-    assert "before training began: there is nothing to save" in (tmp_path / "log").read_text()
+    assert "before training began. There is nothing to save" in (tmp_path / "log").read_text()
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -223,7 +223,7 @@ def test_outside_the_main_thread_it_says_that_it_cannot(tmp_path):
     caught = []
 
     def work():
-        with pytest.warns(UserWarning, match="only be handled in the main thread"):
+        with pytest.warns(UserWarning, match="outside of the main thread, where signals cannot be handled"):
             trainer([SignalCheckpoint(dirpath=tmp_path)], max_epochs=1, limit_train_batches=1).fit(Tiny())
         caught.append(True)
 

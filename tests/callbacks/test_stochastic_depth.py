@@ -143,7 +143,7 @@ def test_blocks_that_are_not_residual_are_refused() -> None:
                 x = layer(x)
             return x
 
-    with pytest.raises(ConfigurationError, match=r"blocks that cannot be skipped: layers\.0, layers\.1"):
+    with pytest.raises(ConfigurationError, match=r"these blocks cannot be skipped: layers\.0, layers\.1"):
         apply(Widening(), [StochasticDepth(0.5)])
 
 
@@ -226,7 +226,7 @@ def test_rows_of_blocks_with_time_first_are_refused() -> None:
         layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=batch_first)
         return nn.Sequential(nn.TransformerEncoder(layer, 3, enable_nested_tensor=False))
 
-    with pytest.raises(ConfigurationError, match="needs the batch first"):
+    with pytest.raises(ConfigurationError, match="needs the batch as the first dimension"):
         apply(encoder(batch_first=False), [StochasticDepth(skip="sample")])
     apply(encoder(batch_first=True), [StochasticDepth(skip="sample")])
     apply(encoder(batch_first=False), [StochasticDepth(skip="batch")])
@@ -252,7 +252,9 @@ def test_nothing_is_dropped_while_memory_is_measured() -> None:
 
 
 def test_rows_that_are_too_few_for_the_rate_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ConfigurationError, match=r"leaves out no row of 4 in a batch at rate=0\.1: use skip='batch'"):
+    with pytest.raises(
+        ConfigurationError, match=r"leaves out none of the 4 rows of a batch at rate=0\.1\. Use skip='batch'"
+    ):
         trainer([StochasticDepth(0.1, skip="sample")]).fit(Toy(), data(), data())
     with caplog.at_level("INFO"):
         trainer([StochasticDepth(0.4, skip="sample")]).fit(Toy(), data(), data())
