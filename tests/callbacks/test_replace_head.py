@@ -237,7 +237,9 @@ def test_resumes_mid_epoch_bit_exactly(average: Callable[[], Any], tmp_path: Pat
 def test_a_checkpoint_of_the_old_head_is_refused(tmp_path: Path) -> None:
     old = _fit([])
     old.save_checkpoint(tmp_path / "old.ckpt", weights_only=False)
-    with pytest.raises(CheckpointError, match=r"'net\.head\.weight' has the shape \[16, 16\] in the checkpoint, but \[3, 16\]"):
+    with pytest.raises(
+        CheckpointError, match=r"'net\.head\.weight' has the shape \[16, 16\] in the checkpoint, but \[3, 16\]"
+    ):
         trainer([ReplaceHead(3)]).validate(Toy("configure_model"), data(), ckpt_path=tmp_path / "old.ckpt")
     new = _fit([ReplaceHead(16)])
     new.save_checkpoint(tmp_path / "new.ckpt", weights_only=False)
