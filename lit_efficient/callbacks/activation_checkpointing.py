@@ -43,6 +43,7 @@ class _Recomputed(nn.Module):
         forward = super().forward
         if not torch.is_grad_enabled() or (not self.training and _caches(args, kwargs)):
             return forward(*args, **kwargs)
+        # A recomputation would append its keys and values to a cache a second time.
         args = without_cache(args)
         kwargs = without_cache(kwargs)
         left_to_compiler = self._recompute_budget is not None and torch.compiler.is_compiling()

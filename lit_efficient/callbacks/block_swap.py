@@ -140,26 +140,14 @@ class BlockSwap(Technique):
         if len(found) - self.keep <= _ON_DEVICE:
             allowed = f"below {len(found) - _ON_DEVICE}, because {_ON_DEVICE} of {len(found)} blocks are always there"
             raise refusal("BlockSwap", "keep", allowed, self.keep)
-        later: set[int] = set()
-        if not self.trained:
-            later = {id(module.get_parameter(name)) for name in held(module)}
         swap = Swap(self.trained)
         sizes = []
         swapped = []
         for number, (name, block) in enumerate(found[self.keep :]):
-            inside = set(block.modules())
-            outside = [part for part in module.modules() if part not in inside]
-            elsewhere = later.union(id(p) for part in outside for p in part.parameters(recurse=False))
-            names = tuple(swapped_names(block, elsewhere, self.trained))
-            if not names:
-                continue
-            swapped.append((name, block))
-            tensors = swapped_tensors(block, names, self.trained)
-            sizes.append(sum(tensor.nbytes for tensor in tensors))
-            for tensor in tensors:
-                tensor.data = tensor.data.to("cpu")
-            mix_in(block, _Swapped, _swap=swap, _swap_number=number, _swap_names=names)
-            swap.add(number, block, names)
+            size = self._move_to_cpu(module, block, swap, number)
+            if size:
+                swapped.append((name, block))
+                sizes.append(size)
         if not swapped:
             raise ConfigurationError(
                 f"BlockSwap: nothing is frozen in the {len(found)} blocks of {type(module).__name__}, and trained "
@@ -175,6 +163,26 @@ class BlockSwap(Technique):
             modules=tuple(name for name, _ in swapped),
             bytes_saved=sum(sizes) - on_device,
         )
+
+    def _move_to_cpu(self, module: nn.Module, block: nn.Module, swap: Swap, number: int) -> int:
+        """Move the weights that only this block uses to CPU memory. Return their size in bytes, 0 if there are none."""
+        inside = set(block.modules())
+        elsewhere: set[int] = set()
+        for part in module.modules():
+            if part not in inside:
+                elsewhere.update(id(p) for p in part.parameters(recurse=False))
+        if not self.trained:  # parameters that are frozen only for now will train on the device
+            elsewhere.update(id(module.get_parameter(name)) for name in held(module))
+        names = tuple(swapped_names(block, elsewhere, self.trained))
+        if not names:
+            return 0
+        tensors = swapped_tensors(block, names, self.trained)
+        size = sum(tensor.nbytes for tensor in tensors)
+        for tensor in tensors:
+            tensor.data = tensor.data.to("cpu")
+        mix_in(block, _Swapped, _swap=swap, _swap_number=number, _swap_names=names)
+        swap.add(number, block, names)
+        return size
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn if autocast keeps copies of the weights, and move restored optimizer states to CPU memory."""

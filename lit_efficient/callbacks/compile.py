@@ -45,7 +45,7 @@ def compile_in_place(modules: Iterable[nn.Module], **arguments: Any) -> None:
         modules: Any modules. The limit on versions grows with their number, because similar modules share it.
         **arguments: Arguments of :func:`torch.compile`: ``backend``, ``mode``, ``fullgraph``, ``dynamic``.
     """
-    chosen = list(modules)
+    chosen = list(modules)  # an iterable may be read only once
     for module in chosen:
         if type(module).forward.__module__.startswith("torch.nn."):
             mix_in(module, _Traced)

@@ -225,14 +225,10 @@ class DataLoaderTuner(Technique):
 
     def tuned(self, trainer: Trainer, loader: Any) -> Any:
         """Return a copy of the loader with the best settings, or the loader itself if they must not change."""
-        if not isinstance(loader, DataLoader):
-            return self._leave(loader, "is not a DataLoader")
-        own_state = hasattr(loader, "state_dict") and not isinstance(loader, ResumableLoader)
-        if own_state or type(loader).__iter__ not in (DataLoader.__iter__, ResumableLoader.__iter__):
-            return self._leave(loader, "has its own state or iterator, which may depend on the workers")
+        obstacle = _obstacle(loader)
+        if obstacle:
+            return self._leave(loader, obstacle)
         iterable = isinstance(loader.dataset, IterableDataset)
-        if iterable and not loader.num_workers:
-            return self._leave(loader, f"reads {type(loader.dataset).__name__} in this process, which would advance it")
         start = Loading.of(loader)
         device = trainer.strategy.root_device
         workers = [start.num_workers]
@@ -256,7 +252,8 @@ class DataLoaderTuner(Technique):
         self.chosen.append(choice)
         lines = [f"DataLoaderTuner: {choice} (was: {start})"]
         for loading, seconds in costs.items():
-            lines.append(f"{seconds * 1000:10.2f} ms  {loading}" + "  <-" * (loading == choice))
+            line = f"{seconds * 1000:10.2f} ms  {loading}"
+            lines.append(f"{line}  <-" if loading == choice else line)
         rank_zero_info("\n".join(lines))
         return set_loading(copied(loader), *astuple(choice))
 
@@ -304,6 +301,18 @@ class DataLoaderTuner(Technique):
     def _leave(self, loader: object, reason: str) -> object:
         rank_zero_info(f"DataLoaderTuner: a {type(loader).__name__} does not change, because it {reason}")
         return loader
+
+
+def _obstacle(loader: Any) -> str:
+    """Return why the settings of a loader cannot change, as the end of a sentence, or an empty string."""
+    if not isinstance(loader, DataLoader):
+        return "is not a DataLoader"
+    own_state = hasattr(loader, "state_dict") and not isinstance(loader, ResumableLoader)
+    if own_state or type(loader).__iter__ not in (DataLoader.__iter__, ResumableLoader.__iter__):
+        return "has its own state or iterator, which may depend on the workers"
+    if isinstance(loader.dataset, IterableDataset) and not loader.num_workers:
+        return f"reads {type(loader.dataset).__name__} in this process, which would advance it"
+    return ""
 
 
 def _counters(dataset: object) -> dict[str, object]:
