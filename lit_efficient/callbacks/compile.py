@@ -7,7 +7,7 @@ Costs: seconds to minutes in the first step; the same again for each new shape, 
 Source: Ansel et al. (2024), https://doi.org/10.1145/3620665.3640366; regional: https://docs.pytorch.org/tutorials/recipes/regional_compilation.html
 
 ``torch.compile(block)`` inserts ``_orig_mod.`` into every name. It also stops after eight versions of one function: of
-twelve blocks that differ in a number it runs four uncompiled, and only a line in a log says so.
+twelve blocks that differ in a number it runs four uncompiled, with only a line in a log.
 """
 
 import difflib
@@ -53,7 +53,7 @@ def compile_in_place(modules: Iterable[nn.Module], **arguments: Any) -> None:
 
 
 class _Traced(nn.Module):
-    """Mix-in that gives a module a forward of its own, for the compiler to start from."""
+    """Mix-in with a forward outside torch's own code, which the compiler would skip."""
 
     """Mix-in with a forward outside torch's own code, which the compiler would skip."""
 

@@ -1,4 +1,4 @@
-"""The gradient noise scale: estimate the largest useful batch size from gradients that a step computes anyway.
+"""Gradient noise scale: estimate the largest useful batch size from gradients that a step computes anyway.
 
     B_crit ~ tr(S) / |G|^2          S: covariance of one sample's gradient, G: the mean gradient
     |G|^2 = (n |g_big|^2 - mean_i |g_i|^2) / (n - 1)        g_i: of n micro-batches of b_i samples, g_big their mean
