@@ -1,9 +1,9 @@
-"""IA3: train factors on keys, values and the inside of feed-forward layers, and nothing else.
+"""IA3: train only vectors that multiply keys, values and the inner activations of feed-forward layers.
 
     k <- l_k * k,    v <- l_v * v,    W_down(h) <- W_down(l_ff * h)
 
-Saves: gradients and optimizer states of all but about 0.01 % of the parameters; merged, it costs nothing
-Costs: three products with a vector a block until merged; far less capacity than LoRA
+Saves: gradients and optimizer states of all but about 0.01 % of the parameters; merged factors cost nothing
+Costs: three products with a vector in each block until the factors are merged; far less capacity than LoRA
 Source: Liu et al. (2022), https://arxiv.org/abs/2205.05638
 """
 
@@ -21,7 +21,8 @@ from lit_efficient.mechanisms.adapters.technique import AdapterTechnique
 from lit_efficient.surgery import call_layers, count, match_modules
 from lit_efficient.traits import Trait
 
-# Ends of names: Llama, Mistral, Qwen and Gemma; GPT-2; this package's GPT. Queries are never scaled.
+# Ends of the names of keys and values, and of projections down: in Llama, Mistral, Qwen and Gemma, in GPT-2, and in
+# this package's GPT. Queries are never scaled: of GPT-2's c_attn only keys and values are.
 _FAMILIES = (
     (["k_proj", "v_proj"], ["down_proj"]),
     ([r"attn\.c_attn"], [r"mlp\.c_proj"]),
@@ -33,21 +34,21 @@ class IA3(AdapterTechnique):
     """Freeze the network and train factors on keys, values and feed-forward layers.
 
     Args:
-        targets: Layers whose outputs are scaled (keys, values): ``auto`` knows Llama, Mistral, Qwen, Gemma, GPT-2 and
-            this package's GPT; otherwise regular expressions for the ends of dotted names.
-        feedforward: Layers whose inputs are scaled (the projection down), as for ``targets``.
-        save_base: Whether checkpoints hold the frozen weights, too.
+        targets: Layers whose outputs are scaled (keys and values). ``auto`` supports Llama, Mistral, Qwen, Gemma, GPT-2
+            and this package's GPT. Otherwise regular expressions for the ends of dotted names.
+        feedforward: Layers whose inputs are scaled (projections down), in the same form as ``targets``.
+        save_base: If true, checkpoints also hold the frozen weights.
 
     Raises:
-        ConfigurationError: If ``auto`` does not know the network, or a pattern matches no linear layer.
-        CheckpointError: When resuming beside another base than the factors were trained with.
+        ConfigurationError: If ``auto`` does not support the network, or a pattern matches no linear layer.
+        CheckpointError: When resuming with a base other than the one that the factors were trained with.
     """
 
     phase = Phase.ADAPT
     traits = frozenset({Trait.ADAPTER, Trait.FREEZES_MATRICES, Trait.READS_NO_WEIGHTS, Trait.REFUSES_EARLY})
     keeps = "ia3"
     helps: ClassVar[dict[str, tuple[int, str]]] = {
-        "memory": (0, "gradients and states of all but vectors: another training")
+        "memory": (0, "frozen weights need no gradients or optimizer states; changes the result")
     }
 
     def __init__(
@@ -55,41 +56,53 @@ class IA3(AdapterTechnique):
     ) -> None:
         super().__init__()
         if (targets == "auto") != (feedforward == "auto"):
-            raise ConfigurationError("IA3: targets and feedforward must both be auto, or both be patterns")
+            raise ConfigurationError(
+                f"IA3: targets and feedforward must both be 'auto' or both be patterns, got targets={targets!r}, "
+                f"feedforward={feedforward!r}"
+            )
         self.targets = targets
         self.feedforward = feedforward
         self.save_base = save_base
 
     def transform(self, module: nn.Module) -> Report:
         outputs, inputs = self._patterns(module)
-        scaled = [(match_modules(module, outputs, who="IA3: targets", where=_is_linear), "output")] if outputs else []
-        scaled += [(match_modules(module, inputs, who="IA3: feedforward", where=_is_linear), "input")] if inputs else []
-        names = [name for found, _ in scaled for name, _ in found]
-        if len(names) != len(set(names)):
+        scaled: list[tuple[str, nn.Module, str]] = []  # name, layer and scaled side
+        if outputs:
+            found = match_modules(module, outputs, who="IA3: targets", where=_is_linear)
+            scaled += [(name, layer, "output") for name, layer in found]
+        if inputs:
+            found = match_modules(module, inputs, who="IA3: feedforward", where=_is_linear)
+            scaled += [(name, layer, "input") for name, layer in found]
+        names = [name for name, _, _ in scaled]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
             raise ConfigurationError(
-                "IA3: a layer is matched by targets and by feedforward; one of its sides is scaled"
+                f"IA3: {twice[0]!r} is matched by targets and by feedforward. Only one side of a layer can be scaled: "
+                "make one of the patterns narrower"
             )
-        for found, side in scaled:
-            for _, layer in found:
-                add_ia3(layer, side)
+        factors: list[nn.Parameter] = []
+        for _, layer, side in scaled:
+            add_ia3(layer, side)
+            factors.append(layer.get_parameter("ia3"))
         call_layers(module)
-        factors = [layer.ia3 for found, _ in scaled for _, layer in found]
-        freeze_base(module, factors, save_base=self.save_base)  # type: ignore[arg-type]
-        share = count(factors) / count(module.parameters())  # type: ignore[arg-type]
+        freeze_base(module, factors, save_base=self.save_base)
+        share = count(factors) / count(module.parameters())
         return Report(
-            f"{len(names)} layers: {count(factors):,} factors train ({share:.3%})",  # type: ignore[arg-type]
+            f"{len(names)} layers: {count(factors):,} factors train ({share:.3%})",
             modules=tuple(names),
-            parameters=count(factors),  # type: ignore[arg-type]
+            parameters=count(factors),
             bytes_saved=sum(p.nbytes for p in module.parameters() if not p.requires_grad),
             details={"trainable_share": share},
         )
 
     def _patterns(self, module: nn.Module) -> tuple[list[str], list[str]]:
+        """Return the patterns of layers whose outputs and whose inputs are scaled."""
         if self.targets != "auto":
-            pair = [[p] if isinstance(p, str) else list(p) for p in (self.targets, self.feedforward)]
-            if not any(pair):
-                raise ConfigurationError("IA3: targets and feedforward are both empty: there would be nothing to train")
-            return pair[0], pair[1]
+            outputs = [self.targets] if isinstance(self.targets, str) else list(self.targets)
+            inputs = [self.feedforward] if isinstance(self.feedforward, str) else list(self.feedforward)
+            if not outputs and not inputs:
+                raise ConfigurationError("IA3: targets and feedforward are both empty, so that nothing would train")
+            return outputs, inputs
         for outputs, inputs in _FAMILIES:
             try:
                 match_modules(module, [*outputs, *inputs], who="IA3", where=_is_linear)
@@ -98,8 +111,8 @@ class IA3(AdapterTechnique):
             return outputs, inputs
         names = [name for name, part in module.named_modules() if name and _is_linear(part)]
         raise ConfigurationError(
-            f"IA3: {type(module).__name__} is of no family that auto knows; name its layers for keys and values in "
-            f"targets=[...] and its projections down in feedforward=[...], among: {', '.join(names[:8])}"
+            f"IA3: 'auto' does not support {type(module).__name__}. Name its layers for keys and values in "
+            f"targets=[...] and its projections down in feedforward=[...]. Linear layers: {', '.join(names[:8])}"
         )
 
     @classmethod

@@ -1,8 +1,9 @@
-"""Initialise: draw a network's weights anew by the kind of layer, with residual branches that start small.
+"""Initialise: draw the weights of a network again by a chosen scheme, with residual branches that start small.
 
-    W ~ N(0, std^2), or by fan-in, fan-out, both, or orthogonal;    W of the last layer of a residual branch / sqrt(N)
+    W ~ N(0, std^2), or by fan-in, fan-out or both, or orthogonal;    W <- W / sqrt(N) for the last layer of each of the
+    N residual branches
 
-Saves: steps, and runs that diverge, where a network begins with variances that grow over its depth
+Saves: training steps, and runs that diverge, if the network's initial variances grow with its depth
 Costs: nothing
 Source: GPT-2, https://cdn.openai.com/better-language-models/language_models.pdf; He et al. (2015),
     https://arxiv.org/abs/1502.01852; Saxe et al. (2014), https://arxiv.org/abs/1312.6120; Goyal et al. (2017),
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.distributed.seeds import mix_seed
-from lit_efficient.errors import ConfigurationError, check_choice, check_number
+from lit_efficient.errors import ConfigurationError, check_choice, check_number, listed
 from lit_efficient.internals.torch_fake import has_values
 from lit_efficient.internals.torch_fx import adds_to_input, adds_to_several, all_residual_ends
 from lit_efficient.mechanisms.blocks.block_map import find_blocks
@@ -31,16 +32,16 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def draw_weight(weight: Tensor, scheme: str, scale: float, generator: torch.Generator) -> Tensor:
-    """A fresh weight of the shape of ``weight``, float32 on the CPU.
+    """Return a new random weight of the shape of ``weight``, in float32 on the CPU.
 
     Args:
-        weight: [outputs, inputs, ...].
-        scheme: ``normal`` has the standard deviation ``scale``; ``truncated_normal`` is that, cut at two of it, which
-            leaves 0.88 ``scale``; ``fan_in`` has ``scale / sqrt(inputs)``, ``fan_out`` ``scale / sqrt(outputs)``,
-            ``xavier`` ``scale * sqrt(2 / (inputs + outputs))``; ``orthogonal`` has orthonormal rows or columns times
-            ``scale``.
-        scale: Of the scheme.
-        generator: Of the CPU.
+        weight: Weight whose shape is used, [outputs, inputs, ...].
+        scheme: ``normal`` has the standard deviation ``scale``. ``truncated_normal`` is the same distribution cut off
+            at two standard deviations, so that 0.88 ``scale`` remains. ``fan_in`` has ``scale / sqrt(inputs)``,
+            ``fan_out`` has ``scale / sqrt(outputs)``, and ``xavier`` has ``scale * sqrt(2 / (inputs + outputs))``.
+            ``orthogonal`` has orthonormal rows or columns, multiplied by ``scale``.
+        scale: Scale of the scheme.
+        generator: CPU generator of the random numbers.
     """
     fresh = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
     if scheme == "normal":
@@ -56,35 +57,37 @@ def draw_weight(weight: Tensor, scheme: str, scale: float, generator: torch.Gene
 
 
 class Initialise(Technique):
-    """Draw the weights of linear layers, convolutions and embeddings, right after the network is built.
+    """Initialise the weights of linear layers, convolutions and embeddings, right after the network is built.
 
-    Which layers end a residual branch is read from the code of its blocks, and where a norm stands between such a layer
-    and the sum, the norm's scale takes the place of the layer's. What is zero throughout stays so (as in adaLN-zero),
-    norms and all other parameters, too; a branch that a gate of zeros closes is not made zero as well, or neither would
-    ever learn. A checkpoint that is loaded afterwards wins.
+    The last layers of residual branches are found by tracing the code of the blocks. If a norm comes between such a
+    layer and the residual sum, the weight of the norm is scaled instead of the layer's. Weights that are entirely zero
+    (as in adaLN-zero), norms and all other parameters keep their values. With ``residual="zero"``, a branch that
+    already has a gate of zeros keeps its weights, because gate and layer could not learn if both were zero. A
+    checkpoint that is loaded later overwrites the initial weights.
 
     Args:
-        weights: Of linear layers and convolutions: ``normal``, ``truncated_normal``, ``fan_in``, ``fan_out``,
+        weights: Scheme for linear layers and convolutions: ``normal``, ``truncated_normal``, ``fan_in``, ``fan_out``,
             ``xavier`` or ``orthogonal``.
-        scale: Standard deviation for the first two, before the second is cut, by default 0.02; else a factor, by
-            default 1 (for ReLU: 1.414).
-        embeddings: Standard deviation of embeddings, at least 0; ``None`` leaves them.
-        residual: Of the N layers that end a residual branch: ``scaled`` divides by sqrt(N), ``zero`` begins with
-            the identity, ``same`` does nothing.
-        biases: Whether those of the drawn layers become zero.
-        layers: ``auto``: all of these kinds; otherwise regular expressions for the ends of dotted names.
-        pretrained: Whether weights that have been trained or read from files may be lost.
-        seed: Of the draws, which are the same on every device.
+        scale: Standard deviation for ``normal`` and ``truncated_normal`` (before it is truncated), 0.02 by default.
+            For the other schemes a factor, 1 by default (1.414 for ReLU).
+        embeddings: Standard deviation of embeddings, at least 0. ``None`` keeps their values.
+        residual: Change of the N layers that end residual branches: ``scaled`` divides their weights by sqrt(N),
+            ``zero`` sets them to zero so that blocks start as the identity, and ``same`` changes nothing.
+        biases: If true, the biases of the initialised layers become zero.
+        layers: ``auto`` for all linear layers, convolutions and embeddings that train. Otherwise regular expressions
+            for the ends of dotted names.
+        pretrained: Allow weights to be overwritten that have been trained or loaded from files.
+        seed: Seed of the weights, which are the same on every device.
 
     Raises:
-        ConfigurationError: For an argument out of range, where there is nothing to draw, the weights are trained
-            already, and with ``scaled`` or ``zero`` where there is no residual branch, or not all can be known, as of
-            blocks with a stream for images and one for text.
+        ConfigurationError: For an argument out of range, if no layer can be initialised, if the weights are already
+            trained, and with ``scaled`` or ``zero`` if there is no residual branch or if not all residual branches can
+            be found, as in blocks with one stream for images and one for text.
     """
 
     phase = Phase.ARCHITECTURE
     traits = frozenset({Trait.TRAINING_ONLY})
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "a network that is trained from its beginning")}
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "good initial weights for training from scratch")}
 
     def __init__(
         self,
@@ -113,33 +116,40 @@ class Initialise(Technique):
 
     @torch.no_grad()
     def transform(self, module: nn.Module) -> Report:
-        if not self.pretrained and (sign := sign_of_training(module)):
-            raise ConfigurationError(
-                f"Initialise: {sign}, and its weights would be lost: leave Initialise out, or set pretrained=True"
-            )
+        if not self.pretrained:
+            sign = sign_of_training(module)
+            if sign:
+                raise ConfigurationError(
+                    f"Initialise: {sign}, and its weights would be lost. Leave out Initialise, or set pretrained=True"
+                )
         chosen = self._chosen(module)
-        ends = _ends_of(module) if self.residual != "same" else []
-        if self.residual != "same" and (hidden := _hidden_branches(module)):
-            raise ConfigurationError(
-                f"Initialise: {hidden}, so that N, the number of residual branches, is not known: set residual='same'"
-            )
-        if not ends and self.residual != "same":
-            raise ConfigurationError(
-                f"Initialise: the code of {type(module).__name__} shows no residual branches: set residual='same'"
-            )
+        ends: list[tuple[Any, Any, bool]] = []
+        if self.residual != "same":
+            ends = _branch_ends(module)
+            reason = _unknown_branches(module)
+            if reason:
+                raise ConfigurationError(
+                    f"Initialise: {reason}, so that the number N of residual branches is unknown. Set residual='same'"
+                )
+            if not ends:
+                raise ConfigurationError(
+                    f"Initialise: the code of {type(module).__name__} shows no residual branches. Set residual='same'"
+                )
         drawn: dict[int, nn.Parameter] = {}
         kept = []
         for i, (name, layer) in enumerate(chosen):
             for parameter in _matrices(layer):
-                if id(parameter) in drawn:  # tied
+                if id(parameter) in drawn:  # a tied parameter, which an earlier layer has drawn
                     continue
                 if parameter.is_meta:
-                    raise ConfigurationError(f"Initialise: {name} has no values yet (device meta): build it with some")
+                    raise ConfigurationError(
+                        f"Initialise: {name} has no values yet, because it is on the meta device. Materialise it first"
+                    )
                 if has_values(parameter) and not parameter.any():
                     kept.append(name)
                     continue
                 drawn[id(parameter)] = parameter
-                if has_values(parameter):  # in a plan there are none
+                if has_values(parameter):  # a plan of memory runs on tensors without values
                     self._draw(layer, parameter, mix_seed(self.seed, i, len(drawn)))
             if self.biases and not isinstance(layer, nn.Embedding) and name not in kept:
                 for bias in (getattr(layer, "bias", None), getattr(layer, "in_proj_bias", None)):
@@ -147,11 +157,14 @@ class Initialise(Technique):
                         bias.zero_()
         for layer, norm, closed in ends:
             if any(id(p) in drawn for p in _matrices(layer)) and not (closed and self.residual == "zero"):
-                self._soften(layer, norm, len(ends))
-        scaled = f", {len(ends)} residual branches {self.residual}" if ends else ""
-        zeros = f"; zero as before: {', '.join(kept[:3])}{', ...' if len(kept) > 3 else ''}" if kept else ""
+                self._scale_branch(layer, norm, len(ends))
+        summary = f"{len(chosen) - len(kept)} layers drawn ({self.weights})"
+        if ends:
+            summary += f", {len(ends)} residual branches {self.residual}"
+        if kept:
+            summary += f"; zero as before: {listed(kept)}"
         return Report(
-            f"{len(chosen) - len(kept)} layers drawn ({self.weights}){scaled}{zeros}",
+            summary,
             modules=tuple(name for name, _ in chosen if name not in kept),
             parameters=count(drawn.values()),
             details={"residual_branches": len(ends)},
@@ -163,12 +176,18 @@ class Initialise(Technique):
             return match_modules(module, patterns, who="Initialise: layers", where=_is_drawn)
         found = [(name, part) for name, part in module.named_modules() if _is_drawn(part)]
         found = [(name, part) for name, part in found if any(p.requires_grad for p in _matrices(part))]
-        found.sort(key=lambda item: not isinstance(item[1], nn.Embedding))  # a tied head is an embedding
+        found.sort(key=lambda item: not isinstance(item[1], nn.Embedding))  # a tied head is drawn as an embedding
         if self.embeddings is None:
-            words = {id(p) for _, part in found if isinstance(part, nn.Embedding) for p in _matrices(part)}
-            found = [(name, part) for name, part in found if not any(id(p) in words for p in _matrices(part))]
+            tables: set[int] = set()
+            for _, part in found:
+                if isinstance(part, nn.Embedding):
+                    tables |= {id(p) for p in _matrices(part)}
+            found = [(name, part) for name, part in found if not any(id(p) in tables for p in _matrices(part))]
         if not found:
-            raise ConfigurationError(f"Initialise: {type(module).__name__} has no layers of the kinds that it draws")
+            raise ConfigurationError(
+                f"Initialise: {type(module).__name__} has no layers of the kinds that are initialised: linear layers, "
+                "convolutions and embeddings that train"
+            )
         return found
 
     def _draw(self, layer: Any, parameter: nn.Parameter, seed: int) -> None:
@@ -180,8 +199,10 @@ class Initialise(Technique):
                 fresh[layer.padding_idx] = 0
             parameter.copy_(fresh)
             return
-        scale = self.scale or (0.02 if self.weights in SCHEMES[:2] else 1.0)
-        if parameter is getattr(layer, "in_proj_weight", None):  # three matrices in one
+        scale = self.scale
+        if scale is None:
+            scale = 0.02 if self.weights in ("normal", "truncated_normal") else 1.0
+        if parameter is getattr(layer, "in_proj_weight", None):  # the matrices of queries, keys and values in one
             fresh = torch.cat([draw_weight(one, self.weights, scale, generator) for one in parameter.chunk(3)])
         elif inputs_first(layer):
             fresh = draw_weight(parameter.transpose(0, 1), self.weights, scale, generator).transpose(0, 1)
@@ -189,10 +210,12 @@ class Initialise(Technique):
             fresh = draw_weight(parameter, self.weights, scale, generator)
         parameter.copy_(fresh)
 
-    def _soften(self, layer: Any, norm: Any, number: int) -> None:
+    def _scale_branch(self, layer: Any, norm: Any, number: int) -> None:
+        """Scale the output of one of ``number`` residual branches, by its norm if it ends with one."""
         factor = 0.0 if self.residual == "zero" else number**-0.5
         if norm is not None:
-            gain = norm.weight + (offset := _offset(norm))
+            offset = _offset(norm)
+            gain = norm.weight + offset
             norm.weight.copy_(gain * factor - offset)
             layer = norm
         else:
@@ -202,9 +225,11 @@ class Initialise(Technique):
             layer.bias.zero_()
 
 
-def _ends_of(root: nn.Module) -> list[tuple[Any, Any, bool]]:
-    """The layers that end residual branches anywhere, each once, with the norm behind it or ``None``, and whether a
-    gate keeps the branch at zero.
+def _branch_ends(root: nn.Module) -> list[tuple[Any, Any, bool]]:
+    """Return the layers that end residual branches, each once.
+
+    Returns:
+        For each: the layer, the norm after it or ``None``, and whether a gate keeps the branch at zero.
     """
     found: dict[int, tuple[Any, Any, bool]] = {}
     for part, name, norm, closed in all_residual_ends(root):
@@ -214,11 +239,11 @@ def _ends_of(root: nn.Module) -> list[tuple[Any, Any, bool]]:
     return list(found.values())
 
 
-def _hidden_branches(root: nn.Module) -> str | None:
-    """Why there may be branches that `_ends_of` does not see, or ``None``."""
+def _unknown_branches(root: nn.Module) -> str | None:
+    """Return the reason why `_branch_ends` may miss residual branches, or ``None`` if it finds all."""
     try:
         blocks = find_blocks(root, who="Initialise", every=True)
-    except ConfigurationError:  # none that is repeated
+    except ConfigurationError:  # the network has no repeated blocks
         return None
     for name, block in blocks:
         if adds_to_several(block):
@@ -229,6 +254,7 @@ def _hidden_branches(root: nn.Module) -> str | None:
 
 
 def _matrices(layer: Any) -> list[nn.Parameter]:
+    """Return the layer's parameters that are weights; `nn.MultiheadAttention` has them under names of its own."""
     found = [getattr(layer, name, None) for name in ("weight", "in_proj_weight")]
     found += [getattr(layer, f"{name}_proj_weight", None) for name in "qkv"]
     return [p for p in found if isinstance(p, nn.Parameter)]
@@ -240,7 +266,7 @@ def _is_drawn(layer: nn.Module) -> bool:
 
 
 def _offset(norm: Any) -> float:
-    """What a norm adds to its weight: 1 in Gemma's, which begin at zero."""
+    """Return the number that a norm adds to its weight: 1 in Gemma's norms, whose weights start at zero, else 0."""
     if type(norm).__module__.startswith("torch.nn") or not has_values(norm.weight):
         return 0.0
     before = norm.weight.clone()

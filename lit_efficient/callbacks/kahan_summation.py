@@ -1,9 +1,9 @@
-"""Kahan summation of bfloat16 weights: what rounding takes off an update is kept, and given back in the next step.
+"""Kahan summation of bfloat16 weights: store the rounding error of each update and add it in the next step.
 
     q = step(p + c) in float32;    p <- bfloat16(q);    c <- q - p, in bfloat16
 
-Saves: float32 weights and moments: 10 bytes a parameter with gradients and AdamW instead of 16, as exact as 16 bits are
-Costs: 2 bytes a parameter; while a parameter is stepped, it, its gradient and its states in float32
+Saves: float32 weights and moments: 10 instead of 16 bytes for each parameter with its gradient and AdamW's states
+Costs: 2 bytes for each parameter; while a parameter is stepped, float32 copies of it, its gradient and its states
 Source: Kahan (1965), https://doi.org/10.1145/363707.363723; Zamirai et al. (2020), https://arxiv.org/abs/2010.06192
 """
 
@@ -21,24 +21,24 @@ from lit_efficient.traits import Trait
 
 
 class KahanSummation(OptimizerHooks, DrawsByStep, Technique):
-    """Step bfloat16 parameters (``precision: bf16-true``) in float32, with any optimizer, and keep what rounding loses.
+    """Step bfloat16 parameters (``precision: bf16-true``) in float32, with any optimizer, and keep rounding errors.
 
-    Weight and compensation together have 16 bits or more. Compensations, and moments that are stored in bfloat16, are
-    rounded up or down by chance, by draws that follow from seed and step, so that nothing gets lost there either.
-    Adapters and whatever else is float32 steps as before.
+    Weight and compensation together have a significand of 16 bits or more. Compensations, and moments that are stored
+    in bfloat16, are rounded stochastically, so that their rounding errors have mean zero. The random numbers depend
+    only on seed and step. Parameters in float32, such as adapters, are stepped as without the technique.
 
     Args:
-        seed: Of the draws, at least 0.
+        seed: Seed of the stochastic rounding, at least 0.
 
     Raises:
-        ConfigurationError: For an argument out of range; if no parameter that trains is bfloat16; for an optimizer that
-            treats all parameters as one.
+        ConfigurationError: For an argument out of range, if no trained parameter is bfloat16, and for an optimizer that
+            treats all parameters as one tensor.
     """
 
     phase = Phase.ROUND
     traits = frozenset({Trait.KEEPS_SMALL_UPDATES})
     helps: ClassVar[dict[str, tuple[int, str]]] = {
-        "memory": (0, "lets precision: bf16-true learn in small steps, for 2 bytes a parameter")
+        "memory": (0, "small updates are not lost with precision: bf16-true, for 2 bytes per parameter")
     }
 
     def __init__(self, seed: int = 0) -> None:

@@ -1,9 +1,9 @@
-"""Label smoothing: a share of the target is spread over all classes, or the whole vocabulary.
+"""Label smoothing: spread a share of each target over all classes, or over the whole vocabulary.
 
     loss = -(1 - e) log p(y) - e mean_v log p(v)
 
-Saves: confidence that data with wrong labels does not deserve: better calibrated, often better accuracy or BLEU
-Costs: one mean over the logits; the training loss has a floor above 0, and a larger perplexity may come with it
+Saves: overconfidence in labels that may be wrong: calibration is better, and often accuracy or BLEU
+Costs: one mean over the logits; the training loss cannot reach 0, and perplexity may be larger
 Source: Szegedy et al. (2016), https://arxiv.org/abs/1512.00567; Vaswani et al. (2017), https://arxiv.org/abs/1706.03762
 """
 
@@ -24,16 +24,20 @@ from lit_efficient.technique import Technique
 
 
 class Smoothed:
-    """What stands in for ``F.cross_entropy``; a function and no mode of torch's, in which a compiler traces less."""
+    """Replacement of ``F.cross_entropy`` that smooths its targets.
+
+    It is a function and not a ``TorchFunctionMode``, because ``torch.compile`` traces less code inside such a mode.
+    """
 
     def __init__(self, epsilon: float, chunked: Sequence[Any]) -> None:
-        self.epsilon, self.chunked = epsilon, chunked
+        self.epsilon = epsilon
+        self.chunked = chunked
         self.own = F.cross_entropy
         self.calls = 0
 
     @property
     def used(self) -> bool:
-        """Whether a loss was smoothed so far."""
+        """Whether a loss has been smoothed so far."""
         return self.calls > 0 or any(network.chunked_loss_used for network in self.chunked)
 
     def cross_entropy(
@@ -47,66 +51,78 @@ class Smoothed:
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Tensor:
-        """Torch's, with smoothed targets; by the operator, as a compiled graph has torch's function by its name."""
+        """Return ``F.cross_entropy`` with smoothed targets; the arguments are the same.
+
+        Torch's operator is called, and not the function: a compiled graph refers to ``F.cross_entropy`` by its name,
+        which is this replacement.
+        """
         if label_smoothing:
-            raise _twice("F.cross_entropy")
+            raise _smoothed_twice("F.cross_entropy")
         self.calls += 1
-        if size_average is not None or reduce is not None:  # what reduction was once
-            reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
+        if size_average is not None or reduce is not None:  # the deprecated form of reduction
+            if reduce is False:
+                reduction = "none"
+            elif size_average is False:
+                reduction = "sum"
+            else:
+                reduction = "mean"
         mode = ("none", "mean", "sum").index(reduction)
         return torch.ops.aten.cross_entropy_loss(input, target, weight, mode, ignore_index, self.epsilon)
 
 
 @contextmanager
 def smooth_labels(epsilon: float, *networks: nn.Module) -> Iterator[Smoothed]:
-    """A context in which every call of ``F.cross_entropy`` (and ``nn.CrossEntropyLoss``) has smoothed targets.
+    """Smooth the targets of every call of ``F.cross_entropy`` and ``nn.CrossEntropyLoss`` within this context.
 
     Args:
         epsilon: Share of the target that is spread, at least 0 and below 1.
-        *networks: Those in which the chunked cross-entropy may be, which is smoothed, too.
+        *networks: Networks that may compute the chunked cross-entropy, which is also smoothed.
 
     Yields:
-        What tells, as ``used``, whether a loss was smoothed.
+        The replacement of ``F.cross_entropy``. Its attribute ``used`` is true once a loss has been smoothed.
 
     Raises:
-        ConfigurationError: For an argument out of range, and a loss that has a ``label_smoothing`` of its own.
+        ConfigurationError: For an argument out of range, and for a loss that already has a ``label_smoothing``.
     """
     check_number("smooth_labels", "epsilon", epsilon, least=0, below=1)
     parts: list[Any] = [part for network in networks for part in network.modules()]
     chunked = [part for part in parts if isinstance(getattr(part, "chunked_loss", None), ChunkedLoss)]
     before = [(part, part.chunked_loss, part.chunked_loss_used) for part in chunked]
-    if any(how.label_smoothing for _, how, _ in before):
-        raise _twice("ChunkedCrossEntropy")
-    for part, how, _ in before:
-        part.chunked_loss, part.chunked_loss_used = replace(how, label_smoothing=epsilon), False
+    if any(loss.label_smoothing for _, loss, _ in before):
+        raise _smoothed_twice("ChunkedCrossEntropy")
+    for part, loss, _ in before:
+        part.chunked_loss = replace(loss, label_smoothing=epsilon)
+        part.chunked_loss_used = False
     smoothed = Smoothed(epsilon, chunked)
     try:
         F.cross_entropy = smoothed.cross_entropy
         yield smoothed
     finally:
         F.cross_entropy = smoothed.own
-        for part, how, used in before:
-            part.chunked_loss, part.chunked_loss_used = how, part.chunked_loss_used or used
+        for part, loss, used in before:
+            part.chunked_loss = loss
+            part.chunked_loss_used = part.chunked_loss_used or used
 
 
-def _twice(where: str) -> ConfigurationError:
+def _smoothed_twice(where: str) -> ConfigurationError:
     return ConfigurationError(
-        f"LabelSmoothing: {where} has a label_smoothing of its own, and labels are smoothed once: keep one of the two"
+        f"LabelSmoothing: {where} has a label_smoothing of its own, so that labels would be smoothed twice. Use only "
+        "one of them"
     )
 
 
 class LabelSmoothing(LossHooks, Technique):
     """Smooth the labels of every cross-entropy that ``training_step`` computes.
 
-    Acts on ``F.cross_entropy`` and ``nn.CrossEntropyLoss``, wherever the step calls them: in the losses of our tasks,
-    of transformers' models and of your own code, and on the losses that are computed in chunks. The logged training
-    loss is the smoothed one; validation is without. Labels that are ignored stay ignored.
+    The technique changes ``F.cross_entropy`` and ``nn.CrossEntropyLoss`` during the step: in the tasks of this package,
+    in transformers' models and in your own code. It also changes losses that are computed in chunks. The logged
+    training loss is the smoothed one, and validation losses are not smoothed. Ignored labels stay ignored.
 
     Args:
         epsilon: Share of the target that is spread over all classes, at least 0 and below 1.
 
     Raises:
-        ConfigurationError: For an argument out of range; in the first step if it computes no cross-entropy, or one with
+        ConfigurationError: For an argument out of range. In the first step, if it computes no cross-entropy or one with
             a label_smoothing of its own.
     """
 
@@ -129,12 +145,13 @@ class LabelSmoothing(LossHooks, Technique):
             self._used = self._used or smoothed.used
 
     def extra_loss(self, output: Any, module: nn.Module, batch: Any) -> Tensor | None:
-        """Nothing: the loss is another one already."""
+        """Return ``None``, because the loss itself has been smoothed."""
         return None
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not self._used and outputs is not None:
             raise ConfigurationError(
-                f"LabelSmoothing: {type(pl_module).__name__}.training_step did not call F.cross_entropy, so no label "
-                "was smoothed: call it by that name (not one that is imported by itself), or smooth your own loss"
+                f"LabelSmoothing: {type(pl_module).__name__}.training_step did not call F.cross_entropy, so that no "
+                "label was smoothed. Call it as F.cross_entropy, not under a name imported from torch.nn.functional, "
+                "or leave out LabelSmoothing"
             )

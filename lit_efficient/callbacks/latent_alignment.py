@@ -1,10 +1,11 @@
-"""VF loss: train an autoencoder whose latents relate to each other as a frozen encoder's features do.
+"""VF loss: train an autoencoder whose latents are similar to each other where a frozen encoder's features are.
 
     L = w_a weight (mean relu(|cos(z_i, z_j) - cos(f_i, f_j)| - m1) + mean relu(1 - m2 - cos(W z_i, f_i)))
     w_a = |grad of the module's loss| / |grad of L|, both at the encoder's last layer
 
-Saves: training steps of the diffusion model on the latents; the paper reports FID 2.11 on ImageNet in 64 epochs
-Costs: the encoder's forward, W while training, and for w_a a backward pass of each loss down to the latent
+Saves: training steps of a diffusion model on the latents; the paper reports FID 2.11 on ImageNet in 64 epochs
+Costs: the forward pass of the frozen encoder; the matrix W during training; for w_a a backward pass of each loss down
+    to the latents
 Source: Yao et al. (2025), https://arxiv.org/abs/2501.01423
 """
 
@@ -31,29 +32,32 @@ from lit_efficient.traits import Trait
 
 
 class LatentAlignment(Alignment):
-    """Align the latents of an autoencoder under training with features of a frozen encoder (VF loss).
+    """Align the latents of an autoencoder, while it trains, with the features of a frozen encoder (VF loss).
 
-    The latents are what the decoder is called with; positions are compared on their grid, to which the features are
-    interpolated. Cosines between positions use the latents themselves, those with the features a linear map without
-    bias, which trains with the module and is left out of exports.
+    The latents are the input of the decoder. The features are interpolated to the grid of the latents. Cosines between
+    positions are computed from the latents themselves. Cosines with the features are computed from a linear map of the
+    latents without bias, which trains with the module and is not exported.
 
     Args:
-        teacher: A module, in code or by ``class_path``; ``data.NAME``, a network of the data module; the folder, hub
-            name or ``config.json`` (random weights) of a transformers vision model.
-        teacher_layer: Pattern for the layer of the teacher; ``""`` is its output, of models of transformers and timm
-            the last tokens or maps before pooling. One vector an image is refused.
-        weight: Weight of the term, at least 0; 0 measures it and trains as without.
-        loss: Its margins, and whether the weight is adaptive.
-        stop_at: Optimizer step from which on neither term nor encoder is computed; ``None``: never.
-        encoder: Pattern for the end of the encoder's name: at its last weight the gradients are compared.
-        decoder: Pattern for the end of the name of the module that is called with the latents. A ``post_quant_conv``
-            beside it, as in diffusers' AutoencoderKL, is called with them first and takes its place.
+        teacher: The frozen encoder: a module (in code, or by ``class_path``); ``data.NAME``, a network of the data
+            module; or the folder, hub name or ``config.json`` (for random weights) of a transformers vision model.
+        teacher_layer: Pattern for the layer of the teacher. ``""`` is its output; for models of transformers and timm,
+            these are the last tokens or maps before pooling. One vector per image is refused.
+        weight: Weight of the term, at least 0. With 0 the term is logged but has no effect on training.
+        loss: Margins of the loss, and whether the weight is adaptive.
+        stop_at: Optimizer step from which the term and the teacher are no longer computed; ``None`` for never.
+        encoder: Pattern for the end of the name of the autoencoder's encoder. The adaptive weight compares the
+            gradients of its last weight.
+        decoder: Pattern for the end of the name of the module whose input are the latents. If there is a
+            ``post_quant_conv`` next to it, as in diffusers' AutoencoderKL, the input of that module is used.
         images: Dotted path of the images in a batch.
-        image_size: Side that images are resized to for the teacher; ``None``: as its config says.
+        image_size: Side length in pixels to which images are resized for the teacher; ``None`` for the size in the
+            teacher's config.
         head: Widths and seed of the linear map.
 
     Raises:
-        ConfigurationError: For an argument out of range, without such modules, and without images in the batch.
+        ConfigurationError: For an argument out of range, if encoder or decoder is not found, and if the batch has no
+            images.
         ConflictError: If the teacher shares parameters with the module, and with manual optimization.
     """
 
@@ -67,7 +71,7 @@ class LatentAlignment(Alignment):
     }
     heads_name = "latent_alignment_heads"
     helps: ClassVar[dict[str, tuple[int, str]]] = {
-        "speed": (0, "an autoencoder whose latents diffusion learns in fewer steps")
+        "speed": (0, "diffusion models need fewer training steps on the latents of such an autoencoder")
     }
 
     def __init__(
@@ -95,17 +99,19 @@ class LatentAlignment(Alignment):
         self.images = images
         self.image_size = image_size
         for name in ("spatial_norm", "class_layer"):
-            if (given := getattr(head, name)) is not None:
-                raise refusal("LatentAlignment", f"head.{name}", "None: it is for HiddenAlignment", given)
-        self.head, self.seed = head, head.seed
+            given = getattr(head, name)
+            if given is not None:
+                raise refusal("LatentAlignment", f"head.{name}", "None (only HiddenAlignment uses it)", given)
+        self.head = head
+        self.seed = head.seed
         self.check_common()
 
     def check(self, trainer: Any, module: Any) -> None:
         traits = traits_of(trainer.strategy)
         if traits.shards and not traits.is_zero and self.loss.adaptive:
             raise ConflictError(
-                f"LatentAlignment: the adaptive weight takes gradients of one weight, which {traits.name} gathers for "
-                "its block alone: set loss.adaptive=False, or use strategy='ddp'"
+                f"LatentAlignment: the adaptive weight needs the gradient of one weight, which {traits.name} gathers "
+                "only while its block runs. Set loss.adaptive=False, or use strategy='ddp'"
             )
 
     def find(self, data: Any) -> Teacher:
@@ -128,7 +134,8 @@ class LatentAlignment(Alignment):
         (name,) = self.names(module)
         if not calls[name]:
             raise ConfigurationError(
-                f"LatentAlignment: training_step never called {name!r} (its forward): name what it calls in decoder"
+                f"LatentAlignment: training_step never called the forward of {name!r}. Set decoder to the module that "
+                "it calls with the latents"
             )
         assert self._teacher is not None
         features = self._teacher.of_images(member(batch, self.images, "LatentAlignment"))[self.teacher_layer]
@@ -151,13 +158,20 @@ class LatentAlignment(Alignment):
 
 
 def entrance(module: nn.Module, decoder: str) -> str:
-    """Dotted name of what is called with the latents: the decoder, or the 1x1 convolution in front of it."""
-    name = ".".join([*decoder.split(".")[:-1], "post_quant_conv"])
+    """Return the dotted name of the module whose input are the latents.
+
+    It is the decoder, or the 1x1 convolution before it, which has another name in the same parent.
+    """
+    parent = decoder.rpartition(".")[0]
+    name = f"{parent}.post_quant_conv".lstrip(".")
     return name if name in dict(module.named_modules()) else decoder
 
 
 def last_weight(module: nn.Module, encoder: str) -> nn.Parameter | None:
-    """The last weight that trains, in order of definition, of the module that a pattern names; frozen it has none."""
+    """Return the last trained weight of the module that ``encoder`` matches, in order of definition.
+
+    The result is ``None`` if the module is frozen.
+    """
     name = only_module(module, encoder, "LatentAlignment: encoder")
     weights = [p for p in module.get_submodule(name).parameters() if p.requires_grad and p.ndim > 1]
     return weights[-1] if weights else None

@@ -2,8 +2,10 @@
 
     y = W x + s B A x,    A [r, in], B [out, r],    s = alpha / r
 
-Saves: gradients and optimizer states of all but r (in + out) values a layer; checkpoints hold these alone
-Costs: two thin products a layer until merged; DoRA one more of A with W; a capacity of rank r
+Saves: gradients and optimizer states of the frozen weights: r (in + out) values of each layer train, and checkpoints
+    hold only these
+Costs: two thin matrix products for each layer until the adapters are merged, and with DoRA a product of A and W; the
+    change of a weight has at most rank r
 Source: Hu et al. (2021), https://arxiv.org/abs/2106.09685; LoRA+: Hayou et al. (2024), https://arxiv.org/abs/2402.12354
 
 The variants and their formulas are in :mod:`lit_efficient.mechanisms.adapters.low_rank`.
@@ -48,43 +50,49 @@ from lit_efficient.traits import Trait
 
 
 class LoRA(AdapterTechnique):
-    """Freeze the network and train low-rank adapters beside its layers, under names that leave the base's as they are.
+    """Freeze the network and train low-rank adapters on its layers. The names of the base's parameters stay the same.
 
-    Works on ``nn.Linear``, transformers' ``Conv1D``, ``nn.Conv2d`` without groups, ``nn.Embedding`` and bitsandbytes'
-    quantised layers. Checkpoints hold adapters, ``modules_to_save`` and buffers; they resume beside the same base only.
+    Supported layers are ``nn.Linear``, transformers' ``Conv1D``, ``nn.Conv2d`` without groups, ``nn.Embedding`` and
+    the quantised layers of bitsandbytes. Checkpoints hold the adapters, ``modules_to_save`` and buffers, and can be
+    resumed only with the same base.
 
     Args:
-        rank: r, at least 1.
+        rank: Rank r of the adapters, at least 1.
         alpha: Numerator of the scale s, above 0.
-        targets: ``all-linear`` (without the output head), ``all-linear+experts`` (with the stacked weights of experts,
-            too), or regular expressions for the ends of dotted names, such as ``experts.down_proj``.
-        dropout: On the adapters' input, at least 0 and below 1.
-        variant: ``lora``; ``rslora`` scales by alpha / sqrt(r); ``dora`` learns directions and magnitudes apart;
-            ``pissa`` starts from the r largest singular parts of the weight; ``qalora`` sees sums over the groups of
-            ``QuantizeBase(format="int4")``, which it needs, and merges into its zero points exactly; ``rounded`` needs
-            that, too, and computes with the int4 weight that it merges into: what small updates lose in rounding is
-            trained against, at the cost of a float weight a layer.
-        lr_ratio: LoRA+: B learns at so many times the rate, above 0 (16 in the paper); ``None``: at the same rate.
-        bias: Which biases train as well: ``none``, ``lora_only`` (those of adapted layers) or ``all``.
-        modules_to_save: Patterns of modules that train in full (a new head) and go into checkpoints.
-        save_base: Whether checkpoints hold the frozen weights, too.
-        seed: Of the adapters' start, which is the same on all ranks.
-        beside: Folders as for ``start_from``, by names: adapters that rest on the same base until ``mix_adapters``
-            (lit_efficient.mechanisms.adapters.several) switches or mixes them with the trained one, ``default``, or
-            ``adapters_by_row`` chooses for each row. Variants lora and rslora.
-        start_from: A folder that peft has saved (or ``export --format peft``) to start from. Its rank, alpha, targets,
-            dropout, variant, bias and modules_to_save are taken; those that are given, too, must be the same.
+        targets: Layers that get adapters. ``all-linear`` means all linear layers without the output head, and
+            ``all-linear+experts`` also the stacked weights of experts. Otherwise regular expressions for the ends of
+            dotted names, such as ``experts.down_proj``.
+        dropout: Dropout rate on the input of the adapters, at least 0 and below 1.
+        variant: ``lora`` is the formula above. ``rslora`` scales by alpha / sqrt(r). ``dora`` trains directions and
+            magnitudes separately. ``pissa`` starts from the r largest singular values of the weight and their vectors.
+            ``qalora`` and ``rounded`` need ``QuantizeBase(format="int4")``: ``qalora`` sees sums over the
+            quantisation groups and merges into the zero points without error, and ``rounded`` computes with the
+            rounded int4 weight that results from merging, at the cost of one float weight per layer.
+        lr_ratio: Learning rate of B divided by the rate of A (LoRA+), above 0; the paper uses 16. ``None`` trains
+            both at the same rate.
+        bias: Biases that also train: ``none``, ``lora_only`` (biases of adapted layers) or ``all``.
+        modules_to_save: Patterns of modules that train in full, such as a new head, and are saved in checkpoints.
+        save_base: If true, checkpoints also hold the frozen weights.
+        seed: Seed of the adapters' initial values, which are the same on all ranks.
+        beside: Further adapters on the same base, as a mapping from name to folder (as in ``start_from``). They do
+            not train. ``mix_adapters`` (lit_efficient.mechanisms.adapters.several) switches to them or mixes them with
+            the trained adapter, which is called ``default``; ``adapters_by_row`` chooses one for each row of a batch.
+            Only for the variants lora and rslora.
+        start_from: Folder of an adapter, saved by peft or by ``export --format peft``, from which training starts.
+            rank, alpha, targets, dropout, variant, bias and modules_to_save are read from the folder. If one of them
+            is also given, it must be the same.
 
     Raises:
-        ConfigurationError: For an argument out of range, and for a pattern without a layer; it lists those that match.
-        CheckpointError: When resuming beside another base than the adapters were trained with.
+        ConfigurationError: For an argument out of range, and for a pattern that matches no layer. The message lists
+            names that match.
+        CheckpointError: When resuming with a base other than the one that the adapters were trained with.
     """
 
     phase = Phase.ADAPT
     traits = frozenset({Trait.ADAPTER, Trait.FREEZES_MATRICES, Trait.READS_NO_WEIGHTS, Trait.REFUSES_EARLY})
     keeps = "adapters"
     helps: ClassVar[dict[str, tuple[int, str]]] = {
-        "memory": (11, "gradients and states of all but adapters: another training")
+        "memory": (11, "frozen weights need no gradients or optimizer states; changes the result")
     }
 
     def __init__(
@@ -123,36 +131,42 @@ class LoRA(AdapterTechnique):
         self.seed = seed
         self.start_from = start_from
         self.beside = beside
-        folders = {name: read_adapter(one)[0] if isinstance(one, str) else one for name, one in (beside or {}).items()}
-        self._weighed = False
-        self._beside = {name: check_fields(name, fields) for name, fields in folders.items()}
+        self._capacity_reported = False
+        self._fields_beside: dict[str, Any] = {}  # the arguments of the adapters in ``beside``, by name
+        for name, given in (beside or {}).items():
+            fields = read_adapter(given)[0] if isinstance(given, str) else given
+            self._fields_beside[name] = check_fields(name, fields)
         if beside and variant not in ("lora", "rslora"):
-            raise refusal("LoRA", "beside", f"left out for variant {variant}, whose update is no sum", [*beside])
+            raise refusal("LoRA", "beside", f"left out for variant {variant}, whose update is not a sum", [*beside])
         if start_from is not None:
-            self._take(start_from)
+            self._read_arguments(start_from)
 
-    def _take(self, folder: str) -> None:
-        """Take the arguments of the adapter in a folder."""
+    def _read_arguments(self, folder: str) -> None:
+        """Set the arguments to those of the adapter in a folder."""
         defaults = {parameter.name: parameter.default for parameter in signature(LoRA).parameters.values()}
         fields, tensors = read_adapter(folder)
         for name, value in fields.items():
             given = getattr(self, name)
             if given == defaults[name]:
                 setattr(self, name, value)
-            elif name not in ("targets", "modules_to_save") and given != value:  # those are compared by what they match
+            # Patterns are not compared: start_adapters compares the layers that they match.
+            elif name not in ("targets", "modules_to_save") and given != value:
                 raise refusal("LoRA", name, f"{value!r}, as in start_from, or left out", given)
-        # What the base would be compared with, or would start again as it is read.
+        # These adapters depend on the base's weights, so that the technique must run after the weights are loaded.
         if self.variant in ("dora", "pissa") or not all(map(is_added, tensors)):
             self.traits = self.traits - {Trait.READS_NO_WEIGHTS}
 
     def arguments(self) -> dict[str, Any]:
-        """Without ``start_from``, and ``beside`` without folders: a checkpoint holds what they gave."""
-        own = {name: value for name, value in super().arguments().items() if name != "start_from"}
-        return own | ({"beside": self._beside} if self.beside else {})
+        """Return the arguments without folders, which may not exist on resume: a checkpoint holds what was read."""
+        own = super().arguments()
+        del own["start_from"]
+        if self.beside:
+            own["beside"] = self._fields_beside
+        return own
 
     def transform(self, module: nn.Module) -> Report:
         if any(kind.__name__ == "LoraLayer" for part in module.modules() for kind in type(part).__mro__):
-            raise ConfigurationError("LoRA: the model has layers of peft's LoRA already: merge them, or leave LoRA out")
+            raise ConfigurationError("LoRA: the model already has layers of peft's LoRA. Merge them, or leave out LoRA")
         saved = match_modules(module, self.modules_to_save, who="LoRA: modules_to_save") if self.modules_to_save else []
         whole = {id(part) for _, root in saved for part in root.modules()}
         targets = [item for item in find_targets(module, self.targets, who="LoRA: targets") if id(item[1]) not in whole]
@@ -160,30 +174,41 @@ class LoRA(AdapterTechnique):
         others = other_targets(module) if self.targets in (ALL_LINEAR, WITH_EXPERTS) else []
         self._check_targets(targets, experts, others, weights_wait(module))
         for part in module.modules():
-            if is_bitsandbytes(part):  # of transformers' making, perhaps
+            if is_bitsandbytes(part):
+                # Imported here because bitsandbytes is optional. The layer may be one that transformers has built.
                 from lit_efficient.mechanisms.adapters.bitsandbytes_layers import adopt
 
                 adopt(part)
         for name, layer in targets:
             add_low_rank(
-                layer, name,
-                rank=self.rank, alpha=self.alpha, variant=self.variant, dropout=self.dropout, seed=self.seed,
-            )  # fmt: skip
+                layer,
+                name,
+                rank=self.rank,
+                alpha=self.alpha,
+                variant=self.variant,
+                dropout=self.dropout,
+                seed=self.seed,
+            )
         for name, part, keys in experts:
             scale = scale_of(self.variant, self.alpha, self.rank)
             add_experts(part, name, keys, rank=self.rank, scale=scale, seed=self.seed)
         adapted = [*(layer for _, layer in targets), *(part for _, part, _ in experts)]
         trained = [p for part in adapted for key, p in part.named_parameters() if key.startswith("lora_")]
-        trained += [p for _, root in saved for p in root.parameters()]
+        for _, root in saved:
+            trained += root.parameters()
         if self.bias == "all":
             trained += [p for key, p in module.named_parameters() if key.rpartition(".")[2] == "bias"]
         elif self.bias == "lora_only":
-            trained += [layer.bias for _, layer in targets if isinstance(getattr(layer, "bias", None), nn.Parameter)]  # type: ignore[misc]
+            for _, layer in targets:
+                bias = getattr(layer, "bias", None)
+                if isinstance(bias, nn.Parameter):
+                    trained.append(bias)
         if self.start_from is not None:
             start_adapters(module, read_adapter(self.start_from)[1], trained, self.start_from)
-        for name, fields in self._beside.items():
-            folder = (self.beside or {})[name]
-            rest_beside(module, name, fields, read_adapter(folder)[1] if isinstance(folder, str) else None)
+        for name, folder in (self.beside or {}).items():
+            # Without a folder the tensors come from the checkpoint that is being resumed.
+            tensors = read_adapter(folder)[1] if isinstance(folder, str) else None
+            rest_beside(module, name, self._fields_beside[name], tensors)
         freeze_base(module, trained, save_base=self.save_base)
         call_layers(module)
         return self._report(module, (*(name for name, _ in targets), *(name for name, _, _ in experts)))
@@ -192,34 +217,35 @@ class LoRA(AdapterTechnique):
         traits = traits_of(trainer.strategy)
         if self.lr_ratio is not None and traits.flattens:
             raise ConflictError(
-                f"LoRA: lr_ratio={self.lr_ratio} changes the module's parameters after each step, and {traits.name} "
-                "steps other tensors: leave lr_ratio out, or use strategy='ddp'"
+                f"LoRA: lr_ratio={self.lr_ratio} changes the module's parameters after each step, but the optimizer of "
+                f"{traits.name} steps other tensors. Leave out lr_ratio, or use strategy='ddp'"
             )
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
-        """For LoRA+, multiply what each step does to the B matrices; groups, schedulers and states stay as they are."""
+        """With LoRA+, multiply each step's change of the B matrices. Groups, schedulers and states do not change."""
         adapted = {name: part for name, part in module.named_modules() if isinstance(part, LowRank | LowRankExperts)}
         report = self._report(module, tuple(adapted))
         if self.lr_ratio is None:
             return report
         if "ScheduleFree" in type(optimizer).__name__:
             raise ConfigurationError(
-                f"LoRA: lr_ratio={self.lr_ratio} cannot be used with {type(optimizer).__name__}, whose weights are an "
-                "average of those it steps; leave lr_ratio out"
+                f"LoRA: lr_ratio={self.lr_ratio} cannot be used with {type(optimizer).__name__}, because the module's "
+                "weights are averages of the weights that it steps. Leave out lr_ratio"
             )
-        named = (item for part in adapted.values() for item in part.named_parameters(recurse=False))
-        wanted = {id(p) for key, p in named if key.startswith("lora_B")}
-        stretch_steps(
-            optimizer, self.lr_ratio, [p for g in optimizer.param_groups for p in g["params"] if id(p) in wanted]
-        )
+        wanted: set[int] = set()
+        for part in adapted.values():
+            wanted |= {id(p) for key, p in part.named_parameters(recurse=False) if key.startswith("lora_B")}
+        stepped = [p for group in optimizer.param_groups for p in group["params"] if id(p) in wanted]
+        stretch_steps(optimizer, self.lr_ratio, stepped)
         return dataclasses.replace(report, summary=f"{report.summary}; B learns at {self.lr_ratio:g} times the rate")
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Say once, of the first batch, whether the adapters hold what there is to learn."""
-        batches = min(trainer.num_training_batches, max(trainer.max_steps, 0) * trainer.accumulate_grad_batches or inf)
-        if self._weighed or batches == inf:
+        """At the first batch, report whether the rank is large enough for the number of tokens in an epoch."""
+        steps = trainer.max_steps if trainer.max_steps > 0 else inf
+        batches = min(trainer.num_training_batches, steps * trainer.accumulate_grad_batches)
+        if self._capacity_reported or batches == inf:
             return
-        self._weighed = True
+        self._capacity_reported = True
         tokens = learned_tokens(batch)
         named = pl_module.named_parameters()
         held = count(p for name, p in named if name.rpartition(".")[2].startswith("lora_") and p.requires_grad)
@@ -242,7 +268,7 @@ class LoRA(AdapterTechnique):
 
     @classmethod
     def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-        """Compare the base with the one that the adapters were trained beside, and mix as when it was saved."""
+        """Check that the base is the one of the checkpoint, and restore the checkpoint's mix of adapters."""
         super().check_checkpoint(module, checkpoint)
         mix = (checkpoint.get("lit_efficient", {}).get(cls.keeps) or {}).get("mix")
         if mix is not None and cls.is_in(module):
@@ -257,37 +283,42 @@ class LoRA(AdapterTechnique):
     ) -> None:
         for name, part, _ in experts:
             if isinstance(part, LowRankExperts):
-                raise ConfigurationError(f"LoRA: {name!r} has an adapter already; merge_adapters(module) folds it in")
+                raise _adapted_twice(name)
             if self.dropout or self.variant not in ("lora", "rslora"):
                 raise ConfigurationError(
-                    f"LoRA: the experts of {name!r} take variant lora or rslora without dropout, got "
-                    f"variant={self.variant!r}, dropout={self.dropout}: set these, or leave them out of targets"
+                    f"LoRA: the experts of {name!r} support the variants lora and rslora without dropout, got "
+                    f"variant={self.variant!r}, dropout={self.dropout}. Change these, or leave the experts out of "
+                    "targets"
                 )
         if not targets and not experts:
-            raise ConfigurationError(
-                f"LoRA: modules_to_save={self.modules_to_save} covers every layer that targets={self.targets!r} names"
-                + (f"; others can be named: targets={others}" if others else "")
+            message = (
+                f"LoRA: modules_to_save={self.modules_to_save} covers every layer that targets={self.targets!r} matches"
             )
+            if others:
+                message += f". Other layers that can have adapters: targets={others}"
+            raise ConfigurationError(message)
         for name, layer in targets:
             weight: Any = layer.weight
             if isinstance(layer, LowRank):
-                raise ConfigurationError(f"LoRA: {name!r} has an adapter already; merge_adapters(module) folds it in")
+                raise _adapted_twice(name)
             if weight.device.type == "meta" and not waits:
-                raise ConfigurationError(f"LoRA: {name!r} is on the meta device: give the base its weights first")
+                raise ConfigurationError(f"LoRA: {name!r} is on the meta device. Load the base's weights first")
             if kind_of(layer) == "embedding" and self.variant in ("dora", "pissa"):
                 raise ConfigurationError(
-                    f"LoRA: variant={self.variant!r} is for matrix products, and {name!r} is an embedding: "
-                    "use lora or rslora, or leave it out of targets"
+                    f"LoRA: variant={self.variant!r} is for matrix products, but {name!r} is an embedding. Use "
+                    "variant lora or rslora, or leave the embedding out of targets"
                 )
             if self.variant in ON_INT4 and not isinstance(layer, Int4Linear):
                 raise ConfigurationError(
-                    f"LoRA: variant={self.variant!r} merges into the codes or zero points of an int4 weight, and "
-                    f"{name!r} is a {type(layer).__name__} without them: put "
-                    "QuantizeBase(format='int4', group_size=32) beside it, or leave the layer out of targets"
+                    f"LoRA: variant={self.variant!r} merges into the codes or zero points of an int4 weight, but "
+                    f"{name!r} is a {type(layer).__name__} without them. Add "
+                    "QuantizeBase(format='int4', group_size=32) to the callbacks, or leave the layer out of targets"
                 )
-            linear = isinstance(layer, nn.Linear)  # whose weight may be codes of another shape
-            shape = (layer.in_features, layer.out_features) if linear else (len(weight), weight[0].numel())
-            if self.variant == "pissa" and self.rank > (limit := min(shape)):
+            if isinstance(layer, nn.Linear):  # its weight may hold packed codes, which have another shape
+                limit = min(layer.in_features, layer.out_features)
+            else:
+                limit = min(len(weight), weight[0].numel())
+            if self.variant == "pissa" and self.rank > limit:
                 raise refusal("LoRA", "rank", f"at most {limit} for pissa on {name!r}", self.rank)
 
     def _report(self, module: nn.Module, names: tuple[str, ...]) -> Report:
@@ -297,57 +328,70 @@ class LoRA(AdapterTechnique):
         share = count(trained) / max(1, total)
         size = sum(p.numel() * p.element_size() for p in trained)
         frozen = sum(p.numel() * p.element_size() for p in every) - size
-        left = [getattr(part, key) for name, part, keys in expert_stacks(module) if name not in names for key in keys]
-        aside = f"; {count(left):,} in experts have no adapter: targets='{WITH_EXPERTS}' gives them one" if left else ""
-        convolutions = other_targets(module, ["conv2d"]) if self.targets in (ALL_LINEAR, WITH_EXPERTS) else []
-        if convolutions:
-            aside += f"; convolutions have no adapter unless they are named: targets={convolutions}"
-        return Report(
+        summary = (
             f"{len(names)} layers, {self.variant} of rank {self.rank}: {count(trained):,} of {total:,} parameters "
             f"train ({share:.2%}), {size / 2**20:.2f} MiB in a checkpoint"
-            f"{aside}",
+        )
+        left = [getattr(part, key) for name, part, keys in expert_stacks(module) if name not in names for key in keys]
+        if left:
+            summary += f"; {count(left):,} parameters of experts have no adapter (see targets='{WITH_EXPERTS}')"
+        if self.targets in (ALL_LINEAR, WITH_EXPERTS):
+            convolutions = other_targets(module, ["conv2d"])
+            if convolutions:
+                summary += f"; convolutions have no adapter unless they are named: targets={convolutions}"
+        return Report(
+            summary,
             modules=names,
             parameters=count(trained),
-            bytes_saved=frozen,  # gradients that are never made
+            bytes_saved=frozen,  # the gradients of frozen weights, which are never allocated
             details={"trainable_share": share, "adapter_bytes": size},
         )
 
 
+def _adapted_twice(name: str) -> ConfigurationError:
+    return ConfigurationError(f"LoRA: {name!r} already has an adapter. Call merge_adapters(module) to merge it first")
+
+
 def stretch_steps(optimizer: Optimizer, factor: float, parameters: Iterable[Tensor]) -> None:
-    """Let each step move ``parameters`` by ``factor`` times as much as the optimizer would.
+    """Make each step of the optimizer change ``parameters`` by ``factor`` times as much.
 
         p <- p_old + factor (p_new - p_old)
 
-    The same as a group of its own with ``factor`` times the rate, for any optimizer whose step is linear in the rate,
-    weight decay included; but no group, schedule or state changes. A second call replaces the first.
+    For any optimizer whose step is linear in the learning rate, weight decay included, the effect is that of a separate
+    group with ``factor`` times the rate. No group, schedule or state changes. A second call replaces the first.
 
     Args:
         optimizer: Any optimizer.
-        factor: The multiple.
-        parameters: Some of the optimizer's.
+        factor: Multiple of the optimizer's change.
+        parameters: Parameters of the optimizer to which the factor applies.
     """
-    hooks = [hook for name in HOOKS for hook in optimizer.__dict__.get(name, {}).values()]
-    earlier = {id(s): s for hook in hooks if isinstance(s := getattr(hook, "__self__", None), _Stretch)}
-    for stretch in earlier.values():  # of an optimizer that a module returns in a second fit, too
-        stretch.factor, stretch.parameters = factor, list(parameters)
-        return
+    for name in HOOKS:
+        for hook in optimizer.__dict__.get(name, {}).values():
+            earlier = getattr(hook, "__self__", None)
+            if isinstance(earlier, _Stretch):  # a module may return the same optimizer in a second fit
+                earlier.factor = factor
+                earlier.parameters = list(parameters)
+                return
     stretch = _Stretch(factor, list(parameters))
     optimizer.register_step_pre_hook(stretch.remember)
     optimizer.register_step_post_hook(stretch.stretch)
 
 
 class _Stretch:
-    def __init__(self, factor: float, parameters: list[Tensor]) -> None:
-        self.factor, self.parameters = factor, parameters
-        self.before: list[Tensor] = []
+    """Two optimizer hooks that multiply a step's change of some parameters by a factor."""
 
-    def remember(self, *_: Any) -> None:
+    def __init__(self, factor: float, parameters: list[Tensor]) -> None:
+        self.factor = factor
+        self.parameters = parameters
+        self.before: list[Tensor] = []  # values of the parameters before the step
+
+    def remember(self, *_: object) -> None:
         parameters = [local(p.detach()) for p in self.parameters]
         self.before = [torch.empty_like(p) for p in parameters]
         foreach_copy_(self.before, parameters)
 
     @torch.no_grad()
-    def stretch(self, *_: Any) -> None:
+    def stretch(self, *_: object) -> None:
         parameters = [local(p.detach()) for p in self.parameters]
         foreach_add_(parameters, self.before, alpha=-1)
         foreach_mul_(parameters, self.factor)

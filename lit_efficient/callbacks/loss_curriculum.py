@@ -1,9 +1,9 @@
-"""Curriculum by loss: learn from the easiest samples of each batch first, and from more of them step by step.
+"""Loss curriculum: train on the easiest samples of each batch first, and gradually on all of them.
 
     loss = mean of the k smallest sample losses,    k / B = start + (1 - start) * min(1, t / steps)
 
-Saves: harm by samples that are wrong or far too hard at first; fewer steps where labels are noisy, none on clean data
-Costs: the compute of the samples that are left out, whose losses must be known
+Saves: training steps if labels are noisy, because wrong and very hard samples are left out at first; none on clean data
+Costs: the compute of the samples that are left out, because their losses must be known
 Source: Kumar et al. (2010), https://papers.nips.cc/paper/3923; Bengio et al. (2009)
 """
 
@@ -22,28 +22,31 @@ from lit_efficient.traits import Trait
 
 
 class LossCurriculum(LossHooks, Technique):
-    """Weigh the samples of each batch by whether they are among its easiest, until all are learned from.
+    """Train only on the samples of each batch with the smallest losses, and on more of them in each step.
 
-    Each process chooses among the samples of its own micro-batch. Other techniques' weights multiply these.
+    Each process chooses among the samples of its own micro-batch. Sample weights of other techniques are multiplied
+    with these.
 
     Args:
-        start: Share of the samples at first, above 0 and at most 1.
-        steps: Optimizer steps until all samples count, or a share of ``max_steps`` between 0 and 1.
+        start: Share of the samples that count at first, above 0 and at most 1.
+        steps: Number of optimizer steps until all samples count, or a share of ``max_steps`` between 0 and 1.
 
     Raises:
-        ConfigurationError: For an argument out of range, a share of a run without ``max_steps``, and in the first step
-            if ``training_step`` returns no ``sample_loss`` [B].
+        ConfigurationError: For an argument out of range, and for a share in a run without ``max_steps``. In the first
+            step, if ``training_step`` returns no ``sample_loss`` [B].
     """
 
     phase = Phase.LOSS
     reasons: ClassVar[dict[Trait, str]] = {
-        Trait.NEEDS_WHOLE_BATCH: "the easiest are those of a batch",
+        Trait.NEEDS_WHOLE_BATCH: "it chooses the easiest samples of a batch",
     }
     needs = ("steps",)
     conflicts: ClassVar[dict[str, str]] = {
-        "SelectiveBackprop": "one takes the easy samples and the other the hard ones; keep one of them"
+        "SelectiveBackprop": "one selects the easy samples and the other the hard ones; keep one of them"
     }
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "wrong labels are learned late: another training")}
+    helps: ClassVar[dict[str, tuple[int, str]]] = {
+        "quality": (0, "wrong labels have less influence; changes the result")
+    }
 
     def __init__(self, start: float = 0.5, steps: int | float = 0.5) -> None:
         super().__init__()
@@ -59,9 +62,9 @@ class LossCurriculum(LossHooks, Technique):
         super().setup(trainer, pl_module, stage)
 
     def describe(self, module: nn.Module) -> Report:
-        return Report(f"the easiest {self.start:.0%} of each batch at first, all of it after {self._steps} steps")
+        return Report(f"the easiest {self.start:.0%} of each batch at first, the whole batch after {self._steps} steps")
 
     def sample_weights(self, output: Mapping[str, Any], module: nn.Module) -> Tensor:
-        """Weights [B], 0 for what is too hard yet."""
+        """Return the weights of the samples, [B]: 0 for samples that are not yet used."""
         step: Any = module.trainer.global_step  # type: ignore[union-attr]
         return easiest(output["sample_loss"].detach(), ramped(step, self.start, 1.0, self._steps))

@@ -1,10 +1,10 @@
-"""Low-bit optimizer states: one byte for each moment of a parameter, or half of one, instead of four.
+"""Low-bit optimizer states: store each moment of a parameter in one byte, or in half a byte, instead of four.
 
     state bytes per parameter of AdamW: 8 (two float32 moments)  ->  2 (b / 8 + 4 / B)
         = 2.03 with b = 8 bits in blocks of B = 256;  1.06 with b = 4, B = 128;  fp8 as 8 bits
 
-Saves: 6 bytes a parameter with AdamW and Adam, 3 with SGD, Lion, RMSprop and Adagrad; 4 bits: 6.9
-Costs: quantising and dequantising the states in each step; none of it in the forward or backward pass
+Saves: 6 bytes for each parameter with AdamW and Adam, 3 with SGD, Lion, RMSprop and Adagrad; 6.9 with 4 bits
+Costs: quantising and dequantising the states in each optimizer step; nothing in the forward and backward pass
 Source: Dettmers et al. (2021), https://arxiv.org/abs/2110.02861; kernels: bitsandbytes and torchao
 """
 
@@ -28,21 +28,21 @@ _BACKENDS = ("auto", "bitsandbytes", "torchao")
 
 
 class LowBitOptimizer(OptimizerHooks, Technique):
-    """Replace the optimizer that the module returns by its low-bit twin, with groups and schedulers kept.
+    """Replace the module's optimizer by its low-bit twin. Parameter groups and schedulers are kept.
 
-    AdamW, Adam, SGD with momentum, RMSprop and Adagrad of torch and Lion of this package have 8-bit twins; AdamW and
-    Adam have 4-bit and fp8 ones, too.
+    8-bit twins exist for torch's AdamW, Adam, SGD with momentum, RMSprop and Adagrad, and for this package's Lion.
+    4-bit and fp8 twins exist for AdamW and Adam.
 
     Args:
-        bits: Bits of one state value: 8, 4 or fp8.
-        backend: bitsandbytes, torchao, or auto: bitsandbytes for 8 bits on whole parameters, else torchao. torchao
-            compiles its step, which takes seconds once.
-        paged: Let the GPU page states out to the host when its memory is full. CUDA and bitsandbytes only.
-        min_size: Tensors with fewer elements keep 32-bit states, at least 0. A torchao state must also be a whole
-            number of blocks (256 elements, 128 for 4 bits).
-        keep_32bit: Whose parameters keep 32-bit states: names of module classes; subclasses count.
-        decay_norm_and_bias: Whether biases, norms and other tensors with fewer than two dimensions decay. With false
-            they do not, and the groups, which schedulers know, stay as they are.
+        bits: Number of bits of one state value, 8 or 4, or ``fp8``.
+        backend: ``bitsandbytes``, ``torchao`` or ``auto``. ``auto`` uses bitsandbytes for 8 bits if parameters are not
+            sharded, else torchao. torchao compiles its step, which takes some seconds once.
+        paged: Let the GPU driver move states to CPU memory when GPU memory is full. Needs CUDA and bitsandbytes.
+        min_size: Tensors with fewer elements keep 32-bit states, at least 0. torchao also needs a whole number of
+            blocks (256 elements, or 128 for 4 bits) and otherwise keeps 32 bits.
+        keep_32bit: Names of module classes whose parameters keep 32-bit states, subclasses included.
+        decay_norm_and_bias: If false, biases, norms and other tensors with fewer than two dimensions have no weight
+            decay. The parameter groups, to which schedulers refer, stay as they are.
 
     Raises:
         ConfigurationError: For an argument out of range, for an optimizer or a setting that has no low-bit twin, and if
@@ -53,9 +53,9 @@ class LowBitOptimizer(OptimizerHooks, Technique):
     phase = Phase.OPTIMIZER
     alters = ("optimizer",)
     conflicts: ClassVar[dict[str | Trait, str]] = {
-        "GroupedAdafactor": "it has no low-bit twin, and hardly a state to save: leave LowBitOptimizer out",
-        "MuonAdamW": "it has no low-bit twin: use FusedAdamW or Lion, or leave LowBitOptimizer out",
-        Trait.SCHEDULE_FREE: "no low-bit kernel is schedule-free: keep one of them",
+        "GroupedAdafactor": "it has no low-bit twin, and its states are already small; leave out LowBitOptimizer",
+        "MuonAdamW": "it has no low-bit twin; use FusedAdamW or Lion, or leave out LowBitOptimizer",
+        Trait.SCHEDULE_FREE: "there is no schedule-free low-bit kernel; keep one of them",
     }
     computes: ClassVar[str] = "rounded"
     helps: ClassVar[dict[str, tuple[int, str]]] = {"memory": (5, "three quarters of the optimizer's states")}
@@ -83,7 +83,7 @@ class LowBitOptimizer(OptimizerHooks, Technique):
             raise refusal("LowBitOptimizer", "keep_32bit", "a list of class names", keep_32bit)
         if backend == "torchao" or bits != 8:
             check_installed("LowBitOptimizer", "torchao")
-        elif backend == "bitsandbytes" or find_spec("torchao") is None:  # which sharded parameters take
+        elif backend == "bitsandbytes" or find_spec("torchao") is None:  # auto may use torchao, for sharded parameters
             check_installed("LowBitOptimizer", "bitsandbytes")
         self.bits = bits
         self.backend = backend
@@ -96,12 +96,12 @@ class LowBitOptimizer(OptimizerHooks, Technique):
         device = trainer.strategy.root_device.type
         if self.paged and device != "cuda":
             raise ConfigurationError(
-                f"LowBitOptimizer: paged=True needs a CUDA GPU, whose driver does the paging; this trainer's device is "
-                f"{device!r}: use paged=False"
+                "LowBitOptimizer: paged=True needs a CUDA GPU, whose driver does the paging, but the trainer's device "
+                f"is {device!r}. Use paged=False"
             )
         if traits_of(trainer.strategy).saves_one_file:
             raise ConflictError(
-                "LowBitOptimizer: quantised states of sharded parameters cannot be loaded from one file: use "
+                "LowBitOptimizer: quantised states of sharded parameters cannot be loaded from a single file. Use "
                 "ModelParallelStrategy(save_distributed_checkpoint=True)"
             )
 
@@ -135,6 +135,7 @@ class LowBitOptimizer(OptimizerHooks, Technique):
         )
 
     def _kept(self, module: nn.Module) -> set[nn.Parameter]:
+        """Return the parameters of the classes in ``keep_32bit``."""
         names = set(self.keep_32bit)
         keepers = [m for m in module.modules() if names & {base.__name__ for base in type(m).__mro__}]
         return {p for m in keepers for p in m.parameters(recurse=False)}

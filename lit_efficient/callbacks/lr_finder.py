@@ -1,13 +1,13 @@
-"""Learning-rate range test: raise the rate step by step, watch the loss, put everything back and take the best rate.
+"""Learning-rate range test: raise the rate in each step, record the loss, undo the steps and use the suggested rate.
 
     rate_i = min_lr * (max_lr / min_lr)^(i / (n - 1));    suggestion = where the smoothed loss falls fastest per decade
 
-Saves: runs at a rate that is far off
-Costs: num_steps training steps before the first epoch; a copy of weights and states in host memory meanwhile
+Saves: runs with a learning rate that is much too large or too small
+Costs: ``num_steps`` training steps before the first epoch; during these, a copy of weights and states in CPU memory
 Source: Smith (2015), https://arxiv.org/abs/1506.01186
 
-All parameter groups keep their proportions, and the rate that is taken is the schedule's own: every rate that a
-scheduler goes back to is scaled with it, so that LambdaLR, one-cycle and plateau schedules hold what was found.
+The ratios between the rates of parameter groups are kept. All base rates that a scheduler stores are scaled, too, so
+that LambdaLR, one-cycle and plateau schedules also use the suggested rate.
 """
 
 import copy
@@ -51,25 +51,27 @@ from lit_efficient.mechanisms.trials.steps import Trials, schedule, unschedule
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
 
-_DECAY = 0.8
+_DECAY = 0.8  # of the running mean that smooths the losses
 
 
 class LRFinder(Technique):
     """Test a range of learning rates before the first epoch, and train with the suggested one.
 
-    A rate is that of the optimizer's first group; the others follow in proportion. Schedulers do not step in the test.
-    Afterwards everything is as if nothing had been tried; a resumed run takes the rate from the checkpoint.
+    Rates are rates of the optimizer's first group; the rates of other groups keep their ratio to it. Schedulers do not
+    step during the test. Afterwards weights, states, random generators and data are as before the test. A resumed run
+    uses the rate of the checkpoint.
 
     Args:
         min_lr: First rate, above 0.
         max_lr: Last rate, above ``min_lr``.
-        num_steps: Optimizer steps, at least 3; the data is begun again where it is shorter.
-        mode: ``exponential`` for equal ratios, ``linear`` for equal differences.
-        early_stop_threshold: Stop when the smoothed loss is above so many times the lowest, once it is a mean of five
-            steps; null for never.
-        apply: Train with the suggestion. If false, only report and draw it.
-        plot: Path of a PNG of the test; null for none.
-        idle: Names of further callback classes that must not act in the test, because they leave traces outside.
+        num_steps: Number of optimizer steps, at least 3. If the data is shorter, it is repeated.
+        mode: ``exponential`` for equal ratios between rates, ``linear`` for equal differences.
+        early_stop_threshold: The test ends when the smoothed loss is more than this multiple of its lowest value,
+            above 1, but not within the first five steps; null for no early end.
+        apply: Train with the suggested rate. If false, only report and plot it.
+        plot: Path of a PNG file with a plot of the test; null for none.
+        idle: Names of further callback classes that must not run during the test, because they have effects outside of
+            the run, such as uploads.
 
     Raises:
         ConfigurationError: For an argument out of range, and if the loss falls nowhere in the range.
@@ -114,25 +116,28 @@ class LRFinder(Technique):
     def check(self, trainer: Any, module: Any) -> None:
         if not module.automatic_optimization:
             raise ConfigurationError(
-                f"LRFinder: {type(module).__name__} optimizes manually, with rates and losses of its own; call "
-                "lit_efficient.mechanisms.trials.rate_range.suggest_lr on rates and losses that you have recorded"
+                f"LRFinder: {type(module).__name__} uses manual optimization, so that rates and losses are unknown. "
+                "Call lit_efficient.mechanisms.trials.rate_range.suggest_lr on rates and losses that you have recorded"
             )
         traits = traits_of(trainer.strategy)
         if trainer.world_size > 1 and not (traits.replicates or traits.dtensors):
             raise ConflictError(
-                f"LRFinder cannot be combined with {type(trainer.strategy).__name__}: it steps what no process can "
-                "put back; find the rate with ShardedStrategy, DDP or one device"
+                f"LRFinder cannot be combined with {type(trainer.strategy).__name__}: the steps of the test cannot be "
+                "undone in its flattened parameters. Find the rate with ShardedStrategy, DDP or one device"
             )
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Forget an earlier run's rate: a checkpoint brings its own."""
+        """Reset the results of an earlier run. A checkpoint restores its own results later."""
         if stage == "fit":
-            self.suggestion, self.rates, self.losses = None, [], []
+            self.suggestion = None
+            self.rates = []
+            self.losses = []
         super().setup(trainer, pl_module, stage)
 
     def describe(self, module: Any) -> Report:
-        use = "the suggested one is taken" if self.apply else "only reported"
-        return Report(f"{self.num_steps} steps at rates {self.min_lr:g} to {self.max_lr:g}, {self.mode}; {use}")
+        use = "used for training" if self.apply else "only reported"
+        steps = f"{self.num_steps} steps at rates {self.min_lr:g} to {self.max_lr:g}, {self.mode}"
+        return Report(f"{steps}; the suggested rate is {use}")
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_fit_start(trainer, pl_module)
@@ -147,16 +152,17 @@ class LRFinder(Technique):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.suggestion = state_dict["suggestion"]
-        self.rates, self.losses = list(state_dict["rates"]), list(state_dict["losses"])
+        self.rates = list(state_dict["rates"])
+        self.losses = list(state_dict["losses"])
 
     def _test(self, trainer: Any) -> None:
         if self.suggestion is not None:
-            rank_zero_info(f"LRFinder: the rate {self.suggestion:.3g} is the checkpoint's")
+            rank_zero_info(f"LRFinder: the rate {self.suggestion:.3g} is taken from the checkpoint")
             return
         if trainer.global_step:
             raise ConfigurationError(
-                f"LRFinder: the checkpoint has {trainer.global_step} steps of a run without LRFinder: a test belongs "
-                "before the first one; resume without LRFinder"
+                f"LRFinder: the checkpoint has {trainer.global_step} steps of a run without LRFinder, but the test "
+                "must run before the first step. Resume without LRFinder"
             )
         reference = self._reference(trainer)
         trials = Trials(trainer, self.idle)
@@ -176,41 +182,46 @@ class LRFinder(Technique):
                 scale_rates(optimizer, self.suggestion / reference)
             for config in trainer.lr_scheduler_configs:
                 scale_schedule(config.scheduler, self.suggestion / reference)
-        done = "taken" if self.apply else "not taken (apply=False)"
+        use = "used" if self.apply else "not used (apply=False)"
         rank_zero_info(
-            f"LRFinder: suggests {self.suggestion:.3g} for the first group, {done}; its rate was {reference:.3g}, "
-            f"{len(self.losses)} of {self.num_steps} steps were run"
+            f"LRFinder: suggests {self.suggestion:.3g} for the first group, which is {use}; its rate was "
+            f"{reference:.3g}, {len(self.losses)} of {self.num_steps} steps were run"
         )
 
     def _reference(self, trainer: Any) -> float:
-        """The rate of the first group that the schedule multiplies, whatever its warm-up makes of it at first."""
+        """Return the full rate of the first group, by which the schedule multiplies, before any warm-up factor."""
         reference = _full_rate(trainer.optimizers[0].param_groups[0])
         if not reference > 0:
             raise ConfigurationError(
-                f"LRFinder: the first group's rate is {reference}, and others in proportion to it cannot be had"
+                f"LRFinder: the rate of the optimizer's first group is {reference}, so that the ratios of other groups "
+                "to it are undefined. Give the first group a rate above 0"
             )
         return reference
 
 
 def _run(finder: LRFinder, trainer: Any, trials: Trials, reference: float) -> tuple[list[float], list[float]]:
-    """Train at rising rates; the loss of a step is that which its gradient is of, over all processes."""
+    """Train with increasing rates.
+
+    Returns:
+        The rates and the losses of the steps. A loss is the mean over micro-batches and processes, as in the gradient.
+    """
     rates = rates_to_try(finder.min_lr, finder.max_lr, finder.num_steps, finder.mode)
     tried: list[float] = []
     losses: list[float] = []
-    skipped = 0  # steps without a loss, one after the other
+    skipped = 0  # consecutive steps without a loss
     accumulate = trainer.accumulate_grad_batches
     batches = _batches(trainer)
     generators = [(generator, generator.get_state()) for generator in live_generators(combined_loader(trainer))]
     with trials.trial(accumulate, alone=False):
         trainer.strategy.lr_scheduler_configs = []
-        # Each group's share of the first one's rate, as the schedule's full rates have it.
+        # Ratio of each group's rate to the first group's, from full rates: a warm-up may have set all of them to 0.
         optimizer = trainer.optimizers[0]
         shares = [_full_rate(group) / reference for group in optimizer.param_groups]
         for rate in rates:
             for group, share in zip(optimizer.param_groups, shares):
                 set_rate(group, rate * share)
             loss = _step(trainer, trials, batches, accumulate)
-            if loss is None:  # training_step gave none: of a step that was skipped nothing is known
+            if loss is None:  # training_step returned None, so that the step was skipped
                 skipped += 1
                 if skipped == SETTLED:
                     break
@@ -227,26 +238,32 @@ def _run(finder: LRFinder, trainer: Any, trials: Trials, reference: float) -> tu
 
 
 def _step(trainer: Any, trials: Trials, batches: Iterator[Any], accumulate: int) -> float | None:
-    """One optimizer step; its loss, NaN where a guard refuses it, ``None`` if ``training_step`` gave none."""
-    trainer.callbacks = [*trainer.callbacks, watcher := _Losses()]
+    """Run one optimizer step.
+
+    Returns:
+        The loss of the step; NaN if a guard stopped it as diverged; ``None`` if ``training_step`` returned no loss.
+    """
+    watcher = _Losses()
+    trainer.callbacks = [*trainer.callbacks, watcher]
     try:
         for _ in range(accumulate):
             trials.train(partial(next, batches))
     except DivergedError:
-        return math.nan  # what the test is after
+        return math.nan  # the test looks for the rate at which training diverges
     finally:
         trainer.callbacks = [callback for callback in trainer.callbacks if callback is not watcher]
     if trials.agree(float(bool(watcher.losses))) == 0:
         return None
     weights = torch.tensor(watcher.weights, device=trainer.strategy.root_device)
-    losses = torch.stack(watcher.losses).to(weights) * accumulate  # Lightning has divided each by the micro-batches
+    # Lightning has divided each loss by the number of micro-batches.
+    losses = torch.stack(watcher.losses).to(weights) * accumulate
     sums = torch.stack(((losses * weights)[weights > 0].sum(), weights.sum()))
     total, weight = trainer.strategy.reduce(sums, reduce_op="sum")
     return float(total / weight) if weight else None
 
 
 class _Losses(Callback):
-    """Keeps the loss of every micro-batch, and how much it weighs in a step."""
+    """Callback that records the loss of each micro-batch and its weight in the step."""
 
     def __init__(self) -> None:
         self.losses: list[Tensor] = []
@@ -256,18 +273,18 @@ class _Losses(Callback):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
             self.losses.append(loss.detach().float())
-            hooks = [one for one in techniques_of(trainer) if isinstance(one, LossHooks)]
-            weights = (one.batch_weight for one in hooks if one.batch_weight is not None)
-            self.weights.append(float(next(weights, 1.0)))
+            hooks = [technique for technique in techniques_of(trainer) if isinstance(technique, LossHooks)]
+            weights = [hook.batch_weight for hook in hooks if hook.batch_weight is not None]
+            self.weights.append(float(weights[0]) if weights else 1.0)
 
 
 def _full_rate(group: dict[str, Any]) -> float:
-    """The rate of a group that its schedule multiplies, whatever a warm-up makes of it at first."""
+    """Return the full rate of a group, by which its schedule multiplies; ``lr`` may include a warm-up factor."""
     return float(group.get("max_lr", group.get("initial_lr", group["lr"])))
 
 
 def _batches(trainer: Any) -> Iterator[Any]:
-    """Training batches without end, from copies of the loaders: how far the run's own ones are is not touched."""
+    """Yield training batches endlessly, from copies of the loaders, so that the run's own loaders do not advance."""
     combined = combined_loader(trainer)
     while True:
         copies = copy.copy(combined)
@@ -278,4 +295,4 @@ def _batches(trainer: Any) -> Iterator[Any]:
             empty = False
             yield batch
         if empty:
-            raise ConfigurationError("LRFinder: the training loader is empty: there is nothing to test with")
+            raise ConfigurationError("LRFinder: the training loader yields no batches, so that no rate can be tested")

@@ -1,15 +1,16 @@
-"""Batch-size finder: the largest batch that really ran, for training and validation, at an unchanged effective batch.
+"""Batch-size finder: find the largest batch that runs, by trial, and keep the effective batch size by accumulation.
 
     size = largest divisor of effective whose trial stays within (1 - margin) limit;  accumulation = effective / size
 
-Saves: time, where a larger batch uses the device better, and the runs that fail hours later on their longest batch
-Costs: a few steps a tried size before the first epoch; a copy of weights and states in host memory meanwhile
+Saves: time, if a larger batch uses the device better; runs that would fail after hours, at their longest batch
+Costs: a few steps for each tried size before the first epoch; during these, a copy of weights and states in CPU memory
 Source: own; accumulation as in Goyal et al. (2017), https://arxiv.org/abs/1706.02677
 
-A trial is two optimizer steps, each with the micro-batches that it would have (two stand for any larger number), and
-one batch of each validation loader, all made of the dataset's longest samples. Micro-batches of equal size give the
-gradient of one large batch exactly. Where token counts differ, a mean of means does not: add TokenWeightedAccumulation.
-The same holds for an epoch's last, short window, which Lightning divides by the full number of micro-batches.
+A trial consists of two optimizer steps, and one batch of each validation loader. All batches are made of the longest
+samples of the dataset. Each step has as many micro-batches as in the run, but at most two, because more need no more
+memory. Micro-batches of equal size give exactly the gradient of one large batch. If their token counts differ, the mean
+of their means is another loss: add TokenWeightedAccumulation. The same is true at the end of an epoch, if the last step
+has fewer micro-batches, because Lightning divides by the full number.
 """
 
 import inspect
@@ -37,52 +38,55 @@ from lit_efficient.traits import Trait
 
 
 class MaxBatchSize(Technique):
-    """Find the largest batch that fits, before the first epoch, and accumulate to the effective batch asked for.
+    """Find the largest batch that fits in memory before the first epoch, and accumulate to the effective batch size.
 
-    The effective batch is the batch size of the loader times ``accumulate_grad_batches``, for each process. Everything
-    is afterwards as if nothing had been tried: weights, optimizers, generators, metrics, callbacks, files. Callbacks
-    that only write (checkpoints, progress bars, samples) and loggers take no part in trials. The size holds until the
-    run ends, and a resumed run takes it from the checkpoint. All processes agree on the smallest.
+    The effective batch size of a process is the batch size of its loader times ``accumulate_grad_batches``. Trials
+    leave no traces in weights, optimizers, random generators, metrics, callbacks and files. Callbacks that only write
+    (checkpoints, progress bars, samples) and loggers do not run in trials. The size that is found is used until the run
+    ends, and a resumed run takes it from the checkpoint. All processes use the smallest size that one of them finds.
 
     A module or datamodule may define ``longest_samples(dataset, count)``, which returns the indices of the largest
-    samples; otherwise they are found by looking at ``scan`` samples.
+    samples. Otherwise the largest of ``scan`` samples are used.
 
     Args:
-        target: What holds the batch size: ``device_batch``, ``batch_size`` or another attribute of the datamodule or
-            the module, dots allowed; ``auto`` for the first of the two that exists, or the loader passed to fit.
-        mode: ``power`` tries steps of about two, ``binary`` finds the exact largest size.
-        margin: Share of the memory that must stay free in the trial of the size that is taken, in [0, 1).
-        keep_effective_batch: Only take divisors of the effective batch and accumulate. If false, accumulation stays,
-            and the effective batch grows with the size.
+        target: Name of the attribute of the datamodule or the module that holds the batch size, such as
+            ``device_batch`` or ``batch_size``; it may contain dots. ``auto`` uses the first of these two that exists,
+            or the batch size of the loader that is passed to fit.
+        mode: ``power`` tries sizes that differ by a factor of about two; ``binary`` finds the largest size exactly.
+        margin: Share of the memory that must stay free in the trial of the chosen size, at least 0 and below 1.
+        keep_effective_batch: Try only divisors of the effective batch size, and accumulate. If false, accumulation
+            does not change, and the effective batch size grows with the size.
         include_validation: Also run validation in each trial.
-        memory_limit: Bytes that may be used, as a number or like ``12GiB``; null for all there are. On the CPU live
-            tensors are measured, parameters and optimizer states included.
-        max_size: No size is larger; null for no bound but the dataset's length.
-        min_size: No size is smaller, at least 1. What does not run with 1, such as batch normalisation, starts above.
-        scan: Samples to look at for the longest ones, at least 1.
-        idle: Names of further callback classes that must not act in trials, because they leave traces outside.
+        memory_limit: Number of bytes that may be used, as a number or as text such as ``12GiB``; null for all memory of
+            the device. On the CPU the bytes of live tensors count, with parameters and optimizer states.
+        max_size: Largest size that is tried; null for the length of the dataset.
+        min_size: Smallest size that is tried, at least 1. Use 2 or more for networks that cannot run on one sample,
+            such as networks with batch normalisation.
+        scan: Number of samples to inspect for the longest ones, at least 1.
+        idle: Names of further callback classes that must not run in trials, because they have effects outside of the
+            run, such as uploads.
 
     Raises:
         ConfigurationError: For an argument out of range, and for data whose batch size cannot be changed.
-        ConflictError: For a strategy that shards, whose processes would wait for the one that runs out of memory.
-        OutOfMemoryError: If not even the smallest size fits.
+        ConflictError: With a strategy that shards, whose processes would wait for a process that is out of memory.
+        OutOfMemoryError: If the smallest size does not fit.
     """
 
     traits = frozenset({Trait.CHANGES_ACCUMULATION, Trait.TRIES_STEPS})
     conflicts: ClassVar[dict[str, str]] = {
         "BatchSizeFinder": "both change the batch size; keep MaxBatchSize",
         "GradualUnfreezing": (
-            "the first steps train the head alone, and what fits them does not fit later ones; find the size in a run"
-            " without GradualUnfreezing and set it"
+            "the first steps train only the head, and a batch that fits then may not fit later; find the size in a run "
+            "without GradualUnfreezing and set it"
         ),
         "ActivationCheckpointing(memory_budget=...)": (
-            "which blocks are recomputed is decided by the first batch, after the size is found: use every or save"
+            "it chooses the recomputed blocks in the first batch, after the size is found; use every or save instead"
         ),
-        "LanguageData(stream.enabled=True)": "a stream cannot be asked for its longest rows: set batch_size by hand",
+        "LanguageData(stream.enabled=True)": "the longest rows of a stream are unknown; set batch_size by hand",
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {
-        "memory": (1, "smaller batches, accumulated to the same effective one"),
-        "speed": (7, "larger batches that fit"),
+        "memory": (1, "smaller batches, accumulated to the same effective batch size"),
+        "speed": (7, "the largest batch that fits"),
     }
 
     def __init__(
@@ -119,49 +123,53 @@ class MaxBatchSize(Technique):
         self.scan = scan
         self.idle = idle
         self.found: FoundBatch | None = None
-        self._asked: tuple[int, int] | None = None  # size and accumulation before the run
-        self._place: BatchSizeTarget | None = None
+        self._configured: tuple[int, int] | None = None  # batch size and accumulation before the run
+        self._place: BatchSizeTarget | None = None  # the attribute or loader that holds the batch size
         self._batch_counts: dict[str, int] = {}  # settings of the trainer that count batches, before the run
-        self._start: dict[str, Any] = {}  # states of the global generators before data is loaded
-        self._generators: list[tuple[torch.Generator, torch.Tensor]] = []  # the loaders' own, then
+        # States of the global generators, and of the loaders' own generators, before data is loaded.
+        self._start: dict[str, Any] = {}
+        self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
 
     def check(self, trainer: Any, module: Any) -> None:
-        name, strategy = type(self).__name__, trainer.strategy
-        if trainer.world_size > 1 and not traits_of(strategy).replicates:
+        if trainer.world_size > 1 and not traits_of(trainer.strategy).replicates:
             raise ConflictError(
-                f"{name} cannot be combined with {type(strategy).__name__}: its processes need each other within a "
-                "step, and would wait for ever for the one that runs out of memory; find the size on DDP or one device"
+                f"MaxBatchSize cannot be combined with {type(trainer.strategy).__name__}: its processes communicate "
+                "within a step, and would wait forever for a process that runs out of memory. Find the size with DDP "
+                "or on one device"
             )
         if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-            raise ConfigurationError(f"{name}: training_step takes dataloader_iter, and fetches batches by itself")
+            raise ConfigurationError(
+                "MaxBatchSize: training_step takes dataloader_iter and fetches batches itself, so that trials cannot "
+                "choose its batches. Let it take a batch, or leave out MaxBatchSize"
+            )
         if self.keep_effective_batch and not module.automatic_optimization:
             raise ConfigurationError(
-                f"{name}: {type(module).__name__} optimizes manually, where Lightning does not accumulate; "
-                "use keep_effective_batch=False"
+                f"MaxBatchSize: {type(module).__name__} uses manual optimization, in which Lightning does not "
+                "accumulate. Use keep_effective_batch=False"
             )
-        if trainer.state.fn == "fit" and trainer.optimizers:  # asked in the midst of a run: the data are set up by then
-            BatchSizeTarget(trainer, self.target, name)
+        if trainer.state.fn == "fit" and trainer.optimizers:  # called during a run, when the data is set up
+            BatchSizeTarget(trainer, self.target, "MaxBatchSize")
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Forget an earlier run's size: a checkpoint brings its own."""
+        """Reset the result of an earlier run. A checkpoint restores its own result later."""
         if stage == "fit":
             self.found = None
         super().setup(trainer, pl_module, stage)
 
     def describe(self, module: Any) -> Report:
-        limit = f"within {self.memory_limit}" if self.memory_limit else "within the device's memory"
-        kept = "divisors of the effective batch" if self.keep_effective_batch else "any size"
-        return Report(f"the largest batch {limit}, {self.margin:.0%} kept free; {kept}, mode {self.mode}")
+        limit = self.memory_limit or "the device's memory"
+        sizes = "divisors of the effective batch" if self.keep_effective_batch else "any size"
+        return Report(f"the largest batch within {limit}, {self.margin:.0%} kept free; {sizes}, mode {self.mode}")
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_fit_start(trainer, pl_module)
-        self._place = BatchSizeTarget(trainer, self.target, type(self).__name__)
-        self._asked = (self._place.value, trainer.accumulate_grad_batches)
+        self._place = BatchSizeTarget(trainer, self.target, "MaxBatchSize")
+        self._configured = (self._place.value, trainer.accumulate_grad_batches)
         schedule(trainer, partial(self._before_run, trainer), partial(self._before_epoch, trainer), order=0)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Give the batch size and the accumulation back: the next run starts from what its user asked for."""
-        self._give_back(trainer)
+        """Restore batch size and accumulation, so that the next run starts from the user's configuration."""
+        self._restore_configuration(trainer)
         super().teardown(trainer, pl_module, stage)
 
     def state_dict(self) -> dict[str, Any]:
@@ -170,14 +178,16 @@ class MaxBatchSize(Technique):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.found = FoundBatch(**state_dict) if state_dict else None
 
-    def _give_back(self, trainer: Any) -> None:
+    def _restore_configuration(self, trainer: Any) -> None:
         unschedule(trainer)
-        if self._asked is not None and self._place is not None:
-            self._place.set(self._asked[0])
-            trainer.accumulate_grad_batches = self._asked[1]
+        if self._configured is not None and self._place is not None:
+            size, accumulation = self._configured
+            self._place.set(size)
+            trainer.accumulate_grad_batches = accumulation
         for name, value in self._batch_counts.items():
             setattr(trainer, name, value)
-        self._asked = self._place = None
+        self._configured = None
+        self._place = None
         self._batch_counts = {}
 
     def _before_run(self, trainer: Any, states: dict[str, Any]) -> None:
@@ -187,7 +197,7 @@ class MaxBatchSize(Technique):
         self._generators = [(generator, generator.get_state()) for generator in generators]
         if self.found is not None:
             self._use(trainer, self.found)
-            self._say_found("taken from the checkpoint")
+            self._log_found("taken from the checkpoint")
 
     def _before_epoch(self, trainer: Any) -> None:
         if self.found is not None:
@@ -195,7 +205,8 @@ class MaxBatchSize(Technique):
         if trainer.fit_loop.epoch_loop.batch_progress.current.ready:
             raise ConfigurationError(
                 "MaxBatchSize: the checkpoint was written in the middle of an epoch by a run without MaxBatchSize, and "
-                "another batch size would lose its place in the data; resume at an epoch's end, or without MaxBatchSize"
+                "with another batch size its position in the data would be lost. Resume from the end of an epoch, or "
+                "without MaxBatchSize"
             )
         assert self._place is not None
         search = BatchSearch(
@@ -205,15 +216,16 @@ class MaxBatchSize(Technique):
         self._use(trainer, self.found)
         if combined_loader(trainer) is None:
             self._reload(trainer)
-        self._say_found("found")
+        self._log_found("found")
 
     def _use(self, trainer: Any, found: FoundBatch) -> None:
-        """Set size and accumulation; loaders of another size are dropped, to be made again."""
+        """Set batch size and accumulation. If the size changes, loaders are dropped and will be built again."""
         assert self._place is not None
         trainer.accumulate_grad_batches = found.accumulation
         if self._place.value == found.size:
             return
-        if self.keep_effective_batch:  # what counts batches goes on counting the same samples
+        if self.keep_effective_batch:
+            # Numbers of batches are converted, so that they mean the same number of samples as before.
             for name in ("limit_train_batches", "val_check_interval"):
                 value = getattr(trainer, name)
                 if isinstance(value, int):
@@ -228,7 +240,7 @@ class MaxBatchSize(Technique):
             drop_loaders(part)
 
     def _reload(self, trainer: Any) -> None:
-        """Make the loaders again with the draws that made them first: as if the size had been set at the start."""
+        """Build the loaders again with the same random numbers, as if the size had been set from the start."""
         now = [(generator, generator.get_state()) for generator, _ in self._generators]
         for generator, state in self._generators:
             generator.set_state(state)
@@ -241,14 +253,15 @@ class MaxBatchSize(Technique):
         for generator, state in now:
             generator.set_state(state)
 
-    def _say_found(self, how: str) -> None:
+    def _log_found(self, origin: str) -> None:
         assert self.found is not None
-        assert self._asked is not None
-        found, (size, accumulation) = self.found, self._asked
+        assert self._configured is not None
+        found = self.found
+        size, accumulation = self._configured
         lines = [
-            f"MaxBatchSize ({how}): batches of {found.size} (asked: {size}), accumulate_grad_batches="
-            f"{found.accumulation} (asked: {accumulation}), {format_bytes(found.peak_bytes)} of "
-            f"{format_bytes(found.budget_bytes)} used",
-            *(Trial(**trial).line() for trial in found.trials),
+            f"MaxBatchSize ({origin}): batches of {found.size} (configured: {size}), accumulate_grad_batches="
+            f"{found.accumulation} (configured: {accumulation}), {format_bytes(found.peak_bytes)} of "
+            f"{format_bytes(found.budget_bytes)} used"
         ]
+        lines += [Trial(**trial).line() for trial in found.trials]
         rank_zero_info("\n".join(lines))

@@ -1,15 +1,16 @@
-"""Memory-efficient layers: normalisation and gated MLPs keep their inputs, and nothing of what lies between.
+"""Memory-efficient layers: norms and gated MLPs save only their inputs for the backward pass, no intermediate results.
 
-    norm:  kept x, not x^2, x / rms, ...        MLP:  W_c (act(g) * u), kept g and u, not act(g) and the product
+    norm:  saves x, not x^2, x / rms, ...        MLP:  W_c (act(g) * u) saves g and u, not act(g) and the product
 
-Saves: 1 to 3 times a norm's input, and half of what a gated MLP keeps between its matrices; gradients stay the same
-Costs: the element-wise part once more in the backward pass; with Liger's kernels less time than without
+Saves: 1 to 3 times the size of a norm's input, and half of what a gated MLP saves between its matrices; gradients stay
+    the same
+Costs: element-wise operations again in the backward pass; with Liger's kernels less time than without the technique
 Source: Hsu et al. (2024), https://arxiv.org/abs/2410.10989; recomputation: Chen et al. (2016), https://arxiv.org/abs/1604.06174
 
-No matrix product is computed twice: the second computation stops at the last tensor that is needed. Which modules are
-such layers is asked of the modules, by their numbers: names and classes play no part. Rotary positions keep nothing
-that could be spared, as their gradient needs the table alone: torch's stay as they are, and Liger's kernel reads and
-writes queries and keys once, which takes less time and less memory at the moment.
+No matrix product is computed twice, because recomputation stops at the last tensor that is needed. Layers are
+recognised by their outputs and gradients for test inputs, not by names or classes. Rotary embeddings save nothing that
+could be left out, because their gradient needs only the table: torch's stay as they are. Liger's kernel reads and
+writes queries and keys once, which needs less time and less temporary memory.
 """
 
 import itertools
@@ -34,16 +35,17 @@ from lit_efficient.surgery import mix_in, mix_out, mix_under, parents
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
 
-_ROWS = 6  # that a layer is tried with
+_ROWS = 6  # rows of the test input
 _ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (
     F.silu, F.gelu, partial(F.gelu, approximate="tanh"), F.relu, torch.sigmoid,
 )  # fmt: skip
 
 
 class _Norm(nn.Module):
-    """Mix-in of a layer that is cheap to compute again from its input."""
+    """Mix-in of a norm that recomputes its forward pass from its input in the backward pass."""
 
-    _fused_norm: tuple[float, float, str] | None  # of Liger's kernel: eps, what is added to the weight, what is cast
+    # Arguments of Liger's kernel: eps, the number that is added to the weight, and what is cast. None without it.
+    _fused_norm: tuple[float, float, str] | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward = super().forward
@@ -58,57 +60,65 @@ class _Norm(nn.Module):
 
 
 class _Gated(nn.Module):
-    """Mix-in of ``c(act(a(x)) * b(x))``."""
+    """Mix-in of a gated MLP ``c(act(a(x)) * b(x))`` that recomputes the product in the backward pass."""
 
-    _gated: tuple[str, str, str]  # names of a, b and c
-    _activation: str | Callable[[Tensor], Tensor]  # name of a child, or a function
-    _fused_gate: str | None  # Liger's function
+    _gated: tuple[str, str, str]  # names of the linear layers a, b and c
+    _activation: str | Callable[[Tensor], Tensor]  # name of a submodule, or a function
+    _fused_gate: str | None  # name of Liger's function for act(a) * b
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or len(args) != 1 or kwargs:
             return super().forward(*args, **kwargs)
         a, b, c = (getattr(self, name) for name in self._gated)
-        gate, up = a(args[0]), b(args[0])
-        return checkpoint(self._rest, c, gate, up, use_reentrant=False)
+        gate = a(args[0])
+        up = b(args[0])
+        return checkpoint(self._project_down, c, gate, up, use_reentrant=False)
 
-    def _rest(self, c: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
+    def _project_down(self, c: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
         if self._fused_gate is not None:
             return c(_liger(self._fused_gate).apply(gate, up))
-        activation = getattr(self, self._activation) if isinstance(self._activation, str) else self._activation
+        activation = self._activation
+        if isinstance(activation, str):
+            activation = getattr(self, activation)
         return c(activation(gate) * up)
 
 
 class MemoryEfficientLayers(Technique):
-    """Let norms and gated MLPs (SwiGLU, GeGLU) of any network keep less for the backward pass; names stay.
+    """Let norms and gated MLPs (SwiGLU, GeGLU) of any network save less memory for the backward pass.
 
-    With Liger's kernels queries and keys are turned (rotary positions) in one pass, too, where nothing is compiled.
-
-    Each layer is tried with a few rows, and changed where it gives the same numbers and gradients and keeps less. In
-    blocks that are recomputed as a whole nothing is changed: they keep nothing of it.
+    Each layer is tested with a few rows. It is changed if outputs and gradients stay the same and it saves fewer bytes.
+    Layers inside blocks that are recomputed as a whole (activation checkpointing) are not changed, because they save
+    nothing. Parameter names stay. With Liger's kernels, rotary embeddings also run in one pass if nothing is compiled.
 
     Args:
-        backend: ``torch`` computes the layer's own operations again, bit for bit; ``liger`` takes the fused kernels of
-            liger-kernel, on a GPU; ``auto`` is Liger's where it is installed and gives the same, else torch's.
+        backend: ``torch`` computes the layer's own operations again, with identical results. ``liger`` uses the fused
+            kernels of liger-kernel, on a GPU. ``auto`` uses Liger's kernels on a GPU for layers for which they give the
+            same results, if liger-kernel is installed, else torch.
 
     Raises:
-        ConfigurationError: Without such layers, and for ``liger`` where it is not installed or fits no layer.
+        ConfigurationError: If the network has no such layers, and with ``liger`` if liger-kernel is not installed or
+            supports none of the layers.
     """
 
     phase = Phase.RECOMPUTE
     traits = frozenset({Trait.TRAINING_ONLY})
-    worth: ClassVar[float] = 0.8  # of its bytes a layer must keep less: the two numbers a row of a LayerNorm are not
+    # A layer is changed only if it saves less than this share of its bytes: two numbers per row of a LayerNorm are not
+    # worth the time.
+    worth: ClassVar[float] = 0.8
     computes: ClassVar[str] = "same"
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"memory": (4, "what norms and gated MLPs keep, for little time")}
+    helps: ClassVar[dict[str, tuple[int, str]]] = {
+        "memory": (4, "activations of norms and gated MLPs, for little time")
+    }
 
     def __init__(self, backend: str = "auto") -> None:
         super().__init__()
         check_choice("MemoryEfficientLayers", "backend", backend, ("auto", "torch", "liger"))
         if backend == "liger" and not installed():
             raise ConfigurationError(
-                "MemoryEfficientLayers: backend='liger' needs the package liger-kernel; install it, or use auto"
+                "MemoryEfficientLayers: backend='liger' needs the package liger-kernel. Install it, or use 'auto'"
             )
         self.backend = backend
-        self._device = torch.device("cpu")  # without a trainer
+        self._device = torch.device("cpu")  # until a trainer gives its device
 
     def check(self, trainer: Any, module: Any) -> None:
         self._device = trainer.strategy.root_device
@@ -119,79 +129,100 @@ class MemoryEfficientLayers(Technique):
         parts = {n: p for n, p in module.named_modules() if recomputed.isdisjoint((n, *parents(n)))}
         norms: list[str] = []
         gates: list[str] = []
-        kept = before = by_liger = 0
+        kept = 0  # bytes that the changed layers save for the test input
+        before = 0  # bytes that these layers saved before
+        by_liger = 0  # number of layers that use Liger's kernels
         for name, part in parts.items():
             width = _width(part)
             if width is None:
                 continue
             with _trial(part, width) as (x, plain):
-                found = _as_norm(part, x, fused) if not list(part.children()) else _as_gated(part, x, fused)
+                found = _as_gated(part, x, fused) if list(part.children()) else _as_norm(part, x, fused)
                 if found is None:
                     continue
                 kind, attributes = found
                 mix_in(part, kind, **attributes)
-                again = _kept(part, x)
-                if again > self.worth * plain:
+                changed = _saved_bytes(part, x)
+                if changed > self.worth * plain:
                     mix_out(part, kind)
                     continue
-            (norms if kind is _Norm else gates).append(name)
-            before, kept = before + plain, kept + again
+            if kind is _Norm:
+                norms.append(name)
+            else:
+                gates.append(name)
+            before += plain
+            kept += changed
             by_liger += any(value is not None for key, value in attributes.items() if key.startswith("_fused"))
-        turned = []
-        for name, part in parts.items() if fused else ():
-            if turns := turns_of(part, self._device):
-                mix_under(part, Turns, _fused_turns=turns)
-                turned.append(name)
-        if not norms and not gates and not turned:
+        rotary: list[str] = []
+        if fused:
+            for name, part in parts.items():
+                turns = turns_of(part, self._device)
+                if turns:
+                    mix_under(part, Turns, _fused_turns=turns)
+                    rotary.append(name)
+        if not norms and not gates and not rotary:
+            where = " outside of the blocks that are recomputed as a whole" if recomputed else ""
             raise ConfigurationError(
-                f"MemoryEfficientLayers: {type(module).__name__} has no norm or gated MLP that keeps more than its "
-                "inputs" + (" outside of the blocks that are recomputed as wholes" if recomputed else "")
+                f"MemoryEfficientLayers: {type(module).__name__} has no norm or gated MLP{where} that saves more than "
+                "its inputs. Leave out MemoryEfficientLayers"
             )
-        if self.backend == "liger" and not by_liger and not turned:
-            raise ConfigurationError("MemoryEfficientLayers: Liger's kernels give no layer's own numbers here")
-        spared = (before - kept) // _ROWS
-        how = f"{by_liger} of them by Liger's kernels" if by_liger else "computed again by torch"
+        if self.backend == "liger" and not by_liger and not rotary:
+            raise ConfigurationError(
+                "MemoryEfficientLayers: Liger's kernels give other results than the layers of "
+                f"{type(module).__name__}. Use backend='auto' or backend='torch'"
+            )
+        less = (before - kept) // _ROWS
+        how = f"{by_liger} of them by Liger's kernels" if by_liger else "recomputed by torch"
+        summary = f"{len(norms)} norms and {len(gates)} gated MLPs save {format_bytes(less)} less per token, {how}"
+        if rotary:
+            summary += f"; {len(rotary)} layers rotate queries and keys by Liger's kernel"
         return Report(
-            f"{len(norms)} norms and {len(gates)} gated MLPs keep {format_bytes(spared)} a token less, {how}"
-            + f"; {len(turned)} layers turn queries and keys by Liger's" * bool(turned),
-            modules=(*norms, *gates, *turned),
-            details={"bytes_per_token": before // _ROWS, "bytes_per_token_saved": spared},
+            summary,
+            modules=(*norms, *gates, *rotary),
+            details={"bytes_per_token": before // _ROWS, "bytes_per_token_saved": less},
         )
 
 
 def _width(part: nn.Module) -> int | None:
-    """Features that a layer which may be a norm or a gated MLP reads."""
+    """Return the number of input features of a layer that may be a norm or a gated MLP, or ``None`` for another."""
     linear = [child for child in part.children() if hasattr(child, "in_features")]
     if len(linear) == 3:
         return int(linear[0].in_features)  # type: ignore[arg-type]
     own = list(part.parameters(recurse=False))
     vectors = 0 < len(own) < 3 and all(p.ndim == 1 and p.is_floating_point() for p in own)
     alone = vectors and not list(part.children()) and not list(part.buffers())
-    return len(own[0]) if alone and not own[0].is_meta else None
+    if not alone or own[0].is_meta:
+        return None
+    return len(own[0])
 
 
 @contextmanager
 def _trial(part: nn.Module, width: int) -> Iterator[tuple[Tensor, int]]:
-    """Some input for a layer, and what it keeps for it; with random states, modes and gradients as they were."""
+    """Give a test input for a layer, and leave random states, modes and gradients as they were.
+
+    Yields:
+        The input, and the number of bytes that the layer saves for it.
+    """
     like = next((p for p in part.parameters() if p.is_floating_point()), torch.empty(0))
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, _ROWS // 2, width, generator=generator, device="cpu").to(like).requires_grad_()
     with trial_of_layer(like.device):
-        yield x, _kept(part, x)
+        yield x, _saved_bytes(part, x)
 
 
-def _kept(part: nn.Module, x: Tensor) -> int:
+def _saved_bytes(part: nn.Module, x: Tensor) -> int:
+    """Return the number of bytes that a layer saves for the backward pass; 0 if it cannot run on ``x``."""
     try:
         with SavedTensors(part.parameters()) as saved:
             part(x)
-    except Exception:  # a layer that takes something else
+    except Exception:  # the layer needs other arguments
         return 0
     return saved.bytes
 
 
 def _same(part: nn.Module, x: Tensor, other: Callable[[Tensor], Tensor], exact: bool = True) -> bool:
-    """Whether it gives the layer's numbers and gradients, in training and evaluation, for large rows and small ones."""
-    inputs = [x, (x.detach() / 1000).requires_grad_()]  # of which the eps of a norm shows
+    """Return whether ``other`` gives the layer's outputs and gradients, in training and evaluation."""
+    inputs = [x, (x.detach() / 1000).requires_grad_()]  # a norm's eps has an effect on small inputs only
     try:
         with evaluating(part):
             for training, given in itertools.product((True, False), inputs):
@@ -204,7 +235,7 @@ def _same(part: nn.Module, x: Tensor, other: Callable[[Tensor], Tensor], exact: 
                     found.append((out.detach(), *torch.autograd.grad((out * x.detach().cos()).sum(), trained)))
                 if not all(_equal(one, two, exact) for one, two in zip(*found, strict=True)):
                     return False
-    except Exception:  # another number of arguments, of features, a kernel that fails here
+    except Exception:  # the layer needs other arguments or widths, or a kernel fails on this device
         return False
     return True
 
@@ -217,30 +248,35 @@ def _equal(one: Tensor, two: Tensor, exact: bool) -> bool:
 
 
 def _as_norm(part: nn.Module, x: Tensor, fused: bool) -> tuple[type, dict[str, Any]]:
-    numbers = {value for value in vars(part).values() if isinstance(value, float)} | {torch.finfo(x.dtype).eps}
-    for fused_norm in itertools.product(numbers, (0.0, 1.0), ("llama", "gemma", "none")) if fused else ():
-        if _stands_for(part, x, _Norm, {"_fused_norm": fused_norm}, exact=False):
-            return _Norm, {"_fused_norm": fused_norm}
+    """Return the mix-in of a norm and its attributes, with Liger's kernel if that gives the same results."""
+    if fused:
+        # The layer's eps is unknown: it is one of the numbers in its attributes, or the default of torch's RMSNorm.
+        numbers = {value for value in vars(part).values() if isinstance(value, float)} | {torch.finfo(x.dtype).eps}
+        for fused_norm in itertools.product(numbers, (0.0, 1.0), ("llama", "gemma", "none")):
+            if _is_equivalent(part, x, _Norm, {"_fused_norm": fused_norm}, exact=False):
+                return _Norm, {"_fused_norm": fused_norm}
     return _Norm, {"_fused_norm": None}
 
 
 def _as_gated(part: nn.Module, x: Tensor, fused: bool) -> tuple[type, dict[str, Any]] | None:
+    """Return the mix-in of a gated MLP and its attributes, or ``None`` if the layer computes something else."""
     children = dict(part.named_children())
     linear = [name for name, child in children.items() if hasattr(child, "in_features")]
     own = [name for name, child in children.items() if not any(True for _ in child.parameters())]
     for names, activation in itertools.product(itertools.permutations(linear), (*own, *_ACTIVATIONS)):
         found = {"_gated": names, "_activation": activation, "_fused_gate": None}
-        if not _stands_for(part, x, _Gated, found):
+        if not _is_equivalent(part, x, _Gated, found):
             continue
-        for function in ("swiglu.LigerSiLUMul", "geglu.LigerGELUMul") if fused else ():
-            if _stands_for(part, x, _Gated, found | {"_fused_gate": function}, exact=False):
-                return _Gated, found | {"_fused_gate": function}
+        if fused:
+            for function in ("swiglu.LigerSiLUMul", "geglu.LigerGELUMul"):
+                if _is_equivalent(part, x, _Gated, found | {"_fused_gate": function}, exact=False):
+                    return _Gated, found | {"_fused_gate": function}
         return _Gated, found
     return None
 
 
-def _stands_for(part: nn.Module, x: Tensor, kind: type, attributes: dict[str, Any], exact: bool = True) -> bool:
-    """Whether a layer gives the same with the mix-in as without."""
+def _is_equivalent(part: nn.Module, x: Tensor, kind: type, attributes: dict[str, Any], exact: bool = True) -> bool:
+    """Return whether a layer gives the same results with the mix-in as without it."""
     own = part.forward
     mix_in(part, kind, **attributes)
     try:
@@ -250,5 +286,6 @@ def _stands_for(part: nn.Module, x: Tensor, kind: type, attributes: dict[str, An
 
 
 def _liger(name: str) -> Any:
+    """Return the autograd function of liger-kernel with a name such as ``swiglu.LigerSiLUMul``."""
     module, function = name.split(".")
     return getattr(import_module(f"liger_kernel.ops.{module}"), f"{function}Function")

@@ -1,15 +1,15 @@
-"""Mixture of depths: every other block runs on a few tokens of each row, which a router chooses; the rest pass by.
+"""Mixture of depths: in every other block a router chooses a few tokens of each row, and the others skip the block.
 
-    x_t <- x_t + g_t (block(x of the chosen)_t - x_t) of the ``capacity`` of a row with the largest r = w . rms(x),
+    x_t <- x_t + g_t (block(x of the chosen)_t - x_t) for the ``capacity`` of a row with the largest r = w . rms(x),
     g = 2 sigmoid(r);    loss = loss + loss_weight * BCE(predictor(x_t), t was chosen),   mean over the blocks
 
-Saves: the compute of the tokens that pass by: at a capacity of 1/8 in every other block, 7/16 of all blocks'
-Costs: a router and a predictor a block; quality at equal steps (the paper spends the saved compute on more of them)
+Saves: the compute of tokens that skip blocks: 7/16 of the blocks' compute for a capacity of 1/8 in every other block
+Costs: a router and a predictor for each block; quality at equal steps (the paper uses the saved compute for more steps)
 Source: Raposo et al. (2024), https://arxiv.org/abs/2404.02258
 
-The largest of a row are known when the row is, and a model that generates has not read it yet: outside of training a
-predictor decides, which sees a token alone and learns to say whether it would be chosen. So what is validated is what
-generates, with a cache or without.
+The largest scores of a row depend on all of its tokens, but a model that generates does not know later tokens. Outside
+of training, a predictor therefore decides from each token alone. It learns to predict whether the token would be
+chosen. Validation and generation, with a cache or without, compute the same function.
 """
 
 import inspect
@@ -39,11 +39,19 @@ from lit_efficient.traits import Trait
 
 
 def first_guess(router: Tensor, capacity: float, own: bool = True) -> Tensor:
-    """A predictor [D + 1] that would choose as the router [D] does, of tokens whose features are alike likely.
+    """Return initial weights of a predictor that chooses about the same tokens as the router.
 
-    Its logits are those scores r, of deviation |w|, less their quantile, at half of a logit for a deviation: few enough
-    to be unlearned in some steps. One of zeros chooses no token, and a network would be validated without its blocks.
-    Without weights of its ``own`` it is [1], what the router's scores have to be above: the quantile of |w| alone.
+    The scores r have the standard deviation |w| for features that are normally distributed. The predictor's logits are
+    the scores minus their quantile, scaled to half a logit per standard deviation, which some training steps can
+    change. A predictor of zeros would choose no token, so that the network would be validated without its blocks.
+
+    Args:
+        router: Weights of the router, [D].
+        capacity: Share of the tokens that are chosen.
+        own: Whether the predictor has weights of its own. Otherwise it is only a threshold for the router's scores.
+
+    Returns:
+        Weights and bias of the predictor, [D + 1], or without ``own`` the negative threshold, [1].
     """
     quantile = NormalDist().inv_cdf(1 - capacity) if capacity < 1 else -1 / router.norm()
     if not own:
@@ -54,42 +62,42 @@ def first_guess(router: Tensor, capacity: float, own: bool = True) -> Tensor:
 
 
 class MixtureOfDepths(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
-    """Let every other block of a causal language model run on a part of each row's tokens.
+    """Run every other block of a causal language model only on a part of each row's tokens.
 
-    Attention in such a block is between the chosen tokens, at their own positions. Padding, of which the block's mask
-    or the batch's ``attention_mask`` [B, T] tells, is not chosen; the share is of a row's other tokens. Works on blocks
-    that are causal and return the tokens that they were given, changed: our GPT's, Llama's and their like.
+    In such a block, attention is between the chosen tokens, at their original positions. Padding is never chosen: it is
+    read from the block's mask or from the ``attention_mask`` [B, T] of the batch, and the share refers to the other
+    tokens of the row. Blocks must be causal and return the changed tokens, as in this package's GPT and in Llama.
 
     Args:
-        capacity: Share of a row's tokens that a block runs on in training, above 0, at most 1.
-        every: Which blocks: each ``every``-th, the first ones before it left whole.
-        predict: What decides outside of training: ``predictor``, a layer of its own behind a stopped gradient, or
-            ``router``, whose own scores the loss pulls to below and above a learned threshold.
-        loss_weight: Weight of what teaches it, above 0.
+        capacity: Share of a row's tokens on which a block runs in training, above 0 and at most 1.
+        every: Distance of routed blocks: each ``every``-th block is routed, starting with block number ``every``.
+        predict: What decides outside of training: ``predictor``, a separate layer whose gradient does not reach the
+            network, or ``router``, whose own scores are trained to be below or above a learned threshold.
+        loss_weight: Weight of the loss that trains this decision, above 0.
         blocks: ``auto``, or regular expressions for the dotted names of blocks, all of which are then routed.
-        seed: Of the routers' first weights.
+        seed: Seed of the routers' initial weights.
 
     Raises:
-        ConfigurationError: For an argument out of range, and without such blocks; in the first step for one that is not
-            causal, or that reads numbers of tokens.
+        ConfigurationError: For an argument out of range, and if no block can be routed. In the first step, for a block
+            that is not causal or that depends on the number of tokens.
     """
 
     phase = Phase.ARCHITECTURE
     traits = frozenset({Trait.READS_NO_WEIGHTS})
     reasons: ClassVar[dict[Trait, str]] = {
-        Trait.NEEDS_WHOLE_BATCH: "what teaches its predictor is a mean over all tokens, learned or not",
-        Trait.SEES_AHEAD: "the largest scores of a row are those of the whole row",
+        Trait.NEEDS_WHOLE_BATCH: "the loss of its predictor is a mean over all tokens, also ignored ones",
+        Trait.SEES_AHEAD: "it compares the scores of all tokens of a row, also later ones",
     }
     alters = ("weights",)
     conflicts: ClassVar[dict[str | Trait, str]] = {
         Trait.VIRTUAL_TOKENS: (
-            "virtual tokens are in the cache of keys and values, and a block that trains on a part of the tokens has "
-            "no cache: use LoRA or IA3"
+            "virtual tokens are in the cache of keys and values, but a block that trains on a part of the tokens has "
+            "no cache; use LoRA or IA3"
         ),
-        "TokenRouting": "both choose the tokens that a block runs on; keep one of them",
+        "TokenRouting": "both choose the tokens on which a block runs; keep one of them",
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {
-        "speed": (0, "tokens pass by blocks: another network, at equal steps a weaker one")
+        "speed": (0, "most tokens skip some blocks; changes the network, which is weaker at equal steps")
     }
 
     def __init__(
@@ -116,41 +124,53 @@ class MixtureOfDepths(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
 
     def transform(self, module: nn.Module) -> Report:
         found = find_blocks(module, self.blocks, who="MixtureOfDepths")
-        found = trained_blocks(found) if self.blocks == "auto" else found
-        chosen = found[self.every - 1 :: self.every] if self.blocks == "auto" else found
+        chosen = found
+        if self.blocks == "auto":
+            found = trained_blocks(found)
+            chosen = found[self.every - 1 :: self.every]
         if not chosen:
             raise refusal("MixtureOfDepths", "every", f"at most {len(found)}, the number of blocks", self.every)
         block_map = BlockMap(module)
         for name, block in chosen:
-            if (why := why_not_residual(block_map, block)) is not None:
-                raise ConfigurationError(f"MixtureOfDepths: block {name!r} cannot run on part of the tokens: {why}")
+            reason = why_not_residual(block_map, block)
+            if reason is not None:
+                raise ConfigurationError(f"MixtureOfDepths: block {name!r} cannot run on part of the tokens: {reason}")
         before = count(module.parameters())
         for i, (name, block) in enumerate(chosen):
             width = width_of(module, name)
             if width is None:
-                raise ConfigurationError(f"MixtureOfDepths: cannot tell the width of block {name!r}")
+                raise ConfigurationError(
+                    f"MixtureOfDepths: the width of block {name!r} is unknown. Name other blocks in blocks=[...]"
+                )
             self._route(block, name, width, torch.Generator().manual_seed(mix_seed(self.seed, i)))
         added = count(module.parameters()) - before
         return Report(
-            f"{len(chosen)} of {len(found)} blocks run on {self.capacity:.1%} of the tokens; {added:,} parameters more",
+            f"{len(chosen)} of {len(found)} blocks run on {self.capacity:.1%} of the tokens; {added:,} more parameters",
             modules=tuple(name for name, _ in chosen),
             parameters=added,
             details={"share_of_blocks_compute": 1 - len(chosen) * (1 - self.capacity) / len(found)},
         )
 
     def _route(self, block: Any, name: str, width: int, generator: torch.Generator) -> None:
-        home = min(block.parameters(), key=lambda p: p.ndim)  # a norm's or a bias, which nothing quantises
+        home = min(block.parameters(), key=lambda p: p.ndim)  # a norm's weight or a bias, which is never quantised
         dtype = torch.promote_types(home.dtype, torch.float32)
         drawn = torch.randn(width, generator=generator, device="cpu", dtype=torch.float32) * 0.02 / width**0.5
         block.register_parameter("depth_router", nn.Parameter(drawn.to(home_of(home), dtype)))
         guess = first_guess(drawn, self.capacity, self.predict == "predictor").to(home_of(home), dtype)
         block.register_parameter("depth_predictor", nn.Parameter(guess))
-        names = tuple(inspect.signature(block.forward).parameters)
-        state = {"depth_capacity": self.capacity, "depth_name": name, "depth_arguments": names}
-        mix_in(block, DepthRouted, **state, depth_dims={}, depth_tuple=None, token_rows={})
+        mix_in(
+            block,
+            DepthRouted,
+            depth_capacity=self.capacity,
+            depth_name=name,
+            depth_arguments=tuple(inspect.signature(block.forward).parameters),
+            depth_dims={},
+            depth_tuple=None,
+            token_rows={},
+        )
 
     def prepare_parameters(self, module: nn.Module) -> None:
-        for parameter in self.trains(module):  # beside adapters, too, which freeze all others
+        for parameter in self.trains(module):  # adapters have frozen them
             parameter.requires_grad_(True)
 
     def trains(self, module: nn.Module) -> list[nn.Parameter]:
@@ -160,7 +180,7 @@ class MixtureOfDepths(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
         return self._terms.collecting(module)
 
     def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
-        for part in parts_of(pl_module, DepthRouted):  # until the backward pass is over, which may recompute
+        for part in parts_of(pl_module, DepthRouted):  # kept until the backward pass ends, which may recompute blocks
             part.token_rows = rows_in(batch)
 
     def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -169,11 +189,13 @@ class MixtureOfDepths(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
 
     def extra_loss(self, output: Any, module: nn.Module, batch: Any) -> Tensor | None:
         terms = self._terms.mean(module)
-        return None if terms is None else self.loss_weight * terms[0]
+        if terms is None:
+            return None
+        return self.loss_weight * terms[0]
 
     @classmethod
     def convert_export(cls, state: dict[str, Any], checkpoint: Mapping[str, Any], module: Any = None) -> None:
-        """Routers are exported as they are, where the format can hold them."""
+        """Export routers unchanged, if the format supports them."""
 
     @classmethod
     def is_in(cls, module: nn.Module) -> bool:

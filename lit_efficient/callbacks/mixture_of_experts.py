@@ -1,18 +1,20 @@
-"""Mixture of experts: many copies of each feed-forward module, of which a router gives each token a few.
+"""Mixture of experts: each feed-forward module becomes many experts, and a router sends each token to a few of them.
 
     y = sum_e g_e FFN_e(x) over the top_k experts e of softmax(W x),    sum_e g_e = 1
     shared: (y + sum_s FFN_s(x)) / (1 + S)
     loss = loss + balance_loss * E sum_e f_e P_e + z_loss * mean (log sum_e exp (W x)_e)^2,   means over the layers
-    bias_rate: b_e <- b_e +- bias_rate, and the choice is that of softmax(W x) + b
+    bias_rate: b_e <- b_e +- bias_rate, and experts are chosen by softmax(W x) + b
 
-Saves: compute a parameter: ``experts`` times the feed-forward weights at ``top_k`` times their operations
-Costs: memory for all experts, their gradients and states; sorting; a dense network of the same compute is smaller
+Saves: compute per parameter: ``experts`` times as many feed-forward weights need only ``top_k`` times the operations
+Costs: memory of all experts with gradients and states; sorting of tokens; more memory than a dense network that needs
+    the same compute
 Source: Shazeer et al. (2017), https://arxiv.org/abs/1701.06538; upcycling: Komatsuzaki et al. (2022),
     https://arxiv.org/abs/2212.05055; balance: Fedus et al. (2021), https://arxiv.org/abs/2101.03961; without a loss:
     Wang et al. (2024), https://arxiv.org/abs/2408.15664; z: Zoph et al. (2022), https://arxiv.org/abs/2202.08906
 
-All experts start as the dense module, and the weights of those that a token passes sum to 1: the network starts as the
-dense one, whatever is chosen. Nothing is dropped: tokens are sorted by expert, and each layer is one grouped product.
+All experts start as copies of the dense module, and the weights g_e of a token sum to 1. The network therefore computes
+the same as the dense one at first, whatever the router chooses. No token is dropped: tokens are sorted by expert, and
+each layer is one grouped matrix product.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,40 +40,40 @@ from lit_efficient.traits import Trait
 
 
 class MixtureOfExperts(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
-    """Turn the feed-forward modules of a network into mixtures of experts, which start as what they were.
+    """Turn the feed-forward modules of a network into mixtures of experts that compute the same at first.
 
-    They are found by what they do: modules of linear layers in the blocks that map each token by itself. The weights
-    keep their names and have one entry for each expert: [experts + shared, out, in]. The router, in float32 whatever
-    the precision is, stands beside them as ``router_weight``. A checkpoint of the dense network loads. Losses and loads
-    are of tokens that the ``attention_mask`` [B, T] of the network's call, or of the batch, does not call padding.
+    Feed-forward modules are modules of linear layers, within the blocks, that map each token separately. Their weights
+    keep their names and get one entry for each expert: [experts + shared, out, in]. The router's weight is added as
+    ``router_weight``, in float32 under any precision. Checkpoints of the dense network can be loaded. Losses and loads
+    leave out padding, which is read from the ``attention_mask`` [B, T] of the network's call or of the batch.
 
-    ``LoRA(targets="all-linear+experts")`` adapts the experts; the routers train beside it.
+    ``LoRA(targets="all-linear+experts")`` adapts the experts, while the routers train in full.
 
     Args:
-        experts: Experts that the router chooses from, at least 2.
-        top_k: Experts a token, 1 to ``experts``.
-        shared: Further experts, which all tokens pass.
-        balance_loss: Weight of the load-balance loss, 0 for none.
-        z_loss: Weight of the router's z-loss, 0 for none.
-        bias_rate: By how much the bias of the choice moves after each step, for a balance without a loss (0.001 in the
-            paper, with ``balance_loss=0``); 0 for none.
+        experts: Number of experts from which the router chooses, at least 2.
+        top_k: Number of experts for each token, from 1 to ``experts``.
+        shared: Number of further experts, which process all tokens.
+        balance_loss: Weight of the load-balance loss; 0 for none.
+        z_loss: Weight of the router's z-loss; 0 for none.
+        bias_rate: Change of the routing bias in each step, which balances the load without a loss. The paper uses
+            0.001, with ``balance_loss=0``. 0 for none.
         layers: ``auto``, or regular expressions for the ends of the names of feed-forward modules.
-        seed: Of the routers' first weights.
+        seed: Seed of the routers' initial weights.
 
     Raises:
-        ConfigurationError: For an argument out of range, and without such modules.
+        ConfigurationError: For an argument out of range, and if the network has no feed-forward modules.
     """
 
     phase = Phase.ARCHITECTURE
     traits = frozenset({Trait.READS_NO_WEIGHTS})
     reasons: ClassVar[dict[Trait, str]] = {
         Trait.NEEDS_WHOLE_BATCH: (
-            "the balance of its experts is that of a batch, and its losses are means over all tokens, learned or not"
+            "it balances the experts over a batch, and its losses are means over all tokens, also ignored ones"
         ),
     }
     alters = ("weights",)
     helps: ClassVar[dict[str, tuple[int, str]]] = {
-        "quality": (0, "more parameters at the same compute: another network")
+        "quality": (0, "more parameters for the same compute; changes the network")
     }
 
     def __init__(
@@ -91,8 +93,12 @@ class MixtureOfExperts(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
         check_number("MixtureOfExperts", "shared", shared, least=0, whole=True)
         for name, value in (("balance_loss", balance_loss), ("z_loss", z_loss), ("bias_rate", bias_rate)):
             check_number("MixtureOfExperts", name, value, least=0)
-        self.experts, self.top_k, self.shared = experts, top_k, shared
-        self.balance_loss, self.z_loss, self.bias_rate = balance_loss, z_loss, bias_rate
+        self.experts = experts
+        self.top_k = top_k
+        self.shared = shared
+        self.balance_loss = balance_loss
+        self.z_loss = z_loss
+        self.bias_rate = bias_rate
         self.layers = layers
         self.seed = seed
         self._steps = 0
@@ -109,19 +115,19 @@ class MixtureOfExperts(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
         call_layers(module)
         after = count(module.parameters())
         held = count(p for _, part in found for name, p in part.named_parameters() if name != "router_weight")
-        total, used = self.experts + self.shared, self.top_k + self.shared
-        active = after - held * (total - used) // total
+        total = self.experts + self.shared
+        active = after - held * (self.experts - self.top_k) // total
         shared = f" and {self.shared} shared" if self.shared else ""
         return Report(
-            f"{len(found)} feed-forward modules with {self.experts} experts{shared}, {self.top_k} a token: {after:,} "
-            f"parameters, was {before:,}; {active:,} work on a token",
+            f"{len(found)} feed-forward modules with {self.experts} experts{shared}, {self.top_k} per token: {after:,} "
+            f"parameters, was {before:,}; {active:,} are used for each token",
             modules=tuple(name for name, _ in found),
             parameters=held,
             details={"parameters_active": active, "parameters_before": before},
         )
 
     def prepare_parameters(self, module: nn.Module) -> None:
-        for part in parts_of(module, ExpertMixture):  # beside adapters, too, which freeze all others
+        for part in parts_of(module, ExpertMixture):  # adapters have frozen them
             part.router_weight.requires_grad_(True)
 
     def trains(self, module: nn.Module) -> list[nn.Parameter]:
@@ -129,7 +135,8 @@ class MixtureOfExperts(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
 
     @contextmanager
     def watch_step(self, module: nn.Module, batch: Any) -> Iterator[None]:
-        parts, rows = parts_of(module, ExpertMixture), rows_in(batch)
+        parts = parts_of(module, ExpertMixture)
+        rows = rows_in(batch)
         for part in parts:
             part.token_rows = rows
         try:
@@ -148,7 +155,7 @@ class MixtureOfExperts(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._steps = trainer.global_step
         for part in parts_of(pl_module, ExpertMixture):
-            part.router_load = None
+            part.router_load = None  # batches before the first step must not count
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not self.bias_rate or trainer.global_step == self._steps:
@@ -168,4 +175,4 @@ class MixtureOfExperts(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
 
     @classmethod
     def convert_export(cls, state: dict[str, Any], checkpoint: Mapping[str, Any], module: Any = None) -> None:
-        """Experts are exported as they are, where the format can hold them."""
+        """Export experts unchanged, if the format supports them."""

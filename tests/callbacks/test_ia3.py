@@ -104,9 +104,9 @@ def test_a_quantised_base_is_dequantised_when_it_is_merged() -> None:
 
 
 def test_what_it_cannot_place_is_refused_with_what_could_match() -> None:
-    with pytest.raises(ConfigurationError, match=r"no family that auto knows.*among: net.stem, net.blocks.0.up"):
+    with pytest.raises(ConfigurationError, match=r"'auto' does not support .*Linear layers: net.stem, net.blocks.0.up"):
         apply(Toy(), [IA3()])
-    with pytest.raises(ConfigurationError, match="both be auto, or both be patterns"):
+    with pytest.raises(ConfigurationError, match="both be 'auto' or both be patterns"):
         IA3(targets=["up"])
     with pytest.raises(ConfigurationError, match="matched by targets and by feedforward"):
         apply(Toy(), [IA3(targets=["up"], feedforward=["up"])])

@@ -161,7 +161,7 @@ def test_branches_of_a_second_stream_or_of_hidden_code_are_refused_not_left_out(
     parts = {"num_layers": 2, "num_single_layers": 1, "axes_dims_rope": (2, 2, 4), "in_channels": 4}
     flux = diffusers.FluxTransformer2DModel(**parts, **heads)
     for network, message in ((sd3, "adds to more than its first argument"), (flux, "cannot be read without a batch")):
-        with pytest.raises(ConfigurationError, match=f"{message}, so that N, .*set residual='same'"):
+        with pytest.raises(ConfigurationError, match=f"{message}, so that the number N .*Set residual='same'"):
             apply(nn.ModuleDict({"model": network}), [Initialise()])
         apply(nn.ModuleDict({"model": network}), [Initialise(residual="same")])
 

@@ -138,7 +138,7 @@ def test_a_run_says_that_tables_are_rounded(recwarn: pytest.WarningsRecorder) ->
 def test_what_matches_nothing_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="kinds must be a list of norms, routers, positions, got 'norms'"):
         KeepFloat32("norms")
-    with pytest.raises(ConfigurationError, match="Linear has no norms, routers, positions with numbers to keep"):
+    with pytest.raises(ConfigurationError, match="Linear has no norms or routers or positions to keep in float32"):
         KeepFloat32().transform(nn.Linear(2, 2))
     with pytest.raises(ConfigurationError, match="the pattern 'hed' matches none"):
         KeepFloat32(modules=["hed"]).transform(Net())

@@ -165,7 +165,9 @@ def test_convolutions_are_named_where_nothing_else_takes_them() -> None:
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2))
     report = apply(copy.deepcopy(net), [LoRA(rank=1)])["LoRA"]
     assert "convolutions have no adapter unless they are named: targets=['0']" in report.summary
-    with pytest.raises(ConfigurationError, match=r"covers every layer .*; others can be named: targets=\['0'\]"):
+    with pytest.raises(
+        ConfigurationError, match=r"covers every layer .* Other layers that can have adapters: targets=\['0'\]"
+    ):
         apply(copy.deepcopy(net), [LoRA(rank=1, modules_to_save=["2"])])
     with pytest.raises(ConfigurationError, match=r"has no linear layer to adapt; name others .*: targets=\['0'\]"):
         apply(net[:1], [LoRA(rank=1)])
@@ -277,6 +279,6 @@ def test_a_model_that_has_layers_of_peft_is_refused() -> None:
     module = Toy()
     peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["up"]), module.net)
     before = weights(module)
-    with pytest.raises(ConfigurationError, match="has layers of peft's LoRA already"):
+    with pytest.raises(ConfigurationError, match="already has layers of peft's LoRA"):
         LoRA(rank=2).transform(module)
     assert weights(module).keys() == before.keys()

@@ -1,4 +1,4 @@
-"""LossCurriculum: the easiest of each batch at first, all of it later; the weights' mean is one."""
+"""LossCurriculum: only the easiest samples of a batch count at first, later all; the weights have mean one."""
 
 from __future__ import annotations
 

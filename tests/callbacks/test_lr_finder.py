@@ -199,7 +199,7 @@ def test_what_cannot_work_is_refused() -> None:
     ):
         with pytest.raises(ConfigurationError, match=message):
             LRFinder(**arguments)
-    with pytest.raises(ConfigurationError, match="optimizes manually"):
+    with pytest.raises(ConfigurationError, match="uses manual optimization"):
         trainer([LRFinder()]).fit(Toy(optimizers=2), data(), data())
 
 

@@ -416,7 +416,7 @@ def test_what_cannot_work_is_refused() -> None:
     ):
         with pytest.raises(ConfigurationError, match=message):
             MaxBatchSize(**arguments)
-    with pytest.raises(ConfigurationError, match="optimizes manually"):
+    with pytest.raises(ConfigurationError, match="uses manual optimization"):
         trainer([MaxBatchSize()]).fit(Toy(optimizers=2), data())
     with pytest.raises(ConfigurationError, match="iterable dataset _Endless"):
         trainer([MaxBatchSize()]).fit(Toy(), DataLoader(_Endless(), 1))

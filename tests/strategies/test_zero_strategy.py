@@ -174,7 +174,9 @@ def test_lora_s_ratio_is_refused() -> None:
     """The B matrices learned at the rate of the others: other tensors than the module's parameters are stepped."""
     run = types.SimpleNamespace(strategy=ZeroStrategy.__new__(ZeroStrategy))
     LoRA().check(run, Toy())
-    with pytest.raises(ConflictError, match=r"lr_ratio=4\.0 .* DeepSpeedStrategy steps other tensors: leave lr_ratio"):
+    with pytest.raises(
+        ConflictError, match=r"lr_ratio=4\.0 .* DeepSpeedStrategy steps other tensors. Leave out lr_ratio"
+    ):
         LoRA(lr_ratio=4.0).check(run, Toy())
 
 

@@ -102,7 +102,7 @@ def test_linear_layers_alone_leave_the_experts_and_say_so(model: tuple[nn.Module
     size = sum(p.numel() for name, p in model[0].named_parameters() if name.startswith(model[1]) and p.ndim == 3)
     report = apply(copy.deepcopy(model[0]), [LoRA(rank=2)])["LoRA"]
     assert model[1] not in report.modules
-    assert f"; {size:,} in experts have no adapter: targets='all-linear+experts' gives them one" in report.summary
+    assert f"; {size:,} parameters of experts have no adapter (see targets='all-linear+experts')" in report.summary
     report = apply(both := copy.deepcopy(model[0]), [LoRA(rank=2, targets="all-linear+experts")])["LoRA"]
     assert model[1] in report.modules
     assert "have no adapter" not in report.summary
@@ -110,7 +110,9 @@ def test_linear_layers_alone_leave_the_experts_and_say_so(model: tuple[nn.Module
     assert all(p.grad is not None for p in both.parameters() if p.requires_grad)
     quantized = apply(copy.deepcopy(model[0]), [QuantizeBase(format="int4", group_size=4)])["QuantizeBase"]
     assert quantized.details["bytes_of_experts"] == 4 * size
-    with pytest.raises(ConfigurationError, match="take variant lora or rslora without dropout, got variant='dora'"):
+    with pytest.raises(
+        ConfigurationError, match="support the variants lora and rslora without dropout, got variant='dora'"
+    ):
         apply(copy.deepcopy(model[0]), [LoRA(targets="all-linear+experts", variant="dora")])
 
 

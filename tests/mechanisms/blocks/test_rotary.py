@@ -77,7 +77,7 @@ def test_networks_give_the_same_by_the_kernel(kind: str, names: set[Any]) -> Non
         return
     changed = deepcopy(network)
     report = apply(changed, [lit_efficient.MemoryEfficientLayers("liger")])["MemoryEfficientLayers"]
-    assert "2 layers turn queries and keys by Liger's" in report.summary
+    assert "2 layers rotate queries and keys by Liger's kernel" in report.summary
     assert list(network.state_dict()) == list(changed.state_dict())
     ids = torch.arange(64).view(2, 32)
     outs = []
