@@ -358,7 +358,7 @@ def test_a_rewrite_that_saves_nothing_is_an_error() -> None:
 
 def test_paging_needs_a_gpu_and_says_so_before_anything_is_built() -> None:
     module = Toy("configure_model")
-    with pytest.raises(ConfigurationError, match=r"paged=True needs a CUDA GPU.*'cpu': use paged=False"):
+    with pytest.raises(ConfigurationError, match=r"paged=True needs a CUDA GPU.*'cpu'. Use paged=False"):
         trainer([LowBitOptimizer(paged=True)]).fit(module, data(), data())
     assert module.net is None
     with pytest.raises(ConfigurationError, match="paged=True needs parameters on a CUDA device"):

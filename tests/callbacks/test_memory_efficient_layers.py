@@ -93,7 +93,7 @@ class Odd(nn.Module):
 
 def test_what_only_looks_like_one_is_left_alone() -> None:
     for network in (Odd(0.0), Odd(0.1), Net()):
-        with pytest.raises(ConfigurationError, match="has no norm or gated MLP that keeps more"):
+        with pytest.raises(ConfigurationError, match="has no norm or gated MLP that saves more"):
             apply(network, [lit_efficient.MemoryEfficientLayers()])
         assert not any(hasattr(type(part), "mixed_from") for part in network.modules())
     network = network_of("gpt")
