@@ -55,8 +55,6 @@ def compile_in_place(modules: Iterable[nn.Module], **arguments: Any) -> None:
 class _Traced(nn.Module):
     """Mix-in with a forward outside torch's own code, which the compiler would skip."""
 
-    """Mix-in with a forward outside torch's own code, which the compiler would skip."""
-
     def forward(self, *args: object, **kwargs: object) -> object:
         return super().forward(*args, **kwargs)
 

@@ -24,11 +24,11 @@ from lit_efficient.errors import ConfigurationError, check_choice, check_number,
 from lit_efficient.mechanisms.averages.shadow import outside_autograd
 from lit_efficient.mechanisms.averages.snapshots import Snapshot, write_snapshot
 from lit_efficient.mechanisms.averages.weights import (
-    averageable,
     gamma_of,
     placed_like,
     power_decay,
     precise,
+    tracked_weights,
     update_,
     whole,
 )
@@ -87,7 +87,7 @@ class PowerEMA(Technique):
         self._step = 0
 
     def describe(self, module: Any) -> Report:
-        tracked = self._tracked(module)
+        tracked = tracked_weights(module, "PowerEMA")
         size = len(self.sigma_rels) * sum(p.numel() * precise(p.dtype).itemsize for p in tracked.values())
         widths = ", ".join(f"{sigma_rel:g}" for sigma_rel in self.sigma_rels)
         return Report(
@@ -101,15 +101,9 @@ class PowerEMA(Technique):
         root = trainer.log_dir or trainer.default_root_dir
         return Path(self.dirpath) if self.dirpath else Path(root) / "snapshots"
 
-    def _tracked(self, module: Any) -> dict[str, nn.Parameter]:
-        tracked = averageable(module)
-        if not tracked:
-            raise ConfigurationError(f"PowerEMA: no parameter of {type(module).__name__} trains")
-        return tracked
-
     @outside_autograd
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._parameters = tracked = self._tracked(pl_module)
+        self._parameters = tracked = tracked_weights(pl_module, "PowerEMA")
         sources = self._averages if self._updates else [tracked] * len(self.sigma_rels)
         self._averages = [
             {n: placed_like(source[n], p, precise(p.dtype)) for n, p in tracked.items()} for source in sources

@@ -115,7 +115,7 @@ def test_what_cannot_be_built_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"sigma_rel must be above 0 and below 0.2886751346, got 0.5"):
         sweep([str(tmp_path), "--sigma_rel", "0.5"])
     torch.save({"state_dict": {"other": torch.ones(1)}}, tmp_path / "other.ckpt")
-    with pytest.raises(ConfigurationError, match="is it of the same run"):
+    with pytest.raises(ConfigurationError, match="is it from another run"):
         sweep([str(tmp_path), "--sigma_rel", "0.1", "--checkpoint", str(tmp_path / "other.ckpt")])
 
 
