@@ -1,17 +1,17 @@
-"""Processes that wait for one that will never come end within a minute, with a sentence that says which, and why.
+"""Rank watch: if a process fails or leaves training, the others end within a minute and report the process and reason.
 
-    another one raises, is killed or loses its machine -> this one ends within `failed` seconds
-    another one ends its training while this one trains -> this one ends within `left` seconds
-    another one has fewer batches in its epoch          -> the same: what they send would meet the wrong thing
-    another one calls ``trainer.save_checkpoint`` alone -> the same
-    this one is sent SIGTERM, which nobody else answers -> it exits with 143, and the others end within `failed` seconds
+    another process raises, is killed or loses its machine  -> this process ends within ``failed`` seconds
+    another process ends its training, this one trains      -> this process ends within ``left`` seconds
+    another process has fewer batches in its epoch          -> the same, because their collectives would not match
+    another process calls ``trainer.save_checkpoint`` alone -> the same
+    this process receives SIGTERM  -> it exits with code 143, and the others end within ``failed`` seconds
 
-Saves: the half hour, or the days, that the others of a run would wait in a collective, and the search for who began it.
-Costs: a connection of each process to the first one, and a thread that sleeps.
-Source: no paper; the timeouts of torch.distributed end a wait, too: after 10 or 30 minutes, without saying for whom.
+Saves: the minutes or days that other processes would wait in a collective, and the search for the process that failed
+Costs: a connection of each process to the first one, and a sleeping thread
+Source: no paper; timeouts of torch.distributed also end a wait, after 10 or 30 minutes and without naming the process
 
-A process that lives and is slow is waited for, as before: the strategy's `timeout` says how long. Lightning answers
-SIGTERM by a broadcast that the other processes do not expect.
+A process that is only slow is waited for, at most for the ``timeout`` of the strategy. This callback replaces
+Lightning's handler of SIGTERM, whose broadcast the other processes do not expect.
 """
 
 import os
@@ -32,18 +32,19 @@ from lit_efficient.internals.wraps import inner_method, wrap_method
 from lit_efficient.traits import Trait
 
 _EXIT_CODE = 2
-_LAST = "its epoch ends after "
-_UNWATCHED = "another process has ended, or does not answer; what it printed last says why"
+_LAST = "its epoch ends after "  # beginning of a reason that receivers recognise
+_UNWATCHED = "another process has ended, or does not answer; its last output gives the reason"
 
 
 class RankWatch(Callback):
-    """On several processes: end this one with a sentence where another has failed, or has ended its training earlier.
+    """With several processes, end this one with an error message if another one has failed or has left training early.
 
-    It begins with the callbacks' ``setup``. A process that fails by itself because of another one says so, too.
+    Processes are watched from ``setup`` of the callbacks on. If this process raises an error because of another one,
+    the error gets a note with the reason.
 
     Args:
-        failed: Seconds that this process has to end by itself once another has failed, above 0.
-        left: Seconds that it has to end its training once another has ended its own, above 0.
+        failed: Seconds after which this process is ended if another one has failed, above 0. It may end itself before.
+        left: Seconds after which this process is ended if another one has left training and this one has not, above 0.
 
     Raises:
         ConfigurationError: If an argument is not above 0.
@@ -51,7 +52,7 @@ class RankWatch(Callback):
 
     traits = frozenset({Trait.LEAVES_TRACES})
     helps: ClassVar[dict[str, tuple[int, str]]] = {
-        "safety": (5, "several processes: none waits for one that has failed, and each says which it was")
+        "safety": (5, "with several processes, none waits for a failed one, and each names it")
     }
 
     def __init__(self, failed: float = 10.0, left: float = 45.0) -> None:
@@ -61,18 +62,23 @@ class RankWatch(Callback):
         self.left = left
         self._line: RankLine | None = None
         self._timers: list[threading.Timer] = []
-        self._said = threading.Event()
-        self._why = ""  # this process will wait for ever
-        self._signal = ""  # it has been sent one
-        self._begun = 0  # batches of training
-        self._places: list[int] = []  # the number of them each time that this process left off training
-        self._left: list[tuple[str, int, int]] = []  # what others said when they did
+        self._failure_heard = threading.Event()
+        self._reason = ""  # why this process would wait forever
+        self._signal = ""  # set if this process has received SIGTERM
+        self._begun = 0  # number of training batches that this process has begun
+        self._places: list[int] = []  # that number each time that this process has left training
+        self._left: list[tuple[str, int, int]] = []  # reports of others that left: reason, how often, batches begun
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if trainer.world_size > 1 and self._line is None and distributed.is_initialized():
-            trainer.callbacks = [self, *(one for one in trainer.callbacks if one is not self)]  # the first to leave
-            self._why, self._signal, self._begun, self._places, self._left = "", "", 0, [], []
-            self._said.clear()
+            # The first callback, so that it reports the end of training before others wait in their hooks.
+            trainer.callbacks = [self, *(one for one in trainer.callbacks if one is not self)]
+            self._reason = ""
+            self._signal = ""
+            self._begun = 0
+            self._places = []
+            self._left = []
+            self._failure_heard.clear()
             host = trainer.strategy.cluster_environment.main_address
             answer_sigterm(trainer, _end_by_sigterm)
             wrap_method(trainer, "save_checkpoint", _save_checkpoint)
@@ -80,8 +86,8 @@ class RankWatch(Callback):
                 self._line = RankLine(self._heard, host)
             except ConnectionError as error:
                 rank_zero_warn(
-                    f"RankWatch: process 0 cannot be reached at {host} ({error}): no process is watched, and the "
-                    "strategy's timeout ends a wait"
+                    f"RankWatch: process 0 cannot be reached at {host} ({error}): no process is watched. If one "
+                    "fails, the others wait for the timeout of the strategy"
                 )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -100,6 +106,7 @@ class RankWatch(Callback):
         self._leave(-1, f"it ended its training after {trainer.global_step} steps")
 
     def _leave(self, begun: int, why: str) -> None:
+        """Report that this process leaves training for other work, after ``begun`` batches."""
         self._places.append(begun)
         if self._line is not None:
             self._line.say(LEFT, f"{len(self._places)} {begun} {why}")
@@ -114,15 +121,16 @@ class RankWatch(Callback):
         leave_sigterm(trainer, _end_by_sigterm)
         if self._line is None:
             if isinstance(exception, RuntimeError) and trainer.world_size > 1 and _is_collectives(exception):
-                exception.add_note(ENDED + _UNWATCHED)  # before `setup`: while the data are prepared
+                exception.add_note(ENDED + _UNWATCHED)  # before ``setup``, for example while data are prepared
             return
-        if isinstance(exception, RuntimeError):  # which a collective raises at once where the other end is closed
-            self._said.wait(2)
+        if isinstance(exception, RuntimeError):
+            # A collective raises as soon as a connection closes. The report of the failure may arrive a little later.
+            self._failure_heard.wait(2)
             apart = [why for why, left, begun in self._left if self._place(left) != begun]
-            if apart and not self._why and _is_collectives(exception):
-                self._why = apart[0]
-        if self._why and not isinstance(exception, SystemExit):  # by which all may end together, after a signal
-            exception.add_note(ENDED + self._why)
+            if apart and not self._reason and _is_collectives(exception):
+                self._reason = apart[0]
+        if self._reason and not isinstance(exception, SystemExit):  # after a signal all processes may exit together
+            exception.add_note(ENDED + self._reason)
         self._line.say(FAILED, self._signal or f"{type(exception).__name__}: {exception}")
         self._hang_up()
 
@@ -131,15 +139,17 @@ class RankWatch(Callback):
             timer.cancel()
         if self._line is not None:
             self._line.close()
-        self._line, self._timers = None, []
+        self._line = None
+        self._timers = []
 
     def _heard(self, rank: int, how: str, why: str) -> None:
-        if how == FAILED and not self._why:
-            self._why = f"process {rank} has failed ({why})"
-            self._said.set()
+        """Start a timer that ends this process after a report of another one. Runs in the connection's thread."""
         if how == DONE:
             return
         if how == FAILED:
+            if not self._reason:
+                self._reason = f"process {rank} has failed ({why})"
+                self._failure_heard.set()
             timer = threading.Timer(self.failed, self._end, (f"process {rank} has failed ({why})",))
         else:
             left, begun, why = why.split(" ", 2)
@@ -150,20 +160,29 @@ class RankWatch(Callback):
         timer.start()
 
     def _place(self, left: int) -> int | None:
-        """After how many batches this one left off training for the ``left``-th time, if it has."""
+        """Return after how many batches this process left training for the ``left``-th time, or ``None``."""
         return self._places[left - 1] if left <= len(self._places) else None
 
     def _end(self, why: str, left: int | None = None, begun: int = 0) -> None:
-        """In the timer's thread: the main one is in a collective, which nothing else would end.
+        """End this process, from the thread of a timer: nothing else ends a collective in the main thread.
 
-        Not where this one has left off training at the same batch, or may still do so.
+        The process continues if it has left training at the same batch as the other one, or may still do so.
+
+        Args:
+            why: Reason, for the error message.
+            left: How often the other process has left training. ``None``: it has failed.
+            begun: Number of batches that it had begun.
         """
         if self._line is None:
             return
         if left is not None:
             own = self._place(left)
-            # One that is slow has begun fewer; who ends an epoch here waits for its last gradients, and not for others.
-            behind = self._begun < begun if _LAST in why else self._begun <= begun and not _in_collective()
+            # A slow process has begun fewer batches, and may still leave at the same place. The end of an epoch is
+            # reported when its last batch begins: the other process still takes part in the collectives of that batch.
+            if _LAST in why:
+                behind = self._begun < begun
+            else:
+                behind = self._begun <= begun and not _in_collective()
             if own == begun or (own is None and behind):
                 return
         print(f"error: {ENDED}{why}", file=sys.stderr, flush=True)
@@ -171,7 +190,7 @@ class RankWatch(Callback):
 
 
 def _save_checkpoint(self: Any, *arguments: Any, **named: Any) -> None:
-    """In the place of the trainer's method, at whose end all processes wait; without others nothing else happens."""
+    """Wrap of ``trainer.save_checkpoint`` that reports the call, because all processes wait for each other in it."""
     for one in self.callbacks:
         if isinstance(one, RankWatch):
             one._leave(one._begun, f"it saves a checkpoint after {one._begun} batches, for which all are needed")
@@ -179,9 +198,9 @@ def _save_checkpoint(self: Any, *arguments: Any, **named: Any) -> None:
 
 
 def _end_by_sigterm(self: Any, number: int, frame: Any) -> None:
-    """In the place of Lightning's notifier, of which ``self`` is the owner."""
+    """Handle SIGTERM instead of Lightning's notifier. ``self`` is Lightning's signal connector."""
     if self.trainer.strategy.launcher is not None:
-        self.trainer.strategy.launcher.kill(number)  # of processes that Lightning has started
+        self.trainer.strategy.launcher.kill(number)  # child processes that Lightning has started
     for one in self.trainer.callbacks:
         if isinstance(one, RankWatch):
             one._signal = "it was sent SIGTERM"
@@ -189,11 +208,12 @@ def _end_by_sigterm(self: Any, number: int, frame: Any) -> None:
 
 
 def _is_collectives(error: RuntimeError) -> bool:
-    """Whether another process's end closed the connection: of gloo's errors only the text is theirs."""
+    """Return whether an error comes from a collective."""
+    # Errors of gloo have no class of their own.
     return isinstance(error, distributed.DistError) or "gloo" in str(error)
 
 
 def _in_collective() -> bool:
-    """Whether the main thread waits for other processes, by what it calls."""
+    """Return whether the main thread is in a collective, according to its stack."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return any("distributed_c10d" in each.f_code.co_filename for each, _ in traceback.walk_stack(frame))

@@ -11,7 +11,7 @@ _CLIPPING = "LightningModule.configure_gradient_clipping"
 
 
 class ClipsGradients(GradientHooks, Technique):
-    """Base of techniques that clip gradients right before each step, also with manual optimization."""
+    """Base class of techniques that clip gradients directly before each step, also with manual optimization."""
 
     phase = Phase.CLIP
 
@@ -19,10 +19,11 @@ class ClipsGradients(GradientHooks, Technique):
         who = type(self).__name__
         if trainer.gradient_clip_val:
             raise ConflictError(
-                f"{who}: Trainer(gradient_clip_val={trainer.gradient_clip_val:g}) clips, too, so that neither limit "
-                f"would be what it says: set gradient_clip_val to null, or leave {who} out"
+                f"{who}: Trainer(gradient_clip_val={trainer.gradient_clip_val:g}) also clips gradients. Set "
+                f"gradient_clip_val to null, or leave {who} out"
             )
         if getattr(module.configure_gradient_clipping, "__qualname__", "") != _CLIPPING:
             raise ConflictError(
-                f"{who}: {type(module).__name__} clips in its own configure_gradient_clipping: leave one of them out"
+                f"{who}: {type(module).__name__}.configure_gradient_clipping also clips gradients. Remove this method, "
+                f"or leave {who} out"
             )

@@ -183,8 +183,8 @@ class OwnClipping(Toy):
 @pytest.mark.parametrize(
     ("module", "arguments", "message"),
     [
-        (Toy, {"gradient_clip_val": 1.0}, r"Trainer\(gradient_clip_val=1\) clips, too"),
-        (OwnClipping, {}, "OwnClipping clips in its own configure_gradient_clipping"),
+        (Toy, {"gradient_clip_val": 1.0}, r"Trainer\(gradient_clip_val=1\) also clips gradients"),
+        (OwnClipping, {}, r"OwnClipping\.configure_gradient_clipping also clips gradients"),
     ],
 )
 def test_what_clips_as_well_is_refused(module: Any, arguments: dict[str, Any], message: str) -> None:

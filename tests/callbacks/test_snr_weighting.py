@@ -63,9 +63,9 @@ def test_edm_is_weighed_with_the_deviation_of_its_data() -> None:
 
 def test_what_is_missing_is_named() -> None:
     output = {"sample_loss": torch.ones(2), "log_snr": torch.zeros(2)}
-    with pytest.raises(ConfigurationError, match="Module does not say what it predicts; set prediction="):
+    with pytest.raises(ConfigurationError, match="Module has no attribute `prediction`"):
         SNRWeighting().sample_weights(output, torch.nn.Module())
-    with pytest.raises(ConfigurationError, match=r"Module\.prediction_type is 'velocity'; allowed: eps, v, x0, flow"):
+    with pytest.raises(ConfigurationError, match=r"Module\.prediction_type is 'velocity'\. Allowed: eps, v, x0, flow"):
         SNRWeighting().sample_weights(output, module_with(prediction_type="velocity"))
     with pytest.raises(ConfigurationError, match=r"must return log_snr \[B\], or timesteps \[B\] with alphas_cumprod"):
         SNRWeighting(prediction="eps").sample_weights({"timesteps": torch.ones(2)}, torch.nn.Module())

@@ -418,7 +418,7 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> Non
 
 
 def test_what_it_cannot_route_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="of 4 blocks one is left"):
+    with pytest.raises(ConfigurationError, match="at least one of 4 blocks is on the route"):
         TokenRouting(0.5, 2, 2).transform(dit())
     gpt = GPT(GPTConfig(vocab_size=8, dim=16, depth=3, num_heads=2, max_length=8))
     TokenRouting(0.5, 1, 1).transform(gpt)
@@ -426,5 +426,5 @@ def test_what_it_cannot_route_is_refused() -> None:
         gpt(torch.arange(8)[None])
     net = dit()
     TokenRouting(0.1, 1, 1).transform(net)
-    with pytest.raises(ConfigurationError, match="rate must be enough to leave out one of 4 tokens"):
+    with pytest.raises(ConfigurationError, match="rate must be large enough to leave out one of 4 tokens"):
         net(LATENTS, TIMES, torch.arange(3))
