@@ -4,7 +4,7 @@
     W at the end of a residual branch: also both / D;    queries: both * sqrt(base head / head);    decay / rate factor;
     Adam's eps / m, in residual branches / (m D), like the gradients;    eps * m for outputs, * D for ends of branches
 
-Saves: the search of the learning rate at full size; a network of the base width and depth is tuned instead
+Saves: the search for the learning rate at full size; a network of the base width and depth is tuned instead
 Costs: nothing in a step
 Source: Yang et al. (2022), https://arxiv.org/abs/2203.03466 (table 3); Dey et al. (2025), https://arxiv.org/abs/2505.01618
 
