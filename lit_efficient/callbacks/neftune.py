@@ -1,9 +1,9 @@
-"""NEFTune: noise on the embeddings of tokens while a language model is fine-tuned.
+"""NEFTune: add noise to the token embeddings while a language model is fine-tuned.
 
     x <- x + u * alpha / sqrt(L * d),    u uniform in [-1, 1),    L real tokens of the text, d the embeddings' width
 
-Saves: labelled examples: answers of a tuned model overfit less to the wording of a small set of instructions
-Costs: one draw for each number of the embeddings; the training loss is higher than that of the same weights without it
+Saves: labelled examples: a tuned model overfits less to the wording of a small set of instructions
+Costs: one random number for each element of the embeddings; the training loss is higher than without noise
 Source: Jain et al. (2023), https://arxiv.org/abs/2310.05914
 """
 
@@ -27,14 +27,14 @@ from lit_efficient.traits import Trait
 def noisy_embeddings(
     embeddings: Tensor, alpha: float, lengths: Tensor | None = None, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Embeddings with uniform noise of at most ``alpha / sqrt(L * d)``.
+    """Return embeddings with uniform noise of at most ``alpha / sqrt(L * d)``.
 
     Args:
-        embeddings: [B, T, d].
-        alpha: Strength, at least 0; 5 to 15 in the paper.
-        lengths: Real tokens L of the text that each token belongs to, [B, 1] or [B, T], 0 for padding, which gets no
-            noise; ``None``: T.
-        generator: Of the embeddings' device; ``None``: its global one.
+        embeddings: Token embeddings, [B, T, d].
+        alpha: Strength of the noise, at least 0; 5 to 15 in the paper.
+        lengths: Number L of real tokens in the text to which each token belongs, [B, 1] or [B, T]. 0 means padding,
+            which gets no noise. ``None`` means T for all tokens.
+        generator: Generator on the embeddings' device; ``None`` for the device's global generator.
 
     Source: Jain et al. (2023), https://arxiv.org/abs/2310.05914, algorithm 1.
     """
@@ -46,11 +46,13 @@ def noisy_embeddings(
 
 
 def text_lengths(attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
-    """Real tokens of the text that each position of a row belongs to, [B, T]; 0 where there is padding.
+    """Return the number of real tokens in the text to which each position belongs, [B, T]; 0 for padding.
+
+    At least one of the arguments must be given.
 
     Args:
-        attention_mask: [B, T], 0 for padding; ``None``: there is none.
-        position_ids: [B, T], from 0 in every text of a packed row; ``None``: a row is one text.
+        attention_mask: Mask with 0 for padding, [B, T]; ``None`` if there is no padding.
+        position_ids: Positions that start at 0 in each text of a packed row, [B, T]; ``None`` if each row is one text.
 
     Example:
         >>> text_lengths(torch.tensor([[1, 1, 1, 0]]), None)
@@ -60,66 +62,75 @@ def text_lengths(attention_mask: Tensor | None, position_ids: Tensor | None) -> 
     """
     given = attention_mask if attention_mask is not None else position_ids
     assert given is not None
-    real = torch.ones_like(given) if attention_mask is None else (attention_mask != 0).long()
+    real = torch.ones_like(given)
+    if attention_mask is not None:
+        real = (attention_mask != 0).long()
     starts = torch.zeros_like(real)
     if position_ids is not None:
-        starts = document_starts(position_ids if attention_mask is None else position_ids.masked_fill(real == 0, 0))
+        if attention_mask is not None:
+            position_ids = position_ids.masked_fill(real == 0, 0)
+        starts = document_starts(position_ids)
+    # Add up the real tokens at the start of each text, then read the sum at all of its positions.
     return torch.zeros_like(real).scatter_add_(1, starts, real).gather(1, starts) * real
 
 
 class _Noisy:
-    """Mix-in of an embedding."""
+    """Mix-in of an embedding that adds noise to its output in training."""
 
     training: bool
     _noise_alpha: float
-    _noise_name: str
-    _noise_seed: int | None  # None outside a trainer's loop: draw from the device's global generator
-    token_rows: dict[str, Any]  # of the network's call, or of the batch
+    _noise_name: str  # name of the embedding, for messages
+    _noise_seed: int | None  # None outside of a trainer's loop, where the device's global generator is used
+    token_rows: dict[str, Any]  # masks and positions of the network's call, or of the batch
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        embeddings = super().forward(*args, **kwargs)  # type: ignore[misc]
-        return _with_noise(self, embeddings) if self.training and self._noise_alpha else embeddings
+        embeddings: Tensor = super().forward(*args, **kwargs)  # type: ignore[misc]
+        if self.training and self._noise_alpha:
+            return _with_noise(self, embeddings)
+        return embeddings
 
 
 @torch.compiler.disable
 def _with_noise(layer: _Noisy, embeddings: Tensor) -> Tensor:
     if embeddings.ndim != 3:
         raise ConfigurationError(
-            f"NEFTune: {layer._noise_name!r} gives embeddings of the shape {list(embeddings.shape)}, not [B, T, d] for "
-            "rows of tokens; name that of the tokens with embeddings="
+            f"NEFTune: {layer._noise_name!r} gives embeddings of the shape {list(embeddings.shape)}, not [B, T, d]. "
+            "Set embeddings=[...] to the name of the token embedding"
         )
     generator = None
     if layer._noise_seed is not None:
         generator = torch.Generator(embeddings.device).manual_seed(layer._noise_seed)
     shape = embeddings.shape[:2]
     mask, positions = (row_of(layer, key, shape) for key in ("attention_mask", "position_ids"))
-    lengths = None if mask is None and positions is None else text_lengths(mask, positions)
+    lengths = None
+    if mask is not None or positions is not None:
+        lengths = text_lengths(mask, positions)
     return noisy_embeddings(embeddings, layer._noise_alpha, lengths, generator)
 
 
 class NEFTune(Technique):
     """Add noise to the token embeddings of a language model, in training only.
 
-    The noise of a batch is a function of ``seed``, the number of the batch and the rank: a resumed run goes on with the
-    same noise. How long a text is, is read from the ``attention_mask`` [B, T] and the ``position_ids`` [B, T] (from 0
-    in every text of a packed row) that the network is called with or the batch holds; without them a row is one text.
-    Evaluation, generation and checkpoints are as without it.
+    The noise of a batch depends only on ``seed``, the number of the batch and the rank, so that a resumed run continues
+    with the same noise. Text lengths are computed from the ``attention_mask`` [B, T] and the ``position_ids`` [B, T]
+    (from 0 in each text of a packed row) of the network's call or of the batch. Without these, each row is one text.
+    Evaluation, generation and checkpoints are the same as without NEFTune.
 
     Args:
-        alpha: Strength, at least 0; the paper takes 5, 10 or 15.
-        embeddings: ``auto``: those that transformers' models call their input embeddings, or the only ``nn.Embedding``;
-            otherwise regular expressions for the ends of dotted names.
+        alpha: Strength of the noise, at least 0; the paper uses 5, 10 or 15.
+        embeddings: ``auto`` for the input embeddings of a transformers model, or for the only ``nn.Embedding`` of
+            another network. Otherwise regular expressions for the ends of dotted names.
         seed: Seed of the noise.
 
     Raises:
-        ConfigurationError: For an argument out of range, where ``auto`` finds no embedding or several, and in the first
-            step for one that does not give [B, T, d].
+        ConfigurationError: For an argument out of range, and if ``auto`` finds no embedding or several. In the first
+            step, if an embedding does not give [B, T, d].
     """
 
-    phase = Phase.RECOMPUTE  # the noise is on the embeddings as adapters leave them
+    phase = Phase.RECOMPUTE  # after adapters, so that the noise is added to the adapted embeddings
     traits = frozenset({Trait.AFTER_SHARDING, Trait.TRAINING_ONLY})
     reasons: ClassVar[dict[Trait, str]] = {
-        Trait.NEEDS_WHOLE_ROWS: "its noise goes by how long a text is",
+        Trait.NEEDS_WHOLE_ROWS: "its noise depends on the length of each text",
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "less overfitting to a small set of instructions")}
 
@@ -150,7 +161,8 @@ class NEFTune(Technique):
 
     def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         for layer in _noisy(pl_module):
-            layer._noise_seed, layer.token_rows = None, {}
+            layer._noise_seed = None
+            layer.token_rows = {}
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
         self.on_train_batch_end(trainer, pl_module, None, None, 0)

@@ -1,9 +1,9 @@
-"""No bias before a norm that takes it away again: batch norm, instance norm.
+"""No bias before norm: remove biases that have no effect because a batch norm or instance norm subtracts them.
 
-    norm(W x + b) = norm(W x),    as the mean that the norm subtracts holds b
+    norm(W x + b) = norm(W x),    because the mean that the norm subtracts contains b
 
-Saves: the bias of each such layer: its gradient, a sum over the batch that is zero but for rounding, and its states
-Costs: nothing; outputs are equal, in evaluation, too
+Saves: the biases' gradients, which are sums over the batch that are zero except for rounding, and optimizer states
+Costs: nothing; outputs are the same, also in evaluation
 Source: Ioffe and Szegedy (2015), https://arxiv.org/abs/1502.03167, section 3.2
 """
 
@@ -26,39 +26,42 @@ _INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def cancels(layer: Any, norm: Any) -> bool:
-    """Whether a norm right behind a layer subtracts the layer's bias, exactly.
+    """Return whether a norm directly after a layer subtracts the layer's bias exactly.
 
-    A layer norm does not: it subtracts the mean over the features, and a bias differs from feature to feature.
+    A layer norm does not, because it subtracts the mean over features, whose biases differ.
 
     Args:
         layer: A convolution, or a linear layer, whose output must be [N, features] then.
-        norm: What gets its output and nothing else.
+        norm: Norm whose only input is the layer's output.
     """
     if isinstance(layer, nn.Linear):
         return isinstance(norm, nn.BatchNorm1d | nn.SyncBatchNorm) and norm.num_features == layer.out_features
-    groups = isinstance(norm, nn.GroupNorm) and norm.num_groups == norm.num_channels  # instance norm by another name
+    # A group norm with one channel in each group is an instance norm.
+    groups = isinstance(norm, nn.GroupNorm) and norm.num_groups == norm.num_channels
     return isinstance(layer, _CONVOLUTIONS) and (groups or isinstance(norm, (*_BATCH, *_INSTANCE)))
 
 
-_PAIRS = "_lit_efficient_no_bias_pairs"  # of the module around both: names of layers and of their norms
+# Attribute of the smallest module that contains a layer and its norm: the names of such layers and norms.
+_PAIRS = "_lit_efficient_no_bias_pairs"
 
 
-class _BehindLinear:
-    """Mix-in of a batch norm."""
+class _AfterLinear:
+    """Mix-in of a batch norm after a linear layer that accepts only [N, features]."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim != 2:
             raise ConfigurationError(
-                f"NoBiasBeforeNorm: a batch norm behind a linear layer got {list(x.shape)}, whose second dimension it "
-                "takes for the features: it does not take the bias away; leave NoBiasBeforeNorm out"
+                f"NoBiasBeforeNorm: a batch norm after a linear layer got an input of the shape {list(x.shape)}, but "
+                "only with [N, features] does it subtract the layer's bias. Leave out NoBiasBeforeNorm"
             )
         return super().forward(x)  # type: ignore[misc]
 
 
-def _without_biases(module: Any, state: Any, prefix: str, *_: Any) -> None:
-    """Before weights are loaded, of a network with biases, too: what they add goes into the running mean."""
+def _move_biases(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Before weights are loaded, subtract their biases from the running means and set them to zero."""
     for layer, norm in vars(module)[_PAIRS]:
-        bias, mean = (f"{prefix}{name}" for name in (f"{layer}.bias", f"{norm}.running_mean"))
+        bias = f"{prefix}{layer}.bias"
+        mean = f"{prefix}{norm}.running_mean"
         if bias in state:
             if mean in state:
                 state[mean] = state[mean] - state[bias]
@@ -66,26 +69,26 @@ def _without_biases(module: Any, state: Any, prefix: str, *_: Any) -> None:
 
 
 class NoBiasBeforeNorm(Technique):
-    """Make the biases zeros that a norm right behind their layer takes away: no parameters any more, but buffers.
+    """Set biases to zero that the next norm subtracts, and turn them from parameters into buffers.
 
-    Which norm gets what layer's output, and nothing else does, is read from the network's code. Names stay: weights
-    that were trained with biases are read, and exports have zeros in their place.
+    The network's code is traced to find layers whose output goes only into such a norm. Names stay the same: weights
+    that were trained with biases can be loaded, and exports contain zeros.
 
     Raises:
-        ConfigurationError: Where no bias is followed by such a norm, and in the first step where a batch norm behind a
-            linear layer gets more than two dimensions.
+        ConfigurationError: If no bias is followed by such a norm. In the first step, if a batch norm after a linear
+            layer gets an input with more than two dimensions.
     """
 
     phase = Phase.ARCHITECTURE
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (0, "a little: no gradients of biases that cancel")}
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (0, "a little: no gradients of biases without effect")}
 
     @torch.no_grad()
     def transform(self, module: nn.Module) -> Report:
         pairs = list(_pairs(module))
         if not pairs:
             raise ConfigurationError(
-                f"NoBiasBeforeNorm: in the code of {type(module).__name__} no bias of a convolution or linear "
-                "layer goes into a batch norm or instance norm alone"
+                f"NoBiasBeforeNorm: {type(module).__name__} has no convolution or linear layer with a bias whose "
+                "output goes only into a batch norm or instance norm. Leave out NoBiasBeforeNorm"
             )
         saved = 0
         for name, norm_name in pairs:
@@ -98,25 +101,25 @@ class NoBiasBeforeNorm(Technique):
             layer.register_buffer("bias", torch.zeros_like(bias))
             saved += bias.numel()
             if isinstance(layer, nn.Linear):
-                mix_in(norm, _BehindLinear)
-            above, inside = _around(module, name, norm_name)
-            if _PAIRS not in vars(above):
-                vars(above)[_PAIRS] = []
-                above.register_load_state_dict_pre_hook(_without_biases)
-            vars(above)[_PAIRS].append(inside)
+                mix_in(norm, _AfterLinear)
+            parent, inside = _common_parent(module, name, norm_name)
+            if _PAIRS not in vars(parent):
+                vars(parent)[_PAIRS] = []
+                parent.register_load_state_dict_pre_hook(_move_biases)
+            vars(parent)[_PAIRS].append(inside)
         names = tuple(name for name, _ in pairs)
-        return Report(f"{len(names)} biases, {saved:,} numbers, are zeros for good", modules=names, parameters=saved)
+        return Report(f"{len(names)} biases, {saved:,} numbers, are fixed at zero", modules=names, parameters=saved)
 
 
 def _pairs(root: nn.Module) -> Iterator[tuple[str, str]]:
-    """Names of layers with a bias that cancels, and of the norms."""
-    fed: dict[str, set[str]] = {}
-    for above, module in root.named_modules():
+    """Yield the names of layers with a bias that has no effect, and of their norms."""
+    fed: dict[str, set[str]] = {}  # name of a layer -> names of the modules that get its output
+    for parent, module in root.named_modules():
         if not has_parts(module) or isinstance(module, nn.ModuleList | nn.ModuleDict):
             continue
-        prefix = f"{above}." if above else ""
+        prefix = f"{parent}." if parent else ""
         for name, norms in fed_alone(module).items():
-            # The output that a part gives back is used outside, which the code around it shows.
+            # An empty name means that the module returns the output. The code of its parent shows where that is used.
             fed.setdefault(f"{prefix}{name}", set()).update(f"{prefix}{norm}" if norm else "" for norm in norms)
     owners = Counter(id(parameter) for _, parameter in root.named_parameters(remove_duplicate=False))
     for name, norms in fed.items():
@@ -129,8 +132,9 @@ def _pairs(root: nn.Module) -> Iterator[tuple[str, str]]:
             yield name, norm
 
 
-def _around(root: nn.Module, one: str, other: str) -> tuple[Any, tuple[str, str]]:
-    """The module around both of two, and their names in it."""
-    first, second = one.split("."), other.split(".")
+def _common_parent(root: nn.Module, one: str, other: str) -> tuple[nn.Module, tuple[str, str]]:
+    """Return the smallest module that contains two others, and their names in it."""
+    first = one.split(".")
+    second = other.split(".")
     same = next(i for i, (a, b) in enumerate(zip(first, second)) if a != b)
     return root.get_submodule(".".join(first[:same])), (".".join(first[same:]), ".".join(second[same:]))

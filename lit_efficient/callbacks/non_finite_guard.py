@@ -1,13 +1,14 @@
-"""NaN or Inf never reaches the weights: gradients and rates are checked before each optimizer step.
+"""Non-finite guard: check gradients and learning rates for NaN and Inf before each optimizer step.
 
     max_i |g_i| < 1e16, over all gradients of the optimizer
 
-Saves: the weights and optimizer states of a run in which one batch or one overflow goes wrong.
-Costs: one fused pass over the gradients (of the order of clipping them) and one wait for the device an optimizer step.
-Source: the check of torch.amp.GradScaler, made usable without loss scaling.
+Saves: the weights and optimizer states of a run in which one batch has an error or overflows
+Costs: one fused pass over the gradients (about as much as clipping them) and one wait for the device per optimizer step
+Source: the check of torch.amp.GradScaler, usable without loss scaling
 
-The maximum is taken, and not the 2-norm, because squares of large but finite gradients overflow. They do so in Adam's
-second moment, too, which is infinite ever after: its weights stand still, and nothing says so. Hence the bound.
+The check uses the maximum and not the 2-norm, because squares of large finite gradients overflow. The bound of 1e16
+exists because they also overflow in Adam's second moment, which then stays infinite, so that its weights never change
+again, without any error.
 """
 
 import math
@@ -29,49 +30,64 @@ from lit_efficient.internals.torch_shards import largest_of_all
 from lit_efficient.optimizers.in_backward import InBackward
 from lit_efficient.surgery import is_sharded, local
 
-LIMIT = 1e16  # the squares of a million such numbers can be added up in float32
+LIMIT = 1e16  # float32 can hold the sum of the squares of a million such numbers
 
 
 def largest(tensors: Iterable[Tensor]) -> float:
-    """The largest magnitude of all elements, NaN if one is; one wait for the device. Shards count as a whole."""
+    """Return the largest magnitude of all elements, or NaN if one is NaN, with one wait for each device.
+
+    For sharded tensors the result is the maximum over all processes, which must all call this function.
+    """
     kinds: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         values = tensor.coalesce().values() if tensor.is_sparse else tensor
         if values.numel():
             kinds.setdefault((getattr(values, "device_mesh", None), values.device), []).append(values)
     sizes = [_largest_shard(found, mesh) for (mesh, _), found in kinds.items()]
-    return math.nan if any(map(math.isnan, sizes)) else max(sizes, default=0.0)
+    if any(map(math.isnan, sizes)):  # max would depend on the order
+        return math.nan
+    return max(sizes, default=0.0)
 
 
 def _largest_shard(tensors: list[Tensor], mesh: Any) -> float:
-    """The largest magnitude, of all processes of a mesh; some may hold nothing, of which there is no largest."""
+    """Return the largest magnitude over all processes of a mesh. A process may hold no elements."""
     filled = [own for own in map(local, tensors) if own.numel()]
-    norm = get_total_norm(filled, norm_type=math.inf) if filled else torch.zeros((), device=local(tensors[0]).device)
+    if filled:
+        norm = get_total_norm(filled, norm_type=math.inf)
+    else:
+        norm = torch.zeros((), device=local(tensors[0]).device)
     if mesh is None:
         return float(norm)
-    both = torch.stack([norm.nan_to_num(0.0, posinf=math.inf), norm.isnan().to(norm.dtype)])  # no maximum keeps NaN
-    size, unknown = largest_of_all(both, mesh).tolist()
-    return math.nan if unknown else float(size)
+    # The maximum over processes may lose NaN, so that NaN is reduced as a second number.
+    both = torch.stack([norm.nan_to_num(0.0, posinf=math.inf), norm.isnan().to(norm.dtype)])
+    size, is_nan = largest_of_all(both, mesh).tolist()
+    if is_nan:
+        return math.nan
+    return float(size)
 
 
 class NonFiniteGuard(Callback):
-    """Stop, or leave out the step, when a gradient is NaN, infinite or beyond 1e16.
+    """Stop the run, or skip the step, when a gradient is NaN, infinite or larger than 1e16.
 
-    A step that is left out changes neither weights nor optimizer states; learning-rate schedules go on. It looks at the
-    gradients of all processes together: all take the same decision. The gradient scaler of 16-mixed finds its scale by
-    overflow and leaves out such steps itself; there it stops when more of them than ``max_consecutive`` come in a row
-    and the scale has fallen below 1. The command line adds it to every fit, and ends with code 4 when it stops.
-    Where the optimizer steps in the backward pass, gradients that are not finite count as zeros in the last step.
-    It always stops at a learning rate that is not finite, and when weights are not: after a fault of memory, or a rate
-    beyond all bounds, which the next step or the run's end finds; and at the end when optimizers' states are not, whose
-    weights stand still. Then only the last checkpoint helps.
+    A skipped step changes neither weights nor optimizer states, and learning-rate schedules continue. All processes
+    decide alike, from the gradients of all processes. The command line adds this guard to every fit, and exits with
+    code 4 when the guard stops a run.
+
+    With 16-mixed, the gradient scaler finds its scale by overflows and skips these steps itself. The guard then stops
+    only after more than ``max_consecutive`` consecutive skipped steps with a scale below 1. If the optimizer steps in
+    the backward pass, gradients that are not finite count as zeros in the last step before the run stops.
+
+    The guard always stops at a learning rate that is not finite. It also stops if weights are not finite, which the
+    next bad step or the end of the run finds, or if optimizer states are not finite at the end of the run. Such a run
+    can only be resumed from an earlier checkpoint.
 
     Args:
-        action: ``raise`` stops with an error that names parameters, ``skip`` leaves out the step with a warning.
-        max_consecutive: With ``skip``, so many steps in a row are left out before it stops, 1 or more.
+        action: ``raise`` stops with an error that names the parameters. ``skip`` skips the step with a warning.
+        max_consecutive: Largest number of consecutive steps that ``skip`` skips, at least 1. One more stops the run.
 
     Raises:
-        ConfigurationError: If an argument is not allowed.
+        ConfigurationError: For an argument out of range.
+        DivergedError: During a fit, when the guard stops the run.
     """
 
     helps: ClassVar[dict[str, tuple[int, str]]] = {"safety": (4, "NaN or Inf never reaches the weights")}
@@ -83,29 +99,32 @@ class NonFiniteGuard(Callback):
         self.max_consecutive = max_consecutive
         self.skipped = 0
         self._consecutive = 0
-        self._largest: dict[Tensor, Tensor] = {}  # of each gradient that was freed in the backward pass
+        self._largest: dict[Tensor, Tensor] = {}  # largest magnitudes of gradients that the backward pass has freed
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, InBackward):
-                optimizer.in_backward.watchers.append(self._hold_back)
+                optimizer.in_backward.watchers.append(self._check_and_clean)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        """Some optimizers step in the backward pass."""
+        """Check the learning rates before the backward pass, in which some optimizers step."""
         rates = [group.get("lr", 0.0) for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        known = [float(rate) for rate in rates if not isinstance(rate, Tensor) or rate.device.type == "cpu"]
-        if wrong := [rate for rate in known if not math.isfinite(rate)]:
-            where = f"at step {trainer.global_step} the learning rate is {wrong[0]}"
-            raise DivergedError(f"NonFiniteGuard: {where}; the weights are those before the step")
+        for rate in rates:
+            if isinstance(rate, Tensor) and rate.device.type != "cpu":  # reading it would wait for the device
+                continue
+            if not math.isfinite(float(rate)):
+                raise DivergedError(
+                    f"NonFiniteGuard: at step {trainer.global_step} the learning rate is {float(rate)}; the weights "
+                    "are those before the step. Correct the schedule or lower the learning rate, and resume"
+                )
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
         freed = isinstance(optimizer, InBackward)
-        gradients, self._largest = self._largest, {}
-        if not freed:
-            gradients = gradients_of(optimizer)
+        gradients = self._largest if freed else gradients_of(optimizer)
+        self._largest = {}
         size = largest(gradients.values())
         finite = size < LIMIT
-        if freed or traits_of(trainer.strategy).flattens:  # each process sees its own part
+        if freed or traits_of(trainer.strategy).flattens:  # each process has only its part of the gradients
             finite = trainer.strategy.reduce_boolean_decision(finite)
         if finite:
             self._consecutive = 0
@@ -114,42 +133,47 @@ class NonFiniteGuard(Callback):
         self.skipped += 1
         self._consecutive += 1
         scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
-        scales = scaler is not None and not math.isfinite(size)  # what is finite it would step with
+        # The scaler skips steps with NaN or Inf by itself, but not steps with large finite gradients.
+        scales = scaler is not None and not math.isfinite(size)
         if scales and (self._consecutive <= self.max_consecutive or scaler.get_scale() >= 1):
             return
-        what = f"beyond {LIMIT:g}" if LIMIT <= size < math.inf else "not finite"
+        what = "not finite"
+        if LIMIT <= size < math.inf:
+            what = f"beyond {LIMIT:g}"
         culprits = _culprits(pl_module, {p: [gradient] for p, gradient in gradients.items()})
         where = f"at step {trainer.global_step} gradients are {what} in {culprits}"
         if self.action == "raise" and not scales:
-            weights = "have made the step with zeros in their place" if freed else "are those before the step"
+            weights = "were stepped with zeros for these gradients" if freed else "are those before the step"
             raise DivergedError(f"NonFiniteGuard: {where}; the weights {weights}")
         if self._consecutive > self.max_consecutive:
-            raise DivergedError(f"NonFiniteGuard: {where}, after {self._consecutive - 1} steps left out in a row")
-        rank_zero_warn(f"NonFiniteGuard: {where}; the step is left out")
+            raise DivergedError(f"NonFiniteGuard: {where}, after {self._consecutive - 1} consecutive skipped steps")
+        rank_zero_warn(f"NonFiniteGuard: {where}; the step is skipped")
         optimizer.zero_grad()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._check_weights(trainer, pl_module)
-        states = {
-            p: [value for value in own.values() if is_floating(value) and value.itemsize > 1]
-            for optimizer in trainer.optimizers
-            for p, own in optimizer.state.items()
-        }
+        states: dict[Tensor, list[Tensor]] = {}
+        for optimizer in trainer.optimizers:
+            for p, own in optimizer.state.items():
+                states[p] = [value for value in own.values() if is_floating(value) and value.itemsize > 1]
         self._check_kept(trainer, pl_module, "states of the optimizer", states)
 
     def _check_weights(self, trainer: Any, module: Any) -> None:
         self._check_kept(trainer, module, "weights", {p: [p.detach()] for p in module.parameters() if _is_plain(p)})
 
     def _check_kept(self, trainer: Any, module: Any, what: str, kept: Mapping[Tensor, list[Tensor]]) -> None:
-        """Stop where what belongs to a parameter is not finite."""
-        if traits_of(trainer.strategy).flattens:  # each process would see its own part
+        """Raise :class:`DivergedError` if a tensor of ``kept``, the tensors of each parameter, is not finite."""
+        if traits_of(trainer.strategy).flattens:  # each process has only its part, and all must decide alike
             return
         if not largest(tensor for own in kept.values() for tensor in own) < math.inf:
             where = f"at step {trainer.global_step} {what} are not finite in {_culprits(module, kept, math.inf)}"
-            raise DivergedError(f"NonFiniteGuard: {where}; go on from the last checkpoint")
+            raise DivergedError(f"NonFiniteGuard: {where}; resume from the last checkpoint before this step")
 
-    def _hold_back(self, parameter: Tensor) -> None:
-        """Before the step of one parameter: note whether its gradient is finite, without waiting; let none in."""
+    def _check_and_clean(self, parameter: Tensor) -> None:
+        """Before one parameter steps in the backward pass, keep its gradient's largest magnitude, without waiting.
+
+        Elements that are not finite become zero, because the step cannot be undone when the maximum is known.
+        """
         values: Any = parameter.grad
         if values.is_sparse:
             parameter.grad = values.coalesce()
@@ -160,18 +184,25 @@ class NonFiniteGuard(Callback):
             values.masked_fill_(~(values.abs() < LIMIT), 0.0)
 
     def state_dict(self) -> dict[str, int]:
-        """How many steps were left out, in all and in a row; nothing if none was: evaluations need no guard."""
-        return {"skipped": self.skipped, "consecutive": self._consecutive} if self.skipped else {}
+        """Return the numbers of skipped steps, in total and consecutively.
+
+        The state is empty if no step was skipped, so that Lightning does not ask for the guard in evaluations.
+        """
+        if not self.skipped:
+            return {}
+        return {"skipped": self.skipped, "consecutive": self._consecutive}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self.skipped, self._consecutive = state_dict["skipped"], state_dict["consecutive"]
+        self.skipped = state_dict["skipped"]
+        self._consecutive = state_dict["consecutive"]
 
 
 def _is_plain(parameter: Tensor) -> bool:
-    """Whether it is no shard, and no codes of quantised weights."""
+    """Return whether a parameter is neither a shard nor the codes of a quantised weight."""
     return type(parameter) is torch.nn.Parameter and parameter.is_floating_point() and parameter.itemsize > 1
 
 
 def _culprits(module: Any, tensors: Mapping[Tensor, list[Tensor]], limit: float = LIMIT) -> str:
+    """Return the names of the parameters that have a tensor with an element of at least ``limit``, or NaN."""
     names = [name for name, p in module.named_parameters() if p in tensors and not largest(tensors[p]) < limit]
     return listed(names)

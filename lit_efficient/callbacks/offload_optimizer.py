@@ -1,15 +1,16 @@
-"""Optimizer states in CPU memory: each step brings them to the GPU a piece at a time and takes them back.
+"""Offload optimizer: keep optimizer states in CPU memory, and copy them to the GPU and back in each step, in pieces.
 
-    for each piece of the parameters:  states -> GPU,  step,  states -> CPU;  the copies run beside the steps
+    for each piece of the parameters:  states -> GPU,  step,  states -> CPU;  copies and steps run at the same time
 
-Saves: the optimizer's states on the GPU: 8 bytes a parameter with AdamW, all but those of three pieces
-Costs: twice the states' bytes over the bus in each step: 0.3 s a billion parameters at 50 GB/s; as much CPU memory
-    with ``gradients``: the gradients on the GPU but for one piece, for as much over the bus and in CPU memory
+Saves: the optimizer's states on the GPU, except for three pieces: 8 bytes for each parameter with AdamW. With
+    ``gradients`` also the gradients on the GPU, except for one piece
+Costs: twice the bytes of the states over the bus in each step (0.3 s for a billion parameters at 50 GB/s), and as much
+    CPU memory as the states need. With ``gradients`` the same for the gradients
 Source: Rajbhandari et al. (2021), https://arxiv.org/abs/2104.07857; there the CPU steps, here states are streamed
 
-torchao's ``CPUOffloadOptimizer`` steps on the CPU; it has no ``state`` and no ``defaults``, hides the groups that the
-user made and forbids clipping. Streaming keeps torch's own step on the GPU: any optimizer class, bit by bit the same
-numbers, groups, schedulers, clipping and checkpoints as without it.
+torchao's ``CPUOffloadOptimizer`` steps on the CPU. It has no ``state`` and no ``defaults``, hides the user's parameter
+groups and forbids clipping. Streaming keeps torch's step on the GPU, for any optimizer class: numbers are identical,
+and groups, schedulers, clipping and checkpoints are as without offloading.
 """
 
 from collections.abc import Iterator
@@ -35,73 +36,82 @@ from lit_efficient.traits import Trait
 
 
 class OffloadOptimizer(OptimizerHooks, Technique):
-    """Keep the states of the optimizer that the module returns, whatever its class, in CPU memory.
+    """Keep the states of the module's optimizer, of any class, in CPU memory.
 
     Args:
-        piece_mb: Parameters whose states are on the GPU at a time, in MB, at least 1. Large pieces launch few kernels.
-        gradients: Keep gradients in CPU memory, too: each leaves the GPU as soon as the backward pass has made it, and
-            is clipped there. Those of accumulated batches are added on the GPU, one at a time.
+        piece_mb: Size in MB of the parameters whose states are on the GPU at the same time, at least 1. Larger pieces
+            launch fewer kernels.
+        gradients: Also keep gradients in CPU memory. Each gradient leaves the GPU as soon as the backward pass has
+            computed it, and is clipped in CPU memory. Gradients of accumulated batches are added on the GPU, one at a
+            time.
 
     Raises:
-        ConfigurationError: Without a GPU, where the states are in CPU memory anyway; for sharded parameters (DTensors);
-            for an argument out of range; where something reads ``parameter.grad`` that is in CPU memory.
-        ConflictError: Of gradients with manual optimization, a gradient scaler (16-mixed), and strategies that keep
-            gradients themselves (DDP) or join parameters.
+        ConfigurationError: For an argument out of range, without a GPU, for sharded parameters (DTensors), and if code
+            reads a ``parameter.grad`` that is in CPU memory.
+        ConflictError: With ``gradients``, for manual optimization, a gradient scaler (16-mixed), and strategies that
+            keep gradients themselves (DDP) or join parameters.
     """
 
     phase = Phase.OPTIMIZER
     conflicts: ClassVar[dict[str | Trait, str]] = {
-        "BlockSwap(trained=True)": "states of weights in CPU memory are there, too: leave OffloadOptimizer out",
-        "LowBitOptimizer": "both decide where the states live: use LowBitOptimizer(paged=True), which does both",
+        "BlockSwap(trained=True)": "it already keeps states in CPU memory; leave out OffloadOptimizer",
+        "LowBitOptimizer": "both decide where states are stored; use LowBitOptimizer(paged=True), which does both",
         Trait.SCHEDULE_FREE: (
-            "swapping the weights needs the optimizer's states on the device of the parameters: keep one of them"
+            "swapping the weights needs the optimizer's states on the device of the parameters; keep one of them"
         ),
     }
     computes: ClassVar[str] = "same"
-    helps: ClassVar[dict[str, tuple[int, str]]] = {
-        "memory": (9, "all of the optimizer's states, for transfers in each step")
-    }
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"memory": (9, "the optimizer's states, for transfers in each step")}
 
     def __init__(self, piece_mb: int = 256, gradients: bool = False) -> None:
         super().__init__()
         check_number("OffloadOptimizer", "piece_mb", piece_mb, least=1, whole=True)
-        self.piece_mb, self.gradients = piece_mb, gradients
-        self._said = False
+        self.piece_mb = piece_mb
+        self.gradients = gradients
+        self._size_reported = False
 
     def check(self, trainer: Any, module: Any) -> None:
-        traits, device = traits_of(trainer.strategy), trainer.strategy.root_device.type
-        reasons = {
-            f"{type(module).__name__} optimizes manually": not module.automatic_optimization,
-            "a gradient scaler looks for them there (bf16-mixed needs none)": (
-                getattr(trainer.precision_plugin, "scaler", None) is not None
-            ),
-            f"{traits.name} averages or joins them there": traits.replicates or traits.flattens,
-        }
-        reason = next((reason for reason, holds in reasons.items() if holds and self.gradients), None)
-        if reason is not None:
-            raise ConflictError(f"OffloadOptimizer: gradients cannot leave the GPU, as {reason}: use gradients=False")
-        if device == "cpu":
+        traits = traits_of(trainer.strategy)
+        reason = None
+        if not module.automatic_optimization:
+            reason = f"{type(module).__name__} uses manual optimization"
+        elif getattr(trainer.precision_plugin, "scaler", None) is not None:
+            reason = "a gradient scaler reads them there (bf16-mixed needs none)"
+        elif traits.replicates or traits.flattens:
+            reason = f"{traits.name} averages or joins them there"
+        if self.gradients and reason is not None:
+            raise ConflictError(
+                f"OffloadOptimizer: gradients cannot leave the GPU, because {reason}. Use gradients=False"
+            )
+        if trainer.strategy.root_device.type == "cpu":
             raise ConfigurationError(
-                "OffloadOptimizer: this trainer's device is 'cpu', where optimizer states are in CPU memory already: "
-                "there is nothing to save. Use accelerator='gpu', or LowBitOptimizer to save CPU memory"
+                "OffloadOptimizer: the trainer's device is 'cpu', so that optimizer states are already in CPU memory. "
+                "Use accelerator='gpu', or LowBitOptimizer to save CPU memory"
             )
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if any(map(is_sharded, parameters)):
-            raise ConfigurationError("OffloadOptimizer: sharded parameters (DTensors) bring CPU offload of their own")
+            raise ConfigurationError(
+                "OffloadOptimizer: parameters are sharded (DTensors), and strategies that shard have a CPU offload of "
+                "their own. Use that, or leave out OffloadOptimizer"
+            )
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise ConfigurationError("OffloadOptimizer: LBFGS keeps one state for all parameters, which has no pieces")
+            raise ConfigurationError(
+                "OffloadOptimizer: LBFGS keeps one state for all parameters, which cannot be split into pieces. Use "
+                "another optimizer"
+            )
         stream_states(optimizer, self.piece_mb * 2**20, self.gradients, who="OffloadOptimizer")
         total = sum(p.numel() for p in parameters)
+        what = "states and gradients" if self.gradients else "states"
         return Report(
-            f"{type(optimizer).__name__}: states {'and gradients ' * self.gradients}of {total:,} parameters in CPU "
-            f"memory, those of {self.piece_mb} MB of parameters at a time on the device",
+            f"{type(optimizer).__name__}: {what} of {total:,} parameters in CPU memory, those of {self.piece_mb} MB of "
+            "parameters at a time on the device",
             parameters=total,
         )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Lightning moves restored states to the device; take them back before the first activations."""
+        """Move restored states back to CPU memory before the first activations: Lightning puts them on the device."""
         for store in self._stores(trainer):
             for piece in store.all_pieces():
                 store.put_back(piece)
@@ -119,51 +129,57 @@ class OffloadOptimizer(OptimizerHooks, Technique):
         unwrap_method(trainer.precision_plugin, "main_params", _main_params)
         super().teardown(trainer, pl_module, stage)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Say once how much memory the states take: only the first step makes them."""
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: object) -> None:
+        """After the first step, which creates the states, report how much memory they need."""
         self._allow_reads(trainer)
         stores = list(self._stores(trainer))
-        if not self._said and all(store.held for store in stores):
-            self._said = True
-            held, states = (sum(sizes) for sizes in zip(*((store.held, store.state_bytes) for store in stores)))
-            gradients = sum(store.gradients.bytes_held for store in stores if store.gradients is not None)
-            rank_zero_info(
-                f"OffloadOptimizer: {states / 2**20:.1f} MiB of states "
-                f"{f'and {gradients / 2**20:.1f} MiB of gradients ' if self.gradients else ''}"
-                f"in {held / 2**20:.1f} MiB of pinned CPU memory"
-            )
+        if not self._size_reported and all(store.held for store in stores):
+            self._size_reported = True
+            held = sum(store.held for store in stores)
+            content = f"{sum(store.state_bytes for store in stores) / 2**20:.1f} MiB of states"
+            if self.gradients:
+                gradients = sum(store.gradients.bytes_held for store in stores if store.gradients is not None)
+                content += f" and {gradients / 2**20:.1f} MiB of gradients"
+            rank_zero_info(f"OffloadOptimizer: {content} in {held / 2**20:.1f} MiB of pinned CPU memory")
 
     def _allow_reads(self, trainer: Any) -> None:
         for store in self._stores(trainer):
             store.allow_reads()
 
     def _stores(self, trainer: Any) -> Iterator[HostStates]:
-        yield from (o.host_states for o in trainer.optimizers if isinstance(o, Streamed))
+        for optimizer in trainer.optimizers:
+            if isinstance(optimizer, Streamed):
+                yield optimizer.host_states
 
 
 def _backward(self: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-    """The module's backward pass, whose gradients leave the device; then nobody may look for them there."""
+    """Run the module's backward pass and move gradients to CPU memory. Reading ``parameter.grad`` is then refused."""
     stores = [o.host_states for o in self.trainer.optimizers if isinstance(o, Streamed)]
     gradients = [store.gradients for store in stores if store.gradients is not None]
     with ExitStack() as leaving:
         for one in gradients:
             leaving.enter_context(one.leaving())
         inner_method(self, "backward", _backward)(loss, *args, **kwargs)
+    if accumulates(self.trainer):  # the next batch's gradients will be added
+        return
     names = {p: name for name, p in self.named_parameters()}
-    for one in gradients if not accumulates(self.trainer) else ():
+    for one in gradients:
         one.reads.start(one.arrived(), names)
 
 
 def _main_params(self: Any, optimizer: Any) -> Iterator[Tensor]:
-    """What Lightning clips: in the place of parameters what has their gradients."""
+    """Return the tensors whose gradients Lightning clips: for each parameter the tensor that holds its gradient."""
     away = optimizer.host_states.gradients.arrived()
     return (away.get(p, p) for p in inner_method(self, "main_params", _main_params)(optimizer))
 
 
 def _zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-    """The module's own way, which may know of no gradients but those on the device."""
+    """Run the module's own ``optimizer_zero_grad``, and then remove the gradients in CPU memory that it removed."""
     gradients = [o.host_states.gradients for o in self.trainer.optimizers if isinstance(o, Streamed)]
-    away = {p: stand for one in gradients if one is not None for p, stand in one.arrived().items()}
+    away: dict[Tensor, Tensor] = {}  # parameter -> tensor in CPU memory that holds its gradient
+    for one in gradients:
+        if one is not None:
+            away |= one.arrived()
     kept = kept_by(lambda: inner_method(self, "optimizer_zero_grad", _zero_grad)(*args, **kwargs), away)
     for p in away.keys() - kept:
         away[p].grad = None

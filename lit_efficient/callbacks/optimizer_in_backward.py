@@ -1,14 +1,15 @@
-"""The optimizer's step inside the backward pass: each gradient is used and freed as soon as it is there.
+"""Optimizer in backward: step each parameter in the backward pass, as soon as its gradient is complete, and free it.
 
     for each parameter, from the last layer to the first:  g is complete  ->  step(p, g),  g is freed
 
-Saves: all gradients but those of one layer: 4 bytes a parameter in float32, 2 in bfloat16; foreach's temporaries, too
-Costs: a step's kernels for each parameter instead of for all together; no accumulation and no clipping by norm
+Saves: all gradients except those of one layer: 4 bytes for each parameter in float32, 2 in bfloat16; temporary tensors
+    of foreach kernels
+Costs: kernels of the step for each parameter instead of for all together; no accumulation and no clipping by norm
 Source: Lv et al. (2023), https://arxiv.org/abs/2306.09782; torch's hooks: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
 
-The numbers are those of the same optimizer without it, bit by bit, and so are the checkpoints: a run may go on with or
-without it. What is compiled gives its gradients together: compile blocks, not the network. A gradient that comes from
-both ends of a network, as of tied embeddings, stays until the backward pass has been at both.
+Numbers and checkpoints are identical to those of the same optimizer without the technique, so that a run can be resumed
+with or without it. Compiled code computes its gradients together: compile blocks, not the whole network. The gradient
+of tied embeddings comes from both ends of the network, and is freed only when the backward pass has reached both.
 """
 
 from typing import Any, ClassVar
@@ -31,67 +32,71 @@ from lit_efficient.traits import Trait
 
 
 class OptimizerInBackward(OptimizerHooks, Technique):
-    """Step each parameter of the optimizer that the module returns, whatever its class, in the backward pass.
+    """Step each parameter of the module's optimizer, of any class, during the backward pass.
 
-    Clipping by value is done gradient by gradient. ``on_after_backward`` and ``on_before_optimizer_step`` find no
-    gradients: who reads one there is refused in the first step. After an exception inside a backward pass some
-    parameters have stepped and some have not: go on from a checkpoint.
+    Clipping by value is applied to each gradient. There are no gradients in ``on_after_backward`` and
+    ``on_before_optimizer_step``; code that reads them there raises an error in the first step. After an exception
+    inside a backward pass, some parameters have been stepped and others not: resume from a checkpoint.
 
     Raises:
-        ConflictError: With accumulation, clipping by norm or of the module's own, a gradient scaler (16-mixed), manual
-            optimization, and strategies that keep all gradients (DDP) or join parameters (FSDP1, DeepSpeed).
-        ConfigurationError: For an optimizer that treats its parameters together, as LBFGS does; for what reads
-            gradients later; where a step has several backward passes.
+        ConflictError: With accumulation, clipping by norm, clipping by the module's own code, a gradient scaler
+            (16-mixed), manual optimization, and strategies that keep all gradients (DDP) or join parameters (FSDP1,
+            DeepSpeed).
+        ConfigurationError: For an optimizer that steps its parameters together, such as LBFGS, for code that reads
+            gradients later, and if a step has several backward passes.
     """
 
     phase = Phase.STEP
     traits = frozenset({Trait.STEPS_IN_BACKWARD})
     conflicts: ClassVar[dict[str, str]] = {
-        "GradientAccumulationScheduler": "accumulated gradients stay until the last batch: use larger batches instead",
-        "MaxBatchSize(keep_effective_batch=True)": "it accumulates, and then gradients stay until the last batch: use "
+        "GradientAccumulationScheduler": "accumulated gradients stay until the last batch; use larger batches instead",
+        "MaxBatchSize(keep_effective_batch=True)": "accumulated gradients stay until the last batch; use "
         "keep_effective_batch=False",
-        "NonFiniteGuard(action='skip')": "half of a step is done when a gradient turns out not to be finite: use "
+        "NonFiniteGuard(action='skip')": "a part of the step is done when a gradient is found that is not finite; use "
         "action='raise'",
-        "BlockSwap(trained=True)": "it keeps gradients in CPU memory, to be stepped later: leave trained, or one of "
-        "the two, out",
-        "OffloadOptimizer(gradients=True)": "there are no gradients to keep anywhere: use gradients=False",
-        "Compile(modules='network')": "the whole network's gradients come together, and none is freed early: use "
-        "modules='blocks'",
+        "BlockSwap(trained=True)": "it keeps gradients in CPU memory and steps them later; leave out trained, or one "
+        "of the two techniques",
+        "OffloadOptimizer(gradients=True)": "there are no gradients to keep in CPU memory; use gradients=False",
+        "Compile(modules='network')": "it computes all gradients of the network together, so that none is freed early; "
+        "use modules='blocks'",
     }
     computes: ClassVar[str] = "same"
     helps: ClassVar[dict[str, tuple[int, str]]] = {
-        "memory": (7, "all gradients but one layer's; without accumulation and clipping by norm")
+        "memory": (7, "all gradients except those of one layer; no accumulation and no clipping by norm")
     }
 
     def check(self, trainer: Any, module: Any) -> None:
-        refused = "; leave OptimizerInBackward out, or "
+        way_out = ". Leave out OptimizerInBackward, or "
         if not module.automatic_optimization:
             raise ConflictError(
-                f"OptimizerInBackward: {type(module).__name__} optimizes manually and steps after the backward pass"
-                f"{refused}call step_in_backward(optimizer) yourself, and optimizer.step(closure)"
+                f"OptimizerInBackward: {type(module).__name__} uses manual optimization and steps after the backward "
+                f"pass{way_out}call step_in_backward(optimizer) yourself, and optimizer.step(closure)"
             )
         self._check_accumulation(trainer)
         norm = getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm) != "value"
         if trainer.gradient_clip_val and norm:
             raise ConflictError(
-                "OptimizerInBackward: gradient_clip_val clips by the norm of all gradients, which are never there "
-                f"together{refused}use gradient_clip_algorithm='value', or an optimizer that clips updates (Adafactor)"
+                "OptimizerInBackward: gradient_clip_val clips by the norm of all gradients, which never exist at the "
+                f"same time{way_out}use gradient_clip_algorithm='value', or an optimizer that clips updates (Adafactor)"
             )
         if getattr(module.configure_gradient_clipping, "__qualname__", "") != _CLIPPING:
             raise ConflictError(
                 f"OptimizerInBackward: {type(module).__name__}.configure_gradient_clipping finds no gradients"
-                f"{refused}use Trainer(gradient_clip_val=..., gradient_clip_algorithm='value')"
+                f"{way_out}use Trainer(gradient_clip_val=..., gradient_clip_algorithm='value')"
             )
         if getattr(trainer.precision_plugin, "scaler", None) is not None:
             raise ConflictError(
-                "OptimizerInBackward: a gradient scaler decides about the whole step when all gradients are there"
-                f"{refused}use precision='bf16-mixed', which needs no scaler"
+                "OptimizerInBackward: a gradient scaler decides about the whole step after the backward pass, when the "
+                f"parameters have already been stepped{way_out}use precision='bf16-mixed', which needs no scaler"
             )
         traits = traits_of(trainer.strategy)
         if traits.replicates or traits.flattens:
-            kept = "steps other tensors than the module's parameters" if traits.flattens else "keeps all gradients in"
-            kept += "" if traits.flattens else " its buckets until they are averaged, so that none could be freed early"
-            raise ConflictError(f"OptimizerInBackward: {traits.name} {kept}{refused}use ModelParallelStrategy (FSDP2)")
+            reason = "keeps all gradients in its buckets until they are averaged, so that none could be freed early"
+            if traits.flattens:
+                reason = "steps other tensors than the module's parameters"
+            raise ConflictError(
+                f"OptimizerInBackward: {traits.name} {reason}{way_out}use ModelParallelStrategy (FSDP2)"
+            )
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
         step_in_backward(optimizer, who="OptimizerInBackward")
@@ -99,15 +104,15 @@ class OptimizerInBackward(OptimizerHooks, Technique):
         total = sum(local(p).nbytes for p in own)
         layers = [sum(local(p).nbytes for p in {*part.parameters(recurse=False)} & own) for part in module.modules()]
         return Report(
-            f"{type(optimizer).__name__} steps in the backward pass: of {format_bytes(total)} of gradients there are "
-            f"{format_bytes(max(layers))} at most at a time, the largest layer's",
+            f"{type(optimizer).__name__} steps in the backward pass: of {format_bytes(total)} of gradients, at most "
+            f"{format_bytes(max(layers))} exist at a time, those of the largest layer",
             parameters=sum(p.numel() for p in own),
             bytes_saved=total - max(layers),
             details={"gradient_bytes": total, "largest_layer_bytes": max(layers)},
         )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Stand between the backward pass and all that comes after it."""
+        """Wrap the module's methods that would read gradients after the backward pass."""
         wrap_method(pl_module, "backward", _backward)
         if zeroes_by_hand(pl_module):
             wrap_method(pl_module, "optimizer_zero_grad", _zero_grad)
@@ -124,12 +129,12 @@ class OptimizerInBackward(OptimizerHooks, Technique):
             if 0 < len(optimizer.in_backward.stepped) == optimizer.in_backward.late:
                 raise ConfigurationError(
                     f"OptimizerInBackward: {type(pl_module).__name__} runs the backward pass before optimizer.step, so "
-                    "that all gradients are there at once: let its optimizer_step call "
+                    "that all gradients exist at the same time. Let its optimizer_step call "
                     "optimizer.step(closure=optimizer_closure)"
                 )
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        for optimizer in _steps_of(trainer):  # a later run with it may clip or accumulate
+        for optimizer in _steps_of(trainer):  # a later run with the same optimizer may clip or accumulate
             optimizer.in_backward.on = False
         unwrap_method(pl_module, "backward", _backward)
         unwrap_method(pl_module, "optimizer_zero_grad", _zero_grad)
@@ -139,9 +144,9 @@ class OptimizerInBackward(OptimizerHooks, Technique):
     def _check_accumulation(self, trainer: Any) -> None:
         if trainer.accumulate_grad_batches != 1:
             raise ConflictError(
-                f"OptimizerInBackward: with accumulate_grad_batches={trainer.accumulate_grad_batches} all gradients "
-                "stay until the last batch of a step: use accumulate_grad_batches=1 and a larger batch, for which "
-                "their memory makes room, or leave OptimizerInBackward out"
+                f"OptimizerInBackward: with accumulate_grad_batches={trainer.accumulate_grad_batches}, all gradients "
+                "stay until the last batch of a step. Use accumulate_grad_batches=1 and a larger batch, for which the "
+                "freed gradients leave memory, or leave out OptimizerInBackward"
             )
 
 
@@ -149,26 +154,29 @@ _CLIPPING = "LightningModule.configure_gradient_clipping"
 
 
 def _steps_of(trainer: Any) -> list[InBackward]:
+    """Return the optimizers that step in the backward pass."""
     return [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, InBackward)]
 
 
 def _backward(self: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-    """The module's backward pass; from its end nobody may look for the gradients."""
+    """Run the module's backward pass, and then refuse reads of gradients, which are gone."""
     inner_method(self, "backward", _backward)(loss, *args, **kwargs)
+    if accumulates(self.trainer):
+        return
     names = {p: name for name, p in self.named_parameters()}
-    for optimizer in _steps_of(self.trainer) if not accumulates(self.trainer) else ():
+    for optimizer in _steps_of(self.trainer):
         optimizer.in_backward.refuse_reads(names)
 
 
 def _zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-    """The module's own way, if it leaves no gradient where it is."""
+    """Run the module's own ``optimizer_zero_grad``, and raise if it keeps a gradient."""
     gone = [p for optimizer in _steps_of(self.trainer) for p in optimizer.in_backward.earlier]
     if kept_by(lambda: inner_method(self, "optimizer_zero_grad", _zero_grad)(*args, **kwargs), gone):
         raise ConfigurationError(
-            f"OptimizerInBackward: {type(self).__name__}.optimizer_zero_grad keeps gradients of an earlier step, which "
-            "are gone: let it zero all of them, or leave OptimizerInBackward out"
+            f"OptimizerInBackward: {type(self).__name__}.optimizer_zero_grad keeps gradients of an earlier step, but "
+            "they have been freed. Let it zero all gradients, or leave out OptimizerInBackward"
         )
 
 
-def _clipped_already(self: Any, *_: Any, **__: Any) -> None:
-    """Each gradient was, before its parameter's step."""
+def _clipped_already(self: Any, *_: object, **__: object) -> None:
+    """Do nothing: each gradient has been clipped before the step of its parameter."""

@@ -1,8 +1,8 @@
-"""Schedules of weight decay and momentum, beside whatever schedule the rates follow.
+"""Optimizer schedule: change weight decay and momentum during the run, independently of the learning-rate schedule.
 
     value(t) = end + (start - end) * f(t / until),    f from 1 to 0: 1 - p (linear) or (1 + cos(pi p)) / 2 (cosine)
 
-Saves: nothing by itself; recipes that raise weight decay (DINO) or warm momentum up (Muon) are a block of YAML
+Saves: nothing by itself; recipes that increase weight decay (DINO) or warm up momentum (Muon) are a block of YAML
 Costs: nothing
 Source: Caron et al. (2021), https://arxiv.org/abs/2104.14294; momentum: https://kellerjordan.github.io/posts/muon
 """
@@ -22,20 +22,23 @@ from lit_efficient.technique import Technique
 
 
 class OptimizerSchedule(Technique):
-    """Set weight decay and momentum of each step, as the step's number alone decides.
+    """Set the weight decay and the momentum of each step as functions of the step number.
 
-    ``weight_decay`` is that of the groups with the largest; others keep their proportion to it, and those without
-    (biases, norms) stay without. Momentum is ``momentum`` of the groups that have one, else the first of ``betas``.
+    The scheduled weight decay applies to the parameter groups with the largest weight decay. Other groups keep their
+    ratio to it, and groups without weight decay (biases, norms) stay without. Momentum is the setting ``momentum`` of
+    the groups that have one, else the first number of ``betas``.
 
     Args:
-        weight_decay: From what to what, two numbers of at least 0; ``None`` leaves it alone.
-        momentum: The same, of at least 0 and below 1.
-        until: Step at which the end is reached, or a share of the run's steps; after it the end stays.
-        shape: ``linear`` or ``cosine``.
+        weight_decay: Weight decay at the start and at the end, at least 0; ``None`` for no change.
+        momentum: Momentum at the start and at the end, at least 0 and below 1; ``None`` for no change.
+        until: Step at which the end value is reached, or a share of the run's steps. The end value stays afterwards.
+        shape: Shape of the transition, ``linear`` or ``cosine``.
 
     Raises:
-        ConfigurationError: For an argument out of range, if there is nothing to set, or a run without an end.
-        ConflictError: If a scheduler (``OneCycleLR``) moves the momentum, too, and for torchao's low-bit optimizers.
+        ConfigurationError: For an argument out of range, if the optimizer has neither setting, and for a share of a run
+            that has no end.
+        ConflictError: If a scheduler such as ``OneCycleLR`` also changes the momentum, and for torchao's low-bit
+            optimizers.
     """
 
     needs = ("weight_decay",)
@@ -51,42 +54,53 @@ class OptimizerSchedule(Technique):
         super().__init__()
         for name, value, below in (("weight_decay", weight_decay, None), ("momentum", momentum, 1.0)):
             if value is not None and (isinstance(value, str) or len(value) != 2):
-                raise refusal("OptimizerSchedule", name, "two numbers, from what to what, or null", value)
+                raise refusal("OptimizerSchedule", name, "two numbers (start and end) or null", value)
             for number in value or ():
                 check_number("OptimizerSchedule", name, number, least=0, below=below)
         if weight_decay is None and momentum is None:
-            raise ConfigurationError("OptimizerSchedule: give weight_decay or momentum; both are null")
+            raise ConfigurationError("OptimizerSchedule: weight_decay and momentum are both null. Set one of them")
         check_choice("OptimizerSchedule", "shape", shape, ("linear", "cosine"))
         if not steps_of("OptimizerSchedule", "until", until, 2**62):
             raise refusal("OptimizerSchedule", "until", "above 0", until)
-        self.weight_decay, self.momentum, self.until, self.shape = weight_decay, momentum, until, shape
-        self._steps = 0
-        self._run: list[Any] = []  # what bounds the run that the steps are of
-        self._decays: list[list[float]] = []  # of each optimizer's groups, as a share of the largest
+        self.weight_decay = weight_decay
+        self.momentum = momentum
+        self.until = until
+        self.shape = shape
+        self._steps = 0  # number of steps until the end value is reached
+        self._run: list[Any] = []  # max_steps and max_epochs of the run for which the steps were counted
+        self._decays: list[list[float]] = []  # weight decay of each optimizer's groups, as a share of the largest
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
-            self._decays, self._run = [], []  # a checkpoint's come later
+            # A checkpoint restores its own values later.
+            self._decays = []
+            self._run = []
 
     def describe(self, module: nn.Module) -> Report:
-        values = {"weight decay": self.weight_decay, "momentum": self.momentum}
-        return Report(", ".join(f"{name} {v[0]:g} to {v[1]:g}" for name, v in values.items() if v is not None))
+        parts = []
+        for name, ends in (("weight decay", self.weight_decay), ("momentum", self.momentum)):
+            if ends is not None:
+                parts.append(f"{name} {ends[0]:g} to {ends[1]:g}")
+        return Report(", ".join(parts))
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Count the run's steps, while others have not begun to change how much a step accumulates.
+        """Count the steps of the run, before other callbacks change the accumulation.
 
         Raises:
-            ConfigurationError: If the run has no end.
+            ConfigurationError: If ``until`` is a share and the run has no end.
         """
         super().on_fit_start(trainer, pl_module)
         run = [trainer.max_steps, trainer.max_epochs]
-        if self._run == run:  # what was counted at the beginning stays: batches may become fewer and larger
+        if self._run == run:  # a resumed run keeps its number, although batches may have become fewer and larger
             return
-        total = trainer.estimated_stepping_batches if isinstance(self.until, float) else 0
+        total = 0.0
+        if isinstance(self.until, float):
+            total = trainer.estimated_stepping_batches
         if not math.isfinite(total):
             raise ConfigurationError(
-                f"OptimizerSchedule: until={self.until:g} is a share of a run that has no end: give a number of steps"
+                f"OptimizerSchedule: until={self.until:g} is a share of a run that has no end. Set until to a number "
+                "of steps, or set max_steps or max_epochs of the trainer"
             )
         self._steps = max(1, steps_of("OptimizerSchedule", "until", self.until, int(total)))
         self._run = run
@@ -100,8 +114,8 @@ class OptimizerSchedule(Technique):
         """
         if any(base.__module__.startswith("torchao.") for one in trainer.optimizers for base in type(one).__mro__):
             raise ConflictError(
-                "OptimizerSchedule: torchao compiles its step again for each value of weight decay and betas: use "
-                "LowBitOptimizer(backend='bitsandbytes'), or leave OptimizerSchedule out"
+                "OptimizerSchedule: torchao compiles its step again for each value of weight decay and betas. Use "
+                "LowBitOptimizer(backend='bitsandbytes'), or leave out OptimizerSchedule"
             )
         decays = [[float(group.get("weight_decay", 0.0)) for group in one.param_groups] for one in trainer.optimizers]
         largest = max(map(max, decays)) or 1.0
@@ -117,12 +131,12 @@ class OptimizerSchedule(Technique):
         for scheduler in nested_schedulers(config.scheduler for config in trainer.lr_scheduler_configs):
             if getattr(scheduler, "cycle_momentum", False):
                 raise ConflictError(
-                    f"OptimizerSchedule: {type(scheduler).__name__} moves the momentum, too: give it "
-                    "cycle_momentum=False, or leave momentum out"
+                    f"OptimizerSchedule: {type(scheduler).__name__} also changes the momentum. Set its "
+                    "cycle_momentum=False, or leave out momentum"
                 )
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Set the values of the step under way, before a backward pass in which some step."""
+        """Set the values of the next step, before the backward pass, in which some optimizers step."""
         left = decay_factor(self._progress(trainer, pl_module), self.shape)
         for optimizer, decays in zip(trainer.optimizers, self._decays, strict=True):
             for group, share in zip(optimizer.param_groups, decays, strict=True):
@@ -132,24 +146,29 @@ class OptimizerSchedule(Technique):
                 _set_momentum(optimizer, _between(self.momentum, left))
 
     def _progress(self, trainer: Any, module: Any) -> float:
-        """How much of the way to ``until`` is over. Of shares, where several optimizers may step for a batch by hand,
-        the batches tell: the trainer counts each optimizer's steps, and batches alone when it says how many will come.
+        """Return the current step as a share of the steps until the end value.
+
+        With manual optimization, several optimizers may step for each batch. ``global_step`` counts all of these steps,
+        but the length of the run is known in batches, so that a share is computed from batches.
         """
         if module.automatic_optimization or not isinstance(self.until, float):
             return float(trainer.global_step / self._steps)
         batches = trainer.num_training_batches * max(0, trainer.max_epochs or 0)
-        ends = [(trainer.fit_loop.total_batch_idx, batches), (trainer.global_step, trainer.max_steps)]
-        return max(done / end for done, end in ends if end > 0) / self.until
+        limits = [(trainer.fit_loop.total_batch_idx, batches), (trainer.global_step, trainer.max_steps)]
+        return max(done / limit for done, limit in limits if limit > 0) / self.until
 
     def state_dict(self) -> dict[str, Any]:
-        """The proportions of the groups' weight decay, which may have become 0 since, and the length of the run."""
+        """Return the length of the run and the groups' ratios, which cannot be computed once weight decay is 0."""
         return {"decays": self._decays, "steps": self._steps, "run": self._run}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._decays, self._steps, self._run = (state_dict[name] for name in ("decays", "steps", "run"))
+        self._decays = state_dict["decays"]
+        self._steps = state_dict["steps"]
+        self._run = state_dict["run"]
 
 
 def _between(ends: Sequence[float], left: float) -> float:
+    """Return the value between start and end, where ``left`` is the share of the difference that remains."""
     start, end = ends
     return end + (start - end) * left
 
@@ -162,6 +181,8 @@ def _set_momentum(optimizer: Optimizer, value: float) -> None:
     own = [group for group in optimizer.param_groups if "momentum" in group]
     for group in own:
         group["momentum"] = value
-    for group in optimizer.param_groups if not own else ():
+    if own:
+        return
+    for group in optimizer.param_groups:
         if "betas" in group:
             group["betas"] = (value, *group["betas"][1:])

@@ -1,17 +1,18 @@
-"""PeftAdapter: train any method of peft beside frozen weights: LoKr, LoHa, OFT, BOFT, HiRA, FourierFT and others.
+"""Peft adapter: train an adapter of any method of peft (LoKr, LoHa, OFT, BOFT, HiRA, FourierFT, ...) on frozen weights.
 
-    y = f(W, a) x,    W frozen, a the adapter's;    for LoKr f(W, a) = W + s (C kron B A)
+    y = f(W, a) x,    W frozen, a the adapter's weights;    for LoKr f(W, a) = W + s (C kron B A)
 
-Saves: gradients and optimizer states of all but the adapter; checkpoints hold the adapter alone
-Costs: what the method costs in peft, until merged; names in the network change to peft's (``up.base_layer.weight``)
+Saves: gradients and optimizer states of the frozen weights; checkpoints hold only the adapter
+Costs: what the method costs in peft, until the adapter is merged; parameter names change to peft's
+    (``up.base_layer.weight``)
 Source: https://huggingface.co/docs/peft; LoKr: Yeh et al. (2023), https://arxiv.org/abs/2309.14859
 
-The names are the one exception to the rule that none changes; a checkpoint of the base loads under its own all the
-same. ``LoRA`` and ``IA3`` here leave names as they are. The functions on any network, outside of Lightning, are in
+This is the only technique that changes parameter names. Checkpoints of the base can still be loaded under their own
+names. This package's ``LoRA`` and ``IA3`` keep names. Functions for any network, outside of Lightning, are in
 :mod:`lit_efficient.mechanisms.adapters.peft_methods`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar
 
 from torch import nn
@@ -37,36 +38,39 @@ Field = Primitive | list[Primitive] | dict[str, Primitive | list[Primitive]]
 
 
 class PeftAdapter(AdapterTechnique):
-    """Freeze the network and train adapters of any method that peft can put into it, or go on with those it has saved.
+    """Freeze the network and train adapters of any peft method that can be injected into it.
 
-    Methods that need peft's own model around the network (prompts, state that layers share) are refused by name.
+    Methods that need peft's own model around the network (prompts, or state that layers share) are refused.
 
     Args:
         config: Fields of peft's configuration class with ``peft_type``, such as ``{peft_type: LOKR, r: 8,
-            target_modules: all-linear}``, or its object; ``start_from`` in it names a folder that peft has saved, whose
-            fields count. Several adapters: such mappings by the adapters' names.
-        active: Of several adapters those that take part, or by name how much each counts (methods whose update is one
-            product); ``None``: all. :func:`~lit_efficient.mechanisms.adapters.peft_methods.switch_adapters` switches.
-        train: Of these the ones that train; ``None``: all.
-        network: Dotted name of what is adapted; ``None``: the one model of transformers or diffusers in the module,
-            else its only child, else itself.
-        save_base: Whether checkpoints hold the frozen weights, too.
-        seed: Of the adapters' start, which is the same on all ranks.
+            target_modules: all-linear}``, or a configuration object. With ``start_from``, training starts from the
+            adapter in that folder, which peft has saved, and fields that are not given are read from it. For several
+            adapters, a mapping from their names to such configurations.
+        active: Names of the adapters that are applied, or a mapping from names to weights (for methods whose update is
+            one product). ``None`` applies all. Change it later with
+            :func:`~lit_efficient.mechanisms.adapters.peft_methods.switch_adapters`.
+        train: Names of the active adapters that train; ``None`` trains all of them.
+        network: Dotted name of the network that is adapted. ``None`` for the only model of transformers or diffusers in
+            the module, else its only child, else the module itself.
+        save_base: If true, checkpoints also hold the frozen weights.
+        seed: Seed of the adapters' initial values, which are the same on all ranks.
 
     Raises:
-        ConfigurationError: For what peft refuses, fields that the method does not have, and weights that do not fit.
-        CheckpointError: When resuming beside another base than the adapters were trained with.
+        ConfigurationError: For a configuration that peft refuses, fields that the method does not have, and weights
+            that do not fit.
+        CheckpointError: When resuming with a base other than the one that the adapters were trained with.
     """
 
     phase = Phase.ADAPT
     traits = frozenset({Trait.ADAPTER, Trait.FREEZES_MATRICES, Trait.REFUSES_EARLY})
     keeps = "peft"
     conflicts: ClassVar[dict[str, str]] = {
-        "LoRA": "each freezes all but its own parameters; keep one of them (several of peft's go into one config)",
-        "IA3": "each freezes all but its own parameters; keep one of them (several of peft's go into one config)",
+        "LoRA": "each freezes all parameters but its own; keep one of them (one config can hold several peft adapters)",
+        "IA3": "each freezes all parameters but its own; keep one of them (one config can hold several peft adapters)",
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {
-        "memory": (0, "gradients and states of all but adapters: another training")
+        "memory": (0, "frozen weights need no gradients or optimizer states; changes the result")
     }
 
     def __init__(
@@ -89,16 +93,12 @@ class PeftAdapter(AdapterTechnique):
         self._weights = dict(weights) if isinstance(weights, Mapping) else dict.fromkeys(weights, 1.0)
         for name, weight in self._weights.items():
             check_number("PeftAdapter", f"active: {name}", weight)
-        for argument, names in (("active", self._weights), ("train", train or ())):
-            if isinstance(active if argument == "active" else train, str):
-                raise refusal("PeftAdapter", argument, "a list of names", active if argument == "active" else train)
-            among = self._weights if argument == "train" else named
-            if odd := [name for name in names if name not in among]:
-                raise refusal("PeftAdapter", argument, f"among {', '.join(among)}", odd[0])
-        if not self._weights or train == []:
-            raise refusal(
-                "PeftAdapter", "train" if self._weights else "active", "at least one adapter, or left out", []
-            )
+        _check_names("active", active, self._weights, named)
+        _check_names("train", train, train or (), self._weights)
+        if not self._weights:
+            raise refusal("PeftAdapter", "active", "at least one adapter, or left out", [])
+        if train == []:
+            raise refusal("PeftAdapter", "train", "at least one adapter, or left out", [])
         self.active = active
         self.train = train
         self.network = network
@@ -106,7 +106,7 @@ class PeftAdapter(AdapterTechnique):
         self.seed = seed
 
     def _options(self, name: str, config: Any) -> dict[str, Any]:
-        """The fields of one adapter, those of its folder under those that are given."""
+        """Return the fields of one adapter. Fields that are given take precedence over those of its folder."""
         if not isinstance(config, Mapping) and not hasattr(config, "peft_type"):
             raise refusal("PeftAdapter", "config", _FIELDS, config)
         if not name or "." in name:
@@ -137,14 +137,15 @@ class PeftAdapter(AdapterTechnique):
         self._check(root)
         note_trained(module)
         for part in module.modules():
-            if is_bitsandbytes(part):  # of transformers' making, perhaps
+            if is_bitsandbytes(part):
+                # Imported here because bitsandbytes is optional. The layer may be one that transformers has built.
                 from lit_efficient.mechanisms.adapters.bitsandbytes_layers import adopt
 
                 adopt(part)
         inject(root, self._configs, self._weights, train=self.train, seed=self.seed)
         for name, folder in self._folders.items():
             start_from(root, name, read_peft_folder(folder)[1], folder)
-        trained = [parameter for parameter in root.parameters() if parameter.requires_grad]  # as peft decided
+        trained = [parameter for parameter in root.parameters() if parameter.requires_grad]  # peft has frozen the rest
         freeze_base(module, trained, save_base=self.save_base)
         call_layers(module)
         return self._report(module, root, trained)
@@ -152,32 +153,31 @@ class PeftAdapter(AdapterTechnique):
     def _check(self, root: nn.Module) -> None:
         if isinstance(getattr(root, "peft_config", None), Mapping) or self.is_in(root):
             raise ConfigurationError(
-                f"PeftAdapter: {type(root).__name__} has adapters of peft already; merge them, or start "
-                "from the folder that they were saved in"
+                f"PeftAdapter: {type(root).__name__} already has adapters of peft. Merge them, or set start_from to "
+                "the folder in which they were saved"
             )
         if any(parameter.device.type == "meta" for parameter in root.parameters()):
-            raise ConfigurationError("PeftAdapter: weights are on the meta device: give the base its weights first")
+            raise ConfigurationError("PeftAdapter: weights are on the meta device. Load the base's weights first")
 
     def _report(self, module: nn.Module, root: Any, trained: list[nn.Parameter]) -> Report:
         place = next(name for name, part in module.named_modules() if part is root)
         layers = [f"{place}.{name}".lstrip(".") for name in outermost(root)]
         total = sum(map(elements, {id(p): p for p in module.parameters()}.values()))
         size = sum(parameter.nbytes for parameter in trained)
-        kinds = ", ".join(
-            f"{one['peft_type']} {name!r}" if len(self._configs) > 1 else one["peft_type"]
-            for name, one in self._configs.items()
-        )
+        kinds = [one["peft_type"] for one in self._configs.values()]
+        if len(self._configs) > 1:
+            kinds = [f"{one['peft_type']} {name!r}" for name, one in self._configs.items()]
         return Report(
-            f"{kinds} on {len(layers)} layers: {count(trained):,} of {total:,} parameters train "
+            f"{', '.join(kinds)} on {len(layers)} layers: {count(trained):,} of {total:,} parameters train "
             f"({count(trained) / max(1, total):.2%}), {size / 2**20:.2f} MiB in a checkpoint",
             modules=tuple(layers),
             parameters=count(trained),
-            bytes_saved=sum(p.nbytes for p in module.parameters() if not p.requires_grad),  # gradients never made
+            bytes_saved=sum(p.nbytes for p in module.parameters() if not p.requires_grad),  # gradients
             details={"trainable_share": count(trained) / max(1, total), "adapter_bytes": size},
         )
 
     def arguments(self) -> dict[str, Any]:
-        """With what the folders said in the place of their names: a checkpoint holds what they gave."""
+        """Return the arguments with the fields from folders, which may not exist on resume, in place of the folders."""
         return super().arguments() | {"config": self.config}
 
     @classmethod
@@ -190,15 +190,24 @@ class PeftAdapter(AdapterTechnique):
 
     @classmethod
     def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-        """Compare the base with the one that the adapters were trained beside, and switch as when it was saved."""
+        """Check that the base is the one of the checkpoint, and restore which adapters are active."""
         super().check_checkpoint(module, checkpoint)
         switched = checkpoint.get("lit_efficient", {}).get(cls.keeps, {}).get("active")
         if switched is not None and cls.is_in(module):
             switch_adapters(module, switched)
 
 
+def _check_names(argument: str, value: object, names: Iterable[str], known: Collection[str]) -> None:
+    """Check that an argument is a list of names of known adapters."""
+    if isinstance(value, str):
+        raise refusal("PeftAdapter", argument, "a list of names", value)
+    for name in names:
+        if name not in known:
+            raise refusal("PeftAdapter", argument, f"among {', '.join(known)}", name)
+
+
 def _holds_several(config: Any) -> bool:
-    """Whether these are adapters by name, and not the fields of one."""
+    """Return whether ``config`` maps names to configurations, and is not the configuration of one adapter."""
     if not isinstance(config, Mapping) or not config or {"peft_type", "start_from"} & config.keys():
         return False
     return all(isinstance(one, Mapping) or hasattr(one, "peft_type") for one in config.values())

@@ -1,15 +1,15 @@
-"""Power-function averages whose width is chosen after the run: two are tracked, any other is built from snapshots.
+"""Power-function averages: track averages of a few widths, and build an average of any width from snapshots later.
 
     average_t <- average_(t-1) + (1 - (1 - 1/t)^(g+1)) (weights_t - average_(t-1)),    g from sigma_rel
 
-Saves: a run for each width that one would like to try; the best width differs by task and is known only afterwards
-Costs: 4 bytes a parameter and one pass over memory each step, for each tracked width; snapshots on disk
+Saves: a run for each width to try: the best width depends on the task and is known only after the run
+Costs: 4 bytes for each parameter and one pass over memory per step, for each tracked width; snapshots on disk
 Source: Karras et al. (2024), https://arxiv.org/abs/2312.02696
 
-``python -m lit_efficient ema-sweep DIR --sigma_rel 0.05 0.10 0.15`` builds the widths, and validates and plots them
-with ``-c CONFIG --checkpoint FILE``. From 20 snapshots at two widths those between 0.05 and 0.15 come out within 0.1 %
-of the distance between average and weights, as close as any combination of them can; n times as many snapshots make
-the error n^2 times smaller.
+``python -m lit_efficient ema-sweep DIR --sigma_rel 0.05 0.10 0.15`` builds averages of these widths. With ``-c CONFIG
+--checkpoint FILE`` it also validates and plots them. From 20 snapshots at two widths, averages of widths between 0.05
+and 0.15 have an error of at most 0.1 % of the distance between average and weights, which is the smallest error of any
+linear combination of the snapshots. With n times as many snapshots the error is n^2 times smaller.
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,26 +39,27 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 
 class PowerEMA(Technique):
-    """Track averages of several widths and write thin snapshots of them, for building any width after the run.
+    """Track weight averages of several widths and write snapshots of them, from which any width can be built later.
 
-    Neither training nor evaluation is changed; add EMA to evaluate with an average on the way. Updates are counted
-    after optimizer steps, from the start of the run.
+    Training and evaluation do not change. Add EMA to evaluate with an average during the run. The averages are updated
+    after each optimizer step.
 
     Args:
-        sigma_rels: Widths to track, as shares of the run: above 0 and below 0.2887, each once. Two are enough.
-        snapshot_every_n_steps: Updates between two snapshots, at least 1; about 20 in a run are enough.
+        sigma_rels: Widths to track, as shares of the run, above 0 and below 0.2887, without repetition. Two are enough.
+        snapshot_every_n_steps: Number of steps between two snapshots, at least 1. About 20 snapshots in a run are
+            enough.
         dirpath: Folder of the snapshots; null for ``snapshots`` in the trainer's log folder.
-        dtype: Format of the snapshots: ``float32``, ``float16`` or ``bfloat16``.
+        dtype: Number format of the snapshots: ``float32``, ``float16`` or ``bfloat16``.
 
     Raises:
-        ConfigurationError: For an argument out of range, and if there is nothing to average.
+        ConfigurationError: For an argument out of range, and if no parameter trains.
     """
 
     phase = Phase.AVERAGE
     traits = frozenset({Trait.LEAVES_TRACES})
     conflicts: ClassVar[dict[str, str]] = {
-        # In the same hook, so that the order of the list would decide which weights are averaged.
-        "EMA(switch_every=...)": "it replaces the weights that PowerEMA averages: leave switch_every out"
+        # Both act in the same hook, so that their order in the list would decide which weights are averaged.
+        "EMA(switch_every=...)": "it replaces the weights that PowerEMA averages; leave out switch_every"
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "averages of any width, chosen after the run")}
 
@@ -80,9 +81,9 @@ class PowerEMA(Technique):
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self.dirpath = dirpath
         self.dtype = dtype
-        self._averages: list[dict[str, Tensor]] = []  # one a width
+        self._averages: list[dict[str, Tensor]] = []  # one for each width
         self._updates = 0
-        self._steps: list[int] = []  # updates after which this run has written snapshots
+        self._steps: list[int] = []  # numbers of updates at which this run has written snapshots
         self._parameters: dict[str, nn.Parameter] = {}
         self._step = 0
 
@@ -98,16 +99,19 @@ class PowerEMA(Technique):
         )
 
     def _folder(self, trainer: Any) -> Path:
-        root = trainer.log_dir or trainer.default_root_dir
-        return Path(self.dirpath) if self.dirpath else Path(root) / "snapshots"
+        if self.dirpath:
+            return Path(self.dirpath)
+        return Path(trainer.log_dir or trainer.default_root_dir) / "snapshots"
 
     @outside_autograd
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._parameters = tracked = tracked_weights(pl_module, "PowerEMA")
-        sources = self._averages if self._updates else [tracked] * len(self.sigma_rels)
-        self._averages = [
-            {n: placed_like(source[n], p, precise(p.dtype)) for n, p in tracked.items()} for source in sources
-        ]
+        tracked = tracked_weights(pl_module, "PowerEMA")
+        self._parameters = tracked
+        averages = []
+        for i in range(len(self.sigma_rels)):
+            source = self._averages[i] if self._updates else tracked
+            averages.append({name: placed_like(source[name], p, precise(p.dtype)) for name, p in tracked.items()})
+        self._averages = averages
         self._step = trainer.global_step
         self._path = Path(trainer.strategy.broadcast(str(self._folder(trainer))))
 
@@ -124,7 +128,7 @@ class PowerEMA(Technique):
             self._write(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """The last step gets a snapshot, too: that is where widths are built."""
+        """Write a snapshot of the last step, for which averages are usually built."""
         if self._updates and self._updates % self.snapshot_every_n_steps:
             self._write(trainer)
         self._parameters = {}
@@ -145,8 +149,9 @@ class PowerEMA(Technique):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict["sigma_rels"] != list(self.sigma_rels):
             raise ConfigurationError(
-                f"PowerEMA: the checkpoint tracks the widths {state_dict['sigma_rels']}, and sigma_rels is "
-                f"{list(self.sigma_rels)}: keep those of the run"
+                f"PowerEMA: the checkpoint tracks the widths {state_dict['sigma_rels']}, but sigma_rels is "
+                f"{list(self.sigma_rels)}. Set sigma_rels to the checkpoint's widths to resume"
             )
-        self._averages, self._updates = [dict(a) for a in state_dict["averages"]], int(state_dict["updates"])
+        self._averages = [dict(average) for average in state_dict["averages"]]
+        self._updates = int(state_dict["updates"])
         self._steps = list(state_dict["steps"])

@@ -1,13 +1,13 @@
-"""Prefix tuning: train keys and values that stand before every sequence, in every layer of a frozen decoder.
+"""Prefix tuning: train keys and values that precede each sequence in all layers of a frozen decoder.
 
-    attention(q, [P_k; k], [P_v; v])    P_k, P_v [n, heads, head_dim] a layer
+    attention(q, [P_k; k], [P_v; v])    P_k, P_v [n, heads, head_dim] in each layer
 
-Saves: gradients and optimizer states of all but 2 n heads head_dim values a layer; checkpoints hold these alone
-Costs: n more keys in each attention, for good: it cannot be merged; n positions of the context
+Saves: gradients and optimizer states of the frozen weights: 2 n heads head_dim values train in each layer, and
+    checkpoints hold only these
+Costs: n more keys in each attention, also in inference, because a prefix cannot be merged; n positions of the context
 Source: Li & Liang (2021), https://arxiv.org/abs/2101.00190; P-tuning v2: https://arxiv.org/abs/2110.07602
 
-What the prefix starts from, and the small network that may make it:
-:mod:`lit_efficient.mechanisms.adapters.prefix`.
+The initial prefix, and the small network that may compute it, are in :mod:`lit_efficient.mechanisms.adapters.prefix`.
 """
 
 from typing import Any, ClassVar
@@ -24,29 +24,31 @@ from lit_efficient.traits import Trait
 
 
 class PrefixTuning(VirtualTokens):
-    """Freeze a decoder and train keys and values that stand before every sequence.
+    """Freeze a decoder and train keys and values that precede each sequence.
 
-    Works on the decoders of transformers with a key-value cache (Llama, Mistral, Qwen, Gemma, GPT-2) and on this
-    package's GPT. Callers go on giving masks and positions of real tokens alone, also in ``generate``. Behind a sliding
-    window the prefix is out of sight, as any first token is.
+    Supported are the decoders of transformers with a key-value cache (Llama, Mistral, Qwen, Gemma, GPT-2) and this
+    package's GPT. Masks and positions are given for real tokens only, as without the prefix, also in ``generate``. With
+    a sliding window, tokens beyond the window do not attend to the prefix, as to any first tokens.
 
     Args:
-        num_virtual_tokens: Length n of the prefix, at least 1; ``None``: as many as the tokens that it starts from.
-            Fewer tokens are repeated, more are cut.
-        init: ``tokens``: start from the keys and values that the frozen network computes for ``init_tokens`` or
-            ``init_text``. ``random`` is known to train worse and less reliably, most of all with little data.
-        init_tokens: Token numbers to start from.
-        init_text: Text to start from, best about the task; needs ``tokenizer``.
-        tokenizer: A ``tokenizer.json``, or a folder that has one.
-        projection: Width of a small network that makes the prefix while it trains (Li & Liang: 800 or 512), for
-            training that is less sensitive to the rate; ``None``: the prefix itself is trained.
-        modules_to_save: Patterns of modules that train in full (a new head) and go into checkpoints.
-        save_base: Whether checkpoints hold the frozen weights, too.
-        seed: Of random numbers, which are the same on all ranks.
+        num_virtual_tokens: Length n of the prefix, at least 1. Initial tokens are repeated if they are fewer, and cut
+            if they are more. ``None`` for the number of initial tokens.
+        init: ``tokens`` starts from the keys and values that the frozen network computes for ``init_tokens`` or
+            ``init_text``. ``random`` starts from random numbers, which is known to train worse and less reliably, most
+            of all with little data.
+        init_tokens: Ids of the initial tokens.
+        init_text: Initial text, which should describe the task; needs ``tokenizer``.
+        tokenizer: Path of a ``tokenizer.json``, or of a folder that contains one.
+        projection: Width of a small network that computes the prefix during training (800 or 512 in the paper), which
+            makes training less sensitive to the learning rate. ``None`` trains the prefix itself.
+        modules_to_save: Patterns of modules that train in full, such as a new head, and are saved in checkpoints.
+        save_base: If true, checkpoints also hold the frozen weights.
+        seed: Seed of random numbers, which are the same on all ranks.
 
     Raises:
-        ConfigurationError: Without a start or a decoder that can have a prefix, and with gradient checkpointing.
-        CheckpointError: When resuming beside another base than the prefix was trained with.
+        ConfigurationError: If no initial tokens are given, if the module has no decoder that supports a prefix, and
+            with gradient checkpointing.
+        CheckpointError: When resuming with a base other than the one that the prefix was trained with.
     """
 
     phase = Phase.ADAPT
@@ -55,7 +57,7 @@ class PrefixTuning(VirtualTokens):
         Trait.NEEDS_WHOLE_ROWS: "its virtual tokens come before whole rows",
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {
-        "memory": (0, "gradients and states of all but keys and values: another training")
+        "memory": (0, "frozen weights need no gradients or optimizer states; changes the result")
     }
 
     def __init__(
@@ -76,16 +78,16 @@ class PrefixTuning(VirtualTokens):
         self.modules_to_save = modules_to_save
 
     def transform(self, module: nn.Module) -> Report:
-        saved = (
-            match_modules(module, self.modules_to_save, who="PrefixTuning: modules_to_save")
-            if self.modules_to_save
-            else []
-        )
+        saved: list[tuple[str, nn.Module]] = []
+        if self.modules_to_save:
+            saved = match_modules(module, self.modules_to_save, who="PrefixTuning: modules_to_save")
         name, decoder = self.find(module)
         length, tokens = self.start(decoder)
         decoder.virtual_tokens_of = type(self).__name__
         prefix = add_prefix(decoder, length, tokens, projection=self.projection or 0, seed=self.seed)
-        trained = list(prefix.parameters()) + [p for _, part in saved for p in part.parameters()]
+        trained = list(prefix.parameters())
+        for _, part in saved:
+            trained += part.parameters()
         freeze_base(module, trained, save_base=self.save_base)
         return self._report(module, name, prefix, length)
 
@@ -100,7 +102,7 @@ class PrefixTuning(VirtualTokens):
             f"({share:.2%}), {size / 2**20:.2f} MiB in a checkpoint",
             modules=(name,),
             parameters=count(trained),
-            bytes_saved=sum(p.nbytes for p in module.parameters() if not p.requires_grad),  # gradients never made
+            bytes_saved=sum(p.nbytes for p in module.parameters() if not p.requires_grad),  # gradients
             details={
                 "trainable_share": share,
                 "adapter_bytes": size,

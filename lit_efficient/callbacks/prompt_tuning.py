@@ -1,13 +1,14 @@
-"""Prompt tuning: train embeddings of virtual tokens that stand before every sequence of a frozen decoder.
+"""Prompt tuning: train embeddings of virtual tokens that precede each sequence of a frozen decoder.
 
     network([P; E(x)]),    P [n, dim]
 
-Saves: gradients and optimizer states of all but n dim values; checkpoints hold these alone
-Costs: n positions of the context, for good, and one row of n tokens more in each step; less capacity than a prefix in
-    every layer: the paper finds it as good as full tuning from ten billion parameters on
+Saves: gradients and optimizer states of the frozen weights: only n dim values train, and checkpoints hold only these
+Costs: n positions of the context, also in inference; a forward pass of one more row with n tokens in each step; less
+    capacity than a prefix in each layer: in the paper it matches full tuning only for networks of at least ten billion
+    parameters
 Source: Lester et al. (2021), https://arxiv.org/abs/2104.08691
 
-How n embeddings become keys and values: :mod:`lit_efficient.mechanisms.adapters.prompt`.
+The code that turns the n embeddings into keys and values is in :mod:`lit_efficient.mechanisms.adapters.prompt`.
 """
 
 from typing import Any, ClassVar
@@ -28,27 +29,28 @@ from lit_efficient.traits import Trait
 
 
 class PromptTuning(VirtualTokens):
-    """Freeze a decoder and train the embeddings of virtual tokens that stand before every sequence.
+    """Freeze a decoder and train the embeddings of virtual tokens that precede each sequence.
 
-    Works on the decoders of transformers with a key-value cache and on this package's GPT. Callers go on giving masks
-    and positions of real tokens alone, also in ``generate``. When the fit ends, it says which words the virtual tokens
-    come nearest to.
+    Supported are the decoders of transformers with a key-value cache and this package's GPT. Masks and positions are
+    given for real tokens only, as without the prompt, also in ``generate``. At the end of the fit, the tokens that are
+    most similar to the virtual tokens are logged.
 
     Args:
-        num_virtual_tokens: Number n of virtual tokens, at least 1; ``None``: as many as the words that they start from.
-            Fewer words are repeated, more are cut.
-        init: ``tokens``: start from the embeddings of ``init_tokens`` or ``init_text``; ``random``: of words drawn from
-            the whole vocabulary.
-        init_tokens: Token numbers to start from.
-        init_text: Text to start from, best about the task; needs ``tokenizer``.
-        tokenizer: A ``tokenizer.json``, or a folder that has one.
-        save_base: Whether checkpoints hold the frozen weights, too.
-        seed: Of the draw, which is the same on all ranks.
+        num_virtual_tokens: Number n of virtual tokens, at least 1. Initial tokens are repeated if they are fewer, and
+            cut if they are more. ``None`` for the number of initial tokens.
+        init: ``tokens`` starts from the embeddings of ``init_tokens`` or ``init_text``. ``random`` starts from the
+            embeddings of random tokens of the vocabulary.
+        init_tokens: Ids of the initial tokens.
+        init_text: Initial text, which should describe the task; needs ``tokenizer``.
+        tokenizer: Path of a ``tokenizer.json``, or of a folder that contains one.
+        save_base: If true, checkpoints also hold the frozen weights.
+        seed: Seed of the random tokens, which are the same on all ranks.
 
     Raises:
-        ConfigurationError: Without a start or a decoder that can have a prefix, and with gradient checkpointing.
-        ConflictError: Under FSDP and tensor parallelism.
-        CheckpointError: When resuming beside another base than the embeddings were trained with.
+        ConfigurationError: If no initial tokens are given, if the module has no decoder that supports a prefix, and
+            with gradient checkpointing.
+        ConflictError: With FSDP and tensor parallelism.
+        CheckpointError: When resuming with a base other than the one that the embeddings were trained with.
     """
 
     phase = Phase.ADAPT
@@ -59,11 +61,11 @@ class PromptTuning(VirtualTokens):
         Trait.NEEDS_WHOLE_ROWS: "its virtual tokens come before whole rows",
     }
     conflicts: ClassVar[dict[str, str]] = {
-        "BlockSwap": "blocks run on the virtual tokens, too, so that they are not called in turn; use PrefixTuning",
-        "StochasticDepth": "a block that is dropped computes no keys for the virtual tokens; use PrefixTuning",
+        "BlockSwap": "blocks also run on the virtual tokens, so that their order of calls changes; use PrefixTuning",
+        "StochasticDepth": "a dropped block computes no keys for the virtual tokens; use PrefixTuning",
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {
-        "memory": (0, "gradients and states of all but a few embeddings: another training")
+        "memory": (0, "frozen weights need no gradients or optimizer states; changes the result")
     }
 
     def __init__(
@@ -82,8 +84,9 @@ class PromptTuning(VirtualTokens):
         traits = traits_of(trainer.strategy)
         if traits.shards and not traits.is_zero:
             raise ConflictError(
-                f"PromptTuning cannot be combined with {traits.name}: the virtual tokens' keys are computed outside "
-                "the network's forward pass, where no weights are gathered; use strategy='ddp', or PrefixTuning"
+                f"PromptTuning cannot be combined with {traits.name}: the keys of the virtual tokens are computed "
+                "outside of the network's forward pass, where weights are not gathered. Use strategy='ddp', or "
+                "PrefixTuning"
             )
 
     def transform(self, module: nn.Module) -> Report:
@@ -92,32 +95,40 @@ class PromptTuning(VirtualTokens):
         decoder.virtual_tokens_of = type(self).__name__
         prompt = add_prompt(decoder, length, tokens, seed=self.seed)
         freeze_base(module, [prompt.prompt_embeddings], save_base=self.save_base)
-        trained, every = count([prompt.prompt_embeddings]), count(module.parameters())
+        trained = count([prompt.prompt_embeddings])
+        share = trained / count(module.parameters())
+        start = "random tokens" if self.init == "random" else "real tokens"
         return Report(
-            f"{length} virtual tokens, from {'words drawn' if self.init == 'random' else 'words'}: {trained:,} "
-            f"parameters train ({trained / every:.2%})",
+            f"{length} virtual tokens, from {start}: {trained:,} parameters train ({share:.2%})",
             modules=(name,),
             parameters=trained,
-            bytes_saved=sum(p.nbytes for p in module.parameters() if not p.requires_grad),  # gradients never made
-            details={"trainable_share": trained / every},
+            bytes_saved=sum(p.nbytes for p in module.parameters() if not p.requires_grad),  # gradients
+            details={"trainable_share": share},
         )
 
     def nearest(self, module: nn.Module) -> list[str] | list[int]:
-        """The words that the virtual tokens come nearest to by their cosine; token numbers without a tokenizer."""
+        """Return the tokens whose embeddings have the largest cosine with those of the virtual tokens.
+
+        Returns:
+            One decoded token for each virtual token, or token ids if there is no tokenizer.
+        """
         decoder: Any = find_decoder(module, "PromptTuning")[1]
         tokens, _ = nearest_tokens(
             decoder.prompt_tuning.prompt_embeddings.detach(), embeddings(decoder).weight.detach()
         )
-        words = getattr(module, "tokenizer_state", None) and getattr(module, "tokenizer", None)
-        if words is None and self.tokenizer is not None:
-            words = tokenizer_at(self.tokenizer, "PromptTuning")
-        return [words.decode([token]) for token in tokens] if words is not None else tokens
+        # The tokenizer of a language model may be read only if it has a state.
+        tokenizer: Any = getattr(module, "tokenizer_state", None) and getattr(module, "tokenizer", None)
+        if tokenizer is None and self.tokenizer is not None:
+            tokenizer = tokenizer_at(self.tokenizer, "PromptTuning")
+        if tokenizer is None:
+            return tokens
+        return [tokenizer.decode([token]) for token in tokens]
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Say which words it has come to."""
-        if all(p.numel() for p in pl_module.parameters()):  # DeepSpeed's third stage leaves nothing in them
+        """Log the tokens that are most similar to the virtual tokens."""
+        if all(p.numel() for p in pl_module.parameters()):  # with DeepSpeed's stage 3 the parameters are empty
             words = ", ".join(repr(word) for word in self.nearest(pl_module))
-            rank_zero_info(f"PromptTuning: the virtual tokens come nearest to {words}")
+            rank_zero_info(f"PromptTuning: the tokens most similar to the virtual tokens are {words}")
 
     @classmethod
     def described(cls, decoder: Any) -> dict[str, Any]:

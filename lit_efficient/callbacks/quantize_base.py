@@ -1,11 +1,11 @@
-"""Quantised base weights (QLoRA's half): frozen linear layers in 4 or 8 bits, computed with in floats.
+"""Quantised base weights (QLoRA without its adapters): store frozen linear layers in 4 or 8 bits, compute in floats.
 
     nf4, fp4   w = absmax_block * table[code],  blocks of 64;  double_quant stores absmax in 8 bits, in blocks of 256
     int8       w = absmax_row * code / 127
-    int4       w = scale_group * (code - zero_group),  groups of 32 inputs in a row: what QA-LoRA merges into
+    int4       w = scale_group * (code - zero_group),  groups of 32 inputs in a row, into which QA-LoRA merges
 
-Saves: 3.48 of 4 bytes a float32 weight (0.52 left; 0.56 without double quantisation; int4 0.75, int8 1.0)
-Costs: dequantising in each forward and backward pass; the rounding of the base
+Saves: 3.48 of the 4 bytes of a float32 weight (0.52 remain; 0.56 without double quantisation; int4 0.75, int8 1.0)
+Costs: dequantisation in each forward and backward pass; rounding errors of the base
 Source: Dettmers et al. (2023), https://arxiv.org/abs/2305.14314; int8: https://arxiv.org/abs/2208.07339; bitsandbytes
 """
 
@@ -21,7 +21,15 @@ from torch import nn
 
 from lit_efficient.application.checkpoints import CheckpointHooks
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_installed, check_number, refusal
+from lit_efficient.errors import (
+    ConfigurationError,
+    ConflictError,
+    check_choice,
+    check_installed,
+    check_number,
+    listed,
+    refusal,
+)
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.mechanisms.adapters.quantized import (
     FORMATS,
@@ -40,35 +48,38 @@ from lit_efficient.traits import Trait
 
 
 class QuantizeBase(CheckpointHooks, Technique):
-    """Store the weights of the linear layers in 4 or 8 bits and freeze them; put ``LoRA`` beside it to train (QLoRA).
+    """Store the weights of linear layers in 4 or 8 bits and freeze them. Add ``LoRA`` to train adapters (QLoRA).
 
-    Quantises ``nn.Linear``, GPT-2's ``Conv1D`` and layers of ``MixtureOfExperts``. Names stay. Checkpoints of either
-    kind load: quantised ones as they are, and those of the float base, which are quantised on the way. Layers that
-    share their weight with another one stay as they are, and those whose weight the modules around them read: to
-    multiply by it (Mamba's ``dt_proj``) or to cast to its type (T5's ``wo``). Where no technique acts before,
-    ``LanguageModeling`` reads a base's files through this one: each layer is quantised as soon as it is read, on the
-    run's device, so that no more than one is in memory as floats. A model that transformers has loaded in 4 or 8 bits
-    already needs ``LoRA`` alone.
+    Quantised are ``nn.Linear``, GPT-2's ``Conv1D`` and layers of ``MixtureOfExperts``. Names stay the same. Quantised
+    checkpoints and checkpoints of the float base can be loaded; the latter are quantised while loading. Not changed are
+    layers that share their weight with another layer, and layers whose weight other modules read, to multiply by it
+    (Mamba's ``dt_proj``) or to cast to its type (T5's ``wo``).
+
+    If no technique acts earlier, ``LanguageModeling`` quantises each layer of a base as soon as it is read from a file,
+    on the run's device, so that at most one layer is in memory as floats. A model that transformers has already loaded
+    in 4 or 8 bits needs only ``LoRA``.
 
     Args:
         format: ``nf4`` (4 bits, for normally distributed weights), ``fp4``, ``int8``, or ``int4`` (for
             ``LoRA(variant="qalora")``, which merges into it).
-        double_quant: Whether the scales of nf4 and fp4 are quantised themselves.
-        skip: Regular expressions for the ends of dotted names of layers that stay as they are; none need match.
-        group_size: For int4, how many inputs share a scale and a zero point: even; must divide those of every layer.
+        double_quant: Also quantise the scales of nf4 and fp4.
+        skip: Regular expressions for the ends of dotted names of layers that are not changed. A pattern need not match.
+        group_size: For int4, the number of inputs that share a scale and a zero point. It must be even and divide the
+            number of inputs of each layer.
 
     Raises:
-        ConfigurationError: For an argument out of range, for a pattern that is no regular expression, without layers to
-            quantise, and for a model that is quantised already.
+        ConfigurationError: For an argument out of range, for a pattern that is not a regular expression, if there are
+            no layers to quantise, and for a model that is already quantised.
+        ConflictError: For int8 with a strategy that shards parameters.
     """
 
     phase = Phase.QUANTIZE
     traits = frozenset({Trait.FREEZES_MATRICES, Trait.READS_NO_WEIGHTS})
     alters = ("weights",)
     conflicts: ClassVar[dict[str, str]] = {
-        "WeightAveraging": "it averages the codes of quantised weights as if they were numbers; use EMA"
+        "WeightAveraging": "it would average the codes of quantised weights as if they were numbers; use EMA"
     }
-    helps: ClassVar[dict[str, tuple[int, str]]] = {"memory": (0, "frozen weights in 4 or 8 bits, below adapters")}
+    helps: ClassVar[dict[str, tuple[int, str]]] = {"memory": (0, "frozen weights in 4 or 8 bits, with adapters")}
 
     def __init__(
         self, format: str = "nf4", double_quant: bool = True, skip: tuple[str, ...] = ("lm_head",), group_size: int = 32
@@ -86,15 +97,16 @@ class QuantizeBase(CheckpointHooks, Technique):
         self.double_quant = double_quant
         self.skip = tuple(skip)
         self.group_size = group_size
-        self._early: list[tuple[nn.Module, int, int]] = []  # twins made while weights were read; bytes, weights before
+        # Layers that were quantised while files were read, with the number of bytes and of weights before.
+        self._early: list[tuple[nn.Module, int, int]] = []
 
     def check(self, trainer: Any, module: Any) -> None:
-        """Refuse int8 under FSDP2: bitsandbytes keeps its scales on the parameter, which sharding replaces."""
+        """Refuse int8 with FSDP2: bitsandbytes stores its scales on the parameter, which sharding replaces."""
         traits = traits_of(trainer.strategy)
         if self.format == "int8" and traits.shards:
             raise ConflictError(
-                "QuantizeBase: format='int8' cannot be sharded: its scales stand on the parameter, which "
-                f"{traits.name} replaces; use nf4, fp4 or int4, or strategy='ddp'"
+                "QuantizeBase: format='int8' cannot be sharded, because its scales are stored on the parameter, which "
+                f"{traits.name} replaces. Use nf4, fp4 or int4, or strategy='ddp'"
             )
 
     def on_read(self, prefix: str) -> "_OnRead":
@@ -103,37 +115,46 @@ class QuantizeBase(CheckpointHooks, Technique):
     def transform(self, module: nn.Module) -> Report:
         note_trained(module)
         read = self._read_elsewhere(module)
-        early, self._early = self._early, []
         names = {id(part): name for name, part in module.named_modules()}
-        made = {names[id(twin)]: sizes for twin, *sizes in early if id(twin) in names}
+        made: set[str] = set()  # names of the layers that were quantised while files were read
+        before = 0  # bytes of the weights as floats
+        elements = 0
+        after = 0  # bytes as stored
+        for layer, size, number in self._early:
+            if id(layer) in names:
+                made.add(names[id(layer)])
+                before += size
+                elements += number
+                after += stored_bytes(layer)
+        self._early = []
         found = self._layers(module, read, made)
-        device = torch.get_default_device()  # in configure_model the trainer's
-        before = sum(sizes[0] for sizes in made.values())
-        elements = sum(sizes[1] for sizes in made.values())
-        after = sum(stored_bytes(module.get_submodule(name)) for name in made)
-        for name in found:  # nothing holds a float layer that is done
+        device = torch.get_default_device()  # in configure_model this is the trainer's device
+        # A loop over names, so that no variable holds a float layer that has been replaced.
+        for name in found:
             owner, _, last = name.rpartition(".")
             linear: Any = module.get_submodule(name)
-            before, elements = before + linear.weight.nbytes, elements + linear.weight.numel()
+            before += linear.weight.nbytes
+            elements += linear.weight.numel()
             layer = self._quantized(linear, None if device.type in ("cpu", "meta") else device)
             after += stored_bytes(layer)
             setattr(module.get_submodule(owner), last, layer)
         call_layers(module)
-        left = sum(
-            getattr(part, key).nbytes
-            for _, part, keys in expert_stacks(module)
-            for key in keys
-            if not is_quantized(part)
+        left = 0
+        for _, part, keys in expert_stacks(module):
+            if not is_quantized(part):
+                left += sum(getattr(part, key).nbytes for key in keys)
+        changed = made.union(found)
+        summary = (
+            f"{len(changed)} linear layers in {self.format}: {after / elements:.3f} bytes a weight, was "
+            f"{before / elements:.3f}; {(before - after) / 2**20:.1f} MiB saved"
         )
-        aside = f"; the stacked weights of experts stay as they are, {left / 2**20:.1f} MiB" if left else ""
+        if left:
+            summary += f"; the stacked weights of experts are not changed, {left / 2**20:.1f} MiB"
         if read:
-            aside += f"; {len(read)} layers stay as they are, whose weight other code reads: {', '.join(read[:3])}"
-            aside += ", ..." if len(read) > 3 else ""
-        found = [name for name in names.values() if name in {*found, *made}]
+            summary += f"; {len(read)} layers are not changed, because other code reads their weights: {listed(read)}"
         return Report(
-            f"{len(found)} linear layers in {self.format}: {after / elements:.3f} bytes a weight, was "
-            f"{before / elements:.3f}; {(before - after) / 2**20:.1f} MiB saved{aside}",
-            modules=tuple(found),
+            summary,
+            modules=tuple(name for name in names.values() if name in changed),
             parameters=elements,
             bytes_saved=before - after,
             details={"bytes_per_parameter": after / elements, "bytes_of_experts": left},
@@ -148,33 +169,46 @@ class QuantizeBase(CheckpointHooks, Technique):
         return any(is_quantized(part) for part in module.modules())
 
     def _read_elsewhere(self, module: nn.Module) -> list[str]:
+        """Return the names of linear layers whose weight other modules read."""
         read = {f"{prefix}{name}" for prefix, make in _recipes(module) for name in read_layers(make)}
         read |= set(cast_to(module))
         return [n for n, part in module.named_modules() if n in read and _is_linear(part) and not self._skips(n)]
 
     def _quantized(self, linear: Any, device: torch.device | None = None) -> Any:
-        double_quant, group_size = self.double_quant, self.group_size
-        return quantize_linear(linear, self.format, double_quant=double_quant, group_size=group_size, device=device)
+        return quantize_linear(
+            linear, self.format, double_quant=self.double_quant, group_size=self.group_size, device=device
+        )
 
     def _candidates(self, module: nn.Module, read: list[str], prefix: str = "") -> list[tuple[str, Any]]:
+        """Return the names and modules of the layers to quantise; ``prefix`` is the name of ``module`` itself."""
         uses = Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
-        return [
-            (name, part)
-            for name, part in module.named_modules()
-            if _is_linear(part) and not is_quantized(part)
-            and name and uses[id(part.weight)] == 1 and not self._skips(f"{prefix}{name}") and name not in read
-        ]  # fmt: skip
+        found: list[tuple[str, Any]] = []
+        for name, part in module.named_modules():
+            if not name or name in read or not _is_linear(part) or is_quantized(part):
+                continue
+            if uses[id(part.weight)] == 1 and not self._skips(f"{prefix}{name}"):
+                found.append((name, part))
+        return found
 
-    def _odd(self, inputs: dict[str, int]) -> dict[str, int]:
-        """Those that the groups of int4 do not divide."""
-        return {name: n for name, n in inputs.items() if self.format == "int4" and n % self.group_size}
+    def _indivisible(self, inputs: dict[str, int]) -> dict[str, int]:
+        """Return the layers, with their numbers of inputs, that the groups of int4 do not divide."""
+        if self.format != "int4":
+            return {}
+        return {name: number for name, number in inputs.items() if number % self.group_size}
 
     def _layers(self, module: nn.Module, read: list[str], made: Container[str] = ()) -> list[str]:
+        """Return the names of the layers to quantise, after checking that all of them can be quantised.
+
+        Args:
+            module: The network.
+            read: Names of layers whose weight other modules read.
+            made: Names of layers that have been quantised while files were read.
+        """
         done = [name for name, part in module.named_modules() if is_quantized(part) and name not in made]
         if done:
             raise ConfigurationError(
-                f"QuantizeBase: {type(module).__name__} is quantised already: {len(done)} layers, first {done[0]!r}; "
-                "leave QuantizeBase out (LoRA trains beside such layers as they are), or load the float weights"
+                f"QuantizeBase: {type(module).__name__} is already quantised: {len(done)} layers, first {done[0]!r}. "
+                "Leave out QuantizeBase (LoRA supports such layers), or load the float weights"
             )
         found = self._candidates(module, read)
         if not found and not made:
@@ -182,13 +216,15 @@ class QuantizeBase(CheckpointHooks, Technique):
                 f"QuantizeBase: {type(module).__name__} has no torch.nn.Linear left to quantise (skip={self.skip})"
             )
         if any(layer.weight.device.type == "meta" for _, layer in found) and not weights_wait(module):
-            raise ConfigurationError("QuantizeBase: weights are on the meta device: give the base its weights first")
+            raise ConfigurationError("QuantizeBase: weights are on the meta device. Load the base's weights first")
         inputs = _inputs(found)
-        if odd := self._odd(inputs):
-            name, size = next(iter(odd.items()))
+        wrong = self._indivisible(inputs)
+        if wrong:
+            name, size = next(iter(wrong.items()))
             raise ConfigurationError(
                 f"QuantizeBase: group_size must divide the inputs of every layer, got {self.group_size} for the {size} "
-                f"of {name!r} and {len(odd) - 1} more; {math.gcd(*inputs.values())} divides all, or name them in skip"
+                f"of {name!r} and {len(wrong) - 1} more. {math.gcd(*inputs.values())} divides all; or name these "
+                "layers in skip"
             )
         return [name for name, _ in found]
 
@@ -197,29 +233,35 @@ class QuantizeBase(CheckpointHooks, Technique):
 
 
 class _OnRead:
-    """Quantises the layers of a causal model of transformers as they are read: see `Replacing`."""
+    """Quantises the layers of a causal model of transformers while they are read from files; see `Replacing`."""
 
     def __init__(self, technique: QuantizeBase, prefix: str) -> None:
-        self.technique, self.prefix = technique, prefix
+        self.technique = technique
+        self.prefix = prefix
         self.bytes_per_weight = {"int8": 1.0, "int4": 0.75}.get(technique.format, 0.5625)
         technique._early = []
 
     def chosen(self, network: nn.Module) -> set[str]:
         found = self.technique._candidates(network, self.technique._read_elsewhere(network), self.prefix)
-        return set() if self.technique._odd(_inputs(found)) else {name for name, _ in found}
+        if self.technique._indivisible(_inputs(found)):  # transform will raise the error
+            return set()
+        return {name for name, _ in found}
 
     def replaced(self, layer: Any) -> nn.Module:
-        twin: nn.Module = self.technique._quantized(layer)
-        self.technique._early.append((twin, layer.weight.nbytes, layer.weight.numel()))
-        return twin
+        quantized: nn.Module = self.technique._quantized(layer)
+        self.technique._early.append((quantized, layer.weight.nbytes, layer.weight.numel()))
+        return quantized
 
 
 def _inputs(found: list[tuple[str, Any]]) -> dict[str, int]:
+    """Return the numbers of inputs of layers, by name."""
     return {name: part.weight.shape[-2 if _is_transposed(part) else -1] for name, part in found}
 
 
 def _is_transposed(part: nn.Module) -> bool:
-    return part.is_transposed if isinstance(part, ExpertLinear) else is_conv1d(part)
+    if isinstance(part, ExpertLinear):
+        return part.is_transposed
+    return is_conv1d(part)
 
 
 def _is_linear(part: nn.Module) -> bool:
@@ -227,7 +269,7 @@ def _is_linear(part: nn.Module) -> bool:
 
 
 def _recipes(module: nn.Module) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
-    """Where the causal models of transformers stand in a module, and what makes each anew."""
+    """Yield the name prefix of each causal model of transformers in a module, and a function that builds it again."""
     for name, part in module.named_modules():
         if callable(getattr(part, "prepare_inputs_for_generation", None)):
             kinds = [kind for kind in type(part).__mro__ if kind.__module__.startswith("transformers.models.")]

@@ -50,7 +50,7 @@ def fit(module, *callbacks, **arguments):
 def test_a_step_that_is_left_out_changes_nothing(value, manual, clip):
     module, guard = Explodes(2, value=value, manual=manual), NonFiniteGuard("skip")
     with pytest.warns(
-        UserWarning, match="at step 2 gradients are not finite in layer.weight, layer.bias; the step is left"
+        UserWarning, match="at step 2 gradients are not finite in layer.weight, layer.bias; the step is skip"
     ):
         fit(module, guard, gradient_clip_val=clip)
     before, at, after = module.history[1:4]
@@ -125,7 +125,7 @@ def test_weights_that_are_lost_otherwise_are_named_and_no_step_is_left_out(batch
         trainer.optimizers[0].state[module.layer.bias]["exp_avg"].fill_(float("nan"))
 
     guard = NonFiniteGuard("skip")
-    with pytest.raises(DivergedError, match=rf"at step {step} weights are not finite in layer\.bias; go on"):
+    with pytest.raises(DivergedError, match=rf"at step {step} weights are not finite in layer\.bias; resume from"):
         fit(Squared(), guard, Spoils(batch, spoil))
     assert guard.skipped == 0
 
@@ -134,14 +134,16 @@ def test_states_that_are_lost_without_the_weights_are_named_at_the_end():
     def spoil(trainer, module):  # the weight stands still
         trainer.optimizers[0].state[module.layer.bias]["exp_avg_sq"].fill_(float("inf"))
 
-    with pytest.raises(DivergedError, match=r"at step 6 states of the optimizer are not finite in layer\.bias; go on"):
+    with pytest.raises(
+        DivergedError, match=r"at step 6 states of the optimizer are not finite in layer\.bias; resume from"
+    ):
         fit(Squared(), NonFiniteGuard("skip"), Spoils(2, spoil))
 
 
 @pytest.mark.filterwarnings("ignore:NonFiniteGuard")
 def test_too_many_in_a_row_stop_the_run():
     fit(Explodes(1, 2, 4, 5), NonFiniteGuard("skip", 2))
-    with pytest.raises(DivergedError, match=r"at step 3 .* after 2 steps left out in a row"):
+    with pytest.raises(DivergedError, match=r"at step 3 .* after 2 consecutive skipped steps"):
         fit(Explodes(1, 2, 3), NonFiniteGuard("skip", 2))
 
 
@@ -179,7 +181,7 @@ def test_beside_a_gradient_scaler_it_stops_what_no_scale_can_mend():
     assert not torch.equal(module.history[0][0], module.history[-1][0])
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0))
     module = Explodes(*range(6))
-    with pytest.raises(DivergedError, match="after 4 steps left out in a row"):
+    with pytest.raises(DivergedError, match="after 4 consecutive skipped steps"):
         trainer([NonFiniteGuard(max_consecutive=4)], max_epochs=3, accumulate_grad_batches=1, plugins=[plugin]).fit(
             module
         )

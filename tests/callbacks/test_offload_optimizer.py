@@ -91,7 +91,7 @@ def test_steps_in_pieces_equal_whole_ones_bit_for_bit(kind: type, arguments: dic
 
 def test_the_cpu_has_nothing_to_save_and_says_so_before_anything_is_built() -> None:
     module = Toy("configure_model")
-    with pytest.raises(ConfigurationError, match=r"device is 'cpu'.*nothing to save.*LowBitOptimizer"):
+    with pytest.raises(ConfigurationError, match=r"device is 'cpu'.*already in CPU memory.*LowBitOptimizer"):
         trainer([OffloadOptimizer()]).fit(module, data(), data())
     assert module.net is None
 
@@ -470,8 +470,8 @@ def test_who_reads_the_gradients_elsewhere_is_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "module", "reason"),
     [
-        ({"strategy": "ddp"}, {}, "as DDPStrategy averages or joins them there: use gradients=False"),
-        ({}, {"optimizers": 2}, "as Toy optimizes manually: use gradients=False"),
+        ({"strategy": "ddp"}, {}, "because DDPStrategy averages or joins them there. Use gradients=False"),
+        ({}, {"optimizers": 2}, "because Toy uses manual optimization. Use gradients=False"),
     ],
 )
 def test_gradients_that_must_stay_are_refused(arguments: Any, module: Any, reason: str) -> None:
@@ -486,7 +486,7 @@ def test_a_step_that_is_left_out_drops_gradients_in_cpu_memory() -> None:
     with optimizer.host_states.gradients.leaving():
         module(torch.full((2, 64), float("nan"))).sum().backward()
     before, run = weights(module), trainer()
-    with pytest.warns(UserWarning, match="the step is left out"):
+    with pytest.warns(UserWarning, match="the step is skipped"):
         NonFiniteGuard("skip").on_before_optimizer_step(run, module, optimizer)
     optimizer.step()
     assert_equal(before, weights(module))

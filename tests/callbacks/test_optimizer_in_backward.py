@@ -360,9 +360,7 @@ def test_no_weight_becomes_nan() -> None:
 
     module = Explodes("configure_model")
     run = trainer([OptimizerInBackward(), NonFiniteGuard()], max_epochs=2)
-    with pytest.raises(
-        DivergedError, match=r"step 2 .* net\.blocks\.1\.up\.weight; the weights have made the step with"
-    ):
+    with pytest.raises(DivergedError, match=r"step 2 .* net\.blocks\.1\.up\.weight; the weights were stepped with"):
         run.fit(module, data(), data())
     assert all(tensor.isfinite().all() for tensor in weights(module).values())
 
@@ -410,15 +408,15 @@ class Keeps(Toy):
     ("toy", "callbacks", "arguments", "reason"),
     [
         (Keeps, [], {}, "Keeps.optimizer_zero_grad keeps gradients of an earlier step"),
-        (Manual, [], {}, "Toy optimizes manually"),
+        (Manual, [], {}, "Toy uses manual optimization"),
         (Clips, [], {}, "Clips.configure_gradient_clipping finds no gradients"),
         (Early, [], {}, r"Early runs the backward pass before optimizer.step.*step\(closure=optimizer_closure\)"),
         (Reads, [], {}, r"reads the gradient of 'net.stem.weight' after the backward pass"),
-        (Toy, [], {"accumulate_grad_batches": 2}, "with accumulate_grad_batches=2 all gradients stay"),
+        (Toy, [], {"accumulate_grad_batches": 2}, "with accumulate_grad_batches=2, all gradients stay"),
         (Toy, [], {"gradient_clip_val": 1.0}, "clips by the norm .*gradient_clip_algorithm='value'"),
         (Toy, [L.callbacks.GradientAccumulationScheduler({1: 2})], {}, "GradientAccumulationScheduler: accumulated"),
-        (Toy, [MaxBatchSize()], {}, r"MaxBatchSize\(keep_effective_batch=True\): it accumulates"),
-        (Toy, [NonFiniteGuard("skip")], {}, r"NonFiniteGuard\(action='skip'\): half of a step"),
+        (Toy, [MaxBatchSize()], {}, r"MaxBatchSize\(keep_effective_batch=True\): accumulated"),
+        (Toy, [NonFiniteGuard("skip")], {}, r"NonFiniteGuard\(action='skip'\): a part of the step"),
         (
             Toy,
             [lit_efficient.TokenWeightedAccumulation()],

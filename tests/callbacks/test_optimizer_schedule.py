@@ -114,7 +114,7 @@ class Plain(Toy):
 @pytest.mark.parametrize(
     ("module", "arguments", "error", "message"),
     [
-        (Cycles, {"momentum": [0.8, 0.9]}, ConflictError, "OneCycleLR moves the momentum, too"),
+        (Cycles, {"momentum": [0.8, 0.9]}, ConflictError, "OneCycleLR also changes the momentum"),
         (Plain, {"momentum": [0.8, 0.9]}, ConfigurationError, "Adagrad has neither momentum nor betas to set"),
         (
             Plain,
@@ -140,8 +140,8 @@ def test_what_compiles_its_step_for_each_value_is_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "give weight_decay or momentum; both are null"),
-        ({"weight_decay": [0.1]}, r"weight_decay must be two numbers, from what to what, or null, got \[0.1\]"),
+        ({}, "weight_decay and momentum are both null"),
+        ({"weight_decay": [0.1]}, r"weight_decay must be two numbers \(start and end\) or null, got \[0.1\]"),
         ({"weight_decay": [0.1, -1]}, "weight_decay must be at least 0, got -1"),
         ({"momentum": [0.9, 1.0]}, "momentum must be at least 0 and below 1, got 1.0"),
         ({"momentum": [0.9, 0.95], "until": 0}, "until must be above 0, got 0"),

@@ -98,7 +98,7 @@ def test_it_starts_as_peft_does_and_says_the_nearest_words(caplog: pytest.LogCap
     (start,) = (p for p in again.parameters() if p.requires_grad)
     assert torch.equal(start, table[[5, 9, 5, 9]])  # the embeddings of the words, as in peft
     assert technique.nearest(again) == [5, 9, 5, 9]
-    assert f"nearest to {', '.join(map(str, technique.nearest(module)))}" in caplog.text
+    assert f"virtual tokens are {', '.join(map(str, technique.nearest(module)))}" in caplog.text
     assert nearest_tokens(table[[7]] * 3 + 1e-3, table)[0] == [7]
     assert reports_of(module)["PromptTuning"].parameters == 4 * 16
     one, two = Language(decoder("Llama")), Language(decoder("Llama"))

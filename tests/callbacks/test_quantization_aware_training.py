@@ -25,7 +25,7 @@ from lit_efficient import (
     restore,
 )
 from lit_efficient.application import apply
-from lit_efficient.callbacks.quantization_aware_training import _Imitates, _Reads
+from lit_efficient.callbacks.quantization_aware_training import _RoundedLinear, _WatchesWeight
 from lit_efficient.export.adapters import _safetensors, _Source, export_checkpoint
 from lit_efficient.export.pipelines import export_pipeline
 from lit_efficient.files.checkpoints import read
@@ -35,10 +35,10 @@ from tests.support import Net, Toy, assert_equal, data, trainer, weights
 
 
 def computes_with_rounded_weights(run: Run) -> None:
-    layers = [part for part in run.module.modules() if isinstance(part, _Imitates)]
+    layers = [part for part in run.module.modules() if isinstance(part, _RoundedLinear)]
     assert layers
     for layer in layers:
-        out = _Imitates.forward(layer, torch.eye(layer.in_features))  # 0 and 1 are among the levels of each row
+        out = _RoundedLinear.forward(layer, torch.eye(layer.in_features))  # 0 and 1 are among the levels of each row
         weight = (out - (0 if layer.bias is None else layer.bias)).detach().T.unflatten(1, (-1, 8))
         own = layer.weight.detach().unflatten(1, (-1, 8))
         scale = own.abs().amax(-1, keepdim=True) / 7.5
@@ -139,7 +139,7 @@ def test_codes_compute_in_torch_s_own_encoder_layer() -> None:
     plain = nn.ModuleDict({"net": nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)}).eval()
     trained, x = copy.deepcopy(plain), torch.randn(2, 3, 32)
     apply(trained, [QuantizationAwareTraining()])
-    groups = {name: 32 for name, part in trained.named_modules() if isinstance(part, _Imitates)}
+    groups = {name: 32 for name, part in trained.named_modules() if isinstance(part, _RoundedLinear)}
     state = dict(trained.state_dict())
     QuantizationAwareTraining.convert_export(state, {"lit_efficient": {"int4_groups": groups}}, plain)
     with torch.no_grad():
@@ -213,8 +213,8 @@ def test_a_layer_whose_weight_the_network_uses_by_itself_is_refused() -> None:
     assert type(toy.net.stem.weight) is nn.Parameter
     for network, skip in ((Reads, ("stem",)), (Asks, ())):
         trainer([QuantizationAwareTraining(8, skip)]).fit(toy := Toy(network=network), data(), data())
-        assert isinstance(toy.net.stem, _Imitates) == (not skip)
-        assert not any(isinstance(part, _Reads) for part in toy.modules())
+        assert isinstance(toy.net.stem, _RoundedLinear) == (not skip)
+        assert not any(isinstance(part, _WatchesWeight) for part in toy.modules())
 
 
 def test_training_with_the_roundings_beats_rounding_afterwards() -> None:

@@ -165,7 +165,7 @@ def test_layers_to_whose_type_others_cast_stay_floats(name: str) -> None:
     kept = [path for path, part in net.named_modules() if type(part) is nn.Linear]
     assert kept
     assert all(path.endswith("wo") for path in kept)
-    assert f"{len(kept)} layers stay as they are, whose weight other code reads: {kept[0]}" in report.summary
+    assert f"{len(kept)} layers are not changed, because other code reads their weights: {kept[0]}" in report.summary
 
 
 class Casting(nn.Module):
@@ -263,7 +263,7 @@ def test_qalora_needs_an_int4_base_and_groups_that_fit() -> None:
     for others in ([], [QuantizeBase("nf4")]):
         with pytest.raises(ConfigurationError, match=r"put QuantizeBase\(format='int4', group_size=32\) beside it"):
             apply(Toy(), [LoRA(variant="qalora"), *others])
-    with pytest.raises(ConfigurationError, match=r"got 32 for the 16 of 'net.stem' and 5 more; 16 divides all"):
+    with pytest.raises(ConfigurationError, match=r"got 32 for the 16 of 'net.stem' and 5 more. 16 divides all"):
         apply(module := Toy(), [QuantizeBase("int4")])
     assert_equal(weights(module), weights(Toy()))
     for size, allowed in ((0, "a whole number of at least 2"), (7, "even")):

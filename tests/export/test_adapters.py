@@ -245,7 +245,7 @@ def test_a_model_that_transformers_quantised_trains_resumes_and_merges(bits: int
         return run
 
     with pytest.raises(
-        ConfigurationError, match=r"is quantised already: 14 layers, first 'network.*leave QuantizeBase"
+        ConfigurationError, match=r"is already quantised: 14 layers, first 'network.*Leave out QuantizeBase"
     ):
         apply(load(), [QuantizeBase()])
     whole = fit(2)
