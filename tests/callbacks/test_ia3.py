@@ -1,4 +1,4 @@
-"""IA3: the right layers in each family, peft's numbers and format, merging over all kinds of bases, refusals."""
+"""IA3: adapted layers of each family, equality with peft, peft's format, merging into all kinds of bases, refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support_cli import export
 
 
 def _scaled(family: str) -> Any:
-    """A model of the family with factors that are not one."""
+    """Return a model of the family whose factors are not one."""
     root = nn.ModuleDict({"model": decoder(family)})
     apply(root, [IA3()])
     generator = torch.Generator().manual_seed(3)

@@ -1,4 +1,4 @@
-"""Initialise: each scheme's variance, where residual branches end in each family, what is kept and refused."""
+"""Initialise: the variance of each scheme, the ends of residual branches in each family, kept weights and refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.timm_models import import_timm
 
 
 def begins_small(run: Run) -> None:
-    """What is not in codes begins with a standard deviation of 0.02, where torch's is 0.14."""
+    """Weights that are not in codes start with a standard deviation of 0.02; torch's default is 0.14."""
     start = {n: t for n, t in run.start.items() if n.endswith("up.weight") and t.is_floating_point()}
     assert all(0.015 < float(t.float().std()) < 0.025 for t in start.values())
     assert run.reports["Initialise"].parameters > 0
@@ -114,7 +114,7 @@ def test_what_is_zero_on_purpose_stays_zero() -> None:
 
 
 class Residual(nn.Module):
-    """A block of a ResNet."""
+    """Block of a ResNet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ def _diffusers_dit() -> Any:
 
 
 class Rezero(nn.Module):
-    """A branch behind a learned factor that begins at zero."""
+    """Block whose branch is multiplied by a learned factor that starts at zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class Rezero(nn.Module):
 
 @pytest.mark.parametrize("make", [lambda: DiT(DiTConfig(width=16, depth=2, heads=2)), _diffusers_dit, Rezero])
 def test_a_branch_has_one_factor_that_begins_at_zero_and_all_of_it_learns(make: Any) -> None:
-    """Of a gate and a branch that are both zero, neither has ever a gradient."""
+    """If gate and branch are both zero, neither ever gets a gradient."""
     torch.manual_seed(0)
     apply(root := nn.ModuleDict({"model": make()}), [Initialise(residual="zero")])
     network: Any = root["model"]

@@ -1,4 +1,4 @@
-"""KahanSummation: what 16 bits lose is kept in 2 bytes a parameter, with the numbers of an exact loop, and resumes."""
+"""KahanSummation: weights follow an exact loop, at 2 bytes per parameter, and runs resume exactly."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def compensate(optimizer: Any) -> None:
 
 
 def test_five_hundred_small_steps_end_where_they_should() -> None:
-    """The bytes: 4 of AdamW's moments in bfloat16, and 2 of the compensation."""
+    """AdamW's moments in bfloat16 need 4 bytes and the compensation 2."""
     plain, without = walked(adamw)
     ours, optimizer = walked(adamw, compensate)
     (p,) = optimizer.param_groups[0]["params"]
@@ -41,7 +41,7 @@ def test_five_hundred_small_steps_end_where_they_should() -> None:
 
 
 def test_follows_an_exact_loop_where_plain_bfloat16_does_not() -> None:
-    """AdamW of random gradients and decay in float64, from weights of 0.02, at a rate of 1e-5."""
+    """The exact loop is AdamW in float64 with random gradients and decay, from weights of 0.02, at a rate of 1e-5."""
     torch.manual_seed(0)
     start = (torch.randn(64, 64) * 0.02).bfloat16()
     p, q = nn.Parameter(start.clone()), nn.Parameter(start.clone())
@@ -61,7 +61,7 @@ def test_follows_an_exact_loop_where_plain_bfloat16_does_not() -> None:
 
 
 def test_steps_far_below_the_compensation_s_own_digits_are_kept_on_average() -> None:
-    """Of 1e-6 from one, a compensation that is rounded to nearest stops at 5e-4."""
+    """With steps of 1e-6 from one, a compensation that is rounded to nearest stops at 5e-4."""
     _, optimizer = walked(lambda p: torch.optim.SGD(p, 1e-6), compensate, steps=1000, shape=(32, 32))
     (p,) = optimizer.param_groups[0]["params"]
     assert exact(optimizer, p).mean().item() == pytest.approx(1 - 1e-3, abs=2e-5)

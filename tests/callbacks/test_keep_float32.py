@@ -1,4 +1,4 @@
-"""KeepFloat32: what it finds in real networks, what 16 bits lose without it, and how it stays through casts."""
+"""KeepFloat32: the modules it finds in real networks, the precision lost without it, and casts without effect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support import Net, Toy, data, trainer
 
 
 def norms_survive_a_cast(run: Run) -> None:
-    """Cast to bfloat16, the network keeps its norms in float32 and computes there."""
+    """After a cast to bfloat16, the network keeps its norms in float32 and computes them in it."""
     low = copy.deepcopy(run.module.net).to(torch.bfloat16)
     for name, part in low.named_modules():
         if name.endswith("norm"):
@@ -55,7 +55,7 @@ def error(model: Any, ids: Tensor, wanted: Tensor) -> float:
 
 
 def test_far_positions_are_turned_as_in_float32() -> None:
-    """Rotary frequencies that a cast has rounded are wrong by a radian and more beyond a thousand positions."""
+    """With rotary frequencies that a cast has rounded, angles beyond position 1000 are wrong by more than a radian."""
     model, ids = llama(), torch.randint(0, 64, (1, 1500))
     low, kept = copy.deepcopy(model).bfloat16(), copy.deepcopy(model)
     report = KeepFloat32().transform(kept)

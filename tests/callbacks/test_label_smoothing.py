@@ -1,4 +1,4 @@
-"""LabelSmoothing: torch's numbers for any caller of cross_entropy, in chunks, compiled, in training alone."""
+"""LabelSmoothing: torch's numbers for any caller of cross_entropy, in chunks and compiled; only in training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support import TokenNet, trainer
 
 
 class LabelSmoothing(lit_efficient.LabelSmoothing):
-    """Records how much each loss of the training steps is smoothed."""
+    """Record the label smoothing of each loss of the training steps."""
 
     def __init__(self, epsilon: float) -> None:
         super().__init__(epsilon)
@@ -51,7 +51,7 @@ class LabelSmoothing(lit_efficient.LabelSmoothing):
 
 
 def targets_are_smoothed(run: Run) -> None:
-    """Each loss has smoothed targets, and none is below what the best guess for a smoothed target has."""
+    """Each loss has smoothed targets and is at least the entropy of a smoothed target."""
     recorded = run.technique("LabelSmoothing").recorded
     assert recorded
     assert set(recorded) == {0.3}
@@ -80,7 +80,7 @@ def test_every_cross_entropy_inside_is_torchs_with_label_smoothing() -> None:
 
 
 class Watched(LanguageModeling):
-    """Keeps its losses."""
+    """Module that records its losses."""
 
     def __init__(self) -> None:
         super().__init__({"dim": 16, "depth": 1, "num_heads": 2, "hidden_dim": 32, "vocab_size": 32, "max_length": 16})

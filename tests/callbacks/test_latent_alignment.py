@@ -1,4 +1,4 @@
-"""The VF loss on our autoencoder: gradients, the adaptive weight, and what it does to the latents."""
+"""The VF loss with this package's autoencoder: gradients, the adaptive weight, and its effect on the latents."""
 
 import lightning.pytorch as L
 import pytest
@@ -104,7 +104,7 @@ def test_the_last_weight_is_that_of_the_encoders_last_layer():
 
 
 class Latents(Callback):
-    """What the decoder's entrance was called with in each step, and what the encoder's posterior was."""
+    """Record the input of the decoder and the posterior of the encoder in each step."""
 
     def __init__(self, name: str) -> None:
         self.name, self.seen = name, []

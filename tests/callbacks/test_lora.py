@@ -1,4 +1,4 @@
-"""LoRA: what trains, what a checkpoint holds, beside which base it resumes, and how LoRA+ steps."""
+"""LoRA: trained parameters, contents of checkpoints, bases with which it resumes, and the steps of LoRA+."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def test_pissa_of_a_higher_rank_than_a_quantised_layer_has_is_refused(number_for
     "technique", [LoRA(rank=2, targets=["linear1", "linear2"]), QuantizeBase("int4", group_size=16)]
 )
 def test_torchs_encoder_calls_changed_layers_in_evaluation_too(technique: Any) -> None:
-    """Its fused path for evaluation reads the weights themselves."""
+    """The encoder's fused path for evaluation reads the weights without calling the layers."""
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     net = torch.nn.Sequential(torch.nn.TransformerEncoder(layer, 2))

@@ -45,7 +45,7 @@ def configs() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """A peft model of three adapters with random factors, and the folders that it saves."""
+    """Return a peft model of three adapters with random factors, and the folders in which they are saved."""
     folder, found = tmp_path_factory.mktemp("adapters"), configs()
     model = peft.get_peft_model(llama(), found["own"], adapter_name="own")
     for name in NAMES[1:]:

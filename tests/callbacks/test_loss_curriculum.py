@@ -13,7 +13,7 @@ from tests.support import Toy
 
 
 def hard_ones_wait(run: Run) -> None:
-    """In the first step the hardest sample of several has no influence, later each has some."""
+    """In the first step the hardest samples have no influence, later each sample has some."""
     first, last = run.steps[0].seen, run.steps[-1].seen
     if len(first["sample_loss"]) > 1:
         assert float(first["influence"][first["sample_loss"].argmax()]) == 0

@@ -1,4 +1,4 @@
-"""LowBitOptimizer: the bytes that it says, steps like torch's where 32 bits are kept, exact resume, and refusals."""
+"""LowBitOptimizer: reported bytes, steps equal to torch's with 32 bits, exact resume, and refusals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ IDS = ["AdamW", "FusedAdamW", "Adam", "Adam_decoupled", "SGD", "Lion", "RMSprop"
 
 @pytest.fixture(autouse=True)
 def _torchao_uncompiled() -> Iterator[None]:
-    """torchao compiles its step: seconds of a C++ compiler each time. One test below does without this."""
+    """Switch off compilation, in which torchao's step needs seconds of a C++ compiler. One test below uses it."""
     torch.compiler.set_stance("force_eager")
     yield
     torch.compiler.set_stance("default")
@@ -159,7 +159,7 @@ def test_tensors_that_keep_32_bits_step_like_torch(kind: type, arguments: dict[s
 
 
 def curves(seeds: range, bits: Any = 32, backend: Any = None) -> torch.Tensor:
-    """Losses of 20 steps of AdamW, a row a seed; the seed draws weights and data."""
+    """Return the losses of 20 steps of AdamW, one row per seed. The seed determines weights and data."""
     rows = []
     for seed in seeds:
         torch.manual_seed(seed)
@@ -188,7 +188,7 @@ def curves_of_32_bits() -> torch.Tensor:
 def test_the_loss_curve_is_within_the_noise_of_the_32_bit_one(
     bits: Any, backend: Any, curves_of_32_bits: torch.Tensor
 ) -> None:
-    """Noise is what another seed does to the 32-bit curve, measured; 4 bits are slower, by less than that."""
+    """The noise is the measured difference between seeds with 32 bits. 4 bits are slower, by less than the noise."""
     spread = curves_of_32_bits.std(0)
     away = (curves(range(3), bits, backend).mean(0) - curves_of_32_bits[:3].mean(0)).abs()
     assert away.max() > 0  # another optimizer, indeed
@@ -202,7 +202,7 @@ def test_the_loss_curve_is_within_the_noise_of_the_32_bit_one(
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_the_compiled_step_of_torchao_equals_the_plain_one(backend: str) -> None:
-    """Inductor keeps a C++ compiler busy for about 20 s where its cache is cold."""
+    """With a cold cache, Inductor runs a C++ compiler for about 20 s."""
     results = []
     torch._dynamo.reset()  # a step that was compiled with another backend would be used again
     first = counters["stats"]["unique_graphs"]
@@ -255,7 +255,7 @@ def test_one_optimizer_leaves_no_trace_in_the_next() -> None:
 
 
 class Stepped(Toy):
-    """The toy with another optimizer."""
+    """Toy with another optimizer."""
 
     def __init__(self, kind: type, arguments: dict[str, Any]) -> None:
         super().__init__("configure_model")
@@ -372,7 +372,7 @@ def test_one_file_for_sharded_states_is_refused() -> None:
 
 
 class Pages:
-    """Stands in for the driver: only what was taken from it may be fetched, whatever a tensor says of itself."""
+    """Replace the driver: only addresses that it has allocated may be prefetched."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import bitsandbytes.functional
@@ -473,7 +473,7 @@ def test_arguments_are_checked_when_it_is_built(arguments: dict[str, Any], messa
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, Lion])
 def test_its_loop_steps_as_that_of_bitsandbytes_does(kind: type) -> None:
-    """Which waits for the device after each tensor."""
+    """The loop of bitsandbytes waits for the device after each tensor."""
     ours, theirs = network(), network()
     for module, loop in ((ours, None), (theirs, Optimizer8bit.step)):
         optimizer, _ = rewritten(module, LowBitOptimizer(backend="bitsandbytes"), kind, weight_decay=0.1)

@@ -1,4 +1,4 @@
-"""LowBitOptimizer on parameters that two processes share: torchao's states are sharded, too, and resume exactly."""
+"""LowBitOptimizer with parameters sharded over two processes: torchao's states are sharded, too, and resume exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learning-rate finder: the suggestion, the schedules that hold it, and that nothing else remains."""
+"""The learning-rate finder: its suggestion, schedules that use it, and no other change of the run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def finder(**arguments: Any) -> LRFinder:
 
 
 class Rates(Callback):
-    """Rates of all groups in every step that counts."""
+    """Record the rates of all groups in each step of the run."""
 
     def __init__(self) -> None:
         self.seen: list[list[float]] = []
@@ -73,7 +73,7 @@ def test_pure_functions() -> None:
 @pytest.mark.turns(3)
 @pytest.mark.parametrize("scheduler", sorted(SCHEDULERS))
 def test_groups_stay_in_proportion_and_every_schedule_holds_the_rate(scheduler: str) -> None:
-    """Lightning's finder gives all groups one rate, and LambdaLR undoes it at the next step."""
+    """Lightning's finder sets one rate for all groups, and LambdaLR undoes it in the next step."""
     everything.clear()
     plain, found, search = Rates(), Rates(), finder()
     trainer([plain], max_epochs=2).fit(Toy("init", scheduler), data(), data())
@@ -139,7 +139,7 @@ def test_divergence_ends_the_test(guard: bool) -> None:
 
 
 class Skips(Toy):
-    """Returns no loss for some batches."""
+    """Return no loss for some batches."""
 
     skipped: Collection[int] = (0, 2)
     steps = 0

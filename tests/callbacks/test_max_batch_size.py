@@ -1,4 +1,4 @@
-"""The batch-size finder: what it returns has run, and nothing else of the search remains."""
+"""The batch-size finder: the size that it returns has run, and the search leaves no other traces."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 
 
 class Texts(Dataset[torch.Tensor]):
-    """Rows of different lengths; one is far longer than the others."""
+    """Rows of different lengths, one of which is much longer than the others."""
 
     def __init__(self, rows: int = 32, longest: int = 512) -> None:
         self.lengths = [16] * rows
@@ -50,7 +50,7 @@ def pad(rows: list[torch.Tensor]) -> torch.Tensor:
 
 
 class TextModule(L.LightningModule):
-    """Memory grows with tokens; validation needs ``extra`` times as much."""
+    """Module whose memory grows with the number of tokens. Validation needs ``extra`` times as much."""
 
     def __init__(self, extra: int = 1) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def test_the_meter_counts_live_bytes_and_stops_in_the_middle_of_a_step() -> None
 
 @pytest.mark.parametrize("mode", ["power", "binary"])
 def test_finds_the_largest_that_ran_on_the_longest_batch(mode: str) -> None:
-    """The size follows from the longest row, although no random batch need hold it."""
+    """The size follows from the longest row, although a random batch may not contain it."""
     peaks = {}
     whole = search(MaxBatchSize(mode=mode))
     assert (whole.size, whole.accumulation) == (16, 1)
@@ -159,7 +159,7 @@ def test_out_of_memory_at_the_smallest_size_says_what_it_needs() -> None:
 
 
 def test_where_free_memory_is_unknown_a_limit_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on macOS and Windows."""
+    """Free memory is unknown on macOS and Windows."""
     monkeypatch.delattr(os, "sysconf")
     with pytest.raises(ConfigurationError, match="cannot be read on linux: set memory_limit"):
         search(MaxBatchSize())
@@ -167,7 +167,7 @@ def test_where_free_memory_is_unknown_a_limit_is_asked_for(monkeypatch: pytest.M
 
 
 def _everything(run: Any, module: Any) -> dict[str, Any]:
-    """All that a search could have left behind."""
+    """Return all state that a search could change."""
     states = random_states()
     return {
         "weights": weights(module),
@@ -190,7 +190,7 @@ def _everything(run: Any, module: Any) -> dict[str, Any]:
 
 
 class Noisy(Toy):
-    """Draws from every generator and keeps notes of its own."""
+    """Draw from every random generator, and have a state."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -205,7 +205,7 @@ class Noisy(Toy):
 
 
 class Spy(Callback):
-    """Compares what training begins with, and counts what happens in trials."""
+    """Record the state at the start of training, and count calls in trials."""
 
     def __init__(self) -> None:
         self.before: Any = None
@@ -257,7 +257,7 @@ def test_everything_is_bit_equal_to_before_and_callbacks_took_part(tmp_path: Pat
 
 
 def test_equals_a_run_that_was_given_the_size_from_the_start() -> None:
-    """Bit for bit, shuffling and noise included, and with a loader that draws from a generator of its own."""
+    """The runs are equal bit for bit, with shuffling and noise, also if the loader has a generator of its own."""
 
     def fit(callbacks: list[Any], size: int, own: bool, **arguments: Any) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
@@ -288,7 +288,7 @@ def test_the_gradient_is_that_of_the_batch_that_was_asked_for() -> None:
 
 
 class Tokens(L.LightningModule):
-    """The mean over a batch's tokens, which are as many as its rows are long: ragged in every batch."""
+    """Loss that is the mean over the tokens of a batch, whose number differs from batch to batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -476,7 +476,7 @@ def test_settings_that_count_batches_go_on_counting_the_same_samples() -> None:
 
 
 class _Keyed(L.LightningDataModule):
-    """Whole batches of keys in two shapes, of which the second is rarer and larger."""
+    """Batches of keys in two shapes, of which the second is rarer and larger."""
 
     def __init__(self, batch_size: int = 4) -> None:
         super().__init__()

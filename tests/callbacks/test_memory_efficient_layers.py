@@ -1,4 +1,4 @@
-"""MemoryEfficientLayers: the same numbers and gradients, bit for bit, from fewer kept bytes, in any network."""
+"""MemoryEfficientLayers: identical numbers and gradients from fewer saved bytes, in any network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support import Net
 
 
 class MemoryEfficientLayers(lit_efficient.MemoryEfficientLayers):
-    """Takes the toy's LayerNorms, too."""
+    """Technique that also changes the toy's LayerNorms."""
 
     worth = 1.0
 
@@ -42,7 +42,7 @@ ROW = Row(MemoryEfficientLayers, norms_keep_less, MemoryEfficientLayers, changes
 
 
 def kept(network: nn.Module, x: Tensor) -> tuple[int, Tensor, list[Tensor]]:
-    """Bytes for the backward pass, what comes out, and the parameters' gradients."""
+    """Return the bytes saved for the backward pass, the output, and the gradients of the parameters."""
     network.zero_grad()
     with SavedTensors(network.parameters()) as saved:
         torch.manual_seed(0)
@@ -79,7 +79,7 @@ def test_adapters_with_dropout_draw_in_the_same_order() -> None:
 
 
 class Odd(nn.Module):
-    """Three matrices that are no gated MLP, by a term, or by dropout in training alone."""
+    """Layer of three matrices that is not a gated MLP, because of a term, or of dropout in training."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()

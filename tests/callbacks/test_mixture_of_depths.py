@@ -1,4 +1,4 @@
-"""MixtureOfDepths: equal to blocks under a mask of the chosen tokens, causal where it generates, with caches too."""
+"""MixtureOfDepths: equal to blocks under a mask of the chosen tokens, causal in generation, with and without caches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IDS = torch.randint(0, 64, (3, 13), generator=torch.Generator().manual_seed(3))
 
 
 def passes_by(run: Run) -> None:
-    """In training a routed block's attention is given a quarter of the tokens, and its router and predictor learn."""
+    """In training, attention in a routed block sees a quarter of the tokens, and router and predictor learn."""
     parts = parts_of(run.module, DepthRouted)
     assert len(parts) == 2
     seen: list[int] = []
@@ -60,7 +60,7 @@ def _llama(attention: str = "sdpa") -> Any:
 
 
 def _routed(network: Any, capacity: float = 0.4, **arguments: Any) -> Any:
-    """The network with routers and predictors that tell tokens apart."""
+    """Return the network with routers and predictors whose scores differ between tokens."""
     MixtureOfDepths(capacity, **arguments).transform(network)
     generator = torch.Generator().manual_seed(5)
     for part in parts_of(network, DepthRouted):
@@ -70,7 +70,7 @@ def _routed(network: Any, capacity: float = 0.4, **arguments: Any) -> Any:
 
 
 def _block_under_mask(block: Any, x: Tensor, kept: Tensor, starts: Tensor | None) -> Tensor:
-    """A block of our GPT for all tokens, whose attention sees the kept ones alone: [B, T, D]."""
+    """Return a block of the GPT for all tokens, whose attention sees only the kept tokens, [B, T, D]."""
     attention, length = block.attention, x.shape[1]
     normed = block.attention_norm(x)
     heads = [

@@ -1,4 +1,4 @@
-"""MixtureOfExperts: equal to the dense network at first, to a loop over experts and to transformers' blocks always."""
+"""MixtureOfExperts: equal to the dense network at first, and always to a loop over experts and transformers' blocks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ IDS = torch.arange(24).view(2, 12) * 7 % 64
 
 
 def specialises(run: Run) -> None:
-    """Routers train, experts that do have gone apart, and are in the checkpoint under the old names."""
+    """Routers train, used experts become different, and checkpoints hold them under the old names."""
     learns = {name for step in run.steps for name in step.gradients}
     parts = {name: part for name, part in run.module.named_modules() if isinstance(part, GroupedLayer)}
     assert parts
@@ -135,7 +135,7 @@ def _drawn(module: nn.Module, seed: int = 1) -> None:
 
 
 def _experts_one_by_one(mixture: Any, x: Tensor) -> Tensor:
-    """Each token by itself, through a plain copy of the module for each expert."""
+    """Compute each token separately, with a plain copy of the module for each expert."""
     shared, k = mixture.router_shared, mixture.router_top_k
     rows, out = x.flatten(0, -2), []
     total = len(mixture.router_weight)

@@ -1,4 +1,4 @@
-"""NEFTune: transformers' noise where nothing is padded, real tokens where something is, training only, resume."""
+"""NEFTune: transformers' noise without padding, numbers of real tokens with padding, only in training, and resume."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support import AttentionNet, trainer
 
 
 def is_noisy(run: Run) -> None:
-    """In training the embeddings differ from what they are in evaluation, by alpha / sqrt(L d) at most."""
+    """In training, embeddings differ from those in evaluation by at most alpha / sqrt(L d)."""
     layer, ids = run.module.net.gpt.embedding, torch.arange(8).reshape(2, 4) % 8
     run.module.eval()
     with torch.no_grad():

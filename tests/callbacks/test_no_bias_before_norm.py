@@ -1,4 +1,4 @@
-"""NoBiasBeforeNorm: outputs, gradients and steps are equal in training and evaluation; what does not cancel stays."""
+"""NoBiasBeforeNorm: same outputs, gradients and steps in training and evaluation; biases with an effect stay."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.contract.row import Row
 
 
 def bias_is_gone(run: Run) -> None:
-    """It is no parameter, and zeros before, in the checkpoint and after."""
+    """The bias is not a parameter. It is zero before the run, in the checkpoint and after the run."""
     name = "net.kernels.0.bias"
     assert name not in dict(run.module.named_parameters())
     assert not run.start[name].any()
@@ -30,7 +30,7 @@ ROW = Row(NoBiasBeforeNorm, bias_is_gone, instance_norm=True)
 
 
 class Shared(nn.Module):
-    """Whose convolution's output is used beside the norm, too."""
+    """Network in which the convolution's output is used not only by the norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Shared(nn.Module):
 
 
 def networks() -> dict[str, tuple[nn.Module, tuple[int, ...], set[str]]]:
-    """Networks, shapes of their input, and the layers whose bias cancels."""
+    """Return networks, shapes of their inputs, and the layers whose bias has no effect."""
     return {
         "residual": (nn.Sequential(nn.Conv2d(3, 4, 1), Residual()), (5, 3, 6, 6), {"1.conv1", "1.conv2"}),
         "linear": (

@@ -12,7 +12,7 @@ from tests.callbacks.resume_kit import trainer
 
 
 class Explodes(pl.LightningModule):
-    """Its loss is NaN or infinite in the batches named; keeps its weights and AdamW's states after each step."""
+    """Module whose loss is NaN or infinite in some batches; it records weights and AdamW's states after each step."""
 
     def __init__(self, *bad, value=float("nan"), manual=False):
         super().__init__()
@@ -74,7 +74,7 @@ def test_raising_keeps_the_weights():
 
 
 def test_what_no_square_can_hold_is_left_out_as_well():
-    """Adam's second moment would be infinite, and the weight stand still ever after."""
+    """Adam's second moment would be infinite, and the weight would never change again."""
     module = Explodes(2, value=1e25)
     with pytest.warns(UserWarning, match=r"at step 2 gradients are beyond 1e\+16 in layer\.weight, layer\.bias"):
         fit(module, NonFiniteGuard("skip"))
@@ -82,14 +82,14 @@ def test_what_no_square_can_hold_is_left_out_as_well():
 
 
 class Squared(Explodes):
-    """Gradients depend on the weights."""
+    """Module whose gradients depend on the weights."""
 
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) ** 2
 
 
 class Spoils(pl.Callback):
-    """Calls a function with the trainer and the module at the start of a batch."""
+    """Call a function with the trainer and the module at the start of a batch."""
 
     def __init__(self, batch, spoil):
         self.batch, self.spoil = batch, spoil
@@ -172,7 +172,7 @@ def test_sparse_complex_and_empty_gradients_are_looked_at():
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
 def test_beside_a_gradient_scaler_it_stops_what_no_scale_can_mend():
-    """The first overflows are the scaler's way to its scale; the steps that it leaves out are no divergence."""
+    """The scaler finds its scale by overflows. The steps that it skips for that do not count as divergence."""
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=1000))
     module, guard = Explodes(), NonFiniteGuard(max_consecutive=4)
     trainer([guard], max_epochs=3, accumulate_grad_batches=1, plugins=[plugin]).fit(module)

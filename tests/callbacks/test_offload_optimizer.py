@@ -1,4 +1,4 @@
-"""OffloadOptimizer: no state stays on the device, steps equal torch's, hooks run once, the CPU refuses."""
+"""OffloadOptimizer: no state stays on the device, steps equal torch's, hooks run once, and a CPU is refused."""
 
 from __future__ import annotations
 
@@ -329,14 +329,14 @@ def test_no_state_stays_on_the_device() -> None:
 
 
 class Anywhere(OffloadOptimizer):
-    """On the CPU, too, where gradients leave ``p.grad`` for other memory as they leave a GPU."""
+    """Technique that runs on the CPU, where gradients leave ``p.grad`` for other memory as on a GPU."""
 
     def check(self, trainer: Any, module: Any) -> None:
-        """Refuse nothing."""
+        """Accept any trainer."""
 
 
 class Looks(L.Callback):
-    """Counts the bytes of gradients that are left where they were made, and notes their sum after clipping."""
+    """Count the bytes of gradients that are still in ``p.grad``, and record their sum after clipping."""
 
     def __init__(self) -> None:
         self.left: list[int] = []
@@ -416,7 +416,7 @@ def test_a_module_that_zeroes_gradients_its_own_way_zeroes_those_in_cpu_memory(t
 
 
 def test_no_gradient_is_on_the_device_after_the_backward_pass_and_one_at_a_time_in_it() -> None:
-    """Storages that autograd makes are counted for as long as they live; the ones in CPU memory are others."""
+    """All storages that autograd creates are counted while they live; storages in CPU memory are others."""
     module = network()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     stream_states(optimizer, piece_bytes=1, gradients=True)

@@ -1,4 +1,4 @@
-"""OptimizerInBackward: weights equal the plain optimizer's bit for bit, one layer's gradients live at a time."""
+"""OptimizerInBackward: weights equal the plain optimizer's, and only one layer's gradients exist at a time."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.support import Net, Toy, assert_equal, data, trainer, weights
 
 
 class OptimizerInBackward(lit_efficient.OptimizerInBackward):
-    """Notes how many gradients there are whenever one is stepped."""
+    """Record the number of gradients at each step of a parameter."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
@@ -55,7 +55,7 @@ class OptimizerInBackward(lit_efficient.OptimizerInBackward):
 
 
 def frees_each_gradient(run: Run) -> None:
-    """One gradient at a time was there, each was stepped, and none is left."""
+    """One gradient existed at a time, each parameter was stepped, and no gradient is left."""
     (optimizer,) = run.trainer.optimizers
     assert isinstance(optimizer, InBackward)
     assert {*run.technique("OptimizerInBackward").alive} == {1}
@@ -68,7 +68,7 @@ ROW = Row(OptimizerInBackward, frees_each_gradient, OptimizerInBackward, changes
 
 
 class Tied(nn.Module):
-    """An embedding that is the head, too, around blocks that share their weights."""
+    """Network whose embedding is also the head, and whose blocks share weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Tied(nn.Module):
 
 
 def both(network: nn.Module, kind: Callable[..., Any], **arguments: Any) -> list[tuple[nn.Module, Any]]:
-    """The network twice, with an optimizer of two groups each; the second one steps in the backward pass."""
+    """Return the network twice, with an optimizer of two groups each; the second one steps in the backward pass."""
     made = []
     for early in (False, True):
         twin = copy.deepcopy(network)
@@ -195,7 +195,7 @@ def test_it_is_one_optimizer_a_parameter_as_torchs_tutorial_has_it() -> None:
 
 
 def test_live_gradients_are_those_of_one_layer_at_every_moment() -> None:
-    """Every storage that a gradient has had is counted for as long as it lives."""
+    """All storages of gradients are counted while they live."""
     peaks = []
     for network, optimizer in both(Net(), torch.optim.AdamW):
         meter = AllocationMeter()
@@ -224,7 +224,7 @@ def loss_that_needs_a_stepped_weight(p: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, FusedAdamW, bnb], ids=["AdamW", "FusedAdamW", "bitsandbytes"])
 def test_a_weight_that_is_needed_after_its_step_is_an_error(kind: Any) -> None:
-    """Fused kernels write past the counter by which autograd notices."""
+    """Fused kernels do not increase the version counter from which autograd detects changes."""
     p = nn.Parameter(torch.ones(3))
     optimizer = kind([p, nn.Parameter(torch.ones(3))])
     step_in_backward(optimizer)
@@ -250,7 +250,7 @@ def test_a_gradient_that_comes_in_parts_is_an_error() -> None:
 
 
 class Clipping(torch.optim.SGD):
-    """Clips by the norm of all gradients inside its step, as many a LAMB does."""
+    """Optimizer that clips by the norm of all gradients in its step, as some implementations of LAMB do."""
 
     limit = 1.0
 
@@ -260,7 +260,7 @@ class Clipping(torch.optim.SGD):
 
 
 class Prodigious(torch.optim.SGD):
-    """Its rate follows from all gradients together."""
+    """Optimizer whose rate depends on all gradients together."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:

@@ -1,4 +1,4 @@
-"""OptimizerSchedule: weight decay and momentum are those of the formula in each step, also after a resume."""
+"""OptimizerSchedule: weight decay and momentum follow the formula in each step, also after a resume."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROW = Row(lambda: OptimizerSchedule(weight_decay=[0.5, 0.1]), decay_is_that_of_t
 
 
 class Watch(Callback):
-    """The settings that each step is made with."""
+    """Record the settings of each step."""
 
     def __init__(self) -> None:
         self.seen: list[list[tuple[Any, ...]]] = []

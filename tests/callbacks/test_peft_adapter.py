@@ -1,4 +1,4 @@
-"""PeftAdapter: peft's own numbers for every method that it puts into a network, resume, folders, mixing, refusals."""
+"""PeftAdapter: peft's numbers for each method, resume, folders, mixing and refusals."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ UNMERGED = {"BEFT": "Base layer has no bias", "LILY": "not supported for Lily"} 
 
 
 class Seeded(Language):
-    """Draws in each step what the step's number says: some methods draw while they train."""
+    """Seed the generator in each step from the step number, because some methods draw while they train."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         torch.manual_seed(self.global_step)
@@ -85,7 +85,7 @@ def _options(kind: str) -> dict[str, Any]:
 
 
 def _fit(options: Any, epochs: int, **arguments: Any) -> tuple[Language, L.Trainer]:
-    """Epochs of two steps."""
+    """Fit for epochs of two steps."""
     module = Seeded(decoder("Llama"))
     run = L.Trainer(callbacks=[PeftAdapter(options)], **QUIET, max_epochs=epochs)
     run.fit(module, **arguments)
@@ -93,7 +93,7 @@ def _fit(options: Any, epochs: int, **arguments: Any) -> tuple[Language, L.Train
 
 
 def _by_peft(options: dict[str, Any], steps: int) -> Any:
-    """The model of peft itself after a plain loop."""
+    """Return peft's own model after a plain training loop."""
     from peft import get_peft_model
 
     network = decoder("Llama").train()

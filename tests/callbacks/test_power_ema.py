@@ -1,4 +1,4 @@
-"""PowerEMA: tracked widths, thin snapshots, and other widths that come out as if they had been tracked."""
+"""PowerEMA: tracked widths, snapshots, and other widths that equal averages tracked in the run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def all_decays(sigma_rel: float, length: int) -> np.ndarray:
 
 
 def profile(step: int, sigma_rel: float, length: int) -> np.ndarray:
-    """Share of each step's weights in an average that was updated ``step`` times."""
+    """Return the share of each step's weights in an average that was updated ``step`` times."""
     decays = all_decays(sigma_rel, length)[:step]
     kept = np.append(np.cumprod(decays[:0:-1])[::-1], 1.0)  # what later updates leave of a step
     return np.pad((1 - decays) * kept, (0, length - step))
@@ -65,7 +65,7 @@ def profile(step: int, sigma_rel: float, length: int) -> np.ndarray:
 
 @pytest.mark.parametrize("every", [20, 4])
 def test_no_other_weights_of_the_snapshots_come_closer(every: int) -> None:
-    """The closed form of continuous time against least squares on the shares of 400 single steps."""
+    """Compare the closed form in continuous time with least squares on the shares of 400 steps."""
     pairs = [(step, width) for step in range(every, 401, every) for width in (0.05, 0.10)]
     stored = np.stack([profile(step, width, 400) for step, width in pairs])
     for width, (_, attained) in ATTAINED.items():

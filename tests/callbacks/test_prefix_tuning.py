@@ -1,4 +1,4 @@
-"""PrefixTuning: what trains, what a checkpoint holds, what it starts from, and what peft makes of it."""
+"""PrefixTuning: trained parameters, contents of checkpoints, the initial prefix, and exchange with peft."""
 
 from __future__ import annotations
 

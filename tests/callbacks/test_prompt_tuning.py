@@ -1,4 +1,4 @@
-"""PromptTuning: the function of embeddings put in front, in training, generation and peft; nearest words."""
+"""PromptTuning: equality with embeddings put before the sequence, generation, peft, and the most similar tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOKENS = [5, 9, 30]
 
 
 def trains_virtual_tokens_alone(run: Run) -> None:
-    """Nothing else trains or is kept."""
+    """Only the virtual tokens train and are saved."""
     effects.assert_base_is_frozen(run, r"prompt_tuning\.")
 
 
@@ -35,7 +35,7 @@ ROW = Row(lambda: PromptTuning(3, init_tokens=[1, 5]), trains_virtual_tokens_alo
 
 
 def moved(root: Any, seed: int = 3) -> torch.Tensor:
-    """Virtual tokens that are no words any more."""
+    """Move the virtual tokens away from embeddings of words, and return them."""
     (embedded,) = (p for p in root.parameters() if p.requires_grad)
     with torch.no_grad():
         embedded.add_(torch.randn(embedded.shape, generator=torch.Generator().manual_seed(seed)), alpha=0.3)

@@ -1,4 +1,4 @@
-"""Quantisation-aware training: torchao's numbers under unchanged names, and an export of what was validated."""
+"""Quantisation-aware training: torchao's numbers under unchanged names, and an export of the validated network."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_outputs_are_those_of_torchao_s_newer_interface(gpt: GPT) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[LanguageModeling, Path]:
-    """A language model that has trained for a few steps, and its checkpoint."""
+    """Return a language model after a few steps of training, and its checkpoint."""
     torch.manual_seed(0)
     module = LanguageModeling(CONFIG)
     batch = [{"input_ids": row, "labels": row} for row in IDS]
@@ -191,7 +191,7 @@ def test_tied_and_odd_layers_stay_and_are_named() -> None:
 
 
 class Reads(Net):
-    """Uses the weight of its stem by itself, or asks for its type alone."""
+    """Module that reads the weight of its stem without calling it, or reads only its type."""
 
     used = True
 

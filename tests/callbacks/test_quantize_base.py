@@ -1,4 +1,4 @@
-"""Quantised bases: bytes, rounding, both kinds of checkpoints, QLoRA's resume and its merge."""
+"""Quantised bases: bytes, rounding, both kinds of checkpoints, resume of QLoRA and its merge."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_layers_to_whose_type_others_cast_stay_floats(name: str) -> None:
 
 
 class Casting(nn.Module):
-    """Casts to the type of a layer in a list, and of one by a name that no source shows."""
+    """Module that casts to the type of a layer in a list, and of one whose name is computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -372,7 +372,7 @@ def test_what_is_read_from_a_folder_is_quantised_as_a_float_base_is(family: str,
 
 @pytest.mark.parametrize("format", PEAKS)
 def test_one_float_layer_is_in_memory_at_a_time(format: str, tmp_path: Path) -> None:
-    """Counted: what is quantised, what stays in floats, and one layer; the float base was 23 layers."""
+    """The peak is the quantised layers, the float parameters and one float layer; the float base has 23 layers."""
     fields = {"model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6}
     fields |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 97}
     build(CausalLMConfig(config_fields=fields)).to(torch.bfloat16).save_pretrained(tmp_path)
