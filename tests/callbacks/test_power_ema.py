@@ -89,7 +89,7 @@ def test_snapshots_are_thin_and_resume_changes_none_of_them(tmp_path: Path) -> N
     for name in names:
         assert_equal(load_file(tmp_path / "whole" / name), load_file(tmp_path / "rest" / name))
     assert (tmp_path / "rest" / names[0]).stat().st_size < 1.1 * sum(4 * p.numel() for p in Toy().parameters()) + 4096
-    with pytest.raises(ConfigurationError, match=r"tracks the widths \[0.05, 0.1\], and sigma_rels is \[0.05, 0.2\]"):
+    with pytest.raises(ConfigurationError, match=r"tracks the widths \[0.05, 0.1\], but sigma_rels is \[0.05, 0.2\]"):
         fit(tmp_path / "other", 4, (0.05, 0.2), ckpt_path=tmp_path / "half" / "last.ckpt")
 
 

@@ -186,7 +186,7 @@ def test_tied_and_odd_layers_stay_and_are_named() -> None:
     assert "stem, blocks.0.down" in report.summary
     with pytest.raises(ConfigurationError, match=r"no linear layer whose inputs group_size=48.*\[16, 64\]"):
         apply(Net(), [QuantizationAwareTraining(group_size=48)])
-    with pytest.raises(ConflictError, match=r"LoRA.*rounded without them"):
+    with pytest.raises(ConflictError, match=r"LoRA.*rounded without it"):
         trainer([QuantizationAwareTraining(8), LoRA(rank=2)]).fit(Toy("init"), data(), data())
 
 
@@ -208,7 +208,7 @@ class Asks(Reads):
 
 
 def test_a_layer_whose_weight_the_network_uses_by_itself_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"reads the weight of 'net\.stem' .* Name it in skip"):
+    with pytest.raises(ConfigurationError, match=r"reads the weight of 'net\.stem' .* Name the layer in skip"):
         trainer([QuantizationAwareTraining(8)]).fit(toy := Toy(network=Reads), data(), data())
     assert type(toy.net.stem.weight) is nn.Parameter
     for network, skip in ((Reads, ("stem",)), (Asks, ())):

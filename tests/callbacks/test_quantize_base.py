@@ -261,7 +261,9 @@ def test_what_merges_into_int4_resumes_bit_exactly_merges_and_exports(
 
 def test_qalora_needs_an_int4_base_and_groups_that_fit() -> None:
     for others in ([], [QuantizeBase("nf4")]):
-        with pytest.raises(ConfigurationError, match=r"put QuantizeBase\(format='int4', group_size=32\) beside it"):
+        with pytest.raises(
+            ConfigurationError, match=r"Add QuantizeBase\(format='int4', group_size=32\) to the callbacks"
+        ):
             apply(Toy(), [LoRA(variant="qalora"), *others])
     with pytest.raises(ConfigurationError, match=r"got 32 for the 16 of 'net.stem' and 5 more. 16 divides all"):
         apply(module := Toy(), [QuantizeBase("int4")])

@@ -143,7 +143,7 @@ def test_the_merged_codes_are_what_was_trained() -> None:
     )
     with pytest.raises(ConfigurationError, match="dropout must be 0 for variant rounded"):
         LoRA(variant="rounded", dropout=0.1)
-    with pytest.raises(ConfigurationError, match=r"variant='rounded' merges into the codes.*put QuantizeBase"):
+    with pytest.raises(ConfigurationError, match=r"variant='rounded' merges into the codes.*Add QuantizeBase"):
         apply(nn.ModuleDict({"net": _net()}), [LoRA(variant="rounded")])
 
 
