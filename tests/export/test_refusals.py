@@ -93,7 +93,7 @@ def test_adapters_beside_a_base_of_another_file(tmp_path: Path, capsys: pytest.C
     changed = {name for name, tensor in plain.items() if not torch.equal(tensor, merged[name])}
     assert "transformer_blocks.0.attn1.to_q.weight" in changed
     assert not any(name.endswith("bias") for name in changed)
-    refuse(adapted, capsys, r"trained beside another base.*train with save_base=True")
+    refuse(adapted, capsys, r"trained with other frozen weights.*train with save_base=True")
     refuse(adapted, capsys, r"DiTPipeline cannot load adapters: use lora=merged", "--base", str(base),
            "--lora", "diffusers")  # fmt: skip
     empty = tmp_path / "empty.ckpt"

@@ -1,8 +1,9 @@
-"""A frozen base: which parameters it has, checkpoints that leave it out, and the proof that it is still the same one.
+"""Frozen base of adapters: freezing, checkpoints without the frozen weights, and a check that the base is the same.
 
-A checkpoint keeps what trains, the buffers, and frozen tensors that have changed all the same. Loading it fills the
-rest from the module itself, so that strict loading passes; loading a base checkpoint keeps the adapters, and starts
-those that depend on the weight (DoRA, PiSSA) again. Digests of the base are in the checkpoint and compared on resume.
+A checkpoint contains the parameters that train, the buffers, and frozen tensors whose values have changed. Loading such
+a checkpoint takes the missing tensors from the module itself, so that strict loading passes. Loading a checkpoint of
+the base alone keeps the adapters, and initialises those that depend on the weight (DoRA, PiSSA) again. The checkpoint
+contains digests of the base, which are compared on resume.
 """
 
 import hashlib
@@ -23,40 +24,44 @@ from lit_efficient.mechanisms.blocks.block_map import note_trained
 from lit_efficient.surgery import is_sharded, parents
 
 _MARK = "_lit_efficient_base"
-FOLLOWS = "_lit_efficient_follows"  # on a network: the function that starts its adapters again, after other weights
+# Attribute of a network: a function that initialises its adapters again after other weights have been loaded.
+FOLLOWS = "_lit_efficient_follows"
 _SAMPLES = 1024
-ADDED: tuple[str, ...] = (  # last parts of adapters' names
+ADDED: tuple[str, ...] = (  # last components of the names of adapters' parameters
     *("lora_A", "lora_B", "lora_A0", "lora_B0", "lora_magnitude", "ia3"),
     *("prefix_keys", "prefix_values", "prefix_embedding", "prompt_embeddings"),
     *("prefix_up", "prefix_up_bias", "prefix_out", "prefix_out_bias"),
 )
-_STACKED = ("lora_A_", "lora_B_")  # how they begin beside the stacked weights of experts
+_STACKED = ("lora_A_", "lora_B_")  # prefixes of the adapters of stacked experts and of further adapters of a layer
 
 
 def is_added(name: str) -> bool:
-    """Whether a parameter or buffer of this dotted name belongs to an adapter."""
+    """Return whether a parameter or buffer with this dotted name belongs to an adapter."""
     last = name.rpartition(".")[2]
     return last in ADDED or last.startswith(_STACKED)
 
 
 def added_names(module: nn.Module, names: Iterable[str]) -> set[str]:
-    """Those of the names in a module that belong to adapters, ours or peft's."""
+    """Return the names of a module's tensors that belong to adapters of this package or of peft."""
     names = list(names)
     return set(filter(is_added, names)) | peft_names(module, names)[0]
 
 
 class FollowsBase:
-    """Mix-in of a module whose adapter was made from frozen weights, and is made again when others are loaded."""
+    """Mix-in of a module whose adapter is computed from frozen weights, and again when other weights are loaded."""
 
     def follow_base(self) -> None:
-        """Start the adapter again from the weights that the module has now."""
+        """Initialise the adapter again from the module's present weights."""
         raise NotImplementedError
 
 
 def freeze_base(module: nn.Module, trainable: Iterable[nn.Parameter], *, save_base: bool = False) -> None:
-    """Freeze all parameters but ``trainable``, and let checkpoints leave the frozen ones out, unless ``save_base``.
+    """Freeze all parameters except ``trainable``, and remove the frozen ones from checkpoints.
 
-    ``module`` is the root, whose ``state_dict`` goes into checkpoints.
+    Args:
+        module: Root module, whose ``state_dict`` goes into checkpoints.
+        trainable: The parameters that stay trainable.
+        save_base: Keep the frozen parameters in checkpoints.
     """
     note_trained(module)
     wanted = {id(parameter) for parameter in trainable}
@@ -72,43 +77,54 @@ def freeze_base(module: nn.Module, trainable: Iterable[nn.Parameter], *, save_ba
 
 
 def has_frozen_base(module: nn.Module) -> bool:
-    """Whether :func:`freeze_base` has decided what trains."""
+    """Return whether :func:`freeze_base` has been called with the module."""
     return _MARK in module.__dict__
 
 
 def adapter_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """What :func:`freeze_base` left to train that belongs to adapters."""
-    names = module.__dict__[_MARK]["trained"]
+    """Return the parameters of adapters that :func:`freeze_base` did not freeze."""
+    names = trained_names(module)
     added = added_names(module, names)
     return [module.get_parameter(name) for name in names if name in added]
 
 
 def left_to_train(module: nn.Module) -> list[nn.Parameter]:
-    """What :func:`freeze_base` did not freeze."""
-    return [module.get_parameter(name) for name in module.__dict__[_MARK]["trained"]]
+    """Return all parameters that :func:`freeze_base` did not freeze."""
+    return [module.get_parameter(name) for name in trained_names(module)]
 
 
 def trained_names(module: nn.Module) -> list[str]:
-    """Names of what :func:`freeze_base` did not freeze; none where it decided nothing."""
+    """Return the names of the parameters that :func:`freeze_base` did not freeze.
+
+    The list is empty if :func:`freeze_base` has not been called.
+    """
     return list(module.__dict__.get(_MARK, {}).get("trained", ()))
 
 
 def leaves_base_out(module: nn.Module) -> bool:
-    """Whether the checkpoints of ``module`` go without its frozen weights."""
+    """Return whether checkpoints of ``module`` are saved without its frozen weights."""
     return has_frozen_base(module) and not module.__dict__[_MARK]["save"]
 
 
 def digests(module: nn.Module) -> dict[str, str]:
-    """A digest of each frozen parameter by name, of up to 1024 of its values.
+    """Return a digest of each frozen parameter by name. The digest covers about 1024 of its values.
 
-    Values are rounded to bfloat16 first: a base is the same in any precision.
+    Values are rounded to bfloat16 first, so that a base has the same digests in every precision. Sharded parameters and
+    those on the meta device have no digest.
     """
-    frozen = ((name, p) for name, p in module.named_parameters() if not p.requires_grad and name not in held(module))
-    return {name: _digest(p) for name, p in frozen if not (_is_shared(p) or p.is_meta)}
+    found = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad or name in held(module) or parameter.is_meta or _is_shared(parameter):
+            continue
+        found[name] = _digest(parameter)
+    return found
 
 
 def noting_digests(module: nn.Module) -> Callable[[str, Tensor, torch.dtype], None]:
-    """Take the digest of each frozen parameter from its whole tensor, when it is read, for :func:`freeze_base`."""
+    """Return a function that records the digest of a frozen parameter when its weight is read from a file.
+
+    The parameter itself may hold only a shard of the tensor. The digests are those that :func:`freeze_base` stores.
+    """
     frozen = {name for name, p in module.named_parameters() if not p.requires_grad} - held(module)
 
     def note(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
@@ -119,19 +135,24 @@ def noting_digests(module: nn.Module) -> Callable[[str, Tensor, torch.dtype], No
 
 
 def _all_digests(module: nn.Module) -> dict[str, str]:
-    """:func:`digests`, and of parameters that have been sharded since, those of before."""
-    now, named = digests(module), dict(module.named_parameters())
-    earlier: dict[str, str] = module.__dict__[_MARK]["digests"] if has_frozen_base(module) else {}
-    return {name: d for name, d in earlier.items() if name in named and _is_shared(named[name])} | now
+    """Return :func:`digests`, and the stored digests of parameters that are sharded now."""
+    found: dict[str, str] = {}
+    if has_frozen_base(module):
+        named = dict(module.named_parameters())
+        for name, digest in module.__dict__[_MARK]["digests"].items():
+            if name in named and _is_shared(named[name]):
+                found[name] = digest
+    return found | digests(module)
 
 
-def _is_shared(p: Tensor) -> bool:
-    """Whether processes hold shards of it; DeepSpeed's third stage leaves nothing in the parameter itself."""
-    return is_sharded(p) or not p.numel()
+def _is_shared(parameter: Tensor) -> bool:
+    """Return whether each process holds a shard of a parameter."""
+    return is_sharded(parameter) or not parameter.numel()  # DeepSpeed's stage 3 leaves an empty tensor
 
 
 def _digest(tensor: Tensor, dtype: torch.dtype | None = None) -> str:
-    values = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _SAMPLES)].to(dtype or tensor.dtype)
+    stride = max(1, tensor.numel() // _SAMPLES)
+    values = tensor.detach().reshape(-1)[::stride].to(dtype or tensor.dtype)
     if values.is_floating_point():
         values = values.to(torch.bfloat16).view(torch.int16)
     content = repr(tuple(tensor.shape)).encode() + values.cpu().contiguous().numpy().tobytes()
@@ -139,14 +160,14 @@ def _digest(tensor: Tensor, dtype: torch.dtype | None = None) -> str:
 
 
 def trim(module: nn.Module, checkpoint: dict[str, Any]) -> None:
-    """Take the frozen base out of ``checkpoint`` and put its digests in.
+    """Remove the frozen base from ``checkpoint``, in place, and add its digests.
 
-    Layers of BatchNorm stay whole: their statistics change, and peft saves modules, not buffers.
+    All tensors of BatchNorm layers stay, because their statistics change and peft saves modules instead of buffers.
     """
     mark = module.__dict__.get(_MARK)
     if mark is None:
         return
-    # What trains after all was frozen when the base was: a new head, before a later technique says that it trains.
+    # A parameter can be trained although it was frozen with the base, such as a new head that a later technique trains.
     trains = held(module) | {name for name, p in module.named_parameters() if p.requires_grad}
     checkpoint["lit_efficient"]["base"] = {name: d for name, d in mark["digests"].items() if name not in trains}
     if mark["save"]:
@@ -160,30 +181,32 @@ def trim(module: nn.Module, checkpoint: dict[str, Any]) -> None:
 
 
 def check(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose adapters were trained beside other weights than the module has.
+    """Check that the adapters in a checkpoint were trained with the frozen weights that the module has.
 
     Raises:
-        CheckpointError: Naming the first parameters that differ.
+        CheckpointError: If frozen weights differ. The message names the first ones.
     """
     saved: Mapping[str, str] = checkpoint.get("lit_efficient", {}).get("base", {})
-    # A strategy that shards has loaded the weights by itself: they must be the base's own, in the file or not.
+    # Frozen weights in the file replace those of the module. A strategy that shards has loaded them itself and passes
+    # no state dict, so that all of them are compared.
     present = checkpoint.get("state_dict", {})
     now = _all_digests(module)
     other = [name for name, digest in saved.items() if name not in present and now.get(name, digest) != digest]
     if other:
         raise CheckpointError(
-            f"the checkpoint's adapters were trained beside another base: {len(other)} of {len(saved)} frozen tensors "
-            f"differ, first {', '.join(map(repr, other[:3]))}. Build the module with the weights it was trained with "
-            "(before techniques act, in __init__, setup or configure_model), or train with save_base=True"
+            f"the checkpoint's adapters were trained with other frozen weights: {len(other)} of {len(saved)} frozen "
+            f"tensors differ, first {', '.join(map(repr, other[:3]))}. Build the module with the weights that it was "
+            "trained with, in __init__, setup or configure_model, before techniques are applied, or train with "
+            "save_base=True"
         )
 
 
 def frozen_keys(module: nn.Module, keys: Iterable[str]) -> set[str]:
-    """Those of the keys of a ``state_dict`` that belong to frozen parameters, quantisation constants included."""
-    later = {id(module.get_parameter(name)) for name in held(module)}  # frozen for now: they belong to what trains
+    """Return the keys of a ``state_dict`` that belong to frozen parameters, including their quantisation constants."""
+    later = {id(module.get_parameter(name)) for name in held(module)}  # parameters that are frozen only for a while
     named = module.named_parameters(remove_duplicate=False)
     frozen = {name for name, p in named if not p.requires_grad and id(p) not in later}
-    frozen -= peft_names(module, frozen)[0]  # of several adapters some may rest
+    frozen -= peft_names(module, frozen)[0]  # peft freezes the adapters that are not active
     quantized = {name for name, part in module.named_modules(remove_duplicate=False) if is_quantized(part)}
     found = set()
     for key in keys:
@@ -195,30 +218,37 @@ def frozen_keys(module: nn.Module, keys: Iterable[str]) -> set[str]:
     return found
 
 
-def _complete(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before loading: what a checkpoint of either kind leaves out is taken from the module itself."""
+def _complete(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """Pre-hook of loading that adds the module's own tensors for those missing from the checkpoint.
+
+    The checkpoint contains either the adapters without the base, or the base without adapters.
+    """
     own = module.state_dict()
     added = added_names(module, own)
-    for key, plain in peft_names(module, own)[1].items():  # a checkpoint of the base alone has its own names
+    for key, plain in peft_names(module, own)[1].items():  # peft renames the base's parameters
         if prefix + plain in state_dict:
             state_dict.setdefault(prefix + key, state_dict.pop(prefix + plain))
     given = {key[len(prefix) :] for key in state_dict if key.startswith(prefix)}
-    missing = (frozen_keys(module, own) if added & given else added) - given
+    has_adapters = bool(added & given)
+    optional = frozen_keys(module, own) if has_adapters else added
     if given & own.keys():
-        state_dict.update({prefix + key: own[key] for key in missing})
-    module.__dict__[_MARK]["fresh"] = not added & given
+        state_dict.update({prefix + key: own[key] for key in optional - given})
+    module.__dict__[_MARK]["fresh"] = not has_adapters
 
 
-def _settle(module: nn.Module, incompatible: Any) -> None:
-    """After loading: what depends on the base follows it."""
+def _settle(module: nn.Module, incompatible: object) -> None:
+    """Post-hook of loading that recomputes adapters which depend on the base, if the base has changed."""
     mark = module.__dict__[_MARK]
     now = _all_digests(module)
-    changed, mark["digests"] = now != mark["digests"], now
-    fresh = mark.pop("fresh", False)
-    for part in list(module.modules()) if changed else ():
+    changed = now != mark["digests"]
+    mark["digests"] = now
+    fresh = mark.pop("fresh", False)  # the checkpoint contained no adapters
+    if not changed:
+        return
+    for part in list(module.modules()):
         if fresh and FOLLOWS in part.__dict__:
             part.__dict__[FOLLOWS](part)
-        if isinstance(part, FollowsBase) and fresh:
+        if fresh and isinstance(part, FollowsBase):
             part.follow_base()
         if fresh and isinstance(part, FollowsWeight) and part.made_of_weight:
             part.follow_weight()

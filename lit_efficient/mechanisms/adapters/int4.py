@@ -1,13 +1,14 @@
-"""Weights in four bits with a scale and a zero point for each row and group of inputs, and the layer that holds them.
+"""Linear layer with 4-bit weights, which have a scale and a zero point for each row and group of inputs.
 
     w_ij = scale_jl (code_ij - zero_jl),   code in 0..15,   scale = (max - min) / 15,   zero = -min / scale
 
-``l`` is the group of ``g`` neighbouring inputs that ``i`` belongs to. The zero points are floats, so that a change of
-the weight that is constant over each group, which is what a QA-LoRA adapter makes, goes into them without a remainder:
+``l`` is the group of ``g`` neighbouring inputs to which ``i`` belongs. The zero points are floats. They can therefore
+absorb exactly a change of the weight that is constant over each group, such as that of a QA-LoRA adapter:
 
-    w_ij + delta_jl  <=>  zero_jl - delta_jl / scale_jl,   the codes stay as they are
+    w_ij + delta_jl  <=>  zero_jl - delta_jl / scale_jl,   with unchanged codes
 
-0.5 + 8 / g bytes a weight: 0.75 for groups of 32, 0.5625 for groups of 128. Source: https://arxiv.org/abs/2309.14717
+A weight takes 0.5 + 8 / g bytes: 0.75 for groups of 32, 0.5625 for groups of 128.
+Source: https://arxiv.org/abs/2309.14717
 """
 
 from typing import Any
@@ -23,52 +24,54 @@ LEVELS = 15  # the largest code
 
 
 def quantize_groups(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Round a matrix to four bits, group by group, between the group's least and largest value.
+    """Round a matrix to 4 bits. The codes of each group cover the range from its smallest to its largest value.
 
     Args:
-        weight: [out, in] of any float type.
-        group_size: ``g``, even, a divisor of ``in``.
+        weight: Float matrix, [out, in].
+        group_size: ``g``, an even divisor of ``in``.
 
     Returns:
-        Codes [out, in / 2] in uint8, two in a byte, the first of them in its lower half; scales and zero points, both
-        [out, in / g], in float32 at least.
+        Codes [out, in / 2] in uint8, scales [out, in / g] and zero points [out, in / g], the latter two in float32 or
+        wider. A byte holds two codes, the first one in its lower half.
     """
     wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
     groups = wide.unflatten(1, (-1, group_size))
-    low, high = groups.amin(-1), groups.amax(-1)
+    low = groups.amin(-1)
+    high = groups.amax(-1)
     scale = (high - low) / LEVELS
-    scale = torch.where(scale > torch.finfo(torch.float32).tiny, scale, 1.0)  # a constant group: its codes are all 0
+    # A group of equal values would have a scale of 0. With a scale of 1 its codes are 0.
+    scale = torch.where(scale > torch.finfo(torch.float32).tiny, scale, 1.0)
     zero = -low / scale
     codes = ((groups - low[..., None]) / scale[..., None]).round().clamp(0, LEVELS).to(torch.uint8).flatten(1)
     return codes[:, ::2] | codes[:, 1::2] << 4, scale, zero
 
 
 def unpack_codes(packed: Tensor) -> Tensor:
-    """Codes [out, in], one a byte, from two a byte."""
+    """Return the codes [out, in], one in each byte, of packed codes [out, in / 2]."""
     return torch.stack((packed & LEVELS, packed >> 4), -1).flatten(1)
 
 
 def dequantize_groups(packed: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """The matrix [out, in] that codes, scales and zero points stand for, in the type of the scales."""
+    """Return the matrix [out, in] that packed codes, scales and zero points encode, with the dtype of the scales."""
     codes = unpack_codes(packed).to(scale.dtype).unflatten(1, (scale.shape[1], -1))
     return ((codes - zero[..., None]) * scale[..., None]).flatten(1)
 
 
 def codes_on_grid(weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """Codes [out, in / 2] of the nearest values that given scales and zero points [out, in / g] can hold."""
+    """Return the packed codes [out, in / 2] of the values nearest to a weight, with given scales and zero points."""
     groups = weight.unflatten(1, (scale.shape[1], -1))
     codes = (groups / scale[..., None] + zero[..., None]).round().clamp(0, LEVELS).to(torch.uint8).flatten(1)
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
 def shifted_zeros(scale: Tensor, zero: Tensor, delta: Tensor) -> Tensor:
-    """The zero points [out, in / g] with which each weight is larger by its group's ``delta`` [out, in / g]."""
+    """Return zero points with which each weight is larger by the ``delta`` of its group. All shapes: [out, in / g]."""
     wide = torch.promote_types(zero.dtype, delta.dtype)
     return (zero.to(wide) - delta.to(wide) / scale.to(wide)).to(zero.dtype)
 
 
 class _Product(torch.autograd.Function):
-    """``x W^T`` that keeps the codes for the backward pass, not the float weight."""
+    """Product ``x W^T`` that stores the codes for the backward pass instead of the float weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
@@ -82,23 +85,29 @@ class _Product(torch.autograd.Function):
 
 
 def check_input(layer: Any, x: Tensor) -> None:
-    """Refuse an input that somebody has cast to the type of a layer's codes.
+    """Check that the input of a quantised layer consists of floats.
 
     Raises:
-        ConfigurationError: Naming the layer's sizes; it does not know its name.
+        ConfigurationError: If the input has another dtype. The message names the sizes of the layer, which does not
+            know its own name.
     """
     if not x.is_floating_point():
         raise ConfigurationError(
-            f"a quantised layer of {layer.in_features} inputs and {layer.out_features} outputs was given {x.dtype}: "
-            "the code around it casts what it gives to weight.dtype, which is that of the codes. Name the layer in skip"
+            f"a quantised layer with {layer.in_features} inputs and {layer.out_features} outputs was given {x.dtype}. "
+            "The model casts the input to weight.dtype, which is the dtype of the codes. Name the layer in skip"
         )
 
 
 class Int4Linear(Loads, StaysFloat32, nn.Linear):
-    """A frozen linear layer in four bits; ``weight`` holds the codes, ``weight_scale`` and ``weight_zero`` the rest.
+    """Frozen linear layer with 4-bit weights: codes ``weight``, scales ``weight_scale``, zero points ``weight_zero``.
 
-    Loads its own checkpoints, and those of the float layer, whose weight [out, in] is quantised on the way; the bias
-    stays as it is. Scales and zero points stay in float32 when the module is cast to less.
+    The layer loads its own checkpoints and those of a float layer, whose weight [out, in] is then quantised. The bias
+    is not quantised. Scales and zero points stay in float32 when the module is cast to a narrower format.
+
+    Args:
+        weight: Float weight, [out, in].
+        bias: Bias parameter, [out], or None.
+        group_size: Number of inputs that share a scale.
     """
 
     quant_format = "int4"
@@ -116,15 +125,17 @@ class Int4Linear(Loads, StaysFloat32, nn.Linear):
         self.bias = bias  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product with the dequantised weight, in the input's type, [..., in] -> [..., out]."""
+        """Return the product with the dequantised weight, [..., in] -> [..., out], with the input's dtype."""
         check_input(self, x)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         y: Tensor = _Product.apply(x, self.weight, self.weight_scale, self.weight_zero)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        if self.bias is None:
+            return y
+        return y + self.bias.to(y.dtype)
 
     def dequantized(self) -> Tensor:
-        """The weight as floats, [out, in]."""
+        """Return the weight as floats, [out, in]."""
         return dequantize_groups(self.weight, self.weight_scale, self.weight_zero).detach()
 
     def extra_repr(self) -> str:
@@ -133,8 +144,9 @@ class Int4Linear(Loads, StaysFloat32, nn.Linear):
     def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:
         given = state_dict.get(f"{prefix}weight")
         if given is not None and given.is_floating_point():
-            oriented = given.T if getattr(self, "quant_transposed", False) else given
-            for name, tensor in zip(
-                ("weight", "weight_scale", "weight_zero"), quantize_groups(oriented, self.group_size), strict=True
-            ):
-                state_dict[f"{prefix}{name}"] = tensor
+            if getattr(self, "quant_transposed", False):
+                given = given.T
+            packed, scale, zero = quantize_groups(given, self.group_size)
+            state_dict[f"{prefix}weight"] = packed
+            state_dict[f"{prefix}weight_scale"] = scale
+            state_dict[f"{prefix}weight_zero"] = zero

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside a frozen weight: the formulas, and the layers that use them.
+"""Low-rank adapters of frozen weights: the formulas, and the layers that use them.
 
     lora, rslora   y = W x + s B A x,                        s = alpha / r, or alpha / sqrt(r) for rslora
     pissa          y = W x + s (B A - B0 A0) x,              s B0 A0 = the r largest singular parts of W
@@ -6,10 +6,11 @@
     qalora         y = W x + s B A P x,                      P sums x over the groups of an int4 weight, A [r, in / g]
     rounded        y = Q(W + s B A) x,                       Q rounds to the grid of an int4 weight, gradient as without
 
-``A`` [r, in] and ``B`` [out, r] stand beside ``weight`` as ``lora_A`` and ``lora_B``; ``weight`` keeps name and value,
-so PiSSA subtracts what it took instead of editing the weight. The sum starts as exactly ``W x`` for every variant.
-``B A P`` is constant over each group of inputs: QA-LoRA merges into the zero points of the weight, which stays in int4.
-``rounded`` trains what is left of the sum when it is an int4 weight again, so that it merges into the codes as it is.
+``A`` [r, in] and ``B`` [out, r] are parameters ``lora_A`` and ``lora_B`` of the layer. ``weight`` keeps its name and
+value: PiSSA subtracts the singular parts from the output instead of changing the weight. Every variant starts with
+exactly the output ``W x``. ``B A P`` is constant over each group of inputs, so QA-LoRA merges into the zero points of
+the weight, which stays in int4. ``rounded`` computes with the sum rounded to int4, so that it merges into the codes
+without a further error.
 Sources: LoRA https://arxiv.org/abs/2106.09685, rsLoRA https://arxiv.org/abs/2312.03732, PiSSA
 https://arxiv.org/abs/2404.02948, DoRA https://arxiv.org/abs/2402.09353, QA-LoRA https://arxiv.org/abs/2309.14717.
 """
@@ -32,17 +33,19 @@ from lit_efficient.models.networks.expert_layers import GroupedLayer
 from lit_efficient.surgery import home_of, mix_in
 
 VARIANTS = ("lora", "rslora", "dora", "pissa", "qalora", "rounded")
-OWN = "default"  # the name of the adapter that trains, where others stand beside it
-ON_INT4 = ("qalora", "rounded")  # which merge into an int4 weight, and need one
+OWN = "default"  # name of the adapter that trains, if the layer has several
+ON_INT4 = ("qalora", "rounded")  # variants that merge into an int4 weight and require one
 
 
 def scale_of(variant: str, alpha: float, rank: int) -> float:
-    """The factor ``s`` on ``B A``."""
-    return alpha / math.sqrt(rank) if variant == "rslora" else alpha / rank
+    """Return the factor ``s`` of ``B A``."""
+    if variant == "rslora":
+        return alpha / math.sqrt(rank)
+    return alpha / rank
 
 
 def dora_norm(weight: Tensor, a: Tensor, b: Tensor, scale: float, squared: Tensor | None = None) -> Tensor:
-    """Row norms of ``W + s B A``, [out] in float32 at least, without ever forming ``B A``.
+    """Return the row norms of ``W + s B A``, [out] in float32 or wider, without computing ``B A``.
 
         ||w_i + s b_i A||^2 = ||w_i||^2 + 2 s b_i . (A w_i) + s^2 b_i (A A^T) b_i^T
 
@@ -53,10 +56,11 @@ def dora_norm(weight: Tensor, a: Tensor, b: Tensor, scale: float, squared: Tenso
         a: [r, in].
         b: [out, r].
         scale: ``s``.
-        squared: ``||w_i||^2`` [out], where it is known already: it never changes.
+        squared: ``||w_i||^2`` [out], which never changes. It is computed if it is None.
     """
     wide = torch.promote_types(a.dtype, torch.float32)
-    a, b = a.to(wide), b.to(wide)
+    a = a.to(wide)
+    b = b.to(wide)
     if squared is None:
         squared = weight.to(wide).square().sum(1)
     cross = (b * (weight @ a.to(weight.dtype).T).to(wide)).sum(1)
@@ -65,7 +69,7 @@ def dora_norm(weight: Tensor, a: Tensor, b: Tensor, scale: float, squared: Tenso
 
 
 class LowRank(FollowsWeight, ReadsAdapted):
-    """What the adapted layers of all kinds share; mixed in front of the layer's own class."""
+    """Base of the mix-ins that add a low-rank adapter to a layer. The mix-in precedes the layer's own class."""
 
     float32 = ("lora_",)
     weight: Tensor
@@ -73,7 +77,7 @@ class LowRank(FollowsWeight, ReadsAdapted):
     training: bool
     lora_A: nn.Parameter
     lora_B: nn.Parameter
-    lora_A0: Tensor  # PiSSA's start
+    lora_A0: Tensor  # PiSSA's initial factors
     lora_B0: Tensor
     lora_magnitude: nn.Parameter  # DoRA's m, [out]
     lora_squared: Tensor  # DoRA's ||w_i||^2, [out]
@@ -81,22 +85,27 @@ class LowRank(FollowsWeight, ReadsAdapted):
     lora_scale: float
     lora_dropout: float
     lora_draw: str
-    lora_others: Mapping[str, float] = {}  # scales of adapters that rest beside it
-    lora_mix: Mapping[str, Any] | None = None  # how much of each takes part, a number or one a row; None: OWN alone
-    lora_inside: bool = False  # the layer makes more than a product of its weight, as routers do that return choices
+    lora_others: Mapping[str, float] = {}  # scales of further, frozen adapters
+    # Share of each adapter in the output: one number, or a tensor with a number for each row. None: OWN alone.
+    lora_mix: Mapping[str, float | Tensor] | None = None
+    # The output is not a product with the weight: a router returns the experts that it chose.
+    lora_inside: bool = False
 
     @property
     def made_of_weight(self) -> tuple[str, ...]:
-        """What DoRA and PiSSA start from the weight."""
-        own = {"dora": ("lora_magnitude", "lora_squared"), "pissa": ("lora_A0", "lora_B0")}.get(self.lora_variant)
-        return ("lora_A", "lora_B", *own) if own else ()
+        """Names of the tensors that DoRA and PiSSA initialise from the weight."""
+        if self.lora_variant == "dora":
+            return ("lora_A", "lora_B", "lora_magnitude", "lora_squared")
+        if self.lora_variant == "pissa":
+            return ("lora_A", "lora_B", "lora_A0", "lora_B0")
+        return ()
 
     def follow_weight(self) -> None:
-        """Start again from the weight that the layer has now."""
+        """Initialise the adapter again from the layer's present weight."""
         reset_low_rank(self)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The layer's own output plus the adapter's part of it."""
+        """Return the layer's own output plus the adapter's contribution."""
         if self.lora_inside and not self.adapter_off:
             return self._read_sum(x, *args, **kwargs)
         y: Any = super().forward(x, *args, **kwargs)  # type: ignore[misc]
@@ -105,7 +114,9 @@ class LowRank(FollowsWeight, ReadsAdapted):
         if not isinstance(y, Tensor):
             self.lora_inside = True
             return self._read_sum(x, *args, **kwargs)
-        h = F.dropout(x, self.lora_dropout, self.training) if self.lora_dropout else x
+        h = x
+        if self.lora_dropout:
+            h = F.dropout(x, self.lora_dropout, self.training)
         if self.lora_mix is not None:
             return self._plus_mixed(y, x, h)
         delta = self._low_rank(h, self.lora_A, self.lora_B)
@@ -115,27 +126,38 @@ class LowRank(FollowsWeight, ReadsAdapted):
         if self.lora_variant != "dora":
             return y + delta
         with torch.no_grad():
-            a, b = self.lora_A.flatten(1), self.lora_B.flatten(1)
-            norm = dora_norm(base_matrix(self), a, b, self.lora_scale, self.lora_squared)
+            norm = dora_norm(
+                base_matrix(self), self.lora_A.flatten(1), self.lora_B.flatten(1), self.lora_scale, self.lora_squared
+            )
         ratio = self._over_rows((self.lora_magnitude / norm).to(y.dtype))
-        # Written as a correction, so that a ratio of one leaves y bit for bit as it was; with one product, which keeps
+        # The formula is a correction to y, so that a ratio of one leaves y unchanged bit for bit. One product stores
         # one output for the backward pass.
-        own = y if self.bias is None else y - self._over_rows(self.bias.to(y.dtype))
+        own = y
+        if self.bias is not None:
+            own = y - self._over_rows(self.bias.to(y.dtype))
         return y + (ratio * (own + delta) - own)
 
     def _plus_mixed(self, y: Tensor, x: Tensor, dropped: Tensor) -> Tensor:
-        """``y`` and what the adapters of :attr:`lora_mix` add to it."""
-        for name, weight in (self.lora_mix or {}).items():
+        """Return ``y`` plus the contributions of the adapters in :attr:`lora_mix`."""
+        for name, share in (self.lora_mix or {}).items():
             a, b, scale = self._factors(name)
-            delta = scale * self._low_rank(dropped if name == OWN else x, a, b)
-            if isinstance(weight, Tensor) and len(weight) != len(delta):
-                raise ConfigurationError(
-                    f"LoRA: {self.lora_draw.partition('/')[2]!r} got {list(x.shape)}, and adapters are chosen for "
-                    f"{len(weight)} rows: it is called with other rows than the batch's"
-                )
-            factor = weight.view(-1, *[1] * (delta.ndim - 1)) if isinstance(weight, Tensor) else weight
-            y = y + (factor * delta).to(y.dtype)
+            given = dropped if name == OWN else x  # dropout is for the adapter that trains
+            delta = scale * self._low_rank(given, a, b)
+            if isinstance(share, Tensor):
+                if len(share) != len(delta):
+                    raise ConfigurationError(
+                        f"LoRA: {self._layer_name()!r} got an input of shape {list(x.shape)}, but the adapters are "
+                        f"chosen for {len(share)} rows. Rows of the input must be rows of the batch: leave the layer "
+                        "out of targets, or mix the adapters by numbers"
+                    )
+                delta = share.view(-1, *[1] * (delta.ndim - 1)) * delta
+            else:
+                delta = share * delta
+            y = y + delta.to(y.dtype)
         return y
+
+    def _layer_name(self) -> str:
+        return self.lora_draw.partition("/")[2]
 
     def _factors(self, name: str) -> tuple[Tensor, Tensor, float]:
         if name == OWN:
@@ -143,16 +165,16 @@ class LowRank(FollowsWeight, ReadsAdapted):
         return getattr(self, f"lora_A_{name}"), getattr(self, f"lora_B_{name}"), self.lora_others[name]
 
     def _read_sum(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's own forward on the sum of weight and adapter."""
+        """Run the layer's own forward with the sum of weight and adapter as its weight."""
         if self.lora_mix is not None:
             raise ConfigurationError(
-                f"LoRA: {self.lora_draw.partition('/')[2]!r} returns more than a product of its weight, and takes its "
-                "own adapter alone: leave the layer out of targets"
+                f"LoRA: {self._layer_name()!r} returns more than a product with its weight, so only the adapter that "
+                "trains can be used there. Leave the layer out of targets"
             )
         if self.lora_dropout or self.lora_variant not in ("lora", "rslora"):
             raise ConfigurationError(
-                f"LoRA: {self.lora_draw.partition('/')[2]!r} returns more than a product of its weight, which takes "
-                "variant lora or rslora without dropout: set these, or leave the layer out of targets"
+                f"LoRA: {self._layer_name()!r} returns more than a product with its weight, which requires variant "
+                "lora or rslora without dropout. Set these, or leave the layer out of targets"
             )
         delta = (self.lora_scale * (self.lora_B @ self.lora_A)).to(self.weight.dtype)
         with self.reading({"weight": self.weight + delta}):
@@ -166,9 +188,10 @@ class LowRank(FollowsWeight, ReadsAdapted):
 
 
 def _taken_by(a: Tensor, x: Tensor) -> Tensor:
-    """``x`` in the format of ``a``; as it is under autocast, which narrows both again."""
-    narrowed = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
-    return x if narrowed else x.to(a.dtype)
+    """Return ``x`` with the dtype of ``a``. Under autocast, which casts both, ``x`` is returned unchanged."""
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        return x
+    return x.to(a.dtype)
 
 
 class _LowRankLinear(LowRank):
@@ -177,29 +200,33 @@ class _LowRankLinear(LowRank):
 
 
 class _LowRankConv1D(_LowRankLinear):
-    """GPT-2's linear layer, whose weight is [in, out]."""
+    """Adapter of GPT-2's linear layer, whose weight is [in, out]."""
 
 
 class _LowRankGroups(_LowRankLinear):
-    """An int4 layer whose adapter sees sums of groups of inputs: :mod:`lit_efficient.mechanisms.adapters.int4`."""
+    """QA-LoRA adapter of an int4 layer. Its input are the sums over the groups of inputs that share a scale.
+
+    See :mod:`lit_efficient.mechanisms.adapters.int4` for the groups.
+    """
 
     group_size: int
 
     def _low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        return super()._low_rank(x.unflatten(-1, (-1, self.group_size)).sum(-1, dtype=a.dtype), a, b)
+        sums = x.unflatten(-1, (-1, self.group_size)).sum(-1, dtype=a.dtype)
+        return super()._low_rank(sums, a, b)
 
 
 class _LowRankRounded(_LowRankLinear):
-    """An int4 layer that computes with the int4 weight that its adapter merges into.
+    """Adapter of an int4 layer that computes with the int4 weight into which the adapter will be merged.
 
-    The idea of L4Q (https://arxiv.org/abs/2402.04902), for a base that is rounded already.
+    The idea is that of L4Q (https://arxiv.org/abs/2402.04902), applied to a base that is already rounded.
     """
 
     weight_scale: Tensor
     weight_zero: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product with the rounded sum; the gradient passes the rounding as if it were not there."""
+        """Return the product with the rounded sum. The gradient ignores the rounding (straight-through estimator)."""
         if self.adapter_off:
             return super(LowRank, self).forward(x)  # type: ignore[misc]
         delta = self.lora_scale * (self.lora_B @ self.lora_A)
@@ -208,21 +235,26 @@ class _LowRankRounded(_LowRankLinear):
         weight = rounded + (delta - delta.detach())
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        bias = self.bias if self.bias is None else self.bias.to(x.dtype)
+        bias = None
+        if self.bias is not None:
+            bias = self.bias.to(x.dtype)
         return F.linear(x, weight.to(x.dtype), bias)
 
 
 @torch.no_grad()
 def rounded_codes(layer: Any) -> Tensor:
-    """The int4 codes of the sum of an int4 weight and its adapter, the same ones under autocast."""
+    """Return the int4 codes of the sum of an int4 weight and its adapter.
+
+    Autocast is disabled, so that training in mixed precision and merging give the same codes.
+    """
     with torch.autocast(layer.weight.device.type, enabled=False):
         return codes_on_grid(adapted_matrix(layer), layer.weight_scale, layer.weight_zero)
 
 
 class _LowRankConv2d(LowRank):
-    stride: Any
-    padding: Any
-    dilation: Any
+    stride: tuple[int, int]
+    padding: str | tuple[int, int]
+    dilation: tuple[int, int]
     padding_mode: str
 
     def _low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -239,7 +271,10 @@ class _LowRankConv2d(LowRank):
 
 
 class _LowRankEmbedding(LowRank):
-    """``A`` is [r, tokens] and ``B`` [width, r]; dropout would act on token numbers, so there is none."""
+    """Adapter of an embedding: ``A`` is [r, tokens] and ``B`` [width, r].
+
+    The input consists of token ids, so dropout is not applied.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = super(LowRank, self).forward(x)  # type: ignore[misc]
@@ -251,24 +286,27 @@ class _LowRankEmbedding(LowRank):
         return y + (self.lora_scale * rows).to(y.dtype)
 
     def _low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        # Gemma's tables multiply what they look up: the adapter changes the table, not the product.
+        # Gemma's embeddings scale the rows that they look up. The adapter is part of the table and scaled as well.
         return getattr(self, "embed_scale", 1.0) * (F.embedding(x, a.T, self.padding_idx) @ b.T)
 
 
 def kind_of(module: nn.Module) -> str | None:
-    """``linear``, ``conv1d`` (GPT-2's), ``conv2d`` or ``embedding``; ``None`` for what cannot be adapted.
+    """Return the kind of a layer: ``linear``, ``conv1d`` (GPT-2's), ``conv2d`` or ``embedding``.
 
-    ``nn.MultiheadAttention.out_proj`` cannot: its weight is read, its ``forward`` never called.
+    Return None for modules that cannot be adapted. ``nn.MultiheadAttention.out_proj`` is one of them, because the
+    attention reads its weight and never calls its ``forward``.
     """
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear | GroupedLayer):
         return None
     if isinstance(module, nn.Linear):
         return "linear"
-    if isinstance(module, nn.Conv2d):
-        return "conv2d" if module.groups == 1 else None
-    if isinstance(module, nn.Embedding):
-        return "embedding" if module.max_norm is None else None
-    return "conv1d" if is_conv1d(module) else None
+    if isinstance(module, nn.Conv2d) and module.groups == 1:
+        return "conv2d"
+    if isinstance(module, nn.Embedding) and module.max_norm is None:
+        return "embedding"
+    if is_conv1d(module):
+        return "conv1d"
+    return None
 
 
 _MIXINS: dict[str, type[LowRank]] = {
@@ -280,7 +318,10 @@ _MIXINS: dict[str, type[LowRank]] = {
 
 
 def base_matrix(module: Any) -> Tensor:
-    """The frozen weight as [out, in] (a view where it can be), dequantised where it is quantised."""
+    """Return the frozen weight of an adapted layer as a matrix [out, in].
+
+    The result is a view of the weight if possible. A quantised weight is dequantised.
+    """
     weight: Tensor = dequantize(module) if is_quantized(module) else module.weight.detach()
     if isinstance(module, _LowRankConv1D | _LowRankEmbedding):
         return weight.T
@@ -288,10 +329,14 @@ def base_matrix(module: Any) -> Tensor:
 
 
 def merged_matrix(weight: Tensor, added: Mapping[str, Tensor], scale: float) -> Tensor:
-    """What a weight [out, in] and its adapter amount to: [out, in], in float32 at least.
+    """Return the sum of a weight and its adapter, [out, in] in float32 or wider.
 
-    ``added`` has ``lora_A`` and ``lora_B``, with ``lora_A0`` and ``lora_B0`` (PiSSA) or ``lora_magnitude`` (DoRA). An
-    ``A`` with fewer columns than the weight (QA-LoRA) has one for each group of inputs.
+    Args:
+        weight: The frozen weight, [out, in].
+        added: The adapter's tensors: ``lora_A`` and ``lora_B``, and also ``lora_A0`` and ``lora_B0`` (PiSSA) or
+            ``lora_magnitude`` (DoRA). If ``lora_A`` has fewer columns than the weight (QA-LoRA), each column belongs to
+            a group of inputs.
+        scale: ``s``.
     """
     wide = torch.promote_types(added["lora_A"].dtype, torch.float32)
     flat = {key: tensor.detach().to(wide) for key, tensor in added.items()}
@@ -307,7 +352,11 @@ def merged_matrix(weight: Tensor, added: Mapping[str, Tensor], scale: float) -> 
 
 
 def adapted_matrix(module: Any) -> Tensor:
-    """:func:`merged_matrix` of an adapted layer."""
+    """Return the sum of an adapted layer's weight and its active adapters, as :func:`merged_matrix` computes it.
+
+    Raises:
+        ConfigurationError: If the adapters are chosen for each row of the batch.
+    """
     tensors = dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)])
     if module.lora_mix is None:
         added = {key: tensor for key, tensor in tensors.items() if key.startswith("lora_")}
@@ -315,7 +364,10 @@ def adapted_matrix(module: Any) -> Tensor:
     weight = base_matrix(module)
     for name, share in module.lora_mix.items():
         if isinstance(share, Tensor):
-            raise ConfigurationError("LoRA: adapters that are chosen row by row cannot be merged into one weight")
+            raise ConfigurationError(
+                "LoRA: adapters that are chosen for each row of the batch cannot be merged into one weight. Choose one "
+                "mixture for all rows first"
+            )
         a, b, scale = module._factors(name)
         weight = merged_matrix(weight, {"lora_A": a, "lora_B": b}, share * scale)
     return weight
@@ -324,31 +376,40 @@ def adapted_matrix(module: Any) -> Tensor:
 def add_low_rank(
     module: Any, name: str, *, rank: int, alpha: float, variant: str = "lora", dropout: float = 0.0, seed: int = 0
 ) -> None:
-    """Put an adapter beside a layer's weight, in place; the output stays what it was.
+    """Add an adapter to a layer, in place. The layer's output does not change.
 
     Args:
-        module: A layer that :func:`kind_of` knows.
-        name: Its dotted name: with ``seed`` it decides the draw, alike on all ranks.
+        module: A layer for which :func:`kind_of` returns a kind.
+        name: Dotted name of the layer. The initial values depend on it and on ``seed`` only, so that all ranks draw the
+            same values.
         rank: ``r``.
         alpha: Numerator of the scale.
-        variant: ``lora``, ``rslora``, ``dora``, ``pissa``, ``qalora`` or ``rounded``; embeddings know the first two,
-            and the last two are for int4 layers.
-        dropout: On the adapter's input.
-        seed: Of the draw.
+        variant: ``lora``, ``rslora``, ``dora``, ``pissa``, ``qalora`` or ``rounded``. Embeddings support the first two.
+            The last two require an int4 layer.
+        dropout: Probability of dropout on the adapter's input.
+        seed: Seed of the initial values.
     """
     kind = kind_of(module)
     assert kind is not None
     weight = module.weight
-    # Adapters are float32 beside a narrower base: at usual rates a bfloat16 weight would never move.
-    dtype = torch.promote_types(weight.dtype, torch.float32) if weight.is_floating_point() else torch.float32
+    # Adapters of a narrower base are float32, because usual learning rates are too small to change a bfloat16 weight.
+    dtype = torch.float32
+    if weight.is_floating_point():
+        dtype = torch.promote_types(weight.dtype, torch.float32)
     shape_a: tuple[int, ...]
+    shape_b: tuple[int, ...]
     if kind == "conv2d":
-        shape_a, shape_b = (rank, *weight.shape[1:]), (weight.shape[0], rank, 1, 1)
+        shape_a = (rank, *weight.shape[1:])
+        shape_b = (weight.shape[0], rank, 1, 1)
     elif kind == "linear":
-        inputs = module.in_features // (module.group_size if variant == "qalora" else 1)
-        shape_a, shape_b = (rank, inputs), (module.out_features, rank)  # type: ignore[assignment]
+        inputs = module.in_features
+        if variant == "qalora":
+            inputs //= module.group_size
+        shape_a = (rank, inputs)
+        shape_b = (module.out_features, rank)
     else:  # the weight is [in, out]
-        shape_a, shape_b = (rank, weight.shape[0]), (weight.shape[1], rank)  # type: ignore[assignment]
+        shape_a = (rank, weight.shape[0])
+        shape_b = (weight.shape[1], rank)
     device = home_of(weight)
     module.lora_A = nn.Parameter(torch.empty(shape_a, dtype=dtype, device=device))
     module.lora_B = nn.Parameter(torch.empty(shape_b, dtype=dtype, device=device))
@@ -367,16 +428,19 @@ def add_low_rank(
         lora_dropout=dropout,
         lora_draw=f"{seed}/{name}",
     )
-    if not (weight.is_meta and module.made_of_weight):  # else when the weight is read
+    # DoRA and PiSSA need the values of the weight. If it is still on the meta device, they start when it is read.
+    if not (weight.is_meta and module.made_of_weight):
         reset_low_rank(module)
 
 
 @torch.no_grad()
 def reset_low_rank(module: Any) -> None:
-    """Start the adapter again from the weight that the layer has now, which its output then equals."""
+    """Initialise the adapter again from the layer's present weight. The output then equals that of the weight alone."""
     generator = torch.Generator().manual_seed(seed_of(module.lora_draw))
-    a, b = module.lora_A, module.lora_B
-    if isinstance(module, _LowRankEmbedding):  # a row of A is met once a token: start with zeros there, as peft does
+    a = module.lora_A
+    b = module.lora_B
+    # Each token uses only its own column of A. peft therefore starts embeddings with A = 0 instead of B = 0.
+    if isinstance(module, _LowRankEmbedding):
         a.zero_()
         b.copy_(torch.randn(b.shape, generator=generator, device="cpu", dtype=torch.float32))
     elif module.lora_variant == "pissa":
@@ -388,8 +452,10 @@ def reset_low_rank(module: Any) -> None:
         module.lora_A0.copy_(a)
         module.lora_B0.copy_(b)
     else:
-        # Kaiming with a = sqrt(5), as the paper's code does; a column of QA-LoRA's A stands for a group of inputs.
-        inputs = a[0].numel() * (module.group_size if module.lora_variant == "qalora" else 1)
+        # Kaiming initialisation with a = sqrt(5), as in the paper's code.
+        inputs = a[0].numel()
+        if module.lora_variant == "qalora":  # each column of A belongs to a group of inputs
+            inputs *= module.group_size
         bound = 1 / math.sqrt(inputs)
         a.copy_((torch.rand(a.shape, generator=generator, device="cpu", dtype=torch.float32) * 2 - 1) * bound)
         b.zero_()
@@ -400,6 +466,6 @@ def reset_low_rank(module: Any) -> None:
 
 @torch.no_grad()
 def refresh_squared(module: Any) -> None:
-    """Compute DoRA's ``||w_i||^2`` from the weight that the layer has now."""
+    """Compute DoRA's ``||w_i||^2`` from the layer's present weight."""
     wide = module.lora_squared.dtype
     module.lora_squared.copy_(base_matrix(module).to(wide).square().sum(1))

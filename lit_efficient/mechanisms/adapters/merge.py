@@ -1,10 +1,10 @@
-"""Fold adapters into the weights they stand beside: the network computes the same and is a plain one again.
+"""Merging of adapters into the weights of their layers. The network then computes the same without adapters.
 
     W <- m (W + s B A) / ||W + s B A||_row    (m and the norm for DoRA only)
-    zero <- zero - s B A / scale              (QA-LoRA: the codes of the int4 weight stay as they are)
-    code <- round((W + s B A) / scale + zero) (rounded: scales and zero points stay)
+    zero <- zero - s B A / scale              (QA-LoRA: the codes of the int4 weight do not change)
+    code <- round((W + s B A) / scale + zero) (rounded: scales and zero points do not change)
 
-Costs: nothing at inference any more; the adapter can no longer be taken off
+Costs: none at inference; a merged adapter cannot be removed
 """
 
 import contextlib
@@ -37,16 +37,19 @@ from lit_efficient.surgery import mix_in, mix_out
 
 @torch.no_grad()
 def merge_adapters(module: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module:
-    """Merge every adapter in ``module``, in place, and return it.
+    """Merge every adapter in ``module``, in place, and return the module.
 
-    A quantised layer becomes a float one with the dequantised weight; but the layers of QA-LoRA and ``rounded``, and
-    int4 layers without an adapter, stay in int4 (:func:`dequantize_layers` makes floats of them). A weight that is tied
-    to another layer's is given a copy of its own first: the adapter belongs to one use of it. Frozen parameters stay
-    frozen. Layers of bitsandbytes without an adapter become plain ones, too.
+    - A quantised layer becomes a float layer with the dequantised weight. bitsandbytes' layers without an adapter do so
+      too.
+    - Layers of QA-LoRA and ``rounded``, and int4 layers without an adapter, stay in int4. :func:`dequantize_layers`
+      converts them to floats.
+    - A weight that is tied to another layer's is copied first, because the adapter belongs to one of the layers.
+    - Frozen parameters stay frozen.
 
     Args:
-        module: What adapters were put on; it may hold none.
-        dtype: Number format of the layers that were quantised, each as soon as it is merged; ``None``: the adapter's.
+        module: A module, with or without adapters.
+        dtype: Number format of the layers that were quantised. Each one is converted as soon as it is merged, to save
+            memory. None keeps the adapter's format.
     """
     for network in networks(module):
         merge_peft(network)
@@ -64,9 +67,10 @@ def merge_adapters(module: nn.Module, *, dtype: torch.dtype | None = None) -> nn
             fold_ia3(module.get_submodule(name))
         elif is_bitsandbytes(part):
             _replace(module, name, plain_layer(part, dequantize(part)))
-        if coded and dtype is not None and not is_quantized(merged := module.get_submodule(name)):
+        merged = module.get_submodule(name)
+        if coded and dtype is not None and not is_quantized(merged):
             merged.to(dtype)
-            del merged, part
+            del part  # the last reference to the quantised layer, whose memory is then returned to the system
             give_back()
     _forget(module)
     return module
@@ -74,7 +78,7 @@ def merge_adapters(module: nn.Module, *, dtype: torch.dtype | None = None) -> nn
 
 @torch.no_grad()
 def dequantize_layers(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """Put a float layer in the place of each quantised one that has no adapter, in place, and return the module."""
+    """Replace each quantised layer that has no adapter by a float layer, in place, and return the module."""
     for name, part in _parts(module):
         if is_quantized(part) and not isinstance(part, LowRank | IA3Scaled):
             _replace(module, name, plain_layer(part, dequantize(part)).to(dtype))
@@ -83,17 +87,18 @@ def dequantize_layers(module: nn.Module, dtype: torch.dtype | None = None) -> nn
 
 
 def whole_state(module: nn.Module) -> dict[str, Tensor]:
-    """Every tensor of a module: its ``state_dict`` may leave the frozen ones out."""
+    """Return every tensor of a module by name, including the frozen ones, which its ``state_dict`` may leave out."""
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return {name: tensor.detach() for name, tensor in tensors}
 
 
 @torch.no_grad()
 def without_adapters(module: nn.Module) -> dict[str, Tensor]:
-    """All weights of a module as floats, as if adapters had never been."""
+    """Return the weights of a module by the names that they have without adapters. Quantised weights become floats."""
     whole = whole_state(module)
-    added, moved = added_names(module, whole), peft_names(module, whole)[1]
-    state = {name: t for name, t in whole.items() if name not in added}
+    added = added_names(module, whole)
+    moved = peft_names(module, whole)[1]
+    state = {name: tensor for name, tensor in whole.items() if name not in added}
     part: Any
     for name, part in module.named_modules():
         if is_quantized(part):
@@ -102,16 +107,17 @@ def without_adapters(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that are there when their turn comes: nothing holds one that was replaced."""
+    """Yield the submodules of a module by name. The caller may replace each one, which frees its memory."""
     for name in [name for name, _ in module.named_modules()]:
-        with contextlib.suppress(AttributeError):  # it went with what was around it
+        with contextlib.suppress(AttributeError):  # the caller has replaced a module that contained this one
             yield name, module.get_submodule(name)
 
 
 def _forget(module: nn.Module) -> None:
-    """Strike what is not on the module any more from its ledger."""
+    """Remove the record of techniques and of quantisation that no longer apply to the module."""
     forget_what_is_gone(module)
-    for part in module.modules():  # what transformers loaded in 4 or 8 bits must not be saved as if it still were
+    # transformers marks a network that it loaded in 4 or 8 bits, and would save the merged one as quantised.
+    for part in module.modules():
         config = getattr(part, "config", None)
         if not any(map(is_quantized, part.modules())) and hasattr(config, "quantization_config"):
             del config.quantization_config  # type: ignore[union-attr]
@@ -139,8 +145,9 @@ def _merge_low_rank(root: nn.Module, name: str, part: Any) -> None:
     if is_quantized(part):
         _replace(root, name, plain_layer(part, matrix.to(part.lora_A.dtype)))
         return
-    transposed = isinstance(part, _LowRankConv1D | _LowRankEmbedding)
-    weight = (matrix.T if transposed else matrix).reshape(part.weight.shape).to(part.weight.dtype)
+    if isinstance(part, _LowRankConv1D | _LowRankEmbedding):
+        matrix = matrix.T
+    weight = matrix.reshape(part.weight.shape).to(part.weight.dtype)
     if is_tied(root, part):
         part.weight = nn.Parameter(weight.contiguous(), requires_grad=part.weight.requires_grad)
     else:

@@ -1,7 +1,7 @@
-"""Quantised layers of all formats: made from float ones, read back as floats, found in modules and in checkpoints.
+"""Quantised layers of all formats: quantisation, dequantisation, and their entries in checkpoints.
 
 The formats and their formulas are in :mod:`lit_efficient.mechanisms.adapters.bitsandbytes_layers` and
-:mod:`lit_efficient.mechanisms.adapters.int4`. bitsandbytes is imported only where its layers are made or met.
+:mod:`lit_efficient.mechanisms.adapters.int4`. bitsandbytes is imported only when one of its layers is used.
 """
 
 import math
@@ -21,21 +21,21 @@ _BITSANDBYTES = ("Linear4bit", "Linear8bitLt")
 
 
 def is_bitsandbytes(module: object) -> bool:
-    """Whether a layer is one of bitsandbytes' with 4 or 8 bits."""
+    """Return whether a layer is a 4-bit or 8-bit layer of bitsandbytes."""
     return any(base.__name__ in _BITSANDBYTES for base in type(module).__mro__)
 
 
 def is_quantized(module: object) -> bool:
-    """Whether a layer holds codes in the place of a float weight."""
+    """Return whether the weight of a layer is quantised."""
     return isinstance(module, Int4Linear) or is_bitsandbytes(module)
 
 
 def is_conv1d(module: object) -> bool:
-    """Whether a layer is, or was made from, GPT-2's linear layer, whose weight is [in, out]."""
-    kind = getattr(module, "source_cls", type(module))  # of what transformers quantised
-    return getattr(module, "quant_transposed", False) or any(
-        base.__module__ == "transformers.pytorch_utils" and base.__name__ == "Conv1D" for base in kind.__mro__
-    )
+    """Return whether a layer is GPT-2's linear layer, whose weight is [in, out], or was quantised from one."""
+    if getattr(module, "quant_transposed", False):
+        return True
+    kind = getattr(module, "source_cls", type(module))  # transformers' mark on a layer that it has quantised
+    return any(base.__module__ == "transformers.pytorch_utils" and base.__name__ == "Conv1D" for base in kind.__mro__)
 
 
 def quantize_linear(
@@ -46,17 +46,26 @@ def quantize_linear(
     group_size: int = 32,
     device: torch.device | None = None,
 ) -> Any:
-    """The quantised twin of a linear layer (or ``Conv1D``), frozen, with the same bias parameter; the layer is left as
-    it was.
+    """Return a frozen, quantised copy of a linear layer or ``Conv1D``. The copy shares the bias parameter.
 
-    It is rounded on ``device``, and is where the layer was.
+    Args:
+        layer: The layer, which does not change.
+        format: ``nf4``, ``fp4``, ``int8`` or ``int4``.
+        double_quant: Quantise the scales of ``nf4`` and ``fp4`` as well.
+        group_size: Number of inputs that share a scale in ``int4``.
+        device: Device on which the weight is rounded; the device of the layer if it is None. The copy is on the device
+            of the layer in both cases.
     """
     if isinstance(layer, ExpertLinear):
         return _quantized_experts(layer, format, double_quant=double_quant, group_size=group_size, device=device)
     transposed = is_conv1d(layer)
     home = layer.weight.device
-    weight = layer.weight.detach().to(home if device is None or home.type == "meta" else device)
-    weight = (weight.T if transposed else weight).contiguous()
+    weight = layer.weight.detach()
+    if device is not None and home.type != "meta":
+        weight = weight.to(device)
+    if transposed:
+        weight = weight.T
+    weight = weight.contiguous()
     twin: Any
     if format == "int4":
         twin = Int4Linear(weight, layer.bias, group_size)
@@ -65,38 +74,47 @@ def quantize_linear(
 
         twin = bitsandbytes_linear(weight, layer.bias, format, double_quant=double_quant)
     twin.quant_transposed = transposed
-    return twin.train(layer.training) if weight.device == home else twin.train(layer.training).to(home)
+    twin.train(layer.training)
+    if weight.device != home:
+        twin.to(home)
+    return twin
 
 
 class QuantizedExperts(GroupedLayer):
-    """Mix-in of a quantised layer that holds the outputs of all experts one under the other, [E * out, in]."""
+    """Mix-in of a quantised layer whose weight holds the rows of all experts, [E * out, in]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rows of the sorted tokens, [M, in] -> [M, out]; the weights are floats while it runs alone."""
+        """Return the products of the sorted tokens with their experts' weights, [M, in] -> [M, out].
+
+        The weights are dequantised only for the duration of the call.
+        """
         groups = self.known_groups()
         y: Tensor = _QuantizedProduct.apply(x, self, groups)
-        return y if self.bias is None else y + self.bias.to(y.dtype)[groups.experts]
+        if self.bias is None:
+            return y
+        return y + self.bias.to(y.dtype)[groups.experts]
 
     def dense_weight(self) -> Tensor:
-        """The weight as floats, in the shape that it had."""
+        """Return the dequantised weight, [E, out, in], or [E, in, out] if ``is_transposed``."""
         rows = dequantize(self).unflatten(0, (self.expert_shape[0], -1))
-        return rows.mT if self.is_transposed else rows
+        return _oriented(rows, self.is_transposed)
 
     def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Take floats of any shape."""
+        """Accept a float weight of one matrix for each expert."""
         super().before_load(state_dict, prefix)
         given = state_dict.get(f"{prefix}weight")
         if given is not None and given.ndim == 3:
-            state_dict[f"{prefix}weight"] = (given.mT if self.is_transposed else given).flatten(0, 1)
-        super(GroupedLayer, self).before_load(state_dict, prefix)  # of the quantised layer
+            state_dict[f"{prefix}weight"] = _oriented(given, self.is_transposed).flatten(0, 1)
+        super(GroupedLayer, self).before_load(state_dict, prefix)  # the method of the quantised layer
 
 
 class _QuantizedProduct(torch.autograd.Function):
-    """The grouped product with weights that are dequantised again for the backward pass, not kept."""
+    """Grouped product that dequantises the weights again in the backward pass instead of storing them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: QuantizedExperts, groups: Groups) -> Tensor:
-        ctx.layer, ctx.groups = layer, groups
+        ctx.layer = layer
+        ctx.groups = groups
         return grouped_linear(x, layer.dense_weight().to(x.dtype), None, groups, layer.is_transposed)
 
     @staticmethod
@@ -107,7 +125,7 @@ class _QuantizedProduct(torch.autograd.Function):
 
 
 def _quantized_experts(layer: ExpertLinear, format: str, **how: Any) -> Any:
-    rows = (layer.weight.mT if layer.is_transposed else layer.weight).detach().flatten(0, 1)
+    rows = _oriented(layer.weight, layer.is_transposed).detach().flatten(0, 1)
     flat = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta").train(layer.training)
     flat.weight = nn.Parameter(rows, requires_grad=False)
     twin = quantize_linear(flat, format, **how)
@@ -117,35 +135,42 @@ def _quantized_experts(layer: ExpertLinear, format: str, **how: Any) -> Any:
 
 
 def elements(parameter: Tensor) -> int:
-    """Number of weights that a parameter stands for: of 4-bit codes two lie in a byte."""
+    """Return the number of weights that a parameter encodes."""
     state = getattr(parameter, "quant_state", None)
     if state is not None:
         return math.prod(state.shape)
-    return parameter.numel() * (2 if parameter.dtype == torch.uint8 else 1)
+    if parameter.dtype == torch.uint8:  # int4 stores two codes in a byte
+        return 2 * parameter.numel()
+    return parameter.numel()
 
 
 def stored_bytes(layer: Any) -> int:
-    """Bytes of a quantised layer's weight, scales and tables included."""
+    """Return the size in bytes of a quantised layer's weight, including scales and tables."""
     size: int = layer.weight.nbytes
     if isinstance(layer, Int4Linear):
         return size + layer.weight_scale.nbytes + layer.weight_zero.nbytes
     state = getattr(layer.weight, "quant_state", None)
     if state is None:
         return size + layer.weight.SCB.nbytes
-    held = [state, *([state.state2] if state.nested else [])]
-    offset = state.offset.nbytes if state.nested else 0
-    return size + offset + sum(one.absmax.nbytes + one.code.nbytes for one in held)
+    size += state.absmax.nbytes + state.code.nbytes
+    if state.nested:
+        size += state.offset.nbytes + state.state2.absmax.nbytes + state.state2.code.nbytes
+    return size
 
 
 def dequantize(module: Any) -> Tensor:
-    """The weight of a quantised layer as floats, [out, in]."""
+    """Return the weight of a quantised layer as floats, [out, in]."""
     if isinstance(module, Int4Linear):
         return module.dequantized()
     weight = module.weight
-    state = getattr(weight, "quant_state", None) or getattr(module, "quant_state", None)  # FSDP2's weights have none
+    # FSDP2 replaces the parameter by one without constants; the layer has them as well.
+    state = getattr(weight, "quant_state", None) or getattr(module, "quant_state", None)
     if state is not None:
         return _dequantize_4bit(weight.data, state)
-    return _dequantize_8bit(weight.data, weight.SCB if weight.SCB is not None else module.state.SCB)
+    scale = weight.SCB
+    if scale is None:
+        scale = module.state.SCB
+    return _dequantize_8bit(weight.data, scale)
 
 
 def _dequantize_4bit(codes: Tensor, state: Any) -> Tensor:
@@ -160,12 +185,16 @@ def _dequantize_8bit(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def plain_layer(module: Any, weight: Tensor) -> nn.Module:
-    """The float layer that a quantised one was made from, with the given weight [out, in] and the same bias."""
+    """Return a float layer of the type that was quantised, with a given weight and the same bias parameter.
+
+    Args:
+        module: The quantised layer.
+        weight: Float weight, [out, in]. For stacked experts, it may also have the shape of the experts' weight.
+    """
     layer: Any
     if isinstance(module, QuantizedExperts):
         if weight.ndim == 2:
-            weight = weight.unflatten(0, (module.expert_shape[0], -1))
-            weight = weight.mT if module.is_transposed else weight
+            weight = _oriented(weight.unflatten(0, (module.expert_shape[0], -1)), module.is_transposed)
         frozen = nn.Parameter(weight.contiguous(), requires_grad=False)
         return ExpertLinear(frozen, module.bias, module.is_transposed).train(module.training)  # type: ignore[attr-defined]
     if is_conv1d(module):
@@ -182,51 +211,61 @@ def plain_layer(module: Any, weight: Tensor) -> nn.Module:
 
 
 def quantization_of(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """How each quantised layer of a module was made, by its name, as primitives for a checkpoint."""
-    return {
-        name: {
-            "format": part.quant_format,
-            "double_quant": getattr(part, "quant_double", False),
-            "group_size": getattr(part, "group_size", 0),
-            "transposed": is_conv1d(part),
-        }
-        for name, part in module.named_modules()
-        if is_quantized(part) and hasattr(part, "quant_format")
-    }
+    """Return the quantisation settings of each quantised layer by name, as primitives for a checkpoint."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, part in module.named_modules():
+        if is_quantized(part) and hasattr(part, "quant_format"):
+            found[name] = {
+                "format": part.quant_format,
+                "double_quant": getattr(part, "quant_double", False),
+                "group_size": getattr(part, "group_size", 0),
+                "transposed": is_conv1d(part),
+            }
+    return found
 
 
 def quantize_entry(state: dict[str, Tensor], name: str, how: Mapping[str, Any]) -> None:
-    """Round the float weight of a layer in a ``state_dict`` as :func:`quantization_of` says it was.
+    """Round the float weight of a layer in a ``state_dict``, in place.
 
-    int4 is left as codes, scales and zero points, the other formats as floats.
+    The result consists of codes, scales and zero points for int4, and of rounded floats for the other formats.
+
+    Args:
+        state: The state dict.
+        name: Dotted name of the layer.
+        how: The layer's settings from :func:`quantization_of`.
     """
     key = f"{name}.weight"
     shape = state[key].shape
-    weight = state[key].T if how["transposed"] else state[key].flatten(0, -2)
+    if how["transposed"]:
+        weight = state[key].T
+    else:
+        weight = state[key].flatten(0, -2)  # the rows of all experts, if the weight is a stack
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
     twin = quantize_linear(layer, how["format"], double_quant=how["double_quant"], group_size=how["group_size"] or 32)
     if isinstance(twin, Int4Linear):
         state |= {f"{name}.{k}": tensor for k, tensor in twin.state_dict().items()}
     else:
-        state[key] = _oriented(dequantize(twin), transposed=how["transposed"]).view(shape)
+        state[key] = _oriented(dequantize(twin), how["transposed"]).contiguous().view(shape)
 
 
 def dequantize_entry(state: dict[str, Tensor], name: str, *, transposed: bool = False) -> None:
-    """Put floats in the place of a quantised layer's weight and constants in a ``state_dict``."""
+    """Replace a quantised layer's weight and constants in a ``state_dict`` by a float weight, in place."""
     key = f"{name}.weight"
     prefixes = (f"{key}.", f"{key}_scale", f"{key}_zero", f"{key}_format", f"{name}.SCB")
     constants = {k.removeprefix(f"{name}."): state.pop(k) for k in list(state) if k.startswith(prefixes)}
-    state[key] = _oriented(_floats(state[key], constants), transposed=transposed)
+    state[key] = _oriented(_floats(state[key], constants), transposed).contiguous()
 
 
 def is_code(tensor: Tensor) -> bool:
-    """Whether a weight in a ``state_dict`` is quantised."""
+    """Return whether a weight in a ``state_dict`` is quantised."""
     return tensor.dtype in (torch.uint8, torch.int8)
 
 
-def _oriented(weight: Tensor, *, transposed: bool) -> Tensor:
-    return weight.T.contiguous() if transposed else weight
+def _oriented(weight: Tensor, transposed: bool) -> Tensor:
+    if transposed:
+        return weight.mT
+    return weight
 
 
 def _floats(codes: Tensor, constants: Mapping[str, Tensor]) -> Tensor:
