@@ -76,7 +76,7 @@ def test_another_base_is_refused_by_the_names_of_its_tensors(tmp_path: Path) -> 
         other.net.stem.weight.mul_(1.5)
     for function, loaders in (("fit", (data(), data())), ("validate", (data(),))):
         run = trainer([LoRA(rank=2)], max_epochs=2)
-        with pytest.raises(CheckpointError, match=r"another base: 1 of 28 frozen tensors.*'net.stem.weight'"):
+        with pytest.raises(CheckpointError, match=r"other frozen weights: 1 of 28 frozen tensors.*'net.stem.weight'"):
             getattr(run, function)(copy.deepcopy(other), *loaders, ckpt_path=tmp_path / "a.ckpt")
 
 

@@ -178,7 +178,7 @@ def test_what_cannot_stand_beside_is_refused(theirs: tuple[Any, Path], tmp_path:
         mix_adapters(llama(), ["default"])
     dora = peft.get_peft_model(llama(), peft.LoraConfig(r=2, use_dora=True, target_modules=["q_proj"]))
     dora.save_pretrained(tmp_path)
-    with pytest.raises(ConfigurationError, match="variant 'dora', which changes the base for all"):
+    with pytest.raises(ConfigurationError, match="variant='dora', which changes the base for all"):
         LoRA(beside={"code": str(tmp_path)})
 
 

@@ -114,14 +114,14 @@ def resumed_from_adapters_alone() -> None:
         _, resumed = fit(make, network, 2, shards, path)
         assert_equal(straight, resumed)
 
-    with pytest.raises(CheckpointError, match="another base"):
+    with pytest.raises(CheckpointError, match="other frozen weights"):
         fit(lora, Small, 2, ckpt_path="lora.ckpt", factor=1.5)
     if dist.get_rank() == 0:
         checkpoint = torch.load("lora.ckpt", weights_only=True)
         del checkpoint["state_dict"]["net.stem.lora_A"]
         torch.save(checkpoint, "lora.ckpt")
     dist.barrier()
-    lacks = r"lacks 1 of the 12 tensors that train beside the frozen base: net\.stem\.lora_A"
+    lacks = r"lacks 1 of the 12 tensors that are not part of the frozen base: net\.stem\.lora_A"
     with pytest.raises(CheckpointError, match=lacks):
         fit(lora, Small, 2, ckpt_path="lora.ckpt")
     with pytest.raises(ConflictError, match="format='int8' cannot be sharded"):

@@ -1,6 +1,6 @@
-"""Adapters off for a moment: the network computes what its base does, without a second one in memory.
+"""Temporarily disabled adapters: the network computes the output of its base, without a second copy in memory.
 
-Of PiSSA that is the original weight, too: what it took from the weight is subtracted beside it, not in it.
+This holds for PiSSA as well, because it does not change the weight.
 """
 
 from collections.abc import Iterator
@@ -12,19 +12,19 @@ from lit_efficient.internals.torch_modules import StaysFloat32
 
 
 class Switchable(StaysFloat32):
-    """Mix-in of a module with an adapter that can be passed over, and that is not cast with its base."""
+    """Mix-in of a module with an adapter that can be disabled, and that is not cast with the module."""
 
     adapter_off: bool = False
 
 
 @contextmanager
 def disabled(module: nn.Module) -> Iterator[None]:
-    """Run the body with all adapters in ``module`` (LoRA of any variant, IA3, prefixes) off.
+    """Context in which all adapters in ``module`` (LoRA of any variant, IA3, prefixes) are disabled.
 
-    Modules that train in full beside adapters (``modules_to_save``, biases) have no other weights to go back to: they
-    stay as they are. Without adapters nothing happens. Contexts may be nested; adapters are on again after an error.
+    Modules that train in full together with adapters (``modules_to_save``, biases) keep their trained weights, because
+    their original ones are not stored. Contexts may be nested. Adapters are enabled again after an error.
     """
-    # Those that are off already belong to a context around this one.
+    # Adapters that are already disabled belong to an outer context.
     parts = [part for part in module.modules() if isinstance(part, Switchable) and not part.adapter_off]
     try:
         for part in parts:
@@ -36,5 +36,5 @@ def disabled(module: nn.Module) -> Iterator[None]:
 
 
 def has_adapters(module: nn.Module) -> bool:
-    """Whether there is anything that :func:`disabled` would turn off."""
+    """Return whether a module has adapters that :func:`disabled` can disable."""
     return any(isinstance(part, Switchable) for part in module.modules())

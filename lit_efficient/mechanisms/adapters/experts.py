@@ -1,10 +1,11 @@
-"""Low-rank adapters for the stacked matrices of experts, and for modules whose own code reads the weight.
+"""Low-rank adapters of the stacked matrices of experts, and of modules whose own code reads the weight.
 
     W_e + s B_e A_e for each expert e,    A [E, r, in],  B [E, out, r],    s = alpha / r, or alpha / sqrt(r)
 
-The module's own forward runs, and reads the sum where it reads the weight: routing, kernels and biases stay its own.
-``A`` and ``B`` of ``down_proj`` stand beside it as ``lora_A_down_proj`` and ``lora_B_down_proj``; modules that multiply
-from the right (``is_transposed``) have [E, in, out]. The sum is as large as the weight, and kept for the backward pass.
+The module's own forward runs and reads the sum in place of the weight, so that routing, kernels and biases do not
+change. The factors of ``down_proj`` are the parameters ``lora_A_down_proj`` and ``lora_B_down_proj`` of the module.
+Modules that multiply from the right (``is_transposed``) have weights [E, in, out]. The sum is as large as the weight
+and is stored for the backward pass.
 Source: the ``target_parameters`` of https://huggingface.co/docs/peft/package_reference/lora
 """
 
@@ -23,17 +24,19 @@ from lit_efficient.surgery import home_of, mix_in, mix_out
 
 
 class ReadsAdapted(Switchable):
-    """Mix-in of a module that reads other tensors in the place of some of its parameters for a while."""
+    """Mix-in of a module that can temporarily read other tensors in place of some of its parameters."""
 
     _read_now: Mapping[str, Tensor]
 
     def __getattr__(self, name: str) -> Any:
         now = self.__dict__.get("_read_now")
-        return now[name] if now is not None and name in now else super().__getattr__(name)  # type: ignore[misc]
+        if now is not None and name in now:
+            return now[name]
+        return super().__getattr__(name)  # type: ignore[misc]
 
     @contextmanager
     def reading(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Let the module's code find ``weights`` under its parameters' names."""
+        """Context in which the attributes named in ``weights`` have the given values."""
         self.__dict__["_read_now"] = weights
         try:
             yield
@@ -42,7 +45,7 @@ class ReadsAdapted(Switchable):
 
 
 class LowRankExperts(ReadsAdapted):
-    """Stacked experts with an adapter each; mixed in front of the module's own class."""
+    """Mix-in of stacked experts with an adapter for each expert. It precedes the module's own class."""
 
     float32 = ("lora_",)
     lora_names: tuple[str, ...]
@@ -50,7 +53,7 @@ class LowRankExperts(ReadsAdapted):
     lora_transposed: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own output with the adapted weights."""
+        """Return the module's own output with the adapted weights."""
         if self.adapter_off:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         if isinstance(self, GroupedLayer):
@@ -59,31 +62,44 @@ class LowRankExperts(ReadsAdapted):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
     def adapted(self, name: str) -> Tensor:
-        """A weight with its adapters added."""
+        """Return the sum of the weight ``name`` and its adapters, in the weight's shape."""
         weight = self.dense_weight() if is_quantized(self) else getattr(self, name)
         delta = self.lora_scale * (getattr(self, f"lora_B_{name}") @ getattr(self, f"lora_A_{name}"))
-        return weight + (delta.mT if self.lora_transposed else delta).to(weight.dtype)
+        if self.lora_transposed:
+            delta = delta.mT
+        return weight + delta.to(weight.dtype)
 
     def _beside(self: Any, x: Tensor) -> Tensor:
-        """Of our own layers of experts: the adapters' products instead of a sum as large as the weight."""
+        """Return the output of this package's layer of experts, computed without a sum as large as the weight."""
         y: Tensor = super().forward(x)  # type: ignore[misc]
         inner = self.grouped_product(x.to(self.lora_A_weight.dtype), self.lora_A_weight)
         return y + (self.lora_scale * self.grouped_product(inner, self.lora_B_weight)).to(y.dtype)
 
 
 def seed_of(draw: str) -> int:
-    """The seed of an adapter's start, alike on all ranks."""
+    """Return the seed of an adapter's initial values, which depends on the text only and is equal on all ranks."""
     return int.from_bytes(hashlib.blake2b(draw.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def add_experts(module: Any, name: str, parameters: Sequence[str], *, rank: int, scale: float, seed: int = 0) -> None:
-    """Put an adapter beside each matrix in a module's stacked ``parameters``, in place; the output stays as it was."""
+    """Add an adapter to each matrix in a module's stacked parameters, in place. The output does not change.
+
+    Args:
+        module: Module with the stacked weights [E, out, in], or [E, in, out] if it has a true ``is_transposed``.
+        name: Dotted name of the module, which determines the initial values together with ``seed``.
+        parameters: Names of the stacked weights.
+        rank: ``r``.
+        scale: ``s``.
+        seed: Seed of the initial values.
+    """
     transposed = bool(getattr(module, "is_transposed", False))
     generator = torch.Generator().manual_seed(seed_of(f"{seed}/{name}"))
     for key in parameters:
         weight = getattr(module, key)
         shape = getattr(module, "expert_shape", weight.shape)
-        experts, outputs, inputs = (shape[0], shape[2], shape[1]) if transposed else shape
+        experts, outputs, inputs = shape
+        if transposed:
+            experts, inputs, outputs = shape
         dtype = torch.promote_types(weight.dtype, torch.float32)
         drawn = torch.rand(experts, rank, inputs, generator=generator, device="cpu", dtype=torch.float32)
         a = (drawn * 2 - 1) / inputs**0.5
@@ -95,7 +111,7 @@ def add_experts(module: Any, name: str, parameters: Sequence[str], *, rank: int,
 
 @torch.no_grad()
 def fold_experts(module: Any) -> None:
-    """Add the adapters to the weights, and make the module a plain one again."""
+    """Add the adapters to the weights, and remove the adapters from the module, in place."""
     for name in module.lora_names:
         getattr(module, name).copy_(module.adapted(name))
         for factor in ("A", "B"):

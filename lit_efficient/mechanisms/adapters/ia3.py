@@ -1,9 +1,9 @@
-"""Learned factors on keys, values and the inside of feed-forward layers: the formula, and the layers that use it.
+"""IA3: learned factors of keys, values and the inner activations of feed-forward layers.
 
     keys, values:   y = l * (W x + b),    l [out]
     feed-forward:   y = W (l * x) + b,    l [in], before the projection down
 
-``l`` starts at one and stands beside ``weight`` as ``ia3``. Source: https://arxiv.org/abs/2205.05638.
+``l`` starts at one and is the parameter ``ia3`` of the layer. Source: https://arxiv.org/abs/2205.05638.
 """
 
 from typing import Any
@@ -17,15 +17,15 @@ from lit_efficient.surgery import home_of, mix_in, mix_out
 
 
 class IA3Scaled(Switchable):
-    """A layer whose output, or input, is multiplied by learned factors; mixed in front of the layer's own class."""
+    """Mix-in of a layer that multiplies its output or input by learned factors. It precedes the layer's own class."""
 
     float32 = ("ia3",)
     ia3: nn.Parameter
     ia3_side: str
-    ia3_first: int  # the first output that is scaled: those before it are queries, where one layer makes all three
+    ia3_first: int  # index of the first scaled output; a layer of queries, keys and values has the queries before it
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's own output, with the factors."""
+        """Return the layer's own output with the factors applied."""
         if self.adapter_off:
             return super().forward(x)  # type: ignore[misc]
         if self.ia3_side == "input":
@@ -35,38 +35,50 @@ class IA3Scaled(Switchable):
 
 
 def whole_factors(factors: Tensor, first: int) -> Tensor:
-    """Factors for all outputs of a layer, ones for the ``first`` (queries) that are not scaled."""
-    return torch.cat((factors.new_ones(first), factors)) if first else factors
+    """Return factors for all outputs of a layer: ones for the unscaled ``first`` outputs, then ``factors``."""
+    if not first:
+        return factors
+    return torch.cat((factors.new_ones(first), factors))
 
 
 def sizes(layer: Any) -> tuple[int, int]:
-    """Inputs and outputs of a linear layer; GPT-2's ``Conv1D`` keeps its weight as [in, out]."""
+    """Return the numbers of inputs and outputs of a linear layer or of GPT-2's ``Conv1D``."""
     if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features
-    return layer.weight.shape[0], layer.weight.shape[1]
+    return layer.weight.shape[0], layer.weight.shape[1]  # Conv1D's weight is [in, out]
 
 
 def add_ia3(layer: Any, side: str) -> None:
-    """Put factors of one beside a layer, on its ``output`` or ``input``.
+    """Add factors of one to a layer, in place.
 
-    GPT-2's ``c_attn`` (out = 3 in), quantised or not, makes queries, keys and values: queries are left as they are.
+    Args:
+        layer: A linear layer or ``Conv1D``. GPT-2's ``c_attn`` (out = 3 in), quantised or not, computes queries, keys
+            and values, of which the queries are not scaled.
+        side: ``output`` or ``input``, which the factors multiply.
     """
     inputs, outputs = sizes(layer)
-    first = inputs if side == "output" and outputs == 3 * inputs and is_conv1d(layer) else 0
-    dtype = (
-        torch.promote_types(layer.weight.dtype, torch.float32) if layer.weight.is_floating_point() else torch.float32
-    )
-    size = inputs if side == "input" else outputs - first
+    first = 0
+    if side == "output" and outputs == 3 * inputs and is_conv1d(layer):
+        first = inputs
+    dtype = torch.float32
+    if layer.weight.is_floating_point():
+        dtype = torch.promote_types(layer.weight.dtype, torch.float32)
+    size = outputs - first
+    if side == "input":
+        size = inputs
     layer.ia3 = nn.Parameter(torch.ones(size, dtype=dtype, device=home_of(layer.weight)))
     mix_in(layer, IA3Scaled, ia3_side=side, ia3_first=first)
 
 
 @torch.no_grad()
 def fold_ia3(layer: Any) -> None:
-    """Multiply the factors into weight and bias, and make the layer a plain one again."""
+    """Multiply weight and bias by the factors, and remove the factors, in place."""
     factors = whole_factors(layer.ia3, layer.ia3_first)
     per_row = isinstance(layer, nn.Linear) == (layer.ia3_side == "output")
-    layer.weight.copy_(layer.weight * (factors[:, None] if per_row else factors))
+    if per_row:
+        layer.weight.copy_(layer.weight * factors[:, None])
+    else:
+        layer.weight.copy_(layer.weight * factors)
     if layer.ia3_side == "output" and layer.bias is not None:
         layer.bias.copy_(layer.bias * factors)
     mix_out(layer, IA3Scaled)

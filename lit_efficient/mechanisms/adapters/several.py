@@ -1,10 +1,10 @@
-"""Several LoRA adapters on one base: added from folders, switched, mixed by weights, or chosen row by row.
+"""Several LoRA adapters of one base: added from folders, switched, mixed by weights, or chosen for each row.
 
     y = W x + sum_i w_i s_i B_i A_i x,    w_i one number, or one for each row of the batch
 
-The one that ``LoRA`` trains is ``default``; the others rest beside it, frozen, as buffers ``lora_A_NAME`` [r, in] and
-``lora_B_NAME`` [out, r], which checkpoints keep. A mixture is peft's ``add_weighted_adapter(combination_type="cat")``,
-rows are its ``adapter_names``.
+The adapter that ``LoRA`` trains has the name ``default``. The others are frozen buffers ``lora_A_NAME`` [r, in] and
+``lora_B_NAME`` [out, r] of the same layers, which checkpoints contain. A mixture corresponds to peft's
+``add_weighted_adapter(combination_type="cat")``, and a choice for each row to its argument ``adapter_names``.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,37 +18,43 @@ from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.mechanisms.adapters.low_rank import OWN, LowRank, scale_of
 from lit_efficient.surgery import match_modules
 
-FIELDS = ("rank", "alpha", "variant", "targets")  # of an adapter that rests
+FIELDS = ("rank", "alpha", "variant", "targets")  # settings of a frozen adapter
 _PLAIN = ("lora", "rslora")
 
 
 def check_fields(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be known of an adapter that is added, of what its folder says.
+    """Return the settings of an adapter that is to be added, as :data:`FIELDS` names them.
+
+    Args:
+        name: Name of the adapter.
+        fields: Arguments of LoRA that describe the adapter, such as those of its folder.
 
     Raises:
-        ConfigurationError: For a name that cannot be one of a tensor, and for what changes the base.
+        ConfigurationError: If the name cannot be part of a tensor's name, or the adapter changes the base.
     """
     if not name.isidentifier() or name == OWN:
         raise refusal("LoRA", "the name of an adapter beside", f"an identifier other than {OWN}", name)
-    odd = [key for key in ("bias", "modules_to_save") if fields.get(key) not in (None, "none")]
-    if odd or fields["variant"] not in _PLAIN:
-        what = f"{odd[0]}={fields[odd[0]]!r}" if odd else f"variant {fields['variant']!r}"
-        raise ConfigurationError(f"LoRA: the adapter {name!r} has {what}, which changes the base for all: merge it")
+    for key in ("bias", "modules_to_save", "variant"):
+        if fields.get(key) not in (None, "none", *_PLAIN):
+            raise ConfigurationError(
+                f"LoRA: the adapter {name!r} has {key}={fields[key]!r}, which changes the base for all adapters. Merge "
+                "this adapter into the base"
+            )
     return {key: fields[key] for key in FIELDS}
 
 
 @torch.no_grad()
 def rest_beside(module: nn.Module, name: str, fields: Mapping[str, Any], tensors: Mapping[str, Tensor] | None) -> None:
-    """Put an adapter beside those that are there.
+    """Add a frozen adapter to layers that have one.
 
     Args:
-        module: What ``LoRA`` has adapted.
-        name: Of the adapter.
-        fields: Of :func:`check_fields`.
-        tensors: By the names that they have here, without that of the model in front; ``None``: a checkpoint has them.
+        module: Module that ``LoRA`` has adapted.
+        name: Name of the adapter.
+        fields: Settings that :func:`check_fields` returned.
+        tensors: Factors, by their names in the adapted model. If it is None, a checkpoint will provide the values.
 
     Raises:
-        ConfigurationError: If a layer has no adapter of LoRA's plain variants, or a tensor does not fit.
+        ConfigurationError: If a layer has no adapter of variant lora or rslora, or a tensor has another shape.
     """
     own = {at: part for at, part in module.named_modules() if isinstance(part, LowRank)}
     found = match_modules(module, fields["targets"], who=f"LoRA: the adapter {name!r}")
@@ -57,44 +63,56 @@ def rest_beside(module: nn.Module, name: str, fields: Mapping[str, Any], tensors
         part = own.get(at)
         if part is None or part.lora_variant not in _PLAIN:
             raise ConfigurationError(
-                f"LoRA: the adapter {name!r} is for {at!r} ({type(layer).__name__}), too, which must have one of its "
-                "own of variant lora or rslora: name that layer in targets"
+                f"LoRA: the adapter {name!r} also adapts {at!r} ({type(layer).__name__}), which has no adapter of "
+                "variant lora or rslora that trains. Name that layer in targets"
             )
         for key, dim in (("lora_A", 0), ("lora_B", 1)):
             first: Tensor = getattr(part, key)
             shape = [fields["rank"] if i == dim else size for i, size in enumerate(first.shape)]
-            given = None if tensors is None else _given(tensors, f"{at}.{key}")
-            if given is not None and list(given.shape) != shape:
-                raise refusal("LoRA", f"{at}.{key} of the adapter {name!r}", str(shape), list(given.shape))
-            held = first.new_zeros(shape) if given is None else given.to(first).clone()
-            part.register_buffer(f"{key}_{name}", held)
+            values = first.new_zeros(shape)
+            if tensors is not None:
+                given = _given(tensors, f"{at}.{key}")
+                if list(given.shape) != shape:
+                    raise refusal("LoRA", f"{at}.{key} of the adapter {name!r}", str(shape), list(given.shape))
+                values.copy_(given)
+            part.register_buffer(f"{key}_{name}", values)
         part.lora_others = {**part.lora_others, name: scale}
 
 
 def _given(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    # A name in the file lacks the prefix that the model has inside the LightningModule.
     return next(tensor for key, tensor in tensors.items() if name == key or name.endswith(f".{key}"))
 
 
 def mix_adapters(module: nn.Module, active: Sequence[str] | Mapping[str, float]) -> None:
-    """Let these adapters take part from now on, each times its weight, and no others; ``default`` is the trained one.
+    """Activate adapters with given weights, and deactivate all others.
 
     Args:
-        module: What ``LoRA`` has adapted, with or without others beside.
-        active: Names, or weights by name. None at all leaves the base.
+        module: Module that ``LoRA`` has adapted.
+        active: Names of adapters, or their weights by name. ``default`` is the adapter that trains. If it is empty, the
+            module computes the output of the base.
 
     Raises:
-        ConfigurationError: For an unknown name, and a mixture with a variant whose update is no sum.
+        ConfigurationError: If a name is unknown, or the variant does not support mixtures.
     """
     weights = dict(active) if isinstance(active, Mapping) else dict.fromkeys(active, 1.0)
-    _set(module, None if weights == {OWN: 1.0} else weights)
+    if weights == {OWN: 1.0}:
+        _set(module, None)
+    else:
+        _set(module, weights)
 
 
 @contextmanager
 def adapters_by_row(module: nn.Module, names: Sequence[str | None]) -> Iterator[None]:
-    """Run the body with one adapter for each row of the batch; ``None`` is the base alone.
+    """Context in which each row of the batch uses one adapter.
+
+    Args:
+        module: Module that ``LoRA`` has adapted.
+        names: Name of the adapter for each row; None for the base alone.
 
     Raises:
-        ConfigurationError: As :func:`mix_adapters`; in the body for layers whose inputs do not have so many rows.
+        ConfigurationError: As :func:`mix_adapters`. Layers raise it in the context if their inputs have another number
+            of rows.
     """
     device = next(module.parameters()).device
     chosen = sorted({name for name in names if name is not None})
@@ -108,22 +126,30 @@ def adapters_by_row(module: nn.Module, names: Sequence[str | None]) -> Iterator[
             part.lora_mix = mix
 
 
-def _set(module: nn.Module, weights: Mapping[str, Any] | None) -> None:
+def _set(module: nn.Module, weights: Mapping[str, float | Tensor] | None) -> None:
     parts = [part for part in module.modules() if isinstance(part, LowRank)]
     known = [OWN, *dict.fromkeys(name for part in parts for name in part.lora_others)]
     if not parts:
-        raise ConfigurationError(f"LoRA: {type(module).__name__} has no adapters to choose from")
-    if odd := [name for name in weights or () if name not in known]:
-        raise refusal("LoRA", "the active adapters", f"among {', '.join(known)}", odd[0])
-    if weights is not None and (odd := [part.lora_variant for part in parts if part.lora_variant not in _PLAIN]):
-        raise ConfigurationError(f"LoRA: variant {odd[0]!r} is no sum of an adapter and a weight, and takes no others")
+        raise ConfigurationError(f"LoRA: {type(module).__name__} has no adapters to choose from. Apply LoRA first")
+    if weights is None:
+        for part in parts:
+            part.lora_mix = None
+        return
+    for name in weights:
+        if name not in known:
+            raise refusal("LoRA", "the active adapters", f"among {', '.join(known)}", name)
     for part in parts:
-        own = (OWN, *part.lora_others)
-        part.lora_mix = None if weights is None else {name: w for name, w in weights.items() if name in own}
+        if part.lora_variant not in _PLAIN:
+            raise ConfigurationError(
+                f"LoRA: variant {part.lora_variant!r} cannot be mixed with other adapters, because its output is not "
+                "the base's output plus an update. Use variant lora or rslora"
+            )
+    for part in parts:
+        part.lora_mix = {name: share for name, share in weights.items() if name == OWN or name in part.lora_others}
 
 
 def active_mix(module: nn.Module) -> dict[str, float] | None:
-    """The weights that :func:`mix_adapters` has set, for a checkpoint; ``None``: the trained adapter alone."""
+    """Return the weights that :func:`mix_adapters` has set, for a checkpoint, or None for the trained adapter alone."""
     found: dict[str, float] = {}
     mixes = [part.lora_mix for part in module.modules() if isinstance(part, LowRank)]
     if all(mix is None for mix in mixes):

@@ -1,10 +1,10 @@
-"""What of an adapter survives when its sum with a quantised weight is rounded again, as the base was.
+"""Share of an adapter's update that remains after the merged weight is quantised again.
 
-    share = <Q(W + D) - W, D> / <D, D>,    D what the adapter adds to the quantised weight W, Q the base's own rounding
+    share = <Q(W + D) - W, D> / <D, D>,    W quantised weight, D the adapter's update, Q quantisation of the base
 
-A share of 1 keeps the update and adds noise; where D is less than half a step of the grid, nothing of it is left.
-Merging here gives floats, of which all survives; who rounds them again for inference should know what it costs.
-``LoRA(variant="qalora")`` and ``"rounded"`` train what survives whole.
+At a share of 1 the update remains, with noise. An update below half a step of the grid is lost. Merging gives float
+weights, which contain the whole update, so the share matters only if they are quantised again for inference.
+``LoRA(variant="qalora")`` and ``LoRA(variant="rounded")`` train adapters that lose nothing.
 """
 
 from typing import Any
@@ -18,30 +18,38 @@ from lit_efficient.mechanisms.adapters.quantized import dequantize, is_quantized
 
 @torch.no_grad()
 def surviving(module: nn.Module) -> dict[str, tuple[float, float]]:
-    """For each adapted layer on a quantised weight <Q(W + D) - W, D> and <D, D>, by its name.
+    """Return ``<Q(W + D) - W, D>`` and ``<D, D>`` of each adapted layer with a quantised weight, by name.
 
-    Layers whose adapter merges into the codes or zero points as it is are left out.
+    Layers whose adapter merges exactly into codes or zero points, and layers with an update of zero, are left out.
     """
     found = {}
     part: Any
     for name, part in module.named_modules():
         if not isinstance(part, LowRank) or not is_quantized(part) or part.lora_variant in ON_INT4:
             continue
-        base, merged = dequantize(part).float(), adapted_matrix(part).float()
+        base = dequantize(part).float()
+        merged = adapted_matrix(part).float()
         plain = nn.Linear(base.shape[1], base.shape[0], bias=False, device="meta")
         plain.weight = nn.Parameter(merged, requires_grad=False)
-        how: dict[str, Any] = {
-            "double_quant": getattr(part, "quant_double", True),
-            "group_size": getattr(part, "group_size", 32),
-        }
-        again = dequantize(quantize_linear(plain, part.quant_format, **how)).float().sub_(base).flatten()
+        again = quantize_linear(
+            plain,
+            part.quant_format,
+            double_quant=getattr(part, "quant_double", True),
+            group_size=getattr(part, "group_size", 32),
+        )
+        remaining = dequantize(again).float().sub_(base).flatten()
         update = merged.sub_(base).flatten()
-        found[name] = (again @ update).item(), (update @ update).item()
-    return {name: pair for name, pair in found.items() if pair[1] > 0}
+        size = (update @ update).item()
+        if size > 0:
+            found[name] = ((remaining @ update).item(), size)
+    return found
 
 
 def describe_survival(found: dict[str, tuple[float, float]]) -> str:
-    """A clause for people, of the update as a whole and of single layers; empty where there is nothing to say.
+    """Return a clause with the share of all layers and the extremes, or an empty string if there are no layers.
+
+    Args:
+        found: Result of :func:`surviving`.
 
     Example:
         >>> describe_survival({"up": (0.5, 1.0), "down": (2.7, 3.0)})
@@ -50,7 +58,8 @@ def describe_survival(found: dict[str, tuple[float, float]]) -> str:
     if not found:
         return ""
     share = {name: kept / whole for name, (kept, whole) in found.items()}
-    least, most = min(share, key=share.__getitem__), max(share, key=share.__getitem__)
+    least = min(share, key=share.__getitem__)
+    most = max(share, key=share.__getitem__)
     total = sum(kept for kept, _ in found.values()) / sum(whole for _, whole in found.values())
     return (
         f"; rounded again, {total:.1%} of the adapter's update would survive "

@@ -1,4 +1,4 @@
-"""Which layers get an adapter: all linear ones but the output head, or those that patterns name."""
+"""Selection of the layers that get an adapter: all linear layers except the output head, or named layers."""
 
 from collections.abc import Sequence
 
@@ -15,19 +15,22 @@ WITH_EXPERTS = "all-linear+experts"
 
 
 def find_targets(root: nn.Module, targets: str | Sequence[str], *, who: str) -> list[tuple[str, nn.Module]]:
-    """The layers to adapt, in definition order.
+    """Return the layers to adapt with their names, in definition order.
 
     Args:
         root: Any module.
-        targets: ``all-linear``: every linear layer (GPT-2's ``Conv1D`` too) of the networks that train, without the
-            output head of a transformers model, layers that share their weight with an embedding and layers whose
-            weights are new; or regular expressions for the ends of dotted names, which may also match ``nn.Conv2d``,
-            ``nn.Embedding`` and tied heads. ``all-linear+experts`` and patterns for :func:`find_experts` are
-            ``all-linear`` and nothing here.
-        who: Name of the technique that asks, for the error.
+        targets: ``all-linear``, ``all-linear+experts`` or regular expressions.
+
+            - ``all-linear``: every linear layer (and GPT-2's ``Conv1D``) of the networks that train, except the output
+              head of a transformers model, layers that share their weight with an embedding and layers with new,
+              untrained weights.
+            - ``all-linear+experts``: the same layers; the experts are those of :func:`find_experts`.
+            - Regular expressions for the ends of dotted names: they may also match ``nn.Conv2d``, ``nn.Embedding`` and
+              tied heads. A pattern that matches only stacked experts selects no layer.
+        who: Name of the technique, for messages.
 
     Raises:
-        ConfigurationError: If there is no such layer, or a pattern matches none; it lists those that could match.
+        ConfigurationError: If there is no such layer, or a pattern matches nothing. The message lists names.
     """
     if targets not in (ALL_LINEAR, WITH_EXPERTS):
         patterns = [targets] if isinstance(targets, str) else list(targets or ())
@@ -35,30 +38,37 @@ def find_targets(root: nn.Module, targets: str | Sequence[str], *, who: str) -> 
             raise refusal(who, "targets", f"{ALL_LINEAR}, {WITH_EXPERTS} or a list of patterns", targets)
         stacked = {pattern for found in _matched(root, targets, who).values() for pattern in found}
         patterns = [pattern for pattern in patterns if pattern not in stacked]
-        return match_modules(root, patterns, who=who, where=kind_of) if patterns else []
+        if not patterns:
+            return []
+        return match_modules(root, patterns, who=who, where=kind_of)
     heads = output_heads(root)
     tables = {id(module.weight) for module in root.modules() if isinstance(module, nn.Embedding)}
-    idle = BlockMap(root).frozen_networks()  # adapters of a teacher would never have a gradient
-    found = [
-        (name, module)
-        for name, module in root.named_modules()
-        if name and kind_of(module) in ("linear", "conv1d") and id(module) not in heads
-        and id(module.weight) not in tables and not isinstance(module, NewLayer)
-        and not is_inside(name, idle)
-    ]  # fmt: skip
+    idle = BlockMap(root).frozen_networks()  # adapters of a frozen teacher would never get a gradient
+    found = []
+    for name, module in root.named_modules():
+        if not name or kind_of(module) not in ("linear", "conv1d") or isinstance(module, NewLayer):
+            continue
+        if id(module) in heads or id(module.weight) in tables or is_inside(name, idle):
+            continue
+        found.append((name, module))
     if not found:
-        raise ConfigurationError(
-            f"{who}: {type(root).__name__} has no linear layer to adapt"
-            + (f"; name others by the ends of their names: targets={others}" if (others := other_targets(root)) else "")
-        )
+        others = other_targets(root)
+        advice = f"; name other layers by the ends of their names: targets={others}" if others else ""
+        raise ConfigurationError(f"{who}: {type(root).__name__} has no linear layer to adapt{advice}")
     return found
 
 
 def find_experts(root: nn.Module, targets: str | Sequence[str], *, who: str) -> list[tuple[str, nn.Module, list[str]]]:
-    """The stacked weights of experts to adapt: module and parameters, in definition order.
+    """Return the stacked weights of experts to adapt, in definition order.
 
-    ``all-linear+experts`` takes all of them, ``all-linear`` none; a pattern those whose dotted names it matches, if it
-    matches no layer.
+    Args:
+        root: Any module.
+        targets: ``all-linear+experts`` for all stacked weights, ``all-linear`` for none, or regular expressions for the
+            ends of their dotted names. Patterns that match a layer are not applied to stacked weights.
+        who: Name of the technique, for messages.
+
+    Returns:
+        Name of a module, the module, and the names of its stacked parameters.
     """
     stacks = expert_stacks(root)
     if targets == ALL_LINEAR:
@@ -67,12 +77,16 @@ def find_experts(root: nn.Module, targets: str | Sequence[str], *, who: str) -> 
         others = BlockMap(root).frozen_networks()
         return [stack for stack in stacks if not is_inside(stack[0], others)]
     wanted = _matched(root, targets, who)
-    chosen = [(name, part, [key for key in keys if f"{name}.{key}" in wanted]) for name, part, keys in stacks]
-    return [item for item in chosen if item[2]]
+    chosen = []
+    for name, part, keys in stacks:
+        matched = [key for key in keys if f"{name}.{key}" in wanted]
+        if matched:
+            chosen.append((name, part, matched))
+    return chosen
 
 
 def _matched(root: nn.Module, targets: str | Sequence[str], who: str) -> dict[str, list[str]]:
-    """The patterns that match stacked weights, and no layer, by the weights' dotted names."""
+    """Return the patterns that match stacked weights but no layer, by the weights' dotted names."""
     layers = [name for name, part in root.named_modules() if kind_of(part)]
     found: dict[str, list[str]] = {}
     for pattern in [targets] if isinstance(targets, str) else targets:
@@ -85,17 +99,25 @@ def _matched(root: nn.Module, targets: str | Sequence[str], who: str) -> dict[st
 
 
 def other_targets(root: nn.Module, kinds: Sequence[str] = ("conv2d", "embedding")) -> list[str]:
-    """Ends of the names of convolutions and embeddings without an adapter, which are taken only if they are named."""
-    parts = [(name, part) for name, part in root.named_modules() if name and not isinstance(part, LowRank)]
-    return [end.replace(".", r"\.") for end in endings(name for name, part in parts if kind_of(part) in kinds)[:6]]
+    """Return patterns for at most six kinds of layers without an adapter that are adapted only if they are named."""
+    names = []
+    for name, part in root.named_modules():
+        if name and not isinstance(part, LowRank) and kind_of(part) in kinds:
+            names.append(name)
+    return [end.replace(".", r"\.") for end in endings(names)[:6]]
 
 
 def output_heads(root: nn.Module) -> set[int]:
-    """Identities of the layers that transformers models in ``root`` call their output embeddings."""
-    getters = (getattr(module, "get_output_embeddings", None) for module in root.modules())
-    return {id(head) for head in (getter() for getter in getters if getter is not None) if head is not None}
+    """Return the ids of the output heads of transformers models in ``root``."""
+    heads = set()
+    for module in root.modules():
+        if hasattr(module, "get_output_embeddings"):
+            head = module.get_output_embeddings()
+            if head is not None:
+                heads.add(id(head))
+    return heads
 
 
 def is_tied(root: nn.Module, module: nn.Module) -> bool:
-    """Whether another module of ``root`` has the very same weight."""
+    """Return whether another module of ``root`` shares the weight of ``module``."""
     return any(other is not module and getattr(other, "weight", None) is module.weight for other in root.modules())

@@ -42,7 +42,7 @@ class AdapterTechnique(OptimizerHooks, CheckpointHooks, Technique):
 
     @classmethod
     def placement(cls, module: nn.Module) -> dict[str, Any]:
-        """What a reader of the checkpoint must know of where the adapters are."""
+        """Return the positions of the adapters in the module, as primitives for a checkpoint."""
         raise NotImplementedError
 
     @classmethod
@@ -52,16 +52,16 @@ class AdapterTechnique(OptimizerHooks, CheckpointHooks, Technique):
 
     @classmethod
     def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-        """Compare the base with the one that the adapters were trained beside."""
+        """Check that the base is the one with which the adapters were trained."""
         check(module, checkpoint)
 
 
 def restore_without_base(strategy: Any) -> None:
-    """Let Lightning's ModelParallelStrategy (FSDP2) restore adapters without the frozen base, which the module holds.
+    """Make Lightning's ModelParallelStrategy (FSDP2) restore checkpoints of adapters without the frozen base.
 
-    That strategy restores weights tensor by tensor, without the hooks that fill in the base, and requests all tensors
-    of the module from a sharded checkpoint. With this wrap it requests the tensors that are present, after a check that
-    no trained one is missing. Modules without a frozen base are restored as before. Other strategies need no wrap.
+    This strategy restores each weight by itself, without the hooks that add the weights of the base, and requests all
+    tensors of the module from a sharded checkpoint. The wrapped method requests only the tensors in the checkpoint,
+    after a check that no trained tensor is missing. Other strategies and modules without a frozen base are not changed.
     """
     if traits_of(strategy).dtensors:
         wrap_method(strategy, "load_checkpoint", _load_checkpoint)
@@ -81,18 +81,21 @@ def _load_checkpoint(self: Any, checkpoint_path: Any, *arguments: Any, **named: 
 
 
 def check_adapters(module: nn.Module, present: Collection[str], path: Path) -> None:
-    """Refuse a checkpoint that lacks tensors other than the frozen base, or has more tensors than ``module``.
+    """Check that a checkpoint contains all tensors of ``module`` except its frozen base, and no others.
 
     Raises:
-        CheckpointError: Naming missing or surplus tensors.
+        CheckpointError: If tensors are missing or left over. The message names the first ones.
     """
     check_surplus(module, present, path)
     own = module.state_dict().keys()
     wanted = own - frozen_keys(module, own)
     missing = sorted(wanted - set(present))
     if missing:
+        listed = ", ".join(missing[:8])
+        if len(missing) > 8:
+            listed += ", ..."
         raise CheckpointError(
-            f"{path} lacks {len(missing)} of the {len(wanted)} tensors that train beside the frozen base: "
-            f"{', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}. Resume from a checkpoint of the same "
-            "adapters, or load the base's weights before techniques act (in __init__, setup or configure_model)"
+            f"{path} lacks {len(missing)} of the {len(wanted)} tensors that are not part of the frozen base: {listed}. "
+            "Resume from a checkpoint of the same adapters, or load the base's weights before techniques act (in "
+            "__init__, setup or configure_model)"
         )
