@@ -103,7 +103,7 @@ def test_tokens_are_repeated_or_cut_to_the_length_and_text_becomes_tokens(tmp_pa
 
 
 def test_a_random_start_is_a_choice_and_depends_on_the_seed_alone() -> None:
-    with pytest.raises(ConfigurationError, match="random start is known to train worse; choose it by init='random'"):
+    with pytest.raises(ConfigurationError, match="which usually trains worse, set init='random'"):
         PrefixTuning(4)
     torch.manual_seed(1)
     one = apply_only(PrefixTuning(4, init="random"))

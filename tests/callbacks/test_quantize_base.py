@@ -188,7 +188,7 @@ def test_what_the_source_does_not_show_is_refused_with_the_way_out(format: str) 
     net = Casting()
     report = apply(net, [QuantizeBase(format)])["QuantizeBase"]
     assert report.modules == ("hidden", "first")
-    with pytest.raises(ConfigurationError, match=r"of 32 inputs and 32 outputs was given torch\.u?int8.*in skip"):
+    with pytest.raises(ConfigurationError, match=r"with 32 inputs and 32 outputs was given torch\.u?int8.*in skip"):
         net(torch.randn(2, 32))
 
 

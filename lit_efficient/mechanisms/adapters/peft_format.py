@@ -1,9 +1,9 @@
-"""LoRA adapters in the format of Hugging Face's peft, made from a checkpoint alone: the base is not needed.
+"""Export of LoRA adapters to the format of Hugging Face's peft, from a checkpoint and without the base.
 
     net.q_proj.lora_A  ->  base_model.model.q_proj.lora_A.weight    (adapter_config.json, adapter_model.safetensors)
 
 PiSSA becomes a plain adapter of rank 2 r on the original weight: B A - B0 A0 = [B, -B0] [A; A0]. QA-LoRA becomes a
-plain one beside the dequantised weight: each column of A is repeated for the inputs of its group.
+plain adapter of the dequantised weight: each column of A is repeated for the inputs of its group.
 Source: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
@@ -26,16 +26,21 @@ from lit_efficient.surgery import memory_of, unmixed
 
 
 def placement(module: nn.Module) -> dict[str, Any]:
-    """Where the adapters of ``module`` stand, as primitives for a checkpoint.
+    """Return the positions of the adapters in ``module``, as primitives for a checkpoint.
 
     Returns:
-        ``root``: dotted name of the module that peft is to adapt: the transformers or diffusers model inside, else the
-        only child, if all that trains is in there; else empty, for ``module`` itself. ``kinds``: kind of each adapted
-        layer by its name in that model. ``targets``: what peft is to look for there. ``groups``: for QA-LoRA, how many
-        inputs share a column of A, by name. ``experts``: which stacked weights have adapters, by the name of the module
-        that holds them; ``transposed``: which of these modules hold [E, in, out]. ``statistics``: layers of
-        BatchNorm there, whose buffers change while adapters train. ``tied``: names in ``module`` of an adapted weight
-        and of another use of it, by pairs. The rest: :func:`described`.
+        A dict with the following keys, and those of :func:`described`:
+
+        - ``root``: dotted name of the model for peft. This is the transformers or diffusers model in ``module``, else
+          the only child, if it contains all that trains, else empty for ``module`` itself.
+        - ``kinds``: kind of each adapted layer, by its name in the model.
+        - ``targets``: ``target_modules`` with which peft finds these layers.
+        - ``groups``: number of inputs that share a column of A in QA-LoRA, by name.
+        - ``experts``: names of the stacked weights with adapters, by the name of their module.
+        - ``transposed``: names of the modules whose stacked weights are [E, in, out].
+        - ``statistics``: names of BatchNorm layers, whose buffers change during training.
+        - ``tied``: pairs of names in ``module``: an adapted weight, and another name of the same weight.
+        - ``auto_mapping``: class of a diffusers model, as peft's configurations name it, or None.
     """
     names = {name: part for name, part in module.named_modules() if isinstance(part, LowRank)}
     experts = {name: part for name, part in module.named_modules() if isinstance(part, LowRankExperts)}
@@ -62,13 +67,21 @@ def placement(module: nn.Module) -> dict[str, Any]:
 
 
 def model_placement(module: nn.Module, names: Iterable[str]) -> dict[str, str | None]:
-    """The ``root`` of what peft is to adapt, by the names of what trains there, and what it is: :func:`described`."""
+    """Return ``root``, the dotted name of the model for peft, and the result of :func:`described` for it.
+
+    Args:
+        module: Any module.
+        names: Names of the parameters or layers that train.
+    """
     root = _root_of(module, names)
     return {"root": root, **described(module.get_submodule(root))}
 
 
 def described(model: nn.Module) -> dict[str, str | None]:
-    """Of a transformers model its ``config`` in JSON, ``class``, ``dtype``, and ``base``, where it was loaded from."""
+    """Return the ``config`` in JSON, ``class``, ``dtype`` and ``base`` (the source) of a transformers model.
+
+    The values are None for other models.
+    """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "model_type"):
         return {"config": None, "class": None, "base": None, "dtype": None}
@@ -78,7 +91,7 @@ def described(model: nn.Module) -> dict[str, str | None]:
 
 
 def _json_of(config: Any) -> str:
-    """The configuration of a transformers model, without the quantisation that a merged model has no more."""
+    """Return the configuration of a transformers model in JSON, without its quantisation, which merging removes."""
     entries = json.loads(config.to_json_string(use_diff=False))
     entries.pop("quantization_config", None)
     return json.dumps(entries)
@@ -96,8 +109,16 @@ def _root_of(module: nn.Module, names: Iterable[str]) -> str:
 
 
 def target_modules(wanted: Iterable[str], everything: Iterable[str]) -> list[str] | str:
-    """The shortest ``target_modules`` with which peft, which compares ends of names, finds exactly ``wanted``."""
-    wanted, everything = list(wanted), list(everything)
+    """Return the shortest ``target_modules`` with which peft finds exactly the layers ``wanted``.
+
+    peft compares the entries with the ends of names, and a string with whole names as a regular expression.
+
+    Args:
+        wanted: Names of the layers.
+        everything: Names of all layers of the model.
+    """
+    wanted = list(wanted)
+    everything = list(everything)
     for ends in (sorted({name.rpartition(".")[2] for name in wanted}), wanted):
         found = [name for name in everything if any(name == end or name.endswith(f".{end}") for end in ends)]
         if sorted(found) == sorted(wanted):
@@ -108,21 +129,27 @@ def target_modules(wanted: Iterable[str], everything: Iterable[str]) -> list[str
 def to_peft(
     state: Mapping[str, Tensor], where: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What belongs into ``adapter_model.safetensors`` and into ``adapter_config.json`` of a peft adapter.
+    """Return the contents of ``adapter_model.safetensors`` and ``adapter_config.json`` of a peft adapter.
 
-    ``state`` is the ``state_dict`` of a checkpoint, ``where`` what :func:`placement` gave, ``arguments`` those of
-    ``LoRA``.
+    Args:
+        state: ``state_dict`` of a checkpoint.
+        where: Result of :func:`placement`.
+        arguments: Arguments of ``LoRA``.
+
+    Raises:
+        ConfigurationError: If peft cannot represent what was trained.
     """
     if arguments["variant"] == "rounded":
         raise ConfigurationError(
-            "export: peft adds what it loads, and variant rounded computes with the sum rounded to int4: use format "
-            "safetensors, or merged"
+            "export: variant rounded computes with the sum rounded to int4, and peft's adapters do not round. Use "
+            "format safetensors or merged"
         )
     prefix = f"{where['root']}." if where["root"] else ""
     own = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
     tensors: dict[str, Tensor] = {}
     for name, kind in where["kinds"].items():
-        a, b = own.pop(f"{name}.lora_A"), own.pop(f"{name}.lora_B")
+        a = own.pop(f"{name}.lora_A")
+        b = own.pop(f"{name}.lora_B")
         if f"{name}.lora_A0" in own:
             a = torch.cat((a, own.pop(f"{name}.lora_A0")))
             b = torch.cat((b, -own.pop(f"{name}.lora_B0")), dim=1)
@@ -137,21 +164,22 @@ def to_peft(
             shape = (1, -1, 1, 1) if kind == "conv2d" else (-1,)
             tensors[f"{name}.lora_magnitude_vector"] = magnitude.view(shape)
     for name, stacks in where.get("experts", {}).items():
-        for depth, key in enumerate(reversed(stacks)):  # peft wraps the first parameter first
-            a, b = own.pop(f"{name}.lora_A_{key}"), own.pop(f"{name}.lora_B_{key}")
+        for depth, key in enumerate(reversed(stacks)):  # peft wraps the first parameter first, so it is the innermost
+            a = own.pop(f"{name}.lora_A_{key}")
+            b = own.pop(f"{name}.lora_B_{key}")
             inner = f"{name}{'.base_layer' * depth}"
             tensors[f"{inner}.lora_A.weight"] = a.flatten(0, 1)
             tensors[f"{inner}.lora_B.weight"] = b.permute(1, 2, 0).flatten(1)
     saved = {key.rpartition(".")[0] for key in own if _is_saved(key, where, arguments)}
     tied = {memory_of(own[key]) for key in own if key.rpartition(".")[0] in saved}
-    # Peft copies each use of a weight, and ties the copies if it is asked to.
+    # peft copies a tied weight for each of its layers, and ties the copies with ensure_weight_tying.
     ties = {key.rpartition(".")[0] for key in own if memory_of(own[key]) in tied} - saved
     saved |= ties
     saved |= {name for name in where.get("statistics", ()) if f"{name}.running_mean" in own}
     if "" in saved:
         raise ConfigurationError(
-            f"export: peft saves modules, and parameters of {where['root'] or 'the module'!r} itself train: use format "
-            "safetensors"
+            f"export: parameters of {where['root'] or 'the module'!r} itself train, and peft saves whole submodules "
+            "only. Use format safetensors"
         )
     for key, tensor in own.items():
         owner, _, last = key.rpartition(".")
@@ -162,7 +190,9 @@ def to_peft(
         elif last == "bias" and arguments["bias"] == "all":
             tensors[key] = tensor
     outer = sorted(name for name in saved if not any(name.startswith(f"{other}.") for other in saved))
-    config = _config(where, arguments, outer) | ({"ensure_weight_tying": True} if ties else {})
+    config = _config(where, arguments, outer)
+    if ties:
+        config["ensure_weight_tying"] = True
     return {f"base_model.model.{key}": tensor.contiguous() for key, tensor in tensors.items()}, config
 
 
@@ -177,14 +207,14 @@ def _config(where: Mapping[str, Any], arguments: Mapping[str, Any], saved: list[
     targets, parameters = _split(where)
     if parameters and arguments["variant"] == "dora":
         raise ConfigurationError(
-            f"export: peft takes {parameters[0]!r} for an expert's, unless it is adapted as a bare parameter, which "
-            "has no DoRA there: use format merged"
+            f"export: peft mistakes {parameters[0]!r} for a layer of an expert unless it is adapted as a parameter, "
+            "and peft has no DoRA for parameters. Use format merged"
         )
-    return {
+    config = {
         "peft_type": "LORA",
         "r": arguments["rank"] * doubled,
         "lora_alpha": arguments["alpha"] * doubled,
-        "lora_dropout": 0.0 if parameters else arguments["dropout"],  # peft drops no input of a bare parameter
+        "lora_dropout": 0.0 if parameters else arguments["dropout"],  # peft has no dropout for parameters
         "target_modules": targets,
         "bias": arguments["bias"],
         "use_rslora": arguments["variant"] == "rslora",
@@ -192,24 +222,29 @@ def _config(where: Mapping[str, Any], arguments: Mapping[str, Any], saved: list[
         "fan_in_fan_out": "conv1d" in where["kinds"].values(),
         "modules_to_save": saved or None,
         "inference_mode": True,
-        **({"auto_mapping": where["auto_mapping"]} if where.get("auto_mapping") else {}),
-        **({"target_parameters": parameters} if parameters else {}),
     }
+    if where.get("auto_mapping"):
+        config["auto_mapping"] = where["auto_mapping"]
+    if parameters:
+        config["target_parameters"] = parameters
+    return config
 
 
 def task_of(where: Mapping[str, Any]) -> str | None:
-    """The task type of peft for what :func:`described` says of a model."""
+    """Return peft's task type for the result of :func:`described`, or None for other models."""
     kind = where.get("class") or ""
     if kind.endswith("ForConditionalGeneration") and json.loads(where["config"])["is_encoder_decoder"]:
         return "SEQ_2_SEQ_LM"
-    return "CAUSAL_LM" if kind.endswith(("ForCausalLM", "LMHeadModel")) else None
+    if kind.endswith(("ForCausalLM", "LMHeadModel")):
+        return "CAUSAL_LM"
+    return None
 
 
 def _split(where: Mapping[str, Any]) -> tuple[list[str] | str, list[str]]:
-    """Layers to be found by ``target_modules``, and weights by ``target_parameters``.
+    """Return the values of peft's ``target_modules`` and ``target_parameters``.
 
-    In a mixture of experts, peft takes every target that is named as single experts' layers once were for the fused
-    experts: dense and shared layers of these names are adapted by their full names, as parameters.
+    In a mixture of experts, peft applies every target with the name of a single expert's layer to the fused experts.
+    Dense and shared layers with such names are therefore adapted as parameters, by their full names.
     """
     fused = _fused_names(where.get("config"))
     parameters = [f"{name}.weight" for name in where["kinds"] if name.rpartition(".")[2] in fused]
@@ -221,7 +256,7 @@ def _split(where: Mapping[str, Any]) -> tuple[list[str] | str, list[str]]:
 
 
 def _fused_names(config: str | None) -> set[str]:
-    """Names of experts' layers that transformers fuses into one parameter when it loads a model."""
+    """Return the names of the experts' layers that transformers fuses into one parameter when it loads a model."""
     if config is None:
         return set()
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping

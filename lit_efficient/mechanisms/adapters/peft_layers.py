@@ -1,9 +1,9 @@
-"""Layers that peft itself has put into a network: what of their names is the base's, off for a moment, taken out.
+"""Layers that peft has put into a network: the base's own names of their parameters, disabling, and removal.
 
     net.up.weight  ->  net.up.base_layer.weight,  net.up.lokr_w1.default,  ...
 
-Peft wraps a layer (or a module that trains in full beside adapters) and keeps what it wrapped inside. Which names are
-the base's is read off the network as it stands, so that it holds in copies and for any part of it.
+peft wraps a layer, or a module that trains in full together with adapters, and the wrapper contains the original. The
+names of the base are derived from the modules of the network, so that they are also right for copies and submodules.
 """
 
 from collections.abc import Iterable
@@ -13,12 +13,15 @@ from torch import Tensor, nn
 
 from lit_efficient.mechanisms.adapters.disabled import Switchable
 
-NOTE = "_lit_efficient_peft"  # on a network that has got such layers: what to know of them
-_WRAPPED = ("base_layer", "original_module")  # what peft calls the module inside a layer, and inside a saved module
+NOTE = "_lit_efficient_peft"  # attribute of a network with such layers: seed, active adapters and shared tensors
+_WRAPPED = ("base_layer", "original_module")  # peft's names of the original in an adapted layer and a saved module
 
 
 class PeftLayer(Switchable):
-    """Mixed in front of each of peft's layers and saved modules; tensors stay in float32, but those of whole copies."""
+    """Mix-in of each of peft's layers and saved modules, whose adapters stay in float32.
+
+    A full copy of the wrapped module is cast with the network, because it computes in place of the wrapped module.
+    """
 
     float32 = ("",)
     one_layer = True
@@ -41,7 +44,7 @@ class PeftLayer(Switchable):
 
     def _switch(self, *, on: bool) -> None:
         trained = [(parameter, parameter.requires_grad) for parameter in self.parameters()]  # type: ignore[attr-defined]
-        self.enable_adapters(on)  # which decides anew what requires a gradient
+        self.enable_adapters(on)  # this also changes requires_grad
         for parameter, required in trained:
             parameter.requires_grad_(required)
 
@@ -51,7 +54,7 @@ class PeftLayer(Switchable):
         return [(name, tensor) for name, tensor in named if not {*_WRAPPED} & {*name.split(".")}]
 
     def _copies(self) -> tuple[str, ...]:
-        """Beginnings of names in copies of the wrapped module, which compute in its place and so in its type."""
+        """Return the prefixes of the names of parameters in full copies of the wrapped module."""
         module: Any = self
         wrapped = next(part for name, part in module.named_children() if name in _WRAPPED)
         own = _shapes(wrapped)
@@ -63,17 +66,29 @@ def _shapes(module: nn.Module) -> dict[str, Any]:
 
 
 def peft_names(module: nn.Module, names: Iterable[str]) -> tuple[set[str], dict[str, str]]:
-    """Of the names in a module's ``state_dict`` those that are adapters', and those of the base that peft has moved,
-    with the old ones.
+    """Return the names that belong to peft's adapters, and the original names of the base's parameters.
+
+    Args:
+        module: Any module.
+        names: Names in its ``state_dict``.
+
+    Returns:
+        The names of adapters, and a mapping from each name that peft has changed to the original name.
     """
     layers = {name for name, part in module.named_modules(remove_duplicate=False) if isinstance(part, PeftLayer)}
     added: set[str] = set()
     moved: dict[str, str] = {}
-    for name in names if layers else ():
-        path, kept, inside, is_adapter = "", [], False, False
+    if not layers:
+        return added, moved
+    for name in names:
+        path = ""
+        kept = []  # the components of the original name
+        inside = False
+        is_adapter = False
         for piece in name.split("."):
             if path in layers:
-                inside, is_adapter = True, piece not in _WRAPPED
+                inside = True
+                is_adapter = piece not in _WRAPPED
             if path not in layers or is_adapter:
                 kept.append(piece)
             path = f"{path}.{piece}".lstrip(".")
@@ -85,12 +100,12 @@ def peft_names(module: nn.Module, names: Iterable[str]) -> tuple[set[str], dict[
 
 
 def plain_name(name: str) -> str:
-    """The base's own name for an entry of a checkpoint, of whose module no more is known."""
+    """Return the base's own name of a checkpoint's entry, without knowledge of the module."""
     return ".".join(piece for piece in name.split(".") if piece not in _WRAPPED)
 
 
 def outermost(root: nn.Module) -> list[str]:
-    """Names of peft's layers in a network that are in no other one of them."""
+    """Return the names of peft's layers in a network that are not inside another of peft's layers."""
     found: list[str] = []
     for name, part in root.named_modules():
         if isinstance(part, PeftLayer) and not any(name.startswith(f"{one}.") for one in found):
@@ -99,10 +114,15 @@ def outermost(root: nn.Module) -> list[str]:
 
 
 def unload(root: nn.Module, *, merge: bool) -> None:
-    """Take peft's layers out of a network, in place, with or without folding the active adapters into the weights."""
+    """Replace peft's layers in a network by the layers that they wrap, in place.
+
+    Args:
+        root: The network.
+        merge: Merge the active adapters into the weights.
+    """
     for name in outermost(root):
         layer: Any = root.get_submodule(name)
-        if hasattr(layer, "unload_and_optionally_merge_module"):  # it has a way of its own
+        if hasattr(layer, "unload_and_optionally_merge_module"):  # this class of peft does both steps itself
             plain = layer.unload_and_optionally_merge_module(merge=merge, safe_merge=False, adapter_names=None)
         else:
             if merge:
@@ -114,5 +134,5 @@ def unload(root: nn.Module, *, merge: bool) -> None:
 
 
 def networks(module: nn.Module) -> list[nn.Module]:
-    """The networks in a module that have got peft's layers."""
+    """Return the networks in a module into which this package has put peft's layers."""
     return [part for part in module.modules() if NOTE in part.__dict__]

@@ -1,10 +1,10 @@
-"""Trainable embeddings in front of a sequence, and the words that they come nearest to.
+"""Prompt tuning: trainable embeddings before a sequence, and the tokens that are most similar to them.
 
     network([P; E(x)]),    P [n, dim], the same for all sequences
 
-A causal network computes for the n virtual tokens what does not depend on x: their keys and values. They are computed
-once for a batch, with gradients, and stand in front of each sequence as a prefix does
-(:mod:`lit_efficient.mechanisms.adapters.prefix`), which gives the same function as n more embeddings in each row.
+In a causal network the keys and values of the n virtual tokens do not depend on x. They are computed once for a batch,
+with gradients, and precede each sequence as a prefix does (:mod:`lit_efficient.mechanisms.adapters.prefix`). The result
+is the same function as with n additional embeddings in each row.
 """
 
 from collections.abc import Sequence
@@ -25,14 +25,14 @@ from lit_efficient.mechanisms.adapters.prefix import (
 )
 from lit_efficient.models.probes.modes import evaluating
 
-PROMPT = "prompt_tuning"  # the name under which the prompt stands in the decoder
+PROMPT = "prompt_tuning"  # name of the prompt as a child of the decoder
 
 
 class PromptVectors(StaysFloat32, nn.Module):
-    """The virtual tokens.
+    """Trainable embeddings of the virtual tokens.
 
     Args:
-        embedded: What they start from, [n, dim]; copied.
+        embedded: Initial embeddings, [n, dim]. They are copied.
     """
 
     float32 = ("prompt_",)
@@ -44,7 +44,7 @@ class PromptVectors(StaysFloat32, nn.Module):
 
 
 class PromptedDecoder(PrefixedDecoder):
-    """A prefix that is computed of embeddings in each call."""
+    """Mix-in of a decoder whose prefix is computed from embeddings in each call."""
 
     prompt_tuning: PromptVectors
 
@@ -56,18 +56,18 @@ class PromptedDecoder(PrefixedDecoder):
         return computed_from(self, embedded)
 
     def follow_base(self) -> None:
-        """Start again from the same words, in other weights."""
+        """Initialise the embeddings again from the same tokens, with the present weights."""
         if self.prefix_tokens:
             with torch.no_grad():
                 self.prompt_tuning.prompt_embeddings.copy_(_embedded(self, self.prefix_tokens))
 
 
 class PromptedTransformer(PromptedDecoder, PrefixedTransformer):
-    """A decoder of transformers."""
+    """Mix-in of a transformers decoder with a prompt."""
 
 
 class PromptedGPT(PromptedDecoder, PrefixedGPT):
-    """This package's GPT."""
+    """Mix-in of this package's GPT with a prompt."""
 
 
 def _embedded(decoder: Any, tokens: Sequence[int]) -> Tensor:
@@ -77,33 +77,34 @@ def _embedded(decoder: Any, tokens: Sequence[int]) -> Tensor:
 
 
 def add_prompt(decoder: Any, length: int, tokens: Sequence[int] = (), *, seed: int = 0) -> PromptVectors:
-    """Put virtual tokens in front of all sequences of a decoder, in place; they become the child ``prompt_tuning``.
+    """Add virtual tokens to a decoder, in place, as its child ``prompt_tuning``, and return them.
 
     Args:
-        decoder: What `find_decoder` gave.
+        decoder: Decoder that ``find_decoder`` returned.
         length: Number n of virtual tokens.
-        tokens: The n words that they start from; none: words drawn from the whole vocabulary.
-        seed: Of that draw.
+        tokens: The n tokens from which they are initialised. If it is empty, tokens are drawn from the whole
+            vocabulary.
+        seed: Seed of the draw.
 
     Raises:
-        ConfigurationError: If the decoder cannot have virtual tokens.
+        ConfigurationError: If the decoder does not support virtual tokens.
     """
     table = embeddings(decoder).weight
     generator = torch.Generator("cpu").manual_seed(seed)
     start = tokens or torch.randint(len(table), (length,), generator=generator, device="cpu").tolist()
     vectors = PromptVectors(_embedded(decoder, start))
-    computed_from(decoder, vectors.prompt_embeddings.detach())  # refuses what cannot have them
+    computed_from(decoder, vectors.prompt_embeddings.detach())  # raises if the decoder does not support a prefix
     setattr(decoder, PROMPT, vectors)
     mix_in_prefix(decoder, PromptedGPT, PromptedTransformer, prefix_tokens=tuple(start), prefix_length=length)
     return vectors
 
 
 def nearest_tokens(embedded: Tensor, table: Tensor) -> tuple[list[int], list[float]]:
-    """The word that each embedding comes nearest to, and the cosine between the two.
+    """Return the most similar token of each embedding, and the cosine similarity.
 
     Args:
-        embedded: [n, dim].
-        table: [vocabulary, dim].
+        embedded: Embeddings, [n, dim].
+        table: Embeddings of the vocabulary, [vocabulary, dim].
 
     Source: Lester et al. (2021), https://arxiv.org/abs/2104.08691, section 7.
     """

@@ -1,4 +1,4 @@
-"""What the techniques share that train virtual tokens in front of a frozen decoder: their starts, and what is kept."""
+"""Base class of the techniques that train virtual tokens before the sequences of a frozen decoder."""
 
 from itertools import cycle, islice
 from typing import Any
@@ -13,7 +13,7 @@ from lit_efficient.models.networks.gpt import GPT
 
 
 class VirtualTokens(AdapterTechnique):
-    """The virtual tokens are all that trains; they start from real tokens, or from a draw."""
+    """Technique that trains only virtual tokens, which are initialised from tokens or at random."""
 
     needs = ("init_tokens",)
     keeps = "prefix"
@@ -32,19 +32,25 @@ class VirtualTokens(AdapterTechnique):
         who = type(self).__name__
         check_choice(who, "init", init, ("tokens", "random"))
         check_number(who, "num_virtual_tokens", num_virtual_tokens, least=1, whole=True, null=True)
-        given = [name for name, v in (("init_tokens", init_tokens), ("init_text", init_text)) if v]
+        given = []
+        if init_tokens:
+            given.append("init_tokens")
+        if init_text:
+            given.append("init_text")
         if init == "tokens" and len(given) != 1:
             raise ConfigurationError(
                 f"{who}: init='tokens' needs either init_tokens or init_text, got "
-                f"{' and '.join(given) or 'neither'}. A random start is known to train worse; choose it by "
-                "init='random' with num_virtual_tokens"
+                f"{' and '.join(given) or 'neither'}. For a random initialisation, which usually trains worse, set "
+                "init='random' and num_virtual_tokens"
             )
         if init == "random" and (given or num_virtual_tokens is None):
             raise ConfigurationError(
                 f"{who}: init='random' needs num_virtual_tokens and takes neither init_tokens nor init_text"
             )
         if bool(init_text) != (tokenizer is not None):
-            raise ConfigurationError(f"{who}: init_text and tokenizer (a tokenizer.json, or its folder) go together")
+            raise ConfigurationError(
+                f"{who}: init_text and tokenizer (a tokenizer.json, or its folder) go together. Give both or neither"
+            )
         self.num_virtual_tokens = num_virtual_tokens
         self.init = init
         self.init_tokens = init_tokens
@@ -52,31 +58,34 @@ class VirtualTokens(AdapterTechnique):
         self.tokenizer = tokenizer
         self.save_base = save_base
         self.seed = seed
-        self._text_tokens = read_tokens(init_text, tokenizer, who) if init_text and tokenizer else None
+        self._text_tokens: list[int] | None = None
+        if init_text and tokenizer:
+            self._text_tokens = read_tokens(init_text, tokenizer, who)
 
     def arguments(self) -> dict[str, Any]:
-        """The constructor's arguments, a text as its tokens: a checkpoint must not need the tokenizer's folder."""
+        """Return the constructor's arguments, with the tokens of a text, so that a resume needs no tokenizer."""
         arguments = super().arguments()
         if self._text_tokens is not None:
             arguments |= {"init_tokens": list(self._text_tokens), "init_text": None, "tokenizer": None}
         return arguments
 
     def find(self, module: nn.Module) -> tuple[str, Any]:
-        """Name and decoder that the virtual tokens will stand in front of.
+        """Return the name and the decoder that gets the virtual tokens.
 
         Raises:
-            ConfigurationError: If there is none, or it has some already.
+            ConfigurationError: If there is no decoder, or it has virtual tokens already.
         """
         name, decoder = find_decoder(module, type(self).__name__)
         if isinstance(decoder, PrefixedDecoder):
-            raise ConfigurationError(f"{type(self).__name__}: {name!r} has a prefix already; build the module again")
+            raise ConfigurationError(f"{type(self).__name__}: {name!r} has a prefix already. Build the module again")
         return name, decoder
 
     def start(self, decoder: Any) -> tuple[int, list[int]]:
-        """How many virtual tokens there are, and what they start from: as many tokens, or none.
+        """Return the number of virtual tokens, and as many tokens for their initialisation, or none if it is random.
 
         Raises:
-            ConfigurationError: If the decoder's embeddings have no values yet, or none for one of the tokens.
+            ConfigurationError: If the number exceeds the decoder's positions, a token is not in the vocabulary, or the
+                weights are on the meta device.
         """
         source = self._text_tokens or self.init_tokens or []
         length = self.num_virtual_tokens or len(source)
@@ -88,13 +97,14 @@ class VirtualTokens(AdapterTechnique):
             allowed = f"at least 0 and below the vocabulary's {len(table)}"
             raise refusal(type(self).__name__, "init_tokens", allowed, (min(source), max(source)))
         if table.device.type == "meta":
-            message = "weights are on the meta device: give the base its weights first"
-            raise ConfigurationError(f"{type(self).__name__}: {message}")
-        return length, list(islice(cycle(source), length)) if source else []
+            raise ConfigurationError(
+                f"{type(self).__name__}: weights are on the meta device. Load the weights of the base first"
+            )
+        return length, list(islice(cycle(source), length))
 
     @classmethod
     def described(cls, decoder: nn.Module) -> dict[str, Any]:
-        """What a reader must know of the decoder."""
+        """Return properties of the decoder that an export needs."""
         return {"transformers": not isinstance(decoder, GPT)}
 
     @classmethod

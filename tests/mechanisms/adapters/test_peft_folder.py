@@ -100,7 +100,7 @@ def test_what_is_given_too_must_be_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"peft_type": "IA3"}, "is an adapter of IA3, not of LORA"),
+        ({"peft_type": "IA3"}, "has peft_type IA3, not LORA"),
         ({"init_lora_weights": "pissa"}, "has init_lora_weights='pissa', which"),
         ({"alpha_pattern": {"q_proj": 2}}, "has alpha_pattern="),
         ({"r": 2}, r"has ranks \[3\]"),
