@@ -169,7 +169,9 @@ def test_convolutions_are_named_where_nothing_else_takes_them() -> None:
         ConfigurationError, match=r"covers every layer .* Other layers that can have adapters: targets=\['0'\]"
     ):
         apply(copy.deepcopy(net), [LoRA(rank=1, modules_to_save=["2"])])
-    with pytest.raises(ConfigurationError, match=r"has no linear layer to adapt; name other layers .*: targets=\['0'\]"):
+    with pytest.raises(
+        ConfigurationError, match=r"has no linear layer to adapt; name other layers .*: targets=\['0'\]"
+    ):
         apply(net[:1], [LoRA(rank=1)])
 
 

@@ -166,7 +166,9 @@ def test_only_the_own_one_trains_and_a_checkpoint_brings_all_and_the_mixture(
 
 def test_what_cannot_stand_beside_is_refused(theirs: tuple[Any, Path], tmp_path: Path) -> None:
     _, folder = theirs
-    with pytest.raises(ConfigurationError, match=r"also adapts 'model.layers.0.mlp.down_proj' \(Linear\), which has no adapter"):
+    with pytest.raises(
+        ConfigurationError, match=r"also adapts 'model.layers.0.mlp.down_proj' \(Linear\), which has no adapter"
+    ):
         apply(llama(), [LoRA(targets=["q_proj"], beside={"code": str(folder / "code")})])
     with pytest.raises(ConfigurationError, match="an identifier other than default"):
         LoRA(beside={"default": str(folder / "code")})

@@ -114,7 +114,7 @@ def test_the_methods_are_those_that_peft_puts_into_a_network() -> None:
 
     assert methods().keys() == {*FIELDS, "FROD"}
     for kind in {one.value for one in PEFT_TYPE_TO_TUNER_MAPPING} - methods().keys():
-        with pytest.raises(ConfigurationError, match=f"peft_type {kind} needs peft's own model"):
+        with pytest.raises(ConfigurationError, match=f"peft_type {kind} requires peft's own model"):
             PeftAdapter({"peft_type": kind})
     with pytest.raises(ConfigurationError, match=r"FrodModel of peft keeps 'frod_V.up.default' outside"):
         apply(Toy(), [PeftAdapter({"peft_type": "FROD", "target_modules": ["up"]})])
@@ -419,7 +419,7 @@ def test_bad_configs_are_refused_before_anything_starts(tmp_path: Path) -> None:
     cases = {
         r"peft has no peft_type 'lokrr', did you mean 'LOKR'\?": {"peft_type": "lokrr"},
         r"LOKR has no option 'rank'": {"peft_type": "lokr", "rank": 3},
-        r"peft refuses the options of ADAMSS": {
+        r"peft rejects the options of ADAMSS": {
             "peft_type": "ADAMSS",
             "r": 0,
             "use_asa": True,

@@ -185,7 +185,7 @@ def test_what_no_format_can_hold_is_refused(tmp_path: Path, capsys: pytest.Captu
     ours = Toy(network=AttentionNet)
     apply(ours, [PrefixTuning(init_tokens=[1])])
     cases: list[tuple[nn.Module, list[str], str]] = [
-        (ours, ["peft"], "peft has no place for a prefix of lit_efficient.GPT"),
+        (ours, ["peft"], "peft cannot represent a prefix of lit_efficient.GPT"),
         (Language(decoder("Llama")), ["merged", "--base", "x"], "a prefix cannot be merged into weights"),
     ]
     apply(cases[1][0], [PrefixTuning(init_tokens=[1])])

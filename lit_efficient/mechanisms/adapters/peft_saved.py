@@ -1,4 +1,4 @@
-"""What peft saves of its adapters, and reads: folders of its own, and what a checkpoint keeps to write them."""
+"""Reading and writing of adapters in peft's folders, and the entries of checkpoints from which they are written."""
 
 import json
 import warnings
@@ -23,7 +23,7 @@ _FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def read_peft_folder(folder: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Options and tensors of an adapter that peft has saved.
+    """Return the options and tensors of an adapter that peft has saved.
 
     Raises:
         CheckpointError: If a file is missing or damaged.
@@ -35,26 +35,36 @@ def read_peft_folder(folder: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{place / _FILES[0]} cannot be read: {error}") from error
     known = methods().get(config.get("peft_type", ""))
-    names = [one.name for one in fields(known)] if known else [*config]
-    kept = {name: one for name, one in config.items() if name in names and one is not None and name != "peft_version"}
+    names = [*config]
+    if known:
+        names = [one.name for one in fields(known)]
+    kept = {}
+    for name, value in config.items():
+        if name in names and value is not None and name != "peft_version":
+            kept[name] = value
     if isinstance(kept.get("init_lora_weights"), str):
-        del kept["init_lora_weights"]  # the values are those of the file
+        del kept["init_lora_weights"]  # the initial values come from the file
     return kept, load_tensors(place / _FILES[1])
 
 
 def saved_tensors(root: Any, name: str) -> dict[str, Tensor]:
-    """What peft would save of an adapter, by the names in its file."""
+    """Return the tensors that peft would save of an adapter, by their names in peft's file.
+
+    Args:
+        root: The network with peft's layers.
+        name: Name of the adapter.
+    """
     from peft.functional import get_peft_model_state_dict
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
     config = root.peft_config[name]
-    baseless = temporarily(config, base_model_name_or_path=None)  # or peft would ask for the base, on the network
+    baseless = temporarily(config, base_model_name_or_path=None)  # otherwise peft would look for the base online
     with baseless, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state = root.state_dict()
         shared = {key: state[place] for key, place in root.__dict__[NOTE]["shared"][name].items()}
         found = get_peft_model_state_dict(root, {**state, **shared}, adapter_name=name)
-    if not PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type].uses_shared_state:  # a model that says so sorts them itself
+    if not PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type].uses_shared_state:  # otherwise peft has included them
         found |= {key.removesuffix(f".{name}"): tensor for key, tensor in shared.items()}
     outer = "base_model."
     return {key if key.startswith(outer) else f"{outer}model.{key}": tensor for key, tensor in found.items()}
@@ -62,61 +72,74 @@ def saved_tensors(root: Any, name: str) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def start_from(root: nn.Module, name: str, tensors: Mapping[str, Tensor], folder: str) -> None:
-    """Give an adapter the values that peft has saved.
+    """Copy the values that peft has saved into an adapter.
+
+    Args:
+        root: The network with peft's layers.
+        name: Name of the adapter.
+        tensors: Tensors of :func:`read_peft_folder`.
+        folder: Folder of the adapter, for messages.
 
     Raises:
-        ConfigurationError: If they are another network's, or peft keeps some of them outside of the module's state.
+        ConfigurationError: If the tensors do not fit the network, or some that differ are not in its ``state_dict``.
     """
     own = saved_tensors(root, name)
     wrong = sorted(own.keys() ^ tensors.keys()) or [key for key in own if own[key].shape != tensors[key].shape]
     if wrong:
         raise ConfigurationError(
             f"PeftAdapter: {folder} does not fit {type(root).__name__}: {len(wrong)} tensors are missing, unknown "
-            f"or of another shape, first {wrong[0]!r}"
+            f"or of another shape, first {wrong[0]!r}. Use the network for which the adapter was made"
         )
-    if beside := [key for key in _beside(root, own) if not torch.equal(own[key], tensors[key])]:
-        raise ConfigurationError(
-            f"PeftAdapter: {folder} has another {beside[0]!r} than is drawn here, and peft keeps that in no "
-            "state_dict: a checkpoint could not hold it"
-        )
-    for key, place in own.items():  # which are the network's own
+    state = {memory_of(tensor) for tensor in root.state_dict().values()}
+    for key, tensor in own.items():
+        if memory_of(tensor) not in state and not torch.equal(tensor, tensors[key]):
+            raise ConfigurationError(
+                f"PeftAdapter: {folder} has other values of {key!r} than this network has drawn. peft does not put "
+                "them into the state_dict, so a checkpoint could not contain them. Leave start_from out"
+            )
+    for key, place in own.items():  # these tensors share memory with the network's
         place.copy_(tensors[key])
 
 
-def _beside(root: nn.Module, found: Mapping[str, Tensor]) -> list[str]:
-    """Those of :func:`saved_tensors` that are in no ``state_dict``."""
-    state = {memory_of(tensor) for tensor in root.state_dict().values()}
-    return [key for key, tensor in found.items() if memory_of(tensor) not in state]
-
-
 def peft_placement(module: nn.Module) -> dict[str, Any]:
-    """What an export must know of the adapters, as primitives and tensors for a checkpoint.
+    """Return the data of the adapters that an export needs, as primitives and tensors for a checkpoint.
 
     Returns:
-        ``root``: dotted name of the network. ``adapters``: by name the ``config``, ``files``, names in the module's
-        ``state_dict`` by those in peft's file, and ``beside``, tensors that are not in there. ``active``: which take
-        part, and by how much. The rest: see :func:`~lit_efficient.mechanisms.adapters.peft_format.described`.
+        A dict with the following keys, and those of :func:`~lit_efficient.mechanisms.adapters.peft_format.described`:
+
+        - ``root``: dotted name of the network.
+        - ``adapters``: for each adapter its ``config``, its ``files`` (names in the module's ``state_dict`` by the
+          names in peft's file), and ``beside`` (tensors of peft's file that are not in the ``state_dict``).
+        - ``active``: weight of each active adapter.
     """
     (root,) = networks(module)
     name = next(name for name, part in module.named_modules() if part is root)
-    prefix = f"{name}." if name else ""
+    prefix = ""
+    if name:
+        prefix = f"{name}."
     places = {memory_of(tensor): f"{prefix}{key}" for key, tensor in root.state_dict().items()}
     adapters = {}
     for adapter, config in root.peft_config.items():  # type: ignore[union-attr,operator]
-        found = saved_tensors(root, adapter)
-        adapters[adapter] = {
-            "config": config_options(config),
-            "files": {key: places[memory_of(t)] for key, t in found.items() if memory_of(t) in places},
-            "beside": {key: t.detach().cpu().clone() for key, t in found.items() if memory_of(t) not in places},
-        }
+        files: dict[str, str] = {}
+        beside: dict[str, Tensor] = {}
+        for key, tensor in saved_tensors(root, adapter).items():
+            place = places.get(memory_of(tensor))
+            if place is None:
+                beside[key] = tensor.detach().cpu().clone()
+            else:
+                files[key] = place
+        adapters[adapter] = {"config": config_options(config), "files": files, "beside": beside}
     return {"root": name, "adapters": adapters, "active": dict(root.__dict__[NOTE]["active"]), **described(root)}
 
 
 def peft_files(
     where: Mapping[str, Any], state: Mapping[str, Tensor]
 ) -> dict[str, tuple[dict[str, Tensor], dict[str, Any]]]:
-    """Tensors and options of each adapter in a checkpoint, as peft would save them, from what :func:`peft_placement`
-    gave.
+    """Return the tensors and options of each adapter in a checkpoint, as peft would save them.
+
+    Args:
+        where: Result of :func:`peft_placement`.
+        state: ``state_dict`` of the checkpoint.
     """
     found = {}
     for name, one in where["adapters"].items():
@@ -126,7 +149,7 @@ def peft_files(
 
 
 def write_peft_folder(folder: Path, tensors: Mapping[str, Tensor], options: Mapping[str, Any]) -> None:
-    """Write an adapter as peft does: its configuration by its own method, its tensors as safetensors."""
+    """Write an adapter's configuration and tensors to a folder in peft's format."""
     config = peft_config(options)
     config.inference_mode = True
     config.save_pretrained(str(folder))

@@ -1,9 +1,9 @@
-"""IA3's factors and prefixes in the format of Hugging Face's peft, made from a checkpoint alone: no base is needed.
+"""Export of IA3's factors, prefixes and prompts to the format of Hugging Face's peft, from a checkpoint without a base.
 
     net.k_proj.ia3    ->  base_model.model.k_proj.ia3_l    [out, 1], before a projection down [1, in]
     prefix_keys ...   ->  prompt_embeddings                [n, layers * (keys, values) * heads * head_dim]
 
-Factors also fold into weights, W <- diag(l) W or W diag(l); a prefix does not.
+Factors can also be merged into weights, W <- diag(l) W or W diag(l). Prefixes cannot.
 Source: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
@@ -25,12 +25,15 @@ from lit_efficient.mechanisms.adapters.quantized import is_conv1d
 
 
 def ia3_placement(module: nn.Module) -> dict[str, Any]:
-    """Where the factors of ``module`` stand, as primitives for a checkpoint.
+    """Return the positions of the factors in ``module``, as primitives for a checkpoint.
 
     Returns:
-        ``root``: dotted name of the model that was scaled. ``layers``: by the layer's name in that model, its ``kind``,
-        its scaled ``side`` and the ``first`` output that is scaled. ``targets`` and ``feedforward``: what peft is to
-        look for there. The rest: :func:`~lit_efficient.mechanisms.adapters.peft_format.described`.
+        A dict with the following keys, and those of :func:`~lit_efficient.mechanisms.adapters.peft_format.described`:
+
+        - ``root``: dotted name of the scaled model.
+        - ``layers``: for each layer, by its name in the model, its ``kind``, the scaled ``side``, and the index of the
+          ``first`` scaled output.
+        - ``targets`` and ``feedforward``: ``target_modules`` and ``feedforward_modules`` of peft.
     """
     scaled = {name: part for name, part in module.named_modules() if isinstance(part, IA3Scaled)}
     root = _root_of(module, scaled)
@@ -53,20 +56,32 @@ def ia3_placement(module: nn.Module) -> dict[str, Any]:
 def ia3_patterns(
     scaled: Iterable[str], inputs: Iterable[str], everything: Iterable[str]
 ) -> tuple[list[str] | str, list[str] | str]:
-    """The shortest ``target_modules`` and ``feedforward_modules`` with which peft finds exactly these layers.
+    """Return the shortest ``target_modules`` and ``feedforward_modules`` with which peft finds exactly these layers.
 
-    It compares the former with ends of names at a dot, the latter with ends of the names that it has found.
+    peft compares the former with the ends of names after a dot, and the latter with the ends of the names that it has
+    found.
+
+    Args:
+        scaled: Names of all scaled layers.
+        inputs: Names of the layers whose input is scaled.
+        everything: Names of all layers of the model.
     """
-    scaled, inputs = list(scaled), list(inputs)
+    scaled = list(scaled)
+    inputs = list(inputs)
     everything = list(everything)
     for parts in (1, 2):
-        ends, downs = ([*dict.fromkeys(_end(name, parts) for name in names)] for names in (scaled, inputs))
+        ends = [*dict.fromkeys(_end(name, parts) for name in scaled)]
+        downs = [*dict.fromkeys(_end(name, parts) for name in inputs)]
         found = [name for name in everything if any(f".{name}".endswith(f".{end}") for end in ends)]
         down = [name for name in found if any(name.endswith(end) for end in downs)]
         if sorted(found) == sorted(scaled) and sorted(down) == sorted(inputs):
             return ends, downs
-    either = ("|".join(re.escape(name) for name in names) or "(?!)" for names in (scaled, inputs))
-    return next(either), next(either)
+    return _any_of(scaled), _any_of(inputs)
+
+
+def _any_of(names: Iterable[str]) -> str:
+    """Return a regular expression for whole names. Without names it matches nothing."""
+    return "|".join(re.escape(name) for name in names) or "(?!)"
 
 
 def _end(name: str, parts: int) -> str:
@@ -74,41 +89,55 @@ def _end(name: str, parts: int) -> str:
 
 
 def vectors_to_peft(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Tensors and configuration of a peft adapter, where a checkpoint is one of IA3 or PrefixTuning; else ``None``.
+    """Return tensors and configuration of a peft adapter for a checkpoint of IA3, PrefixTuning or PromptTuning.
+
+    Return None for other checkpoints.
 
     Raises:
-        ConfigurationError: If peft has no place for what was trained.
+        ConfigurationError: If peft cannot represent what was trained.
     """
-    kept, state = checkpoint.get("lit_efficient", {}), checkpoint["state_dict"]
+    kept = checkpoint.get("lit_efficient", {})
+    state = checkpoint["state_dict"]
     if "ia3" in kept:
         return _ia3_to_peft(state, kept["ia3"])
     arguments = arguments_behind(checkpoint, "prefix")
     if arguments is None:
         return None
-    to_peft = _prompt_to_peft if kept["prefix"].get("prompt") else _prefix_to_peft
-    return to_peft(state, kept["prefix"], arguments)
+    if kept["prefix"].get("prompt"):
+        return _prompt_to_peft(state, kept["prefix"], arguments)
+    return _prefix_to_peft(state, kept["prefix"], arguments)
 
 
 def _ia3_to_peft(state: Mapping[str, Tensor], where: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    prefix = f"{where['root']}." if where["root"] else ""
+    prefix = _prefix(where)
     tensors = {}
     for name, layer in where["layers"].items():
         factors = whole_factors(state[f"{prefix}{name}.ia3"], layer["first"])
         shape = (1, -1) if layer["side"] == "input" else (-1, 1)
         tensors[f"base_model.model.{name}.ia3_l"] = factors.reshape(shape).contiguous()
     own = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
-    norms = [key.removesuffix(".running_mean") for key in own if key.endswith(".running_mean")]  # they change meanwhile
+    # The statistics of BatchNorm change during training, and peft saves whole modules.
+    norms = [key.removesuffix(".running_mean") for key in own if key.endswith(".running_mean")]
     for key, tensor in own.items():
         if key.rpartition(".")[0] in norms:
             tensors[f"base_model.model.{key}"] = tensor.contiguous()
-    return tensors, {
-        **({"modules_to_save": sorted(norms)} if norms else {}),
+    config = {
         "peft_type": "IA3",
         "target_modules": where["targets"],
         "feedforward_modules": where["feedforward"],
         "fan_in_fan_out": any(layer["kind"] == "conv1d" for layer in where["layers"].values()),
         "inference_mode": True,
     }
+    if norms:
+        config["modules_to_save"] = sorted(norms)
+    return tensors, config
+
+
+def _prefix(where: Mapping[str, Any]) -> str:
+    """Return the prefix of the scaled model's names in a ``state_dict``."""
+    if where.get("root"):
+        return f"{where['root']}."
+    return ""
 
 
 def _prompt_to_peft(
@@ -130,12 +159,15 @@ def _prompt_to_peft(
 
 
 def _check_place(where: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
-    if not where["transformers"] or arguments.get("modules_to_save"):
-        what = (
-            "modules_to_save beside a prefix" if arguments.get("modules_to_save") else "a prefix of lit_efficient.GPT"
-        )
+    what = None
+    if arguments.get("modules_to_save"):
+        what = "modules_to_save together with a prefix"
+    elif not where["transformers"]:
+        what = "a prefix of lit_efficient.GPT"
+    if what is not None:
         raise ConfigurationError(
-            f"export: peft has no place for {what}, only for the prefix of a causal language model of transformers"
+            f"export: peft cannot represent {what}, only a prefix of a causal language model of transformers. Use "
+            "format safetensors"
         )
 
 
@@ -152,7 +184,7 @@ def _prefix_to_peft(
         "task_type": "CAUSAL_LM",
         "num_virtual_tokens": length,
         "num_layers": layers,
-        "num_attention_heads": heads,  # peft means those of the keys
+        "num_attention_heads": heads,  # peft expects the number of key heads
         "token_dim": heads * width,
         "num_transformer_submodules": 1,
         "prefix_projection": False,
@@ -161,35 +193,40 @@ def _prefix_to_peft(
 
 
 def scaled_names(checkpoint: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The layers that IA3 has scaled, by their names in a checkpoint's ``state_dict``."""
+    """Return the layers that IA3 has scaled, by their names in a checkpoint's ``state_dict``."""
     where = checkpoint.get("lit_efficient", {}).get("ia3", {"layers": {}})
-    prefix = f"{where['root']}." if where.get("root") else ""
+    prefix = _prefix(where)
     return {f"{prefix}{name}": layer for name, layer in where["layers"].items()}
 
 
 def fold_vectors(state: dict[str, Tensor], checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Multiply a checkpoint's factors of IA3 into the weights (as floats) and biases of ``state``, in place, and return
-    it.
+    """Multiply float weights and biases by a checkpoint's factors of IA3, in place, and return ``state``.
+
+    Args:
+        state: Weights and factors by name.
+        checkpoint: The checkpoint.
 
     Raises:
-        CheckpointError: If the weight of a scaled layer is not there.
+        CheckpointError: If the weight of a scaled layer is missing.
     """
     for name, layer in scaled_names(checkpoint).items():
-        weight, bias = (state.get(f"{name}.{last}") for last in ("weight", "bias"))
+        weight = state.get(f"{name}.weight")
+        bias = state.get(f"{name}.bias")
         if weight is None:
             raise CheckpointError(
-                f"export: the weight '{name}.weight', which IA3 scales, is not in the checkpoint: name the base it "
-                "was trained with"
+                f"export: the weight '{name}.weight', which IA3 scales, is not in the checkpoint. Name the base with "
+                "which it was trained"
             )
         factors = whole_factors(state.pop(f"{name}.ia3"), layer["first"])
         per_row = (layer["kind"] == "linear") == (layer["side"] == "output")
-        state[f"{name}.weight"] = (weight * (factors[:, None] if per_row else factors)).to(weight.dtype)
+        scales = factors[:, None] if per_row else factors
+        state[f"{name}.weight"] = (weight * scales).to(weight.dtype)
         if layer["side"] == "output" and bias is not None:
             state[f"{name}.bias"] = (bias * factors).to(bias.dtype)
     return state
 
 
 def refuse_prefix(checkpoint: Mapping[str, Any]) -> None:
-    """Raise :class:`ConfigurationError` if a checkpoint has a prefix, which no weight can hold."""
+    """Raise :class:`ConfigurationError` if a checkpoint has a prefix, which cannot be merged into weights."""
     if "prefix" in checkpoint.get("lit_efficient", {}):
-        raise ConfigurationError("export: a prefix cannot be merged into weights; use format peft")
+        raise ConfigurationError("export: a prefix cannot be merged into weights. Use format peft")
