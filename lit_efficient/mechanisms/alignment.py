@@ -1,11 +1,11 @@
-"""What techniques share that pull features towards those of a frozen teacher: taps, heads, and where heads are kept.
+"""Base class of techniques that align features with those of a frozen teacher: recording of layers, and projections.
 
     loss <- loss + weight * term(head(student features), teacher features)    for optimizer steps < stop_at
 
-The teacher lives in the technique, outside of the module. Layers are listened to through a mix-in that records nothing
-between steps, so copies and pickles of the module are clean. Heads are submodules of the module, so that optimizers,
-devices and data parallelism find them; in checkpoints they stand beside the weights, which load and export as if they
-had never been.
+The teacher is an attribute of the technique and not part of the module. A mix-in records the calls of layers during a
+step only, so that copies and pickles of the module contain no activations. Heads (projections) are submodules of the
+module, so that optimizers, devices and data parallelism include them. Checkpoints store them apart from the weights,
+which load and export as those of a module without heads.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,31 +35,41 @@ from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
 
 PROJECTIONS = ("none", "linear", "mlp")
-_ASIDE = "training_only"  # in checkpoints: tensors by the name they have in the module
+_ASIDE = "training_only"  # key in checkpoints: tensors by their name in the module
 Call = tuple[tuple[Any, ...], dict[str, Any], Any]  # arguments, keyword arguments, output
 
 
 class Tapped(nn.Module):
-    """Mix-in of a layer that shows its calls to who listens at the moment."""
+    """Mix-in of a layer that appends its calls to lists while :func:`listening` is active."""
 
     _taps: dict[str, list[Call]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As without the mix-in."""
+        """Return the layer's own output, and record the call."""
         output = super().forward(*args, **kwargs)
-        for calls in () if backward_runs() else self._taps.values():
-            calls.append((args, kwargs, output))  # in a backward pass a checkpoint repeats what was recorded
+        if not backward_runs():  # gradient checkpointing repeats recorded calls in the backward pass
+            for calls in self._taps.values():
+                calls.append((args, kwargs, output))
         return output
 
 
 def tap(layer: nn.Module) -> None:
-    """Make a layer one that can be listened to."""
+    """Extend a layer, in place, so that :func:`listening` can record its calls."""
     mix_in(layer, Tapped, _taps={})
 
 
 @contextmanager
 def listening(root: nn.Module, names: Sequence[str], who: str) -> Iterator[dict[str, list[Call]]]:
-    """The calls of tapped layers by dotted name, as they happen while the context is open."""
+    """Context that records the calls of tapped layers.
+
+    Args:
+        root: Module that contains the layers.
+        names: Dotted names of the layers.
+        who: Name of the technique. Techniques record independently of each other.
+
+    Returns:
+        The calls of each layer by name. The lists grow in the context and are emptied at its end.
+    """
     calls: dict[str, list[Call]] = {name: [] for name in names}
     layers: dict[str, Any] = {name: root.get_submodule(name) for name in calls}
     for name, layer in layers.items():
@@ -69,31 +79,32 @@ def listening(root: nn.Module, names: Sequence[str], who: str) -> Iterator[dict[
     finally:
         for layer in layers.values():
             layer._taps.pop(who, None)
-        calls.clear()  # they hold the step's graph
+        calls.clear()  # the outputs keep the autograd graph of the step alive
 
 
 class Heads(LoadsPartly, nn.ModuleDict):
-    """Projections by name."""
+    """Projections of a technique by name."""
 
 
 class ConvolvedTokens(nn.Conv2d):
-    """A convolution over tokens that fill a square, row by row: [B, N, D] -> [B, N, D']."""
+    """Convolution over tokens that form a square map, row by row: [B, N, D] -> [B, N, D']."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens to tokens."""
-        return super().forward(tokens.transpose(1, 2).unflatten(2, square_of(tokens))).flatten(2).transpose(1, 2)
+        """Return the convolved tokens, [B, N, D']."""
+        maps = tokens.transpose(1, 2).unflatten(2, square_of(tokens))  # (B, D, H, W)
+        return super().forward(maps).flatten(2).transpose(1, 2)
 
 
 def make_head(kind: str, inputs: int, outputs: int, hidden: int = 2048, bias: bool = True) -> nn.Module:
-    """A projection of the last dimension: [..., inputs] -> [..., outputs].
+    """Return a projection of the last dimension, [..., inputs] -> [..., outputs].
 
     Args:
-        kind: ``none``, ``linear``, ``mlp`` of three layers with SiLU, as in REPA, or ``conv`` of three by three tokens
-            of a square, as in iREPA.
+        kind: ``none``, ``linear``, ``mlp`` (three layers with SiLU, as in REPA) or ``conv`` (3 x 3 convolution over a
+            square map of tokens, as in iREPA).
         inputs: Width of the student's features.
-        outputs: Width of the teacher's.
+        outputs: Width of the teacher's features.
         hidden: Hidden width of the MLP.
-        bias: Whether a linear one has a bias.
+        bias: Add a bias to the linear projection.
     """
     if kind == "none":
         return nn.Identity()
@@ -104,25 +115,25 @@ def make_head(kind: str, inputs: int, outputs: int, hidden: int = 2048, bias: bo
     else:
         sizes = (nn.Linear(inputs, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU(), nn.Linear(hidden, outputs))
         head = nn.Sequential(*sizes)
-    mix_in(head, WideLayer)  # it trains whole, whatever else is frozen
+    mix_in(head, WideLayer)  # the head trains in full, even if a technique freezes other layers
     return head
 
 
 @dataclass(frozen=True)
 class AlignmentHead:
-    """What a technique's projection goes between, and how it is made.
+    """Settings of the projection between the module's and the teacher's features.
 
     Args:
-        widths: [width of the module's features, width of the teacher's], for those that do not say it, as features in
-            a batch.
-        seed: Seed of its weights.
-        skip_tokens: How many of the teacher's tokens, class and register tokens before those of the patches, are left
-            out; None: as many as the teacher says it has.
-        spatial_norm: Share of their mean over an image that the teacher's tokens lose, above 0 and at most 1, before
-            each feature is divided by its deviation over the image (iREPA, with projection ``conv``); None: as they
-            are. For HiddenAlignment.
-        class_layer: Pattern for the teacher's layer with the class token, or one vector an image, that a DiT with
-            ``variant.class_token`` is to denoise beside the latents (REG). For HiddenAlignment.
+        widths: Width of the module's features, and width of the teacher's features. Needed for features in a batch and
+            for layers whose width cannot be determined.
+        seed: Seed of the projection's weights.
+        skip_tokens: Number of the teacher's class and register tokens, before those of the patches, that are ignored.
+            None takes the number from the teacher.
+        spatial_norm: Share of the mean over the image, above 0 and at most 1, that is subtracted from the teacher's
+            tokens before each feature is divided by its standard deviation over the image (iREPA, with projection
+            ``conv``). None disables the normalisation. HiddenAlignment only.
+        class_layer: Pattern for the teacher's layer that returns the class token, or one vector for each image, which a
+            DiT with ``variant.class_token`` denoises together with the latents (REG). HiddenAlignment only.
     """
 
     widths: list[int] | None = None
@@ -140,13 +151,14 @@ class AlignmentHead:
 
 @dataclass(frozen=True)
 class GradientConflict:
-    """When alignment has done its work: its gradient no longer points where the task's does.
+    """Criterion that ends alignment when its gradient conflicts with the gradient of the task.
 
     Args:
-        below: Bound for the cosine between both gradients at the block's output, at least -1 and at most 1.
-        every: Optimizer steps between two measurements, at least 1; each costs a backward pass above the block.
-        patience: How many measurements in a row must be below the bound, at least 1.
-        latest: Optimizer step from which on it is over in any case; None: it need not end.
+        below: Bound of the cosine similarity between both gradients at the block's output, at least -1 and at most 1.
+        every: Number of optimizer steps between two measurements, at least 1. Each measurement costs a backward pass
+            from the loss to the block.
+        patience: Number of consecutive measurements below the bound that end alignment, at least 1.
+        latest: Optimizer step at which alignment ends in any case; None for no such step.
     """
 
     below: float = 0.0
@@ -162,16 +174,16 @@ class GradientConflict:
 
 
 class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
-    """Base of techniques that add a term between features of the module and of a frozen teacher.
+    """Base of techniques that add a loss term between features of the module and of a frozen teacher.
 
-    A subclass has the arguments ``teacher``, ``weight``, ``stop_at`` and ``seed``, and says which layers it listens to
-    (:meth:`listens_to`), which heads it needs (:meth:`build_heads`) and what the term is (:meth:`term`).
+    A subclass has the arguments ``teacher``, ``weight``, ``stop_at`` and ``seed``. It defines the recorded layers
+    (:meth:`listens_to`), the projections (:meth:`build_heads`) and the term (:meth:`term`).
     """
 
-    phase = Phase.FREEZE  # after adapters have frozen the base, which is not to freeze the heads
+    phase = Phase.FREEZE  # after adapters have frozen the base, so that they do not freeze the heads
     traits = frozenset({Trait.TRAINING_ONLY})
     alters = ("optimizer",)
-    heads_name: ClassVar[str]  # attribute of the module; also the name of the logged value
+    heads_name: ClassVar[str]  # attribute of the module, from which the name of the logged value is derived
 
     teacher: str | nn.Module | None
     weight: float
@@ -184,40 +196,51 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
         self._calls: dict[str, list[Call]] = {}
         self._names: list[str] | None = None
 
-    # What a subclass says.
+    # Methods of subclasses.
 
     def find(self, data: Any) -> Teacher | None:
-        """The teacher; ``data`` is the data module, if there is one."""
+        """Return the teacher, or None if the batches contain its features.
+
+        Args:
+            data: The data module, or None.
+        """
         raise NotImplementedError
 
     def listens_to(self, module: nn.Module) -> list[str]:
-        """Dotted names of the layers to listen to, always in one order."""
+        """Return the dotted names of the layers to record, in the same order in each call."""
         raise NotImplementedError
 
     def build_heads(self, module: nn.Module) -> dict[str, nn.Module]:
-        """Projections by name; random numbers may be drawn."""
+        """Return projections by name. The global generators are seeded, so that weights may be drawn."""
         raise NotImplementedError
 
     def term(self, calls: Mapping[str, list[Call]], output: Any, module: nn.Module, batch: Any) -> Tensor:
-        """The alignment of one step, a scalar, before its weight."""
+        """Return the alignment loss of one step without its weight, a scalar.
+
+        Args:
+            calls: Recorded calls of each layer by name.
+            output: Output of the training step.
+            module: The module.
+            batch: The batch.
+        """
         raise NotImplementedError
 
     def scale(self, term: Tensor, output: Any, module: nn.Module) -> Tensor | float:
-        """What the term is multiplied by."""
+        """Return the factor of the term."""
         return self.weight
 
     @property
     def until(self) -> int | None:
-        """Optimizer step from which on nothing is computed."""
+        """Optimizer step from which on the term is not computed, or None."""
         stop_at: int | None = self.stop_at
         return stop_at
 
-    # What the base does.
+    # Methods of this class.
 
     def check_common(self) -> None:
-        """Check the arguments that all have in common."""
+        """Check the arguments that all subclasses have."""
         name = type(self).__name__
-        if self.teacher is None:  # otherwise the transform reads the teacher
+        if self.teacher is None:  # otherwise the transform needs the teacher's network
             self.traits = self.traits | {Trait.REFUSES_EARLY}
         check_number(name, "weight", self.weight, least=0)
         check_number(name, "stop_at", self.until, least=1, whole=True, null=True)
@@ -225,10 +248,12 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
             raise refusal(name, "teacher", "a module or a name", self.teacher)
 
     def arguments(self) -> dict[str, Any]:
-        """The constructor's arguments; a teacher that was given in code as its class and a digest of its weights."""
+        """Return the constructor's arguments. A teacher module is given by its class and a digest of its weights."""
         with temporarily(self, teacher=None):
             arguments = super().arguments()
-        return arguments | {"teacher": None if self.teacher is None else name_of(self.teacher)}
+        if self.teacher is not None:
+            arguments["teacher"] = name_of(self.teacher)
+        return arguments
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -238,8 +263,8 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
         ours = {id(parameter) for parameter in pl_module.parameters()}
         if self._teacher is not None and any(id(p) in ours for p in self._teacher.network.parameters()):
             raise ConflictError(
-                f"{type(self).__name__}: the teacher shares parameters with the module, which would be frozen: give a "
-                "copy (copy.deepcopy) that the module does not hold"
+                f"{type(self).__name__}: the teacher shares parameters with the module, and freezing the teacher would "
+                "freeze them. Give a copy (copy.deepcopy) that is not part of the module"
             )
 
     def transform(self, module: nn.Module) -> Report:
@@ -252,12 +277,16 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
         with own_draws(self.seed):
             made = self.build_heads(module)
         like = next((p for p in module.parameters() if p.is_floating_point()), None)
-        heads = Heads({name: head for name, head in made.items() if any(True for _ in head.parameters())})
+        heads = Heads({name: head for name, head in made.items() if list(head.parameters())})
         if heads:
-            wide = torch.promote_types(next(heads.parameters()).dtype, torch.float32)
-            setattr(module, self.heads_name, heads.to(wide) if like is None else heads.to(like.device, wide))
+            heads.to(torch.promote_types(next(heads.parameters()).dtype, torch.float32))
+            if like is not None:
+                heads.to(like.device)
+            setattr(module, self.heads_name, heads)
         size = count(heads.parameters())
-        until = "" if self.until is None else f" until step {self.until}"
+        until = ""
+        if self.until is not None:
+            until = f" until step {self.until}"
         return Report(
             f"{', '.join(n or type(module).__name__ for n in names)} by {self._described()}, weight {self.weight:g}"
             f"{until}; heads of {size:,} parameters train and are not exported",
@@ -311,29 +340,31 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
         return list(self.heads(module).parameters())
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
-        """See that the heads are stepped: one that was built over other parts gets them in its first group."""
+        """Add the heads to the optimizer's first group, unless the optimizer contains them."""
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         lost = [p for p in self.trains(module) if id(p) not in stepped]
         optimizer.param_groups[0]["params"].extend(lost)
         return next(entry.report for entry in ledger(module) if entry.record["name"] == type(self).__name__)
 
     def names(self, module: nn.Module) -> list[str]:
-        """The layers' names, searched for once a run."""
+        """Return the names of the recorded layers, which are searched once in a run."""
         if self._names is None:
             self._names = self.listens_to(module)
         return self._names
 
     def heads(self, module: nn.Module) -> nn.ModuleDict:
-        """The heads that :meth:`transform` has built, by name."""
+        """Return the heads that :meth:`transform` has built, by name."""
         return getattr(module, self.heads_name, None) or nn.ModuleDict()
 
     def active(self, module: Any) -> bool:
-        """Whether the term counts in this step."""
+        """Return whether the term is part of the loss in the present step."""
         return self.until is None or module.trainer.global_step < self.until
 
     def watch_step(self, module: nn.Module, batch: Any) -> AbstractContextManager[None] | None:
-        """Listen to the layers while the term counts."""
-        return self._watched(module) if self.active(module) else None
+        """Return a context that records the layers, or None if the term is not part of the loss."""
+        if not self.active(module):
+            return None
+        return self._watched(module)
 
     @contextmanager
     def _watched(self, module: nn.Module) -> Iterator[None]:
@@ -341,7 +372,7 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
             yield
 
     def extra_loss(self, output: Any, module: Any, batch: Any) -> Tensor | None:
-        """The weighted term; its value is logged as ``train/<heads_name>`` without the weight."""
+        """Return the weighted term. Its value without the weight is logged as ``train/<name>``."""
         if not self.active(module):
             return self._nothing(module)
         if self._teacher is not None:
@@ -349,86 +380,138 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
         with torch.set_grad_enabled(self.weight > 0):
             term = self.term(self._calls, output, module, batch)
         module.log(f"train/{self.heads_name.removesuffix('_heads')}", term.detach(), batch_size=1)
-        return term * self.scale(term, output, module) if self.weight > 0 else self._nothing(module)
+        if self.weight > 0:
+            return term * self.scale(term, output, module)
+        return self._nothing(module)
 
     def _nothing(self, module: nn.Module) -> Tensor | None:
-        """No term; on several processes a zero, because all of them wait for a gradient of each parameter."""
+        """Return None, or in distributed training a zero that depends on the heads.
+
+        Data parallelism waits for a gradient of each parameter.
+        """
         heads = list(self.heads(module).parameters())
-        return torch.stack([p.sum() * 0.0 for p in heads]).sum() if heads and _several() else None
+        if not heads or not _several():
+            return None
+        return torch.stack([p.sum() * 0.0 for p in heads]).sum()
 
     def features(self, calls: Sequence[Call], module: nn.Module, name: str) -> list[Tensor]:
-        """The outputs of a layer's calls, which must carry gradients if the layer trains."""
+        """Return the outputs of a layer's recorded calls.
+
+        Raises:
+            ConfigurationError: If the layer trains but an output has no gradient.
+        """
         found = [feature_of(output) for _, _, output in calls]
         trains = any(p.requires_grad for p in module.get_submodule(name).parameters())
         if trains and torch.is_grad_enabled() and any(not feature.requires_grad for feature in found):
             raise ConfigurationError(
-                f"{type(self).__name__}: the output of {name!r} carries no gradient although the layer trains: it ran "
-                "without one, as inside a reentrant checkpoint (use_reentrant=False does)"
+                f"{type(self).__name__}: the output of {name!r} carries no gradient although the layer trains, because "
+                "it ran without gradients. If it is inside a reentrant checkpoint, set use_reentrant=False"
             )
         return found
 
     def project(self, module: nn.Module, name: str, tokens: Tensor, layer: str, wanted: Tensor) -> Tensor:
-        """Tokens of ``layer`` through the head ``name``, or as they are, to compare with those ``wanted``."""
-        weights = list(self.heads(module)[name].parameters()) if name in self.heads(module) else []
-        ends = (weights[0].shape[1], next(w for w in reversed(weights) if w.ndim > 1).shape[0]) if weights else None
-        sides = ((repr(layer), tokens.shape[-1]), ("the teacher's layer", wanted.shape[-1]))
-        for (what, width), expected in zip(sides, ends or (wanted.shape[-1],) * 2, strict=True):
-            if width != expected:
-                built = "its head was built for" if ends else "without a projection it is compared with"
+        """Return the student's tokens projected by a head, or unchanged if there is no such head.
+
+        Args:
+            module: The module.
+            name: Name of the head.
+            tokens: Features of the student, [..., D].
+            layer: Name of the student's layer, for messages.
+            wanted: Features of the teacher, [..., D'].
+
+        Raises:
+            ConfigurationError: If a width is not the one for which the head was built, or if the widths differ without
+                a head.
+        """
+        heads = self.heads(module)
+        width = tokens.shape[-1]
+        if name not in heads:
+            if width != wanted.shape[-1]:
                 raise ConfigurationError(
-                    f"{type(self).__name__}: {what} has features of width {width}, and {built} {expected}: give the "
-                    "widths, or a projection"
+                    f"{type(self).__name__}: {layer!r} has features of width {width}, and without a projection it is "
+                    f"compared with features of width {wanted.shape[-1]}. Give the widths, or a projection"
                 )
-        return self.heads(module)[name](tokens) if weights else tokens
+            return tokens
+        matrices = [weight for weight in heads[name].parameters() if weight.ndim > 1]
+        for what, found, expected in (
+            (repr(layer), width, matrices[0].shape[1]),
+            ("the teacher's layer", wanted.shape[-1], matrices[-1].shape[0]),
+        ):
+            if found != expected:
+                raise ConfigurationError(
+                    f"{type(self).__name__}: {what} has features of width {found}, and its head was built for "
+                    f"{expected}. Give the widths, or a projection"
+                )
+        projected: Tensor = heads[name](tokens)
+        return projected
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         self._calls = {}
 
-    # Checkpoints: weights as without the technique, the heads beside them.
+    # Checkpoints contain the same weights as without the technique, and the heads under a separate key.
 
     @classmethod
     def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:
-        """Move the heads out of the weights; a checkpoint of weights alone keeps their names only."""
-        state = checkpoint["state_dict"]
-        own = [key for key in state if key.startswith(f"{cls.heads_name}.")]
-        alone = "callbacks" not in checkpoint
+        """Move the heads from the weights to a separate key. A checkpoint of weights alone keeps their names only."""
         aside = checkpoint["lit_efficient"].setdefault(_ASIDE, {})
-        aside.update({key: None if alone else whole(state[key]) for key in own})
-        checkpoint["state_dict"] = {key: tensor for key, tensor in state.items() if key not in own}
+        weights = {}
+        for key, tensor in checkpoint["state_dict"].items():
+            if not key.startswith(f"{cls.heads_name}."):
+                weights[key] = tensor
+            elif "callbacks" in checkpoint:
+                aside[key] = whole(tensor)
+            else:
+                aside[key] = None
+        checkpoint["state_dict"] = weights
 
     def read_checkpoint(self, checkpoint: Mapping[str, Any], module: Any) -> None:
         aside: Mapping[str, Any] = checkpoint.get("lit_efficient", {}).get(_ASIDE, {})
         prefix = f"{self.heads_name}."
-        kept = {key.removeprefix(prefix): t for key, t in aside.items() if key.startswith(prefix) and t is not None}
+        heads = self.heads(module)
+        own = heads.state_dict()
+        kept = {}
+        for name, tensor in aside.items():
+            key = name.removeprefix(prefix)
+            if name.startswith(prefix) and tensor is not None:
+                kept[key] = placed_like(tensor, own[key], own[key].dtype)
         if kept:
-            own = self.heads(module).state_dict()
-            self.heads(module).load_state_dict(
-                {key: placed_like(t, own[key], own[key].dtype) for key, t in kept.items()}
-            )
+            heads.load_state_dict(kept)
 
     def _described(self) -> str:
-        return name_of(self.teacher) if self.teacher is not None else "features in the batch"
+        if self.teacher is None:
+            return "features in the batch"
+        return name_of(self.teacher)
 
 
 def match_positions(student: Tensor, teacher: Tensor, who: str) -> tuple[Tensor, Tensor]:
-    """Tokens of both, [B, N, D] each; a teacher that gives one vector an image has nothing to say of positions.
+    """Return the tokens of student and teacher at the same positions, [B, N, D] and [B, N, D'].
+
+    Args:
+        student: Features of the student.
+        teacher: Features of the teacher.
+        who: Name of the technique, for messages.
 
     Raises:
-        ConfigurationError: For such a teacher of a student that has positions.
+        ConfigurationError: If the teacher gives one vector for each image, but the student has several positions.
     """
     if teacher.ndim == 2 and to_tokens(student).shape[1] > 1:
         raise ConfigurationError(
-            f"{who}: the teacher's layer gives one vector for each image, {list(teacher.shape)}, and all positions "
-            "would be pulled to the same: name a layer of tokens or maps in teacher_layer"
+            f"{who}: the teacher's layer gives one vector for each image, {list(teacher.shape)}, so all positions "
+            "would be aligned with the same vector. Name a layer of tokens or maps in teacher_layer"
         )
     return match_tokens(student, teacher, "grid" if teacher.ndim > 2 else "auto")
 
 
 def member(batch: Any, path: str, who: str) -> Any:
-    """What a dotted path names in a batch: keys of mappings, positions in sequences.
+    """Return the item of a batch at a dotted path, which consists of keys of mappings and indices of sequences.
+
+    Args:
+        batch: The batch.
+        path: The path, such as ``features.0``.
+        who: Name of the technique, for messages.
 
     Raises:
-        ConfigurationError: If there is no such thing.
+        ConfigurationError: If the batch has no such item.
     """
     target = batch
     for part in path.split("."):
@@ -437,13 +520,15 @@ def member(batch: Any, path: str, who: str) -> Any:
         elif isinstance(target, list | tuple) and part.isdecimal() and int(part) < len(target):
             target = target[int(part)]
         else:
-            has = sorted(map(str, target)) if isinstance(target, Mapping) else type(target).__name__
+            has: object = type(target).__name__
+            if isinstance(target, Mapping):
+                has = sorted(map(str, target))
             raise ConfigurationError(f"{who}: the batch has no {path!r}; it has {has}")
     return target
 
 
 def mean(values: Sequence[Tensor]) -> Tensor:
-    """Mean of scalars."""
+    """Return the mean of scalars."""
     return torch.stack(list(values)).mean()
 
 

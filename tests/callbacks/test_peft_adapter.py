@@ -401,7 +401,7 @@ def test_bfloat16_copies_of_modules_follow_the_base_and_what_cannot_compute_is_r
     module = fit(LORA | {"modules_to_save": ["head"]})
     types = {"lora_" in name: p.dtype for name, p in module.named_parameters() if p.requires_grad}
     assert types == {True: torch.float32, False: torch.bfloat16}
-    with pytest.raises(ConfigurationError, match=r"FourierFTLinear of peft, at '.*', cannot compute in bf16-true"):
+    with pytest.raises(ConfigurationError, match=r"FourierFTLinear of peft at '.*', cannot compute in bf16-true"):
         fit({"peft_type": "FOURIERFT", "n_frequency": 4, "target_modules": ["up"]})
 
 
@@ -438,7 +438,7 @@ def test_bad_configs_are_refused_before_anything_starts(tmp_path: Path) -> None:
         PeftAdapter({"a": LOKR, "b": LOKR}, active=["a"], train=["b"])
     with pytest.raises(ConfigurationError, match=r"target_modules.*nowhere.*not found"):
         apply(Toy(), [PeftAdapter({"peft_type": "LOKR", "target_modules": ["nowhere"]})])
-    with pytest.raises(ConfigurationError, match=r"change the frozen weight .* itself"):
+    with pytest.raises(ConfigurationError, match=r"change the frozen weight .*, so that"):
         apply(Toy(), [PeftAdapter(LORA | {"init_lora_weights": "pissa"})])
     two = {"a": LORA, "b": {"peft_type": "OFT", "oft_block_size": 4, "target_modules": ["stem"]}}
     with pytest.raises(ConfigurationError, match=r"the weight of b must be 1 for OFT"):

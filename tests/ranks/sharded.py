@@ -247,7 +247,7 @@ def worlds() -> None:
     half, _, _ = fit(list, Net, 1, sharding={"save_distributed_checkpoint": False})
     half.save_checkpoint("two_file.ckpt", weights_only=False)
     for path in ("two.ckpt", "two_file.ckpt"):  # no tensor of a checkpoint goes unseen
-        with pytest.raises(CheckpointError, match=f"{path} contains 6 tensors that the module lacks: net.blocks.3"):
+        with pytest.raises(CheckpointError, match=f"{path} holds 6 tensors that the module lacks: net.blocks.3"):
             fit(list, Shorter, 2, path, sharding={})
     _, losses, _ = fit(list, Net, 2, "one.ckpt", sharding={})
     if dist.get_rank() == 0:

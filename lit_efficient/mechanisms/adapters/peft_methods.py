@@ -1,7 +1,6 @@
-"""Any method of peft on any network: its configuration checked, its layers put in, started, mixed, merged and saved.
+"""Methods of peft on any network: injection of their layers, active adapters, merging, and checks of the layers.
 
-Which methods there are is asked of peft: those whose model puts layers into a network and needs nothing else of its own
-while it trains. What lies in a folder of peft is read and written by peft's own functions.
+The supported methods are those whose model puts layers into a network and needs no other code of peft during training.
 Source: https://huggingface.co/docs/peft/developer_guides/low_level_api
 """
 
@@ -22,9 +21,10 @@ from lit_efficient.surgery import is_sharded, memory_of, mix_in, own_draws
 
 
 def network_of(module: nn.Module) -> str:
-    """The name of the network that an adapter is for.
+    """Return the dotted name of the network that gets the adapters.
 
-    It is the one model of transformers or diffusers inside, else the only child with weights, else the module itself.
+    This is the only model of transformers or diffusers in the module, else its only child with weights, else the module
+    itself (an empty name).
     """
     models = [name for name, part in module.named_modules() if hasattr(part, "save_pretrained") and name]
     models = [name for name in models if not any(name.startswith(f"{other}.") for other in models)]
@@ -32,10 +32,12 @@ def network_of(module: nn.Module) -> str:
         return ""
     if len(models) == 1 and hasattr(module.get_submodule(models[0]), "config"):
         return models[0]
-    weighty = [name for name, child in module.named_children() if any(True for _ in child.parameters())]
-    alone = len(weighty) == 1 and not any(True for _ in module.parameters(recurse=False))
-    child = module.get_submodule(weighty[0]) if alone else module
-    return weighty[0] if child is not module and any(True for _ in child.children()) else ""
+    weighty = [name for name, child in module.named_children() if list(child.parameters())]
+    if len(weighty) != 1 or list(module.parameters(recurse=False)):
+        return ""
+    if not list(module.get_submodule(weighty[0]).children()):  # a single layer is no network
+        return ""
+    return weighty[0]
 
 
 def inject(
@@ -50,13 +52,13 @@ def inject(
 
     Args:
         root: The network.
-        configs: Options by the adapters' names.
-        active: Which of them take part, and by how much: see :func:`switch_adapters`.
-        train: Those of them that require gradients; ``None``: all.
-        seed: Of all draws, so that they are the same on all ranks and each time.
+        configs: Options of each adapter by name.
+        active: Weights of the active adapters by name, as for :func:`switch_adapters`.
+        train: Names of the active adapters that train; None for all.
+        seed: Seed of all random values, which are therefore equal on all ranks and after a resume.
 
     Raises:
-        ConfigurationError: For what peft refuses, and a start that would change the base's own weights.
+        ConfigurationError: If peft rejects the options, or if the initialisation changes weights of the base.
     """
     from peft.functional import cast_adapter_dtype, set_adapter
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
@@ -68,9 +70,8 @@ def inject(
     for name, options in configs.items():
         config = peft_config(options)
         if str(getattr(config, "target_modules", "")).lower() == ALL_LINEAR:
-            config.target_modules = {
-                one for one, _ in find_targets(root, ALL_LINEAR, who="PeftAdapter: target_modules")
-            }
+            targets = find_targets(root, ALL_LINEAR, who="PeftAdapter: target_modules")
+            config.target_modules = {target for target, _ in targets}
         with refusing(f"put {options['peft_type']} on {type(root).__name__}"), own_draws(seed):
             tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](root, config, adapter_name=name)
         cast_adapter_dtype(root, name)
@@ -78,50 +79,62 @@ def inject(
     for name, parameter, digest in before:
         if _digest(parameter) != digest:
             raise ConfigurationError(
-                f"PeftAdapter: these options change the frozen weight {name!r} itself, which no other checkpoint "
-                "of the base would fit any more: choose another start of the adapter"
+                f"PeftAdapter: these options change the frozen weight {name!r}, so that other checkpoints of the base "
+                "would no longer fit. Choose another initialisation of the adapter"
             )
     for part in root.modules():
         if isinstance(part, BaseTunerLayer | AuxiliaryTrainingWrapper) and not isinstance(part, PeftLayer):
             mix_in(part, PeftLayer)
     root.__dict__[NOTE] = {"seed": seed, "active": dict(active), "shared": shared}
     root.__dict__[FOLLOWS] = _start_again
-    with refusing(f"train {', '.join(train or active)} together"):
-        set_adapter(root, list(train or active))
+    trained = list(train or active)
+    with refusing(f"train {', '.join(trained)} together"):
+        set_adapter(root, trained)
     switch_adapters(root, active)
     _check_called(root)
     _check_rounded(root)
 
 
 def _shared(tuner: nn.Module, root: nn.Module) -> dict[str, str]:
-    """What peft's own model around a network holds and its layers share: by name there, one of its names in here."""
+    """Return the tensors that peft's model around a network shares with its layers.
+
+    Returns:
+        For each name in peft's model, a name of the same tensor in the network.
+    """
     places = {memory_of(tensor): name for name, tensor in root.state_dict().items()}
     own = {name: tensor for name, tensor in tuner.state_dict().items() if not name.startswith("model.")}
-    if lost := [name for name, tensor in own.items() if memory_of(tensor) not in places]:
-        raise ConfigurationError(
-            f"PeftAdapter: {type(tuner).__name__} of peft keeps {lost[0]!r} outside of the network"
-        )
-    return {f"base_model.{name}": places[memory_of(tensor)] for name, tensor in own.items()}
+    found = {}
+    for name, tensor in own.items():
+        if memory_of(tensor) not in places:
+            raise ConfigurationError(
+                f"PeftAdapter: {type(tuner).__name__} of peft keeps {name!r} outside of the network, where it would "
+                "not be trained or saved. Choose another method"
+            )
+        found[f"base_model.{name}"] = places[memory_of(tensor)]
+    return found
 
 
 def switch_adapters(module: nn.Module, active: Sequence[str] | Mapping[str, float]) -> None:
-    """Let these adapters of peft's take part from now on, and no others; what trains stays as it is.
+    """Activate adapters of peft, and deactivate all others. The parameters that train do not change.
 
     Args:
-        module: A module with a network that ``PeftAdapter`` has changed.
-        active: Their names, or by name a factor on what each adds, for methods whose update is one product (LoRA, LoHa,
-            LoKr, SHiRA). None at all leaves the base.
+        module: A module with a network to which ``PeftAdapter`` was applied.
+        active: Names of adapters, or a factor of each adapter's update by name. Factors other than 1 require a method
+            whose update is proportional to its scale (LoRA, LoHa, LoKr, SHiRA). If it is empty, the network computes
+            the output of the base.
 
     Raises:
-        ConfigurationError: For an unknown name, a factor that the method does not know, and what peft cannot mix.
+        ConfigurationError: If a name is unknown, if the method does not support the factor, or if peft cannot combine
+            the adapters.
     """
     from peft.functional import set_adapter
 
     weights = dict(active) if isinstance(active, Mapping) else dict.fromkeys(active, 1.0)
     roots: list[Any] = networks(module)
     for root in roots:
-        if odd := [name for name in weights if name not in root.peft_config]:
-            raise refusal("PeftAdapter", "the active adapters", f"among {', '.join(root.peft_config)}", odd[0])
+        for name in weights:
+            if name not in root.peft_config:
+                raise refusal("PeftAdapter", "the active adapters", f"among {', '.join(root.peft_config)}", name)
         trained = [(parameter, parameter.requires_grad) for parameter in root.parameters()]
         layers = [part for part in root.modules() if isinstance(part, PeftLayer)]
         for name, weight in weights.items():
@@ -129,11 +142,13 @@ def switch_adapters(module: nn.Module, active: Sequence[str] | Mapping[str, floa
             if weight != 1 and not (scaled and _scales(scaled[0], name)):
                 kind = root.peft_config[name].peft_type.value
                 raise refusal(
-                    "PeftAdapter", f"the weight of {name}", f"1 for {kind}, whose update is no product", weight
+                    "PeftAdapter", f"the weight of {name}", f"1 for {kind}, whose update is not a product", weight
                 )
+            # Layers of methods without a scale have no set_scale, and need none while the weight is 1.
             part: Any
-            for part in scaled if weight != 1 or root.__dict__[NOTE]["active"].get(name, 1) != 1 else ():
-                part.set_scale(name, weight)
+            if weight != 1 or root.__dict__[NOTE]["active"].get(name, 1) != 1:
+                for part in scaled:
+                    part.set_scale(name, weight)
         with refusing(f"mix {', '.join(weights)}"):
             set_adapter(root, list(weights))
         root.__dict__[NOTE]["active"] = weights
@@ -143,7 +158,7 @@ def switch_adapters(module: nn.Module, active: Sequence[str] | Mapping[str, floa
 
 @torch.no_grad()
 def _scales(layer: Any, name: str) -> bool:
-    """Whether twice the scale is twice the update: asked of a copy of the layer, with an update that is not zero."""
+    """Return whether a double scale gives a double update, measured on a copy of the layer with a random update."""
     twin = copy.deepcopy(layer)
     if not hasattr(twin, "set_scale") or not hasattr(twin, "get_delta_weight"):
         return False
@@ -160,14 +175,14 @@ def _scales(layer: Any, name: str) -> bool:
 
 @torch.no_grad()
 def merge_peft(root: Any) -> None:
-    """Fold the active adapters of a network into its weights, in place; quantised layers become float ones."""
+    """Merge the active adapters of a network into its weights, in place. Quantised layers become float layers."""
     layers = outermost(root)
-    if any(_is_rounded(root.get_submodule(name)) for name in layers):  # what peft would add to codes is added to floats
+    if any(_is_rounded(root.get_submodule(name)) for name in layers):  # peft would quantise the sum again
         _to_floats(root)
     base: Any
     for name in layers:
         base = getattr(root.get_submodule(name), "base_layer", None)
-        if hasattr(base, "weight") and is_tied(root, base):  # the adapter belongs to one use of it
+        if hasattr(base, "weight") and is_tied(root, base):  # the adapter belongs to this layer only
             base.weight = nn.Parameter(base.weight.detach().clone(), requires_grad=base.weight.requires_grad)
     with refusing("merge the adapter"):
         unload(root, merge=True)
@@ -180,8 +195,9 @@ def _is_rounded(layer: Any) -> bool:
 
 
 def _to_floats(root: Any) -> None:
-    """Put peft's layers for floats, with the same adapters, in the place of those on quantised weights."""
-    values, note = _values(root), root.__dict__[NOTE]
+    """Replace peft's layers of quantised weights by those of float weights, with the same adapters, in place."""
+    values = _values(root)
+    note = root.__dict__[NOTE]
     configs = {name: config_options(config) for name, config in root.peft_config.items()}
     rounded = [name for name in outermost(root) if _is_rounded(root.get_submodule(name))]
     unload(root, merge=False)
@@ -194,53 +210,68 @@ def _to_floats(root: Any) -> None:
 
 
 def _check_called(root: nn.Module) -> None:
-    """Refuse a layer whose weight is read and whose forward nobody calls: its adapter would do nothing."""
+    """Raise an error for an adapted layer whose ``forward`` is never called, because only its weight is read."""
     for name in outermost(root):
         base = getattr(root.get_submodule(name), "base_layer", None)
         if isinstance(base, nn.modules.linear.NonDynamicallyQuantizableLinear):
             raise ConfigurationError(
-                f"PeftAdapter: {name!r} is read by torch's attention and never called, so that an adapter on it does "
-                f"nothing: name the attention itself in target_modules, {name.rpartition('.')[0]!r}, or leave it out"
+                f"PeftAdapter: torch's attention reads the weight of {name!r} and never calls the layer, so an adapter "
+                f"would have no effect. Name the attention {name.rpartition('.')[0]!r} in target_modules, or leave "
+                "the layer out"
             )
 
 
 @torch.no_grad()
 def _check_rounded(root: Any) -> None:
-    """Refuse a method that misreads quantised weights: it must compute what it does on the same weights as floats."""
+    """Check that each kind of layer computes the same with a quantised weight and with the dequantised weight.
+
+    Raises:
+        ConfigurationError: If the outputs differ, because the method misreads quantised weights.
+    """
     seen: set[Any] = set()
     for name in outermost(root):
         layer: Any = root.get_submodule(name)
         base: Any = getattr(layer, "base_layer", None)
-        if not _is_rounded(layer) or (key := (type(layer), type(base))) in seen:
+        key = (type(layer), type(base))
+        if not _is_rounded(layer) or key in seen:
             continue
         seen.add(key)
         twin = _alone(root, name)
         with own_draws(0):
             for place in _values(twin).values():
-                place.copy_(torch.randn(place.shape) / 10 if place.is_floating_point() else place)
+                if place.is_floating_point():
+                    place.copy_(torch.randn(place.shape) / 10)
             x = torch.randn(4, base.in_features).to(base.weight.device)
         same = False
-        for floats in (_float_base, _to_floats):  # the first keeps what layers share, the second peft's own classes
+        # The first function keeps tensors that layers share, the second one lets peft choose the class of the layer.
+        for floats in (_float_base, _to_floats):
             try:
                 other = copy.deepcopy(twin)
                 floats(other)
-                found, expected = (one.get_submodule(name).eval()(x) for one in (twin, other))
+                found = twin.get_submodule(name).eval()(x)
+                expected = other.get_submodule(name).eval()(x)
                 same = same or torch.allclose(found, expected, rtol=0.02, atol=0.02)
             except (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError):
                 continue
         if not same:
             kinds = ", ".join(config.peft_type.value for config in root.peft_config.values())
             raise ConfigurationError(
-                f"PeftAdapter: peft's {kinds} misreads the quantised weight of {name!r} ({type(base).__name__}): use "
-                "peft_type LORA, or no quantised base"
+                f"PeftAdapter: peft's {kinds} misreads the quantised weight of {name!r} ({type(base).__name__}). Use "
+                "peft_type LORA, or a base that is not quantised"
             )
 
 
 @torch.no_grad()
 def check_forward(root: nn.Module, context: Any, precision: str) -> None:
-    """Refuse a method whose layers cannot compute in a precision: each kind is run once, as a copy.
+    """Check that the layers can compute in a precision. A copy of each kind of layer is run once.
 
-    The network is in its final type; the context is what Lightning puts around a step.
+    Args:
+        root: The network, with its final dtype.
+        context: Function that returns the context in which Lightning runs a step.
+        precision: Name of the precision, for messages.
+
+    Raises:
+        ConfigurationError: If a layer cannot compute in the precision.
     """
     seen: set[Any] = set()
     for name in outermost(root):
@@ -256,20 +287,20 @@ def check_forward(root: nn.Module, context: Any, precision: str) -> None:
                 copy.deepcopy(layer).eval()(torch.zeros(2, base.in_features, device=device))
         except RuntimeError as error:
             raise ConfigurationError(
-                f"PeftAdapter: {type(layer).__name__} of peft, at {name!r}, cannot compute in {precision} ({error}): "
-                "use bf16-mixed or 32-true"
+                f"PeftAdapter: {type(layer).__name__} of peft at {name!r} cannot compute in {precision} ({error}). Use "
+                "bf16-mixed or 32-true"
             ) from error
 
 
 def _float_base(root: nn.Module) -> None:
-    """Put floats under peft's layers in the place of quantised weights, and change nothing else."""
+    """Replace the quantised layers that peft's layers wrap by float layers, in place."""
     for name in outermost(root):
         layer: Any = root.get_submodule(name)
         layer.base_layer = plain_layer(layer.base_layer, dequantize(layer.base_layer))
 
 
 def _alone(root: Any, name: str) -> Any:
-    """A network with nothing in it but a copy of one layer, of the same name, by which the options know it."""
+    """Return a network that contains only a copy of one layer, with the same dotted name, to which options refer."""
     twin: Any = nn.Module()
     *path, last = name.split(".")
     owner = twin
@@ -278,7 +309,10 @@ def _alone(root: Any, name: str) -> Any:
         owner = owner.get_submodule(piece)
     owner.add_module(last, copy.deepcopy(root.get_submodule(name)).eval())
     adapters = {piece for key in _values(twin) for piece in key.split(".")}
-    twin.peft_config = {one: copy.deepcopy(config) for one, config in root.peft_config.items() if one in adapters}
+    twin.peft_config = {}
+    for adapter, config in root.peft_config.items():
+        if adapter in adapters:
+            twin.peft_config[adapter] = copy.deepcopy(config)
     for config in twin.peft_config.values():
         for other in ("modules_to_save", "trainable_token_indices", "target_parameters"):
             if hasattr(config, other):
@@ -301,9 +335,10 @@ def _put(root: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def _start_again(root: Any) -> None:
-    """Start the adapters again from the weights that the network has now."""
+    """Initialise the adapters again from the network's present weights."""
     twin = copy.deepcopy(root)
     unload(twin, merge=False)
-    note, configs = root.__dict__[NOTE], {name: config_options(c) for name, c in root.peft_config.items()}
+    note = root.__dict__[NOTE]
+    configs = {name: config_options(config) for name, config in root.peft_config.items()}
     inject(twin, configs, note["active"], seed=note["seed"])
     _put(root, _values(twin))

@@ -111,8 +111,9 @@ def output_heads(root: nn.Module) -> set[int]:
     """Return the ids of the output heads of transformers models in ``root``."""
     heads = set()
     for module in root.modules():
-        if hasattr(module, "get_output_embeddings"):
-            head = module.get_output_embeddings()
+        getter = getattr(module, "get_output_embeddings", None)
+        if getter is not None:
+            head = getter()
             if head is not None:
                 heads.add(id(head))
     return heads

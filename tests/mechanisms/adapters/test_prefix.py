@@ -190,5 +190,5 @@ def test_what_can_have_no_prefix_is_refused() -> None:
         find_decoder(torch.nn.Linear(1, 1), "PrefixTuning")
     with pytest.raises(ConfigurationError, match=r"below the vocabulary's 32, got \(5, 32\)"):
         PrefixTuning(init_tokens=[5, 32]).start(gpt())
-    with pytest.raises(ConfigurationError, match="virtual tokens go into a DynamicCache only, got a StaticCache"):
+    with pytest.raises(ConfigurationError, match="virtual tokens require a DynamicCache, got a StaticCache"):
         prefixed("Llama").generate(IDS, attention_mask=torch.ones_like(IDS), cache_implementation="static", **GREEDY)

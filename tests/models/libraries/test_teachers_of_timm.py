@@ -73,7 +73,9 @@ def test_wrong_widths_are_named():
     with pytest.raises(ConfigurationError, match=r"teacher's layer has features of width 24, .* built for 20"):
         latent.fit(LatentAlignment(model, head=AlignmentHead(widths=[2, 20])))
     technique = HiddenAlignment(1, model, projection="none", head=AlignmentHead(widths=[24, 24]))
-    with pytest.raises(ConfigurationError, match="width 32, and without a projection it is compared with 24"):
+    with pytest.raises(
+        ConfigurationError, match="width 32, and without a projection it is compared with features of width 24"
+    ):
         hidden.fit(technique, hidden.batches(images=hidden.IMAGES))
     with pytest.raises(ConfigurationError, match="skip_tokens must be a whole number of at least 0"):
         AlignmentHead(skip_tokens=-1)
