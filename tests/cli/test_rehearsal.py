@@ -113,7 +113,7 @@ PARTS = {
     "too short": (lambda: scheduled(CYCLE, max_lr=0.1, total_steps=10), [], {"max_steps": 20}, "total_steps"),
     "pictures": (lambda: (language()[0], DigitImages()), [], {}, "tokens, and DigitImages gives images"),
     "no pairs": (lambda: (Preference(MODEL), language()[1]), [], {}, "pairs, and PythonCorpus gives tokens"),
-    "samples of text": (language, [SampleImages()], {}, "SampleImages: LanguageModeling must"),
+    "samples of text": (language, [SampleImages()], {}, "SampleImages: LanguageModeling has no method sample_images"),
     "prefix": (language, [PrefixTuning(9, init="random")], {}, "num_virtual_tokens must be at most max_length = 8"),
     "windows": (lambda: (language()[0], PythonCorpus(sequence_length=9)), [], {}, "sequence_length must be at most"),
     "text of pictures": (diffusion, [SampleText()], {}, "SampleText: LatentDiffusion has no"),
