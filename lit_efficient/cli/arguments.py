@@ -24,7 +24,7 @@ class Command:
 
     Args:
         subcommand: The subcommand, or ``None`` for a program without any.
-        tree: All configs, with the options on top.
+        tree: All configs and options, merged in their order.
         configs: Paths of the configs.
         packages: Packages that ``--allow-import`` names.
         rest: Words that are no key of a config.
@@ -42,7 +42,8 @@ class Command:
 def read_command(words: Sequence[str], defaults: Table | None = None) -> Command:
     """Read the words after the program's name.
 
-    Options are on top of configs, wherever they are written. ``--without`` comes last.
+    Configs and options are merged in the order in which they are written, so that the overlay of ``tune``, appended to
+    the searched command, overrides its options. ``--without`` comes last.
 
     Args:
         words: The words.
@@ -55,8 +56,6 @@ def read_command(words: Sequence[str], defaults: Table | None = None) -> Command
     start = next((index for index, word in enumerate(words) if word in RUNS), -1)
     command = Command(words[start] if start >= 0 else None, defaults or Table())
     _read_shared(command, words[: max(start, 0)])
-    options: list[tuple[str, str]] = []
-    paths: list[str] = []
     without: list[str] = []
     left = list(words[start + 1 :])
     while left:
@@ -71,23 +70,21 @@ def read_command(words: Sequence[str], defaults: Table | None = None) -> Command
         elif name in ("-c", "--config"):
             if not equals and not left:
                 raise ConfigurationError(f"{name} needs the name of a config, or a file")
-            paths.append(configs.find(value if equals else left.pop(0)))
+            path = configs.find(value if equals else left.pop(0))
+            command.tree = merge(command.tree, read_config(path))
+            command.configs.append(path)
         elif name.startswith("--") and key.partition(".")[0].rstrip("+-") in KEYS and not key.endswith(".help"):
             if not equals and not (left and _is_value(left[0])):
                 raise ConfigurationError(f"argument {name}: expected one argument")
-            options.append((key, value if equals else left.pop(0)))
+            text = value if equals else left.pop(0)
+            if key in SECTIONS and os.path.isfile(text):
+                command.tree = merge(command.tree, _with_sections(Table({key: text}), ""))
+            else:
+                command.tree = set_option(command.tree, key, text)
         elif name.endswith(".help") and not equals and left and _is_value(left[0]):
             command.rest.append(f"{name}={left.pop(0)}")
         else:
             command.rest.append(word)
-    for path in paths:
-        command.tree = merge(command.tree, read_config(path))
-    command.configs += paths
-    for name, text in options:
-        if name in SECTIONS and os.path.isfile(text):
-            command.tree = merge(command.tree, _with_sections(Table({name: text}), ""))
-        else:
-            command.tree = set_option(command.tree, name, text)
     trainer = command.tree.get("trainer")
     for name in without:
         trainer = trainer.copy() if isinstance(trainer, Table) else Table()

@@ -18,7 +18,7 @@ _DOES = {
 }
 _COLUMN = 28
 _CONFIGS = """
-configs: later ones override earlier ones, and options override configs
+configs: later ones override earlier ones; an option overrides the configs before it
   -c CONFIG                 a complete run, by name or file; `configs` lists names
   -c OVERLAY                changes to the run: -c ema, -c loggers/wandb, mine.yaml
   --print_config            print the merged config; `check -c ...` builds it and stops

@@ -44,14 +44,15 @@ def test_a_later_config_is_merged_on_top(texts: list[str], expected: dict[str, o
     assert merged(*texts) == expected
 
 
-def test_options_are_on_top_of_all_configs_wherever_they_are_written() -> None:
+def test_configs_and_options_are_merged_in_the_order_of_the_command_line() -> None:
     Path("one.yaml").write_text("trainer: {max_steps: 1, callbacks: [EMA]}")
     Path("two.yaml").write_text("trainer.max_steps: 2")
-    words = ["fit", "-c", "one.yaml", "--trainer.max-steps=3", "--trainer.callbacks.decay", "0.5", "-c", "two.yaml"]
-    tree = read_command([*words, "--without=EMA", "--trainer.callbacks+=LoRA"]).tree
-    assert plain_data(tree) == {"trainer": {"max_steps": "3", "callbacks": [{"class_path": "lit_efficient.LoRA"}]}}
+    configs = ["fit", "-c", "one.yaml", "--trainer.max-steps=3", "--trainer.callbacks.decay", "0.5", "-c", "two.yaml"]
     ema = {"class_path": "lit_efficient.EMA", "init_args": {"decay": "0.5"}}
-    assert plain_data(read_command(words).tree) == {"trainer": {"max_steps": "3", "callbacks": [ema]}}
+    assert plain_data(read_command(configs).tree) == {"trainer": {"max_steps": 2, "callbacks": [ema]}}
+    words = [*configs, "--trainer.max-steps=3", "--without=EMA", "--trainer.callbacks+=LoRA"]
+    lora = {"class_path": "lit_efficient.LoRA"}
+    assert plain_data(read_command(words).tree) == {"trainer": {"max_steps": "3", "callbacks": [lora]}}
 
 
 def test_each_key_has_its_place() -> None:
