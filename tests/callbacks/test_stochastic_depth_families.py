@@ -271,7 +271,7 @@ def test_blocks_that_change_the_shape_are_left_out_with_the_reason() -> None:
     net = built("timm ResNet")
     report = apply(net, [StochasticDepth(0.5)])["StochasticDepth"]
     assert "5 of 8 blocks" in report.summary
-    assert "left out: layer2.0, layer3.0, layer4.0 (it changes its input before it adds to it" in report.summary
+    assert "left out: layer2.0, layer3.0, layer4.0 (it changes its input before the addition" in report.summary
     with pytest.raises(ConfigurationError, match=r"cannot be skipped: layer2\.0 \(it changes its input before"):
         apply(built("timm ResNet"), [StochasticDepth(0.5, blocks=[r"layer2\.\d"])])
 
