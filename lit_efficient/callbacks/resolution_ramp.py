@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
@@ -132,7 +133,7 @@ class ResolutionRamp(BatchChanges):
         self._steps = 1
         self._delay = 0
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             self._steps = steps_of("ResolutionRamp", "steps", self.steps, trainer)
             self._delay = steps_of("ResolutionRamp", "delay", self.delay, trainer)

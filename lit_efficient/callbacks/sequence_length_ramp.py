@@ -11,6 +11,7 @@ Source: Li et al. (2022), https://arxiv.org/abs/2108.06084; Pouransari et al. (2
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
@@ -134,7 +135,7 @@ class SequenceLengthRamp(BatchChanges):
         self.of = of
         self._steps = 1
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             self._steps = steps_of("SequenceLengthRamp", "steps", self.steps, trainer)
         super().setup(trainer, pl_module, stage)

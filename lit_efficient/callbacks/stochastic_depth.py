@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
@@ -371,7 +372,7 @@ class StochasticDepth(Technique):
             )
         return found, left_out
 
-    def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         number = trainer.fit_loop.total_batch_idx
         rank = data_rank(trainer) if self.skip == "sample" else 0
         for i, block in enumerate(_droppable(pl_module)):
@@ -379,7 +380,9 @@ class StochasticDepth(Technique):
             drop = bool(torch.rand((), generator=_generator(block._drop_seed), device="cpu") < block._drop_rate)
             block._drop_now = drop and not self.worst_case
 
-    def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         counts = [block._drop_rows for block in _droppable(pl_module) if block._drop_rows]
         if self._checked or self.worst_case or not counts:
             return
@@ -394,12 +397,12 @@ class StochasticDepth(Technique):
         if whole:
             rank_zero_info(f"StochasticDepth: {whole} of {len(counts)} blocks run on all {rows} rows of a batch")
 
-    def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for block in _droppable(pl_module):
             block._drop_seed = None
             block._drop_now = None
 
-    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.on_train_end(trainer, pl_module)
         super().on_exception(trainer, pl_module, exception)
 

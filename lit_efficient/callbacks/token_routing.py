@@ -15,6 +15,7 @@ from types import NoneType
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -403,21 +404,21 @@ class TokenRouting(OptimizerHooks, Technique):
         for parameter in self.trains(module):  # adapters freeze it together with the base
             parameter.requires_grad_(True)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         route = _route_of(pl_module)
         route.seed = mix_seed(self.seed, trainer.fit_loop.total_batch_idx, data_rank(trainer))
         route.open = self.stop_at is None or (trainer.global_step < self.stop_at and not self.worst_case)
         route.passes = 0
         route.kept = {}
 
-    def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         route = _route_of(pl_module)
         route.seed = None
         route.before = ()
         route.open = True
         route.kept = {}
 
-    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if any(isinstance(part, _Routed) for part in pl_module.modules()):
             self.on_train_end(trainer, pl_module)
         super().on_exception(trainer, pl_module, exception)
