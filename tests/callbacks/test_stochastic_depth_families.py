@@ -281,7 +281,7 @@ def test_a_cache_that_holds_something_is_not_thrown_away() -> None:
     with torch.no_grad():
         cache = net(input_ids=IDS, use_cache=True).past_key_values
     apply(net, [StochasticDepth(0.5, skip="sample")])
-    with pytest.raises(ConfigurationError, match="given a cache of keys and values that is not empty"):
+    with pytest.raises(ConfigurationError, match="has a cache of keys and values that is not empty"):
         net.train()(input_ids=IDS, past_key_values=cache)
 
 
