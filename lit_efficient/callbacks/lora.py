@@ -29,12 +29,19 @@ from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_foreach import foreach_add_, foreach_copy_, foreach_mul_
 from lit_efficient.internals.torch_optimizers import HOOKS
 from lit_efficient.mechanisms.adapters.base import freeze_base, is_added
-from lit_efficient.mechanisms.adapters.capacity import capacity_line, learned_tokens
 from lit_efficient.mechanisms.adapters.experts import LowRankExperts, add_experts
 from lit_efficient.mechanisms.adapters.int4 import Int4Linear
-from lit_efficient.mechanisms.adapters.low_rank import ON_INT4, VARIANTS, LowRank, add_low_rank, kind_of, scale_of
-from lit_efficient.mechanisms.adapters.peft_folder import read_adapter, start_adapters
-from lit_efficient.mechanisms.adapters.peft_format import placement
+from lit_efficient.mechanisms.adapters.low_rank import (
+    ON_INT4,
+    VARIANTS,
+    LowRank,
+    add_low_rank,
+    capacity_line,
+    kind_of,
+    learned_tokens,
+    scale_of,
+)
+from lit_efficient.mechanisms.adapters.peft_folder import placement, read_adapter, start_adapters
 from lit_efficient.mechanisms.adapters.quantized import elements, is_bitsandbytes, quantization_of
 from lit_efficient.mechanisms.adapters.several import active_mix, check_fields, mix_adapters, rest_beside
 from lit_efficient.mechanisms.adapters.targets import (
