@@ -156,13 +156,15 @@ class RankWatch(Callback):
             left, begun, why = why.split(" ", 2)
             self._left.append((f"process {rank} has left training ({why})", int(left), int(begun)))
             timer = threading.Timer(self.left, self._end, self._left[-1])
-        timer.daemon = True
+        timer.daemon = True  # a timer must not keep a finished process alive
         self._timers.append(timer)
         timer.start()
 
     def _place(self, left: int) -> int | None:
         """Return after how many batches this process left training for the ``left``-th time, or ``None``."""
-        return self._places[left - 1] if left <= len(self._places) else None
+        if left > len(self._places):
+            return None
+        return self._places[left - 1]
 
     def _end(self, why: str, left: int | None = None, begun: int = 0) -> None:
         """End this process, from the thread of a timer: nothing else ends a collective in the main thread.

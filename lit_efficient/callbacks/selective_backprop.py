@@ -126,6 +126,7 @@ class SelectiveBackprop(BatchChanges):
         trainer = self._trainer
         module = trainer.lightning_module
         owner = type(module).__name__
+        # The batch arrives here before Lightning moves it.
         on_device = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
         step = own_training_step(module)
         args = (on_device, trainer.fit_loop.epoch_loop.batch_idx + 1)[: len(signature(step).parameters)]
@@ -142,7 +143,9 @@ class SelectiveBackprop(BatchChanges):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the past losses."""
-        return {"past": self._past} if len(self._past) else {}
+        if not len(self._past):
+            return {}
+        return {"past": self._past}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._past = state_dict["past"]

@@ -49,9 +49,13 @@ def shorten(batch: Any, ids: Tensor, length: int, fold: bool = False) -> Any:
     rows, whole = ids.shape
     if length >= whole:
         return batch
-    pieces = whole // length if fold else 1
-    padding = batch.get("attention_mask") if fold and isinstance(batch, Mapping) else None
-    kept = None
+    pieces = 1
+    padding = None
+    if fold:
+        pieces = whole // length
+        if isinstance(batch, Mapping):
+            padding = batch.get("attention_mask")
+    kept = None  # mask of the pieces that contain more than padding
     if isinstance(padding, Tensor) and padding.shape == ids.shape:
         kept = padding[:, : pieces * length].reshape(rows * pieces, length).any(1)
 
@@ -70,7 +74,9 @@ def shorten(batch: Any, ids: Tensor, length: int, fold: bool = False) -> Any:
             item = item.repeat_interleave(pieces, 0)
         else:
             return item
-        return item if kept is None else item[kept]
+        if kept is None:
+            return item
+        return item[kept]
 
     shorter = change(batch)
     if fold and isinstance(shorter, Mapping):
@@ -141,7 +147,9 @@ class SequenceLengthRamp(BatchChanges):
         super().setup(trainer, pl_module, stage)
 
     def describe(self, module: nn.Module) -> Report:
-        rest = "the rest becomes further rows" if self.mode == "fold" else "the rest is dropped"
+        rest = "the rest is dropped"
+        if self.mode == "fold":
+            rest = "the rest becomes further rows"
         return Report(f"rows of {self.start} tokens at first, whole rows after {self._steps} steps; {rest}")
 
     def length_at(self, step: int) -> int | None:
@@ -172,11 +180,14 @@ class SequenceLengthRamp(BatchChanges):
         shorter = shorten(batch, ids, length, self.mode == "fold")
         for i in range(texts):  # further texts may have other lengths
             shorter = shorten(shorter, _named(shorter, "input_ids", 2)[i], length)
-        return shorter if _has_targets(shorter) else batch
+        if not _has_targets(shorter):  # a mean over no tokens is NaN
+            return batch
+        return shorter
 
     def _ids(self, batch: Any) -> Tensor:
         try:
-            found = batch[self.of] if isinstance(batch, Mapping) else batch[int(self.of)]
+            key = self.of if isinstance(batch, Mapping) else int(self.of)
+            found = batch[key]
         except (KeyError, IndexError, TypeError, ValueError):
             found = None
         if not isinstance(found, Tensor) or found.ndim < 2:
@@ -184,7 +195,9 @@ class SequenceLengthRamp(BatchChanges):
             raise ConfigurationError(
                 f"SequenceLengthRamp: of={self.of!r} is no tensor [B, T] of a batch with {held}. Set of to the tokens"
             )
-        return found if found.ndim == 2 else found[..., 0]
+        if found.ndim > 2:  # several numbers per position
+            return found[..., 0]
+        return found
 
 
 def _named(batch: Any, end: str, ndim: int) -> list[Tensor]:

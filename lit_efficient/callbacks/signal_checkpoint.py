@@ -64,12 +64,12 @@ class SignalCheckpoint(Callback):
         dirpath: str | os.PathLike[str] | None = None,
     ) -> None:
         forbidden = {"SIGKILL", "SIGSTOP"}
-        for name in [signals] if isinstance(signals, str) else signals:
+        self.signals = signals
+        self.dirpath = dirpath
+        for name in self._names():
             if name in forbidden or (name not in signal.Signals.__members__ and sys.platform != "win32"):
                 allowed = "names of signals that can be handled, like SIGTERM, SIGINT, SIGUSR1"
                 raise refusal("SignalCheckpoint", "signals", allowed, name)
-        self.signals = signals
-        self.dirpath = dirpath
         self._numbers = [signal.Signals[name] for name in self._names() if name in signal.Signals.__members__]
         # Changed in place, so that it survives trials before the first step, which restore all attributes.
         self._received = bytearray()  # numbers of the signals
@@ -137,7 +137,9 @@ class SignalCheckpoint(Callback):
         self._group = None
 
     def _names(self) -> list[str]:
-        return [self.signals] if isinstance(self.signals, str) else list(self.signals)
+        if isinstance(self.signals, str):
+            return [self.signals]
+        return list(self.signals)
 
     def _save_and_exit(self, trainer: Trainer, stepped: bool = False) -> None:
         """Save a checkpoint and exit if any process has received a signal. ``stepped``: a step has just ended."""
@@ -153,13 +155,16 @@ class SignalCheckpoint(Callback):
             _print(trainer, f"Interrupted by {name}: the checkpoint is {path}")
             if not is_deepspeeds(path):
                 _print(trainer, f"Resume with: --ckpt_path {shlex.quote(str(path))}")
-        raise SystemExit(0 if _is_watched_child(trainer) else 128 + number)
+        if _is_watched_child(trainer):
+            raise SystemExit(0)
+        raise SystemExit(128 + number)
 
     def _agreed(self) -> int:
         """Return the number of a signal that any process has received, or 0."""
         received = next(iter(self._received), 0)
         if self._group is None:
             return received
+        # All processes take part in each step, with or without a signal, because a collective needs all of them.
         flag = torch.tensor([received])
         distributed.all_reduce(flag, distributed.ReduceOp.MAX, group=self._group)
         return int(flag.item())
@@ -195,10 +200,12 @@ class SignalCheckpoint(Callback):
                 )
                 continue
             previous = signal.getsignal(number)
-            if number.name == "SIGHUP" and previous == signal.SIG_IGN:
+            if number.name == "SIGHUP" and previous == signal.SIG_IGN:  # the run was started with nohup
                 continue
             self._own_handlers[number] = _handlers_of_the_user(previous, trainer)
-            self._previous[number] = signal.SIG_DFL if previous is None else previous
+            if previous is None:  # a handler that was not installed from Python cannot be restored
+                previous = signal.SIG_DFL
+            self._previous[number] = previous
             signal.signal(number, self._on_signal)
         if self._early and signal.SIGTERM in self._previous and signal_connector(trainer).received_sigterm:
             self._on_signal(signal.SIGTERM, None)  # Lightning has received it already, and would exit with 0
@@ -221,7 +228,7 @@ class SignalCheckpoint(Callback):
             handler(number, frame)
         again = number == signal.SIGINT and self._received[:1] == bytes([number])
         self._received.append(number)
-        if again and self._received.count(number) > 2:
+        if again and self._received.count(number) > 2:  # the exception of the second SIGINT did not end the process
             os._exit(128 + number)
         if again or self._early:
             raise SystemExit(128 + number)

@@ -120,12 +120,15 @@ class _Route:
         self.kept: dict[str, Tensor] = {}  # indices of the kept tokens in this batch, by block
 
     def __reduce__(self) -> Any:
+        # A copy of the network starts without the state of a batch.
         return _Route, (self.rate, self.path_drop)
 
     @property
     def number(self) -> int:
         """Seed of this batch."""
-        return self.drawn if self.seed is None else self.seed
+        if self.seed is None:
+            return self.drawn
+        return self.seed
 
 
 class _Routed(nn.Module):
@@ -174,7 +177,8 @@ class _Routed(nn.Module):
         if self.token_fusion is not None:
             dense, *others = _before(route)
             rows = _rows_left_out(self, y)
-            y = self.token_fusion(dense, None if self.path_left_out else y, kept, rows)
+            deep = None if self.path_left_out else y
+            y = self.token_fusion(dense, deep, kept, rows)
             if rows is not None:
                 # Other streams, such as text, skip the route in the same rows.
                 out = rows[:, None, None]

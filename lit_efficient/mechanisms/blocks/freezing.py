@@ -54,7 +54,9 @@ def hold(root: nn.Module, names: Iterable[str]) -> None:
 def release(root: nn.Module, names: Iterable[str] | None = None) -> None:
     """Unfreeze the parameters ``names``, or all without ``names``. Only parameters that :func:`hold` froze change."""
     noted = root.__dict__.get(HELD, set())
-    chosen = set(noted if names is None else noted.intersection(names))
+    chosen = set(noted)
+    if names is not None:
+        chosen.intersection_update(names)
     if chosen:
         parameters = _parameters(root)
         for name in chosen & parameters.keys():
@@ -223,7 +225,9 @@ def _by_depth(module: nn.Module, who: str, others: Collection[str]) -> Rule:
         above = bisect_right(starts, order[owner])  # number of blocks that are defined before it
         if owner in tables or above == 0:
             return len(blocks) + 1
-        return 0 if above == len(blocks) else numbers[blocks[above]]
+        if above == len(blocks):
+            return 0
+        return numbers[blocks[above]]
 
     return rule
 

@@ -63,7 +63,9 @@ class Streams:
         Raises:
             ConfigurationError: If the output has another form than in the call that has shown the streams.
         """
-        elements = (output,) if isinstance(output, Tensor) else output
+        elements = output
+        if isinstance(output, Tensor):
+            elements = (output,)
         if self.bare != isinstance(output, Tensor) or len(elements) != len(self.sources):
             raise ConfigurationError(f"a block returned {_form(output)}, but another form of output before")
         return tuple(element for element, source in zip(elements, self.sources, strict=True) if source is not None)

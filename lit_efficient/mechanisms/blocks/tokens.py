@@ -78,7 +78,9 @@ class Follower:
             before = value.narrow(dim, 0, self.offset)
             after = value.narrow(dim, end, value.shape[dim] - end)
             parts = [part for part in (before, inside, after) if part.shape[dim]]
-            value = torch.cat(parts, dim) if len(parts) > 1 else inside
+            value = inside
+            if len(parts) > 1:
+                value = torch.cat(parts, dim)
         return value
 
 
@@ -150,7 +152,8 @@ def find_axes(
     probe = _Probe(block, forward)
     with own_draws(0), torch.no_grad(), evaluating(block):
         if probe.real:
-            args, kwargs = probe.random(args), probe.random(kwargs)
+            args = probe.random(args)
+            kwargs = probe.random(kwargs)
         output = probe(args, kwargs)
         own: Any = unmixed(block)  # its source names the outputs
         streams = find_streams(MethodType(own.forward, block), args, kwargs, output)
