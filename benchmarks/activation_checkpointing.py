@@ -1,14 +1,14 @@
-"""Activation checkpointing: bytes kept for the backward pass and time of a step, ours against the packages' own.
+"""Compare our activation checkpointing with that of torch and transformers: bytes kept for backward, time of a step.
 
     python -m benchmarks.activation_checkpointing [--layers 6] [--width 128] [--batch 4] [--length 128] [--steps 8]
                                                   [--device cpu]
 
-A Llama of transformers, forward and backward. Bytes are those of all tensors that are alive after the forward, its
-parameters aside, and at the peak of the step; on a GPU its allocator's. The steps of all contenders are interleaved,
-and their times are this process's own on one thread (elapsed on a GPU), so that a busy machine slows all alike; read
-the ratios. Gradients are compared bit by bit.
+Runs the forward and backward pass of a Llama from transformers. Memory is the size of all live tensors without the
+parameters, after the forward pass and at the peak of the step. On a GPU the allocator reports it. The steps of all
+contenders are interleaved. Times are CPU times of this process on one thread (elapsed times on a GPU). Other load
+therefore slows all contenders alike, and only the ratios are meaningful. Gradients are compared bit by bit.
 
-Seen with the defaults on two vCPUs of a Xeon at 2.5 GHz that were busy with other work, torch 2.13.0:
+Output with the defaults on two vCPUs of a Xeon at 2.5 GHz under other load, torch 2.13.0:
 
     6 layers of width 128, 4 rows of 128 tokens: 8 steps
     plain                          kept   40.4 MiB 100.0%   peak   41.7 MiB 100.0%   time 100.0%   gradients equal
@@ -19,8 +19,8 @@ Seen with the defaults on two vCPUs of a Xeon at 2.5 GHz that were busy with oth
     ours, save=matmul, attention   kept   23.8 MiB  59.1%   peak   28.2 MiB  67.6%   time 198.3%   gradients equal
     ours, save=attention           kept    4.3 MiB  10.7%   peak   14.2 MiB  34.0%   time 187.1%   gradients equal
 
-Saving by operator costs more here than it saves: in eager mode torch sees each operator through a mode in Python, which
-on layers this small takes longer than the operators. It is for large layers, or for the compiler, which pays it once.
+Saving by operator costs more time here than it saves. In eager mode torch intercepts each operator in Python, which on
+layers this small takes longer than the operators. Use it with large layers or with the compiler, which intercepts once.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def llama(options: argparse.Namespace) -> nn.Module:
 
 
 def with_torch(net: nn.Module) -> None:
-    """Call each layer through ``checkpoint``, as torch's manual describes."""
+    """Call each layer through ``torch.utils.checkpoint.checkpoint``, as in torch's documentation."""
     for layer in net.model.layers:
         forward = layer.forward
         layer.forward = lambda *args, forward=forward, **kwargs: checkpoint(
@@ -65,10 +65,12 @@ def with_torch(net: nn.Module) -> None:
 
 
 class Contender:
-    """A network, the seconds of its steps, and the bytes of one."""
+    """Network with the seconds of its steps and the bytes of one step."""
 
     def __init__(self, net: nn.Module, ids: torch.Tensor) -> None:
-        self.net, self.ids, self.device = net, ids, ids.device.type
+        self.net = net
+        self.ids = ids
+        self.device = ids.device.type
         self.seconds: list[float] = []
 
     def loss(self) -> torch.Tensor:
@@ -81,7 +83,7 @@ class Contender:
         self.seconds.append(now(self.device) - start)
 
     def measure(self) -> tuple[int, int]:
-        """Bytes beyond the parameters' after the forward, and at most, the gradients included."""
+        """Return the bytes beyond the parameters after the forward pass, and at the peak, including gradients."""
         self.net.zero_grad()
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()

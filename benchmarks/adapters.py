@@ -1,13 +1,17 @@
-"""Our adapters and peft's methods side by side, in the way of peft's method comparison, on a small Llama.
+"""Compare our adapters with peft's methods on a small Llama, in the manner of peft's method comparison.
 
     python -m benchmarks.adapters [--steps 30] [--only LoRA LOKR] [--device cpu] [--out runs/adapters.jsonl] [--write]
 
-The base learns the code of Python's standard library byte by byte; each adapter then learns this repository's documents
-beside it, on the same rows, at the best of two rates. A line each: parameters that train, bytes of them, peak bytes of
-a step beyond the base (every tensor counted; on a GPU the allocator's), time of a step in parts of our LoRA's (which
-steps beside it, in turns, at the first rate; medians), loss on held-out documents. Each line is written to ``--out`` as
-it is found, and not made again: the table can be made in pieces. ``--write`` puts the lines that are there into
-benchmarks/records/figures.json; a document shows them between the markers of the table ``adapters``.
+The base model is trained on the bytes of Python's standard library. Each adapter is then trained on this repository's
+documents, on the same rows, at the better of two learning rates. One line for each method gives:
+
+- the trainable parameters and their bytes,
+- the peak bytes of a step beyond the base (all tensors are counted; on a GPU the allocator reports them),
+- the median time of a step relative to our LoRA, whose steps alternate with the method's at the first rate,
+- the loss on held-out documents.
+
+Each line is appended to ``--out`` when it is measured, and is not measured again. ``--write`` copies the lines into
+benchmarks/records/figures.json. A document shows them between the markers of the table ``adapters``.
 """
 
 from __future__ import annotations
@@ -31,7 +35,11 @@ from lit_efficient.application import apply
 from lit_efficient.mechanisms.trials.memory import AllocationMeter
 
 ROOT = Path(__file__).parent.parent
-WIDTH, LAYERS, LENGTH, ROWS, RANK = 128, 4, 128, 8, 8
+WIDTH = 128
+LAYERS = 4
+LENGTH = 128
+ROWS = 8
+RANK = 8
 RATES = (1e-3, 5e-3)
 LOSS = "{loss_before:.3f} → {loss:.3f}"
 OURS: dict[str, Any] = {
@@ -55,7 +63,7 @@ PEFTS: dict[str, dict[str, Any]] = {  # where peft's own defaults do not fit lay
 
 
 def rows(text: bytes, device: str) -> torch.Tensor:
-    """Bytes as rows of tokens."""
+    """Return the bytes of a text as rows of tokens."""
     count = len(text) // LENGTH
     return torch.frombuffer(bytearray(text[: count * LENGTH]), dtype=torch.uint8).long().view(count, LENGTH).to(device)
 
@@ -74,10 +82,11 @@ def loss_of(net: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 class Contender:
-    """A network with an adapter, its optimizer, and what its steps took."""
+    """Network with an adapter, its optimizer, and the times of its steps."""
 
     def __init__(self, name: str, base: nn.Module, rate: float) -> None:
-        self.name, self.net = name, nn.ModuleDict({"net": copy.deepcopy(base)})
+        self.name = name
+        self.net = nn.ModuleDict({"net": copy.deepcopy(base)})
         fields = {"peft_type": name, "target_modules": "all-linear", **PEFTS.get(name, {})}
         apply(self.net, OURS[name]() if name in OURS else [PeftAdapter(fields)])
         self.trained = [p for p in self.net.parameters() if p.requires_grad]
@@ -93,7 +102,7 @@ class Contender:
         self.seconds.append(now(ids.device.type) - start)
 
     def measure(self, ids: torch.Tensor) -> None:
-        """The peak of one step, parameters and states of the adapter included, those of the base not."""
+        """Return the peak bytes of one step, including the parameters and optimizer states of the adapter."""
         frozen = sum(p.nbytes for p in self.net.parameters() if not p.requires_grad)
         if ids.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -111,7 +120,7 @@ class Contender:
 
 
 def trained_base(learn: torch.Tensor, steps: int, device: str, path: Path) -> nn.Module:
-    """The base, of a file if an earlier piece has trained it."""
+    """Return the trained base. Load it from a file if an earlier run has trained it."""
     base = llama(device)
     if path.exists():
         base.load_state_dict(torch.load(path, map_location=device, weights_only=True))
@@ -127,7 +136,7 @@ def trained_base(learn: torch.Tensor, steps: int, device: str, path: Path) -> nn
 
 
 def found_of(name: str, base: nn.Module, documents: torch.Tensor, held: torch.Tensor, steps: int) -> dict[str, Any]:
-    """The figures of one method, at the better of the two rates."""
+    """Return the figures of one method at the better of the two learning rates."""
     best: dict[str, Any] = {}
     usual = Contender("LoRA", base, RATES[0])
     ratio = 0.0
@@ -161,8 +170,10 @@ def main() -> None:
     print(machine(options.device), flush=True)
     code = "".join(inspect.getsource(module) for module in (argparse, textwrap, inspect)).encode()
     text = b"".join(path.read_bytes() for path in sorted((ROOT / "docs").glob("*.md")))
-    learn, documents = rows(code, options.device), rows(text, options.device)
-    held, documents = documents[::10], torch.cat([documents[i::10] for i in range(1, 10)])
+    learn = rows(code, options.device)
+    documents = rows(text, options.device)
+    held = documents[::10]
+    documents = torch.cat([documents[i::10] for i in range(1, 10)])
     options.out.parent.mkdir(parents=True, exist_ok=True)
     settings = {"steps": options.steps, "base_steps": options.base_steps, "device": options.device}
     path = options.out.with_suffix(f".{options.base_steps}.{options.device}.pt")
@@ -192,7 +203,7 @@ def main() -> None:
 
 
 def write(records: list[tuple[str, dict[str, Any]]], before: float) -> None:
-    """Put the table ``adapters`` into figures.json in the place of an earlier one."""
+    """Write the table ``adapters`` into figures.json and replace the earlier table."""
     from figures import here
 
     path = Path(__file__).parent / "records" / "figures.json"
@@ -227,7 +238,7 @@ def write(records: list[tuple[str, dict[str, Any]]], before: float) -> None:
         )
     source["records"] = kept
     path.write_text(json.dumps(source, indent=1, ensure_ascii=False) + "\n", "utf-8")
-    print("now: python -m benchmarks.figures --write")
+    print("To update the documents, run: python -m benchmarks.figures --write")
 
 
 if __name__ == "__main__":

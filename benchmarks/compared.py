@@ -1,12 +1,14 @@
-"""The tables and pictures of docs/measuring.md: what `compare` has found, of both tasks and of a ResNet, as records.
+"""Turn results of the command `compare` into the tables and charts of docs/measuring.md.
 
     python -m benchmarks.compared language_model=FOLDER latent_diffusion=FOLDER resnet=FOLDER
 
-A folder is one that `compare --folder` has written. The rows go into figures.json, and a picture beside the page.
+FOLDER is an output folder of `compare --folder`. The rows go into records/figures.json. The chart of each comparison
+goes into docs/compared_NAME.png.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import re
@@ -21,13 +23,13 @@ COLUMNS = ["", "Time of a step", "Peak memory, MiB", "Planned, MiB", "Checkpoint
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """Of each variant the name, and what was measured."""
+    """Return the rows of comparison.csv without failed variants. Numbers become floats."""
     with (folder / "comparison.csv").open(encoding="utf-8", newline="") as file:
         read = [{key: _number(value) for key, value in row.items()} for row in csv.DictReader(file)]
     return [row for row in read if not row["failed"]]
 
 
-def _number(text: str) -> Any:
+def _number(text: str) -> float | str:
     try:
         return float(text)
     except ValueError:
@@ -35,16 +37,20 @@ def _number(text: str) -> Any:
 
 
 def records(name: str, folder: Path) -> list[dict[str, Any]]:
-    """A record for each variant."""
+    """Return one record of figures.json for each variant."""
     command = re.search(r"^python .* compare .*$", (folder / "comparison.md").read_text("utf-8"), re.MULTILINE)
     assert command is not None
-    now, found = figures.here(), []
+    now = figures.here()
+    found = []
     for number, row in enumerate(rows_of(folder)):
         sizes = {key: round(row[key] / 2**20, 2) for key in ("peak", "planned") if row[key]}
         sizes["checkpoint"] = round(row["checkpoint_bytes"] / 2**20, 2)
         measured = {key: round(row[key], 3) for key in ("time", "time_low", "time_high")} | sizes
         loss = {key: round(row[key], 3) for key in ("loss", "loss_low", "loss_high")}
-        cells = ["1", "0"] if not number else [_said("time", row["time_p"]), _said("loss", row["loss_p"])]
+        if number == 0:  # The first variant is the baseline: its ratio is 1 and its difference 0.
+            cells = ["1", "0"]
+        else:
+            cells = [_with_evidence("time", row["time_p"]), _with_evidence("loss", row["loss_p"])]
         found.append(
             {
                 "id": f"compared/{name}/{row['name']}",
@@ -61,13 +67,19 @@ def records(name: str, folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _said(key: str, p: Any) -> str:
-    lack = "" if isinstance(p, float) and p <= 0.05 else ", no evidence" if isinstance(p, float) else ", not tested"
-    return "{" + key + "} [{" + key + "_low}, {" + key + "_high}]" + lack
+def _with_evidence(key: str, p: float | str) -> str:
+    """Return the template of a cell: value, interval, and a note where the p value is above 0.05 or missing."""
+    if not isinstance(p, float):
+        note = ", not tested"
+    elif p > 0.05:
+        note = ", no evidence"
+    else:
+        note = ""
+    return "{" + key + "} [{" + key + "_low}, {" + key + "_high}]" + note
 
 
 def draw(name: str, folder: Path) -> None:
-    """Peak memory against the time of a step, with intervals; lower left is better."""
+    """Draw peak memory against the time of a step, with intervals. Lower left is better."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -75,7 +87,9 @@ def draw(name: str, folder: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(6.4, 3.6), layout="constrained")
     for number, row in enumerate(rows_of(folder)):
-        memory, low, high = row["peak_ratio"], row["time"] - row["time_low"], row["time_high"] - row["time"]
+        memory = row["peak_ratio"]
+        low = row["time"] - row["time_low"]
+        high = row["time_high"] - row["time"]
         axes.errorbar(row["time"], memory, xerr=[[low], [high]], fmt="o", capsize=3)
         axes.annotate(
             row["name"],
@@ -93,9 +107,14 @@ def draw(name: str, folder: Path) -> None:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("comparisons", nargs="+", metavar="NAME=FOLDER", help="output folder of `compare --folder`")
+    comparisons = parser.parse_args().comparisons
     source = json.loads(figures.FILE.read_text("utf-8"))
-    for given in sys.argv[1:]:
-        name, _, folder = given.partition("=")
+    for given in comparisons:
+        name, separator, folder = given.partition("=")
+        if not separator:
+            parser.error(f"{given}: expected NAME=FOLDER, for example language_model=runs/comparison")
         draw(name, Path(folder))
         others = [one for one in source["records"] if one.get("table") != f"compared_{name}"]
         source["records"] = [*others, *records(name, Path(folder))]

@@ -1,12 +1,13 @@
-"""Tokens and images a second on a CPU: both tasks beside plain PyTorch, TRL's SFTTrainer and diffusers' training loop.
+"""Compare the CPU throughput of both tasks with plain PyTorch, TRL's SFTTrainer and diffusers' training loop.
 
     python -m benchmarks.cpu_throughput [--rounds 3] [--steps 40] [--threads 2] [--task llm] [--out rows.json]
 
-Each side trains the same network (a Qwen3 of transformers with 1 million parameters; a DiTTransformer2DModel of
-diffusers with 0.4 million) on the same rows with AdamW and clipping, in a process of its own; the sides take turns, and
-the clock runs from step 10 to the last. diffusers publishes its loop as scripts: theirs is Accelerate's `prepare`,
-`accumulate`, `backward` and `clip_grad_norm_` around the model, a DDPMScheduler and a schedule of diffusers. The line
-of a side gives the median of its rounds and the ratio to plain PyTorch. What is not installed is left out and said.
+Each contender trains the same network (a Qwen3 of transformers with 1 million parameters; a DiTTransformer2DModel of
+diffusers with 0.4 million) on the same rows with AdamW and gradient clipping, in a separate process. The contenders
+alternate, and time is measured from step 10 to the last. diffusers publishes its training loop only as scripts. Its
+contender therefore consists of Accelerate's `prepare`, `accumulate`, `backward` and `clip_grad_norm_` around the model,
+a DDPMScheduler and a learning-rate schedule of diffusers. Each line gives the median over rounds and the ratio to plain
+PyTorch. A contender whose packages are missing is skipped with a message.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 WARM_UP = 10
-LENGTH, ROWS, IMAGES = 256, 4, 64
+LENGTH = 256
+ROWS = 4
+IMAGES = 64
 QWEN3 = {
     "model_type": "qwen3",
     "vocab_size": 2048,
@@ -54,7 +57,7 @@ DIT = {
 
 
 class Clock:
-    """Wall clock at the end of each step."""
+    """Callback that records the wall clock at the end of each step."""
 
     def __init__(self) -> None:
         self.marks: list[float] = []
@@ -188,7 +191,8 @@ def plain_diffusion(steps: int, clock: Clock) -> None:
     import torch
     from diffusers import DDPMScheduler
 
-    network, scheduler = dit().train(), DDPMScheduler()
+    network = dit().train()
+    scheduler = DDPMScheduler()
     optimizer = torch.optim.AdamW(network.parameters(), 1e-3)
     for _, batch in zip(range(steps), repeated(latents().train_dataloader())):
         noisy, noise, times = noised(scheduler, batch)
@@ -208,7 +212,8 @@ def diffusers_diffusion(steps: int, clock: Clock) -> None:
     from diffusers.optimization import get_scheduler
 
     accelerator = Accelerator(cpu=True)
-    network, scheduler = dit(), DDPMScheduler()
+    network = dit()
+    scheduler = DDPMScheduler()
     optimizer = torch.optim.AdamW(network.parameters(), 1e-3)
     rates = get_scheduler("constant", optimizer)
     loader = latents().train_dataloader()
@@ -262,7 +267,7 @@ TASKS = {
 
 
 def one(task: str, side: str, steps: int) -> float:
-    """Steps a second of a side, in this process."""
+    """Return the steps per second of one contender, measured in this process."""
     import torch
 
     torch.manual_seed(0)
@@ -314,7 +319,8 @@ def main() -> int:
                     del rounds[side]
                 else:
                     rounds[side].append(rate * size)
-        if (plain := rounds.get("plain PyTorch")) is None:
+        plain = rounds.get("plain PyTorch")
+        if plain is None:
             return 1
         for side, rates in rounds.items():
             ratios = sorted(a / b for a, b in zip(rates, plain))

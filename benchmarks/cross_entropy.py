@@ -1,14 +1,15 @@
-"""The loss and gradients of a language model's head: ours against F.cross_entropy, torch's fused one and Liger's.
+"""Compare our chunked cross-entropy with F.cross_entropy, torch's fused function and Liger's: memory and time.
 
     python -m benchmarks.cross_entropy [--tokens 2048] [--width 512] [--vocabularies 32000 128256 256000] [--chunks 256]
 
-One forward and backward pass from no gradients, each in a process of its own after a warm-up on a small vocabulary;
-rounds are interleaved, so that a busy machine slows all alike. Memory is what the resident set grew by at its peak,
-beyond hidden states and weight (max_memory_allocated on a GPU); time is that of the process on one thread (of the
-device on a GPU), the median over rounds. The line `gradients` is the floor: (V + N) H numbers.
+Measures one forward and backward pass of a language model's head without earlier gradients. Each pass runs in a
+separate process after a warm-up on a small vocabulary. Rounds are interleaved, so that other load slows all contenders
+alike. Memory is the growth of the resident set at its peak, beyond hidden states and weight (max_memory_allocated on a
+GPU). Time is the median over rounds of the process's CPU time on one thread (of the device's time on a GPU). The line
+`gradients` is the lower bound: (V + N) H numbers.
 
-Seen with `--vocabularies 32000 128256` on two vCPUs of a Xeon at 2.5 GHz that were busy with other work, torch 2.13.0;
-once, but twice (means) where there is a star:
+Output with `--vocabularies 32000 128256` on two vCPUs of a Xeon at 2.5 GHz under other load, torch 2.13.0. Lines with a
+star are means of two runs:
 
     2048 tokens, width 512, float32, cpu
     vocabulary 32,000
@@ -24,7 +25,7 @@ once, but twice (means) where there is a star:
         the same, chunks of 256      510 MiB   0.17 x       8.84 s   0.67 x
       ours, chunks of 256            381 MiB   0.13 x      10.08 s   0.76 x *
 
-Promised: at 128,256 entries at most a fifth of the dense peak, in at most 1.1 times its time.
+Target: with 128,256 entries at most a fifth of the peak of F.cross_entropy, in at most 1.1 times its time.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def contenders(chunks: list[int], device: str) -> dict[str, Loss]:
 
 
 def step(loss: Loss, vocabulary: int, tokens: int, options: argparse.Namespace) -> Callable[[], None]:
-    """A forward and backward pass, whose inputs are made already, and without larger temporaries."""
+    """Run a forward and backward pass on existing inputs, without larger temporaries."""
     torch.manual_seed(0)
     like = {"device": options.device, "dtype": getattr(torch, options.dtype)}
     hidden = torch.empty(tokens, options.width, **like).normal_().requires_grad_()
@@ -100,29 +101,31 @@ def step(loss: Loss, vocabulary: int, tokens: int, options: argparse.Namespace) 
 
 
 def resident() -> int:
-    """The process's largest resident set so far, in bytes."""
+    """Return the process's largest resident set so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def measure(options: argparse.Namespace) -> dict[str, float]:
-    """Bytes and seconds of one contender: the work of a child process."""
+    """Return the bytes and seconds of one contender. Runs in a child process."""
     loss = contenders(options.chunks, options.device)[options.measure]
     step(loss, 1000, max(options.chunks), options)()  # threads, kernels and code are loaded
     run = step(loss, *options.vocabularies, options.tokens, options)
     if not options.device.startswith("cuda"):
-        before, start = resident(), time.process_time()
+        before = resident()
+        start = time.process_time()
         run()
         return {"seconds": time.process_time() - start, "bytes": resident() - before}
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before, start = torch.cuda.memory_allocated(), time.perf_counter()
+    before = torch.cuda.memory_allocated()
+    start = time.perf_counter()
     run()
     torch.cuda.synchronize()
     return {"seconds": time.perf_counter() - start, "bytes": torch.cuda.max_memory_allocated() - before}
 
 
 def measured(name: str, vocabulary: int, options: argparse.Namespace) -> dict[str, float]:
-    """:func:`measure` in a fresh process."""
+    """Return the result of :func:`measure` in a fresh process."""
     chunks = [str(size) for size in options.chunks]
     arguments = ["--measure", name, "--vocabularies", str(vocabulary), "--chunks", *chunks]
     for key in ("tokens", "width", "device", "dtype"):
@@ -138,7 +141,7 @@ def measured(name: str, vocabulary: int, options: argparse.Namespace) -> dict[st
 
 
 def compare(vocabulary: int, options: argparse.Namespace) -> None:
-    """One table."""
+    """Print the table of one vocabulary size."""
     names = list(contenders(options.chunks, options.device))
     found = {name: [] for name in names}
     for _ in range(options.rounds):
@@ -163,7 +166,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--measure", metavar="NAME", help="only this contender, here: prints bytes and seconds")
+    parser.add_argument(
+        "--measure", metavar="NAME", help="measure only this contender in this process, and print bytes and seconds"
+    )
     options = parser.parse_args()
     use_one_thread()
     if options.measure is not None:

@@ -1,19 +1,22 @@
-"""Quality of samples after equal training steps: four targets, with and without Min-SNR, raw and averaged weights.
+"""Compare sample quality after equal training steps: four targets, with and without Min-SNR, raw and EMA weights.
 
     python -m benchmarks.diffusion_quality [--steps 800] [--seeds 3] [--samples 500] [--rate cosine]
                                           [--device cpu]
 
-The DiT of ``configs/tasks/latent_diffusion.yaml`` on the digits' latents. eps, v and x0 train on a cosine schedule,
-flow on straight lines; times are uniform in all, so that only target and weighting differ, and the rate is the task's
-for all. Raw and averaged (EMA) weights come from the very same run: the average does not change training. Judged are
-samples of 20 deterministic steps without guidance, from noise that is the same for every run: the Fréchet distance to
-the training images in the features of a small digit classifier (no FID: compare it within this table only), and the
-share that this classifier reads as the class asked for. Mean and sample standard deviation over seeds of weights and
-batches.
+Trains the DiT of ``configs/tasks/latent_diffusion.yaml`` on latents of digits. The targets eps, v and x0 use a cosine
+noise schedule, flow uses straight lines. Diffusion times are uniform in all runs, and the learning rate is that of the
+task, so that only target and weighting differ. Raw and averaged (EMA) weights come from the same run, because averaging
+does not change training. Samples are drawn in 20 deterministic steps without guidance, from the same noise in every
+run. Two scores are reported:
 
-Trained on ``--device``, judged on the CPU. Each finished run is a line of the output, and is not run again.
+- the Fréchet distance to the training images in the features of a small digit classifier. This is not FID: compare it
+  within this table only;
+- the share of samples that this classifier assigns to the requested class.
 
-Seen without options (800 steps, 3 seeds, 500 samples; torch 2.13.0, one thread of a CPU):
+The table gives mean and sample standard deviation over seeds of weights and batches. Training runs on ``--device``,
+scoring on the CPU. Each finished run is a line of the output file, and is not run again.
+
+Output without options (800 steps, 3 seeds, 500 samples; torch 2.13.0, one thread of a CPU):
 
     target  Min-SNR            Fréchet, raw          Fréchet, EMA    read as meant, raw    read as meant, EMA
     flow    no                  1.25 ± 0.11           1.31 ± 0.12          77.7 ± 1.5 %          76.6 ± 1.2 %
@@ -27,7 +30,7 @@ Seen without options (800 steps, 3 seeds, 500 samples; torch 2.13.0, one thread 
 
     held-out real images: Fréchet 0.13, read 99.4 %
 
-Seen with `--rate constant --seeds 2`:
+Output with `--rate constant --seeds 2`:
 
     target  Min-SNR            Fréchet, raw          Fréchet, EMA    read as meant, raw    read as meant, EMA
     flow    no                  0.77 ± 0.12           0.68 ± 0.04          86.5 ± 2.7 %          85.5 ± 0.7 %
@@ -39,10 +42,13 @@ Seen with `--rate constant --seeds 2`:
     x0      no                  0.71 ± 0.11           0.30 ± 0.01          92.1 ± 2.4 %          95.5 ± 0.1 %
     x0      yes                 1.79 ± 0.02           1.39 ± 0.09          54.2 ± 7.9 %          50.1 ± 8.6 %
 
-Negative results: Min-SNR helps eps only, and costs v, x0 and flow most of their classes: it takes the weight from the
-noisy times, in which so small a network learns what to draw. Averaging brings nothing at the end of a cosine to zero;
-under a constant rate it does what the cosine does, and makes seeds agree. eps learns the classes many times slower than
-the others; x0 does best on images as simple as these.
+Negative results:
+
+- Min-SNR helps eps only. It lowers the class accuracy of v, x0 and flow, because it reduces the weight of the noisy
+  times, in which so small a network learns the class.
+- Averaging gains nothing after a cosine schedule to zero. Under a constant rate it replaces the cosine and reduces the
+  spread between seeds.
+- eps learns the classes many times more slowly than the other targets. x0 is best on images as simple as these.
 """
 
 from __future__ import annotations
@@ -68,10 +74,10 @@ NOISE_SEED = 7
 
 
 class ConstantRate(LatentDiffusion):
-    """Warm-up, then one rate: the task's cosine to zero averages by itself, its last steps hardly move."""
+    """Task with a warm-up and a constant rate. The small last steps of the default cosine act as an average."""
 
     def configure_optimizers(self) -> Any:
-        """The task's optimizer with another schedule."""
+        """Return the task's optimizer with a constant schedule."""
         optimizer = super().configure_optimizers()["optimizer"]
         for group in optimizer.param_groups:  # the task's schedule has begun its warm-up
             group["lr"] = group["initial_lr"]
@@ -85,7 +91,7 @@ RATES = {"cosine": LatentDiffusion, "constant": ConstantRate}
 def train(
     target: str, min_snr: bool, seed: int, steps: int, rate: str, device: str
 ) -> tuple[LatentDiffusion, LatentDigits, EMA]:
-    """One run."""
+    """Train one run."""
     seed_everything(seed, verbose=False)
     task = RATES[rate](
         prediction=target,  # type: ignore[arg-type]
@@ -93,7 +99,8 @@ def train(
         timestep_sampling="uniform",
         samples=Samples(0),
     )
-    data, average = LatentDigits(), EMA()
+    data = LatentDigits()
+    average = EMA()
     trainer = Trainer(
         accelerator=device,
         devices=1,
@@ -111,14 +118,14 @@ def train(
 
 
 def judge(task: LatentDiffusion, data: LatentDigits, samples: int) -> dict[str, float]:
-    """Scores of samples, classes in turn."""
+    """Return the scores of samples. The requested classes cycle."""
     labels = torch.arange(samples) % data.num_classes
     latents = task.sample(labels, torch.Generator().manual_seed(NOISE_SEED), guidance_scale=1.0)
     return data.score_samples(data.codec.decode(latents), labels)
 
 
 def run(target: str, min_snr: bool, seed: int, steps: int, rate: str, samples: int, device: str) -> dict[str, Any]:
-    """Train and judge raw and averaged weights."""
+    """Train, and score the raw and the averaged weights."""
     task, data, average = train(target, min_snr, seed, steps, rate, device)
     scores = {"raw": judge(task, data, samples)}
     with average.averaged(task):
@@ -129,7 +136,7 @@ def run(target: str, min_snr: bool, seed: int, steps: int, rate: str, samples: i
 
 
 def real_images() -> dict[str, float]:
-    """The scores of held-out real images through the autoencoder: what no model of these latents should beat."""
+    """Return the scores of held-out real images through the autoencoder: the bound for models of these latents."""
     data = LatentDigits()
     data.prepare_data()
     data.setup("fit")
@@ -139,7 +146,7 @@ def real_images() -> dict[str, float]:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """Rows by target and weighting, columns by weights and score."""
+    """Return the table: a row for each target and weighting, a column for each kind of weights and score."""
     rows = [f"{'target':<8}{'Min-SNR':<9}" + "".join(f"{title:>22}" for title in _titles())]
     for target, min_snr in itertools.product(TARGETS, (False, True)):
         runs = [line["scores"] for line in lines if (line["target"], line["min_snr"]) == (target, min_snr)]
@@ -157,13 +164,17 @@ def _titles() -> list[str]:
 
 
 def _spread(values: list[float], percent: bool) -> str:
-    scale, unit = (100.0, " %") if percent else (1.0, "")
-    shown = f"{mean(values) * scale:.{1 if percent else 2}f}"
-    return f"{shown} ± {stdev(values) * scale:.{1 if percent else 2}f}{unit}" if len(values) > 1 else f"{shown}{unit}"
+    scale, digits, unit = 1.0, 2, ""
+    if percent:
+        scale, digits, unit = 100.0, 1, " %"
+    shown = f"{mean(values) * scale:.{digits}f}"
+    if len(values) > 1:
+        shown += f" ± {stdev(values) * scale:.{digits}f}"
+    return shown + unit
 
 
 def main() -> None:
-    """Run what is not in the output yet, and print the table."""
+    """Run what the output file lacks, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--seeds", type=int, default=3)

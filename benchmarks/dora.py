@@ -1,9 +1,9 @@
-"""DoRA's forward and backward pass against peft's, which forms B A through an identity.
+"""Compare our DoRA's forward and backward pass with peft's, which computes B A through an identity matrix.
 
     python -m benchmarks.dora [--device cpu]
 
-Prints the ratio of times (best of five; of one thread on a CPU, elapsed on a GPU) for square layers; outputs are
-checked to be equal first.
+Prints the ratio of times for square layers. A time is the best of five: CPU time of one thread, or elapsed time on a
+GPU. The outputs are checked for equality first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def seconds(function: Callable[[], object], device: str) -> float:
 
 
 def main() -> None:
-    import peft  # which takes longer to import than everything else
+    import peft  # Imported here because it takes longer than all other imports, and --help does not need it.
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")

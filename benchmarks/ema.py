@@ -1,17 +1,21 @@
-"""One update of an average of weights: ours against peers and against a plain copy of the same bytes.
+"""Compare one update of our weight average with other packages and with a plain copy of the same bytes.
 
     python -m benchmarks.ema [--peers FOLDER] [--parameters 12.8e6] [--layers 48] [--device cpu] [--dtype float32]
 
-Times are of this process on the CPU and of the device on a GPU, medians over interleaved rounds; read the ratios.
-Peers: Lightning's EMAWeightAveraging, ema-pytorch, timm's ModelEmaV3, diffusers' EMAModel; one that is not installed
-(or found in --peers) is skipped with a line.
+Times are medians over interleaved rounds: CPU time of this process, or the device's time on a GPU. Only the ratios are
+meaningful. The other packages are Lightning's EMAWeightAveraging, ema-pytorch, timm's ModelEmaV3 and diffusers'
+EMAModel. A package that is neither installed nor in --peers is skipped with a message.
 
-bfloat16 weights on a CPU take 1.7 to 2 times the copy, and an average in bfloat16, as ema-pytorch keeps it, 0.8 to 0.9:
-it moves less memory, and never arrives at decay 0.9999. Tried for the float32 average on one thread of a Xeon, 12.8 M
-and 50 M parameters, and not better than one tensor at a time beyond the noise: one reused buffer (1.7 to 2.05), the
-whole network copied and then one foreach lerp (1.95), mul_ and add_ of mixed formats, foreach or not (2.1 to 2.4),
-pieces of 2^16 elements (1.9 to 3.0) and of 2^18 (1.6 to 2.75, faster on large tensors only). torch's lerp takes no
-mixed formats.
+With bfloat16 weights on a CPU our update takes 1.7 to 2 times the copy. An average in bfloat16, as in ema-pytorch,
+takes 0.8 to 0.9 times: it moves less memory, but at decay 0.9999 it never reaches the weights. On one thread of a Xeon,
+with 12.8 M and 50 M parameters, these ways to update the float32 average were not faster than one tensor at a time:
+
+- one reused buffer (1.7 to 2.05 times the copy),
+- a copy of the whole network, then one foreach lerp (1.95),
+- mul_ and add_ of mixed formats, with and without foreach (2.1 to 2.4),
+- pieces of 2^16 elements (1.9 to 3.0) and of 2^18 elements (1.6 to 2.75, faster on large tensors only).
+
+torch's lerp does not accept mixed formats.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from lit_efficient.mechanisms.averages.weights import averageable, update_
 
 
 def network(parameters: float, layers: int) -> nn.Module:
-    """Linear layers, norms and biases as in a transformer: a few large tensors and many small ones."""
+    """Return linear layers, norms and biases as in a transformer: a few large tensors and many small ones."""
     width = int((parameters / layers) ** 0.5)
     blocks = [nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width)) for _ in range(layers)]
     return nn.Sequential(*blocks)
@@ -47,7 +51,7 @@ def ours(net: nn.Module) -> Callable[[], None]:
 
 
 def plain_copy(net: nn.Module) -> Callable[[], None]:
-    """Tensors in and out as in the update: float32 averages, as many as there are weights."""
+    """Return a function that copies as many bytes as the update moves: one float32 average for each weight."""
     weights = [w.detach().float().clone() for w in net.parameters()]
     copies = [torch.empty_like(w) for w in weights]
     return lambda: torch._foreach_copy_(copies, weights)
@@ -77,7 +81,7 @@ def ema_pytorch_foreach(net: nn.Module) -> Callable[[], None]:
 
 
 def timm(net: nn.Module) -> Callable[[], None]:
-    """From its file: the package itself imports torchvision."""
+    """Return timm's update. Load its source file, because the package imports torchvision."""
     package = importlib.util.find_spec("timm")
     if package is None:
         raise ImportError("No module named 'timm'")
@@ -109,7 +113,7 @@ CONTENDERS: dict[str, Callable[[nn.Module], Callable[[], None]]] = {
 
 
 def seconds(update: Callable[[], None], device: str) -> float:
-    """Of three updates, averaged."""
+    """Return the seconds of one update, averaged over three."""
     if device.startswith("cuda"):
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -125,7 +129,7 @@ def seconds(update: Callable[[], None], device: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", help="a folder with further packages: pip install --no-deps --target FOLDER ...")
+    parser.add_argument("--peers", help="folder with more packages, made by: pip install --no-deps --target FOLDER ...")
     parser.add_argument("--parameters", type=float, default=12.8e6)
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--device", default="cpu")
@@ -142,7 +146,7 @@ def main() -> None:
         try:
             updates[name] = make(net)
         except ImportError as error:
-            print(f"skipped: {name} ({error})")
+            print(f"{name}: skipped ({error})")
     times: dict[str, list[float]] = {name: [] for name in updates}
     for _ in range(options.rounds + 3):  # interleaved: a busy machine slows all alike
         for name, update in updates.items():

@@ -3,8 +3,9 @@
     python -m benchmarks.exact_resume [--device cpu] [--settings 8]
 
 A small network with dropout, shuffling, random augmentation, accumulation over two batches, momentum and a schedule is
-trained once whole, with a checkpoint after every batch; then once from each checkpoint, in new objects.
-A point counts if weights, optimizer and scheduler states at the end are equal in every bit. Takes about a minute.
+trained once without interruption, with a checkpoint after every batch. The training is then resumed from each
+checkpoint in new objects. A point counts if the final weights, optimizer states and scheduler states are equal in every
+bit. The benchmark takes about a minute.
 """
 
 import argparse
@@ -51,7 +52,9 @@ class Network(pl.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 1))
-        self.ask, self.num_workers, self.schedule = ask, num_workers, schedule
+        self.ask = ask
+        self.num_workers = num_workers
+        self.schedule = schedule
         self.config = {"interval": interval, "monitor": monitor, "strict": False}
 
     def training_step(self, batch, batch_idx):
@@ -121,7 +124,7 @@ def main():
     global DEVICE  # noqa: PLW0603 (read where models are made)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--settings", type=int, default=len(SETTINGS), help="only the first so many")
+    parser.add_argument("--settings", type=int, default=len(SETTINGS), help="number of settings to run, from the first")
     options = parser.parse_args()
     DEVICE = options.device
     use_one_thread()
@@ -131,7 +134,8 @@ def main():
     failed = False
     for name, arguments in list(SETTINGS.items())[: options.settings]:
         with contextlib.redirect_stderr(io.StringIO()):
-            (stock, points), (ours, _) = exact_points(False, arguments), exact_points(True, arguments)
+            stock, points = exact_points(False, arguments)
+            ours, _ = exact_points(True, arguments)
         print(f"{name:<42}{f'{stock} of {points}':>18}{f'{ours} of {points}':>14}", flush=True)
         failed |= ours != points
     return int(failed)

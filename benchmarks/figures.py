@@ -1,17 +1,18 @@
 """Write each measured figure into the documents from its record in records/figures.json.
 
-    python -m benchmarks.figures            what does not say what figures.json says
-    python -m benchmarks.figures --write    write it there
-    python -m benchmarks.figures --here     date, versions and machine, for a new record
+    python -m benchmarks.figures            list the files that differ from figures.json
+    python -m benchmarks.figures --write    update these files
+    python -m benchmarks.figures --here     print the date, versions and machine for a new record
 
-A record holds figures, their unit, the command that measured them, date, threads, and its environment: versions and
-machine. Its figures stand in the text in three ways:
+A record holds figures, their unit, the command that measured them, the date, the number of threads, and the
+environment (versions and machine). A document includes the figures in three ways:
 
-- ``<!-- figures: TABLE -->...<!-- /figures -->`` in Markdown holds the table of all records of that table;
-- ``<!-- figure: ID -->...<!-- /figure -->`` holds a record's ``text``;
-- ``stands_in`` maps other files (configs, docstrings) to a sentence that stands there, however its lines are broken.
+- ``<!-- figures: TABLE -->...<!-- /figures -->`` in Markdown encloses a table of all records that name this table;
+- ``<!-- figure: ID -->...<!-- /figure -->`` encloses the ``text`` of one record;
+- ``stands_in`` of a record maps other files (configs, docstrings) to a sentence with figures. Line breaks in the file
+  do not matter.
 
-The cards of ``techniques NAME`` show the rows of their technique: lit_efficient/measured.json, made from here, too.
+The command also generates lit_efficient/measured.json, which holds the measurements shown by ``techniques NAME``.
 """
 
 import argparse
@@ -33,19 +34,19 @@ SOURCE = json.loads(FILE.read_text("utf-8"))
 RECORDS = {record["id"]: record for record in SOURCE["records"]}
 NAMED = ("torch", "lightning", "transformers", "peft", "diffusers", "bitsandbytes", "torchao", "numpy")
 _BLOCK = re.compile(r"(<!-- (figures?): (\S+) -->)(.*?)(<!-- /\2 -->)", re.DOTALL)
-# A figure with a unit, as people write it; whole gigabytes are the size of a device.
+# A number with a unit, as in prose. Whole gigabytes are excluded because they give the size of a device.
 _FIGURE = re.compile(
     r"(?<![\d.,])(?!\d+ GB)\d[\d.,]* ?(?:ms|s|min|(?:micro|CPU-)?seconds?|[KMGT]i?B|dB|%|times)(?!\w)|\d(?:\.\d+)?e-\d+"
 )
 
 
 def filled(record: dict, template: str) -> str:
-    """A template with the record's figures in their places; a field that it lacks is an error."""
+    """Return the template with the record's figures filled in. Raise ``KeyError`` for a field the record lacks."""
     return template.format(command=record["command"], **record["figures"])
 
 
 def table(name: str, folder: Path) -> str:
-    """The Markdown of a table; links, which start at the repository's root, start at ``folder``."""
+    """Return a table in Markdown. Links relative to the repository's root become relative to ``folder``."""
     columns = SOURCE["tables"][name]
     records = [record for record in RECORDS.values() if record.get("table") == name]
     rows = [[filled(record, cell) for cell in record["cells"]] for record in records]
@@ -58,7 +59,7 @@ def table(name: str, folder: Path) -> str:
 
 
 def generated(path: Path, text: str) -> str:
-    """The text of a Markdown file with all between markers made from the records."""
+    """Return the text of a Markdown file with the content between markers generated from the records."""
 
     def block(match: re.Match[str]) -> str:
         opening, kind, name, _, closing = match.groups()
@@ -70,7 +71,7 @@ def generated(path: Path, text: str) -> str:
 
 
 def _pattern(record: dict, template: str) -> re.Pattern[str]:
-    """Return a pattern for a sentence of ``stands_in`` with any figures, across line breaks and comment signs."""
+    """Return a pattern that matches a ``stands_in`` sentence with any figures, line breaks and comment signs."""
     parts = []
     for literal, field, _, _ in string.Formatter().parse(template):
         parts.append(r"[\s#]+".join(map(re.escape, re.split(r"\s+", literal))))
@@ -80,7 +81,7 @@ def _pattern(record: dict, template: str) -> re.Pattern[str]:
 
 
 def restated(record: dict, template: str, text: str) -> str | None:
-    """``text`` with a record's figures in the sentence that states them; ``None`` if the sentence is not there."""
+    """Return ``text`` with the figures of one sentence updated, or ``None`` if ``text`` lacks the sentence."""
     match = _pattern(record, template).search(text)
     if match is None:
         return None
@@ -92,16 +93,16 @@ def restated(record: dict, template: str, text: str) -> str | None:
 
 
 def markdown_files() -> list[Path]:
-    """README, docs as they are written, and what lies beside the configs."""
+    """Return the Markdown files that may hold figures: README, docs (no build output) and those in configs."""
     found = [path for folder in ("docs", "configs") for path in sorted((ROOT / folder).rglob("*.md"))]
     return [ROOT / "README.md", *(path for path in found if not path.relative_to(ROOT).parts[1].startswith(("_", ".")))]
 
 
 def differences() -> Iterator[tuple[Path, str]]:
-    """Each file that does not say what the records say, and the text that it should have.
+    """Yield each file that differs from the records, with the text it should have.
 
     Raises:
-        ValueError: If a sentence of ``stands_in`` stands nowhere in its file.
+        ValueError: If a file lacks its ``stands_in`` sentence.
     """
     texts = {path: generated(path, path.read_text("utf-8")) for path in markdown_files()}
     for record in RECORDS.values():
@@ -124,7 +125,8 @@ def of_cards() -> dict[str, str]:
         if "reason" in record["figures"]:
             text = f"on the small GPT, DiT and ResNet: {record['figures']['reason'].replace('`', '')}"
         elif record["table"] == "techniques":
-            columns, (_, *results) = SOURCE["tables"]["techniques"][1:], (filled(record, c) for c in record["cells"])
+            columns = SOURCE["tables"]["techniques"][1:]
+            results = [filled(record, cell) for cell in record["cells"][1:]]
             pairs = (f"{column.lower()} {result}" for column, result in zip(columns, results))
             text = f"with it beside without it, on a small GPT / DiT / ResNet: {'; '.join(pairs)} ({record['command']})"
         else:
@@ -135,16 +137,17 @@ def of_cards() -> dict[str, str]:
 
 
 def unrecorded(text: str) -> list[str]:
-    """Figures with a unit in Markdown outside of markers, code and the table of techniques.
+    """Return the figures with a unit in Markdown outside markers, code and the table of techniques.
 
-    What is no measurement (a setting, a figure of a paper) stands between ``<!-- given -->`` and ``<!-- /given -->``.
+    Enclose numbers that are not measurements (a setting, a figure of a paper) in ``<!-- given -->`` and
+    ``<!-- /given -->`` to exclude them.
     """
     text = re.sub(r"<!-- (given|techniques).*?<!-- /\1 -->", "", _BLOCK.sub("", text), flags=re.DOTALL)
     return _FIGURE.findall(re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL))
 
 
 def here() -> dict[str, object]:
-    """Date, versions, machine and threads of a measurement that is made now."""
+    """Return the date, versions, machine and number of threads of a measurement made now."""
     versions = {}
     for name in NAMED:
         try:
@@ -163,8 +166,8 @@ def here() -> dict[str, object]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the figures into the text")
-    parser.add_argument("--here", action="store_true", help="print what a new record says of this machine")
+    parser.add_argument("--write", action="store_true", help="update the files that differ")
+    parser.add_argument("--here", action="store_true", help="print the date, versions and machine for a new record")
     options = parser.parse_args()
     if options.here:
         print(json.dumps(here(), indent=1))

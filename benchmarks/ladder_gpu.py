@@ -1,14 +1,20 @@
-"""One network in the shape of Llama-3.2-3B on one GPU, one technique more a rung; then 8B, and the longest context.
+"""Train a network in the shape of Llama-3.2-3B on one GPU, with one more technique on each rung.
 
     python -m benchmarks.ladder_gpu base            one rung in this process; benchmarks/gpu.sh runs them all
     python -m benchmarks.ladder_gpu --list
-    python -m benchmarks.ladder_gpu base --device cpu --tiny       does it run at all?
+    python -m benchmarks.ladder_gpu base --device cpu --tiny       test that the rung runs, on a tiny network
 
-Random weights in bfloat16, AdamW, rows of 4,096 tokens. Printed are the peak of the allocator, tokens a second (two
-steps warm up, four are timed) and the share of the matrix units' dense peak for bfloat16 by 6 N T, as far as it is
-known. A rung that does not fit says so and ends well. A limit in GiB is the allocator's: it stands for a smaller card.
-The longest context follows from the peaks of two lengths, which grow evenly; a step of it is run where that takes less
-than 45 s by the same two, and the result says whether it was. Rungs that are started together wait for each other.
+Further rungs train the shape of an 8B model and search for the longest context. Weights are random bfloat16, the
+optimizer is AdamW, and rows have 4,096 tokens. The output is:
+
+- the peak of the allocator,
+- tokens per second (two warm-up steps, four timed steps),
+- the utilisation of the device's dense bfloat16 peak, at 6 N T operations, if that peak is known.
+
+A rung that runs out of memory reports this and exits with status 0. A limit in GiB is set in the allocator to emulate
+a smaller card. The longest context is extrapolated from the peaks at two lengths, because the peak grows linearly. If
+the extrapolated step takes less than 45 s, it is run; the result records whether it was. Rungs that are started at the
+same time wait for each other.
 """
 
 from __future__ import annotations
@@ -42,15 +48,15 @@ class Rung:
     """One training of the ladder.
 
     Args:
-        techniques: Makes them.
-        expected: Peak and speed, and where that comes from.
-        shape: One of `SHAPES`.
-        batch: Rows.
-        length: Tokens in a row.
-        packed: Documents in a row.
-        limit_gib: What the allocator may take.
-        longest: Find the longest rows that fit.
-        needs: Packages.
+        techniques: Function that returns the techniques.
+        expected: Expected peak and speed, with their source.
+        shape: A key of `SHAPES`.
+        batch: Number of rows in a batch.
+        length: Number of tokens in a row.
+        packed: Number of documents in a row.
+        limit_gib: Memory limit of the allocator, in GiB.
+        longest: Whether to find the longest rows that fit.
+        needs: Packages that the rung requires.
     """
 
     techniques: Callable[[], list[Any]] = list
@@ -65,7 +71,7 @@ class Rung:
 
 
 def small() -> list[Any]:
-    """Least activations: no logits, blocks recomputed."""
+    """Return the techniques with the least activation memory: no logits, recomputed blocks."""
     return [le.ChunkedCrossEntropy(), le.ActivationCheckpointing()]
 
 
@@ -156,20 +162,20 @@ RUNGS = {
 
 
 def decoder(shape: str) -> Any:
-    """Our GPT, on the meta device."""
+    """Return our GPT on the meta device."""
     vocabulary = VOCABULARY if shape != "tiny" else 512
     return le.GPT(le.GPTConfig(vocab_size=vocabulary, max_length=2**21, **SHAPES[shape]))
 
 
 def flux(shape: str) -> Any:
-    """diffusers' transformer of FLUX.1-dev, on the meta device."""
+    """Return diffusers' transformer of FLUX.1-dev on the meta device."""
     from diffusers import FluxTransformer2DModel
 
     return FluxTransformer2DModel(guidance_embeds=True, **SHAPES[shape])
 
 
 class Climb:
-    """A network with its techniques and optimizer, on the device."""
+    """Network with its techniques and optimizer, on the device."""
 
     def __init__(self, rung: Rung, device: str) -> None:
         import torch
@@ -177,7 +183,8 @@ class Climb:
         from lit_efficient.application import apply
         from lit_efficient.declaration import in_order, overrides
 
-        self.rung, self.device = rung, device
+        self.rung = rung
+        self.device = device
         techniques = in_order(rung.techniques())
         with torch.device("meta"):
             net = (flux if rung.shape == "flux" else decoder)(rung.shape).to(torch.bfloat16)
@@ -203,7 +210,8 @@ class Climb:
         generator = torch.Generator(self.device).manual_seed(0)
         if self.rung.shape == "flux":
             made = {"generator": generator, "device": self.device, "dtype": torch.bfloat16}
-            image, text = torch.randn(1, length, 64, **made), torch.randn(1, 512, 4096, **made)
+            image = torch.randn(1, length, 64, **made)
+            text = torch.randn(1, 512, 4096, **made)
             given = {"pooled_projections": torch.randn(1, 768, **made), "timestep": torch.rand(1, **made)}
             given |= {"guidance": torch.rand(1, **made), "img_ids": torch.zeros(length, 3, device=self.device)}
             given |= {"txt_ids": torch.zeros(512, 3, device=self.device)}
@@ -258,7 +266,7 @@ class Climb:
 
 
 def climb(rung: Rung, device: str) -> dict[str, Any]:
-    """Return the figures of a rung; for ``longest`` those of the longest rows that fit."""
+    """Return the figures of a rung. With ``longest``, return those of the longest rows that fit."""
     import torch
 
     if device == "cuda" and rung.limit_gib is not None:
@@ -269,7 +277,7 @@ def climb(rung: Rung, device: str) -> dict[str, Any]:
         top = Climb(rung, device)
         found = top.measure(rung.length)
         if rung.longest and rung.limit_gib and device == "cuda":
-            print("RESULT " + json.dumps(found), flush=True)  # a limit of time may end this
+            print("RESULT " + json.dumps(found), flush=True)  # Printed early because a time limit may end the process.
             found = find_longest(top, rung.limit_gib)
     except torch.OutOfMemoryError as error:
         found["does not fit"] = str(error).splitlines()[0][:200]
@@ -277,10 +285,11 @@ def climb(rung: Rung, device: str) -> dict[str, Any]:
 
 
 def find_longest(top: Climb, limit_gib: float) -> dict[str, Any]:
-    """The longest rows by two measured lengths; of the longest that was run, its figures."""
+    """Return the longest row length, extrapolated from two lengths, with the figures of the longest step run."""
     import torch
 
-    short, long = top.measure(8192, steps=1, warm=1), top.measure(24576, steps=1, warm=0)
+    short = top.measure(8192, steps=1, warm=1)
+    long = top.measure(24576, steps=1, warm=0)
     distance = long["length"] - short["length"]
     slope = (long["peak_gib"] - short["peak_gib"]) / distance
     reserve = 0.02 * limit_gib + 0.3  # what the allocator loses between its pieces

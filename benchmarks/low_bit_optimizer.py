@@ -1,9 +1,9 @@
-"""Bytes of optimizer state a parameter and time of a step, side by side with torch.optim.AdamW.
+"""Compare low-bit optimizers with torch.optim.AdamW: bytes of state per parameter and time of a step.
 
     python -m benchmarks.low_bit_optimizer [--width 1024] [--layers 4] [--steps 5] [--device cpu] [--torchao]
 
-Ratios of one run on one machine; CPU seconds of the process on the CPU, elapsed seconds on a GPU. torchao compiles its
-step first, which takes up to minutes on a CPU and is not counted.
+The ratios are from one run on one machine. Times are CPU seconds of the process, or elapsed seconds on a GPU. torchao
+compiles its step first. The compilation takes up to minutes on a CPU and is not counted.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def schedule_free(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def measure(make: Make, arguments: argparse.Namespace) -> tuple[float, float]:
-    """Bytes a parameter, and median seconds of a step."""
+    """Return the bytes of state per parameter, and the median seconds of a step."""
     torch.manual_seed(0)
     layers = [nn.Linear(arguments.width, arguments.width) for _ in range(arguments.layers)]
     module = nn.Sequential(*layers).to(arguments.device)
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--torchao", action="store_true", help="torchao's twins, too")
+    parser.add_argument("--torchao", action="store_true", help="also measure torchao's optimizers")
     arguments = parser.parse_args()
     rows: dict[str, Make] = {
         "torch.optim.AdamW": lambda m: torch.optim.AdamW(m.parameters()),

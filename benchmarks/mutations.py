@@ -1,14 +1,17 @@
-"""Small faults put into the package one at a time, while the tests of that file run: one that none sees has survived.
+"""Mutation testing: put one small fault at a time into the package, and run the tests of the changed file.
 
-    python -m benchmarks.mutations                                    all; those that survive, with their lines
-    python -m benchmarks.mutations callbacks/ema.py                   of files that begin so
-    python -m benchmarks.mutations --list
+    python -m benchmarks.mutations                        try all faults, and print those that survive with their lines
+    python -m benchmarks.mutations callbacks/ema.py       try the faults whose names start with this prefix
+    python -m benchmarks.mutations --list                 list the faults
 
-A fault is a flipped sign or comparison, a negated condition, an exchanged ``and``, ``min`` or factor, a dropped call, a
-changed constant. Its name is ``file:function:kind:number``, the number counting those of the kind in the function.
-They are put into a copy of the repository, in processes forked from one that has imported what is heavy and nothing of
-ours. First the tests of a file run once with each statement reporting itself: a fault is tried with the tests that
-reach its line, the fastest first, and with the others if these see nothing: ranks and commands report nothing.
+A fault survives if no test fails. A fault is a flipped sign or comparison, a negated condition, an exchanged ``and``,
+``min`` or factor, a dropped call, or a changed constant. Its name is ``file:function:kind:number``, where the number
+counts the faults of one kind in the function. Faults are put into a copy of the repository. The tests run in processes
+forked from one that has imported the large libraries but not this package.
+
+The tests of a file first run once with a tracing call before each statement. A fault is then tried with the tests that
+reach its line, the fastest first. If none of them fails, the other tests of the file run too, because statements in
+child processes (ranks, commands) are not traced.
 """
 
 from __future__ import annotations
@@ -133,14 +136,14 @@ class Fault:
     """One change of a line.
 
     Args:
-        file: In the package.
-        owner: The function or class that it is in, "" for the module.
-        kind: What is changed.
-        number: The how-manieth of its kind in its owner, from 1.
-        line: Its line.
-        before: What stands there.
-        after: What is put there.
-        span: Characters from, to, of the file's bytes.
+        file: Path of the file in the package.
+        owner: Name of the function or class that contains the fault, "" for the module.
+        kind: Kind of the change.
+        number: Number among the faults of this kind in the owner, from 1.
+        line: Line number.
+        before: Original source text.
+        after: Replacement text.
+        span: Start and end of the original text, in bytes of the file.
     """
 
     file: str
@@ -172,7 +175,7 @@ _ENDS = {"min": "max", "max": "min", "amin": "amax", "amax": "amin", "any": "all
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[str, ast.expr | None, ast.expr | str]]:
-    """The faults of one node: their kind, what is replaced (or the node), and by what."""
+    """Yield the faults of one node: the kind, the replaced part (or the node itself), and the replacement."""
     if isinstance(node, ast.BinOp) and not _is_text(node):
         for kind, table in (("sign", _SIGNS), ("factor", _FACTORS)):
             joined = isinstance(node.op, ast.Div) and any(word in ast.unparse(node.left) for word in ("Path", "folder"))
@@ -212,13 +215,13 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, ast.expr | None, ast.expr | s
 
 
 def _is_text(node: ast.BinOp) -> bool:
-    """Whether an operator joins texts or types, where a fault would be an exception in most cases."""
+    """Return whether an operator joins strings or types, where a fault would raise an exception in most cases."""
     parts = [part for part in ast.walk(node) if isinstance(part, ast.JoinedStr | ast.Constant)]
     return any(isinstance(part, ast.JoinedStr) or isinstance(part.value, str) for part in parts)
 
 
 def _walk(node: ast.AST, owner: str) -> Iterator[tuple[ast.AST, str]]:
-    """What runs, in the order of the lines: no annotations, defaults, messages, assertions, or what checkers read."""
+    """Yield the nodes that run, in line order, without annotations, defaults, messages, assertions and typing code."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.ClassDef):
             inside = f"{owner}.{child.name}".lstrip(".")
@@ -243,16 +246,18 @@ def _here(node: ast.AST, owner: str) -> Iterator[tuple[ast.AST, str]]:
 
 @cache
 def faults(file: str, root: Path = ROOT) -> tuple[Fault, ...]:
-    """All faults of a file of the package, inside its functions."""
+    """Return all faults inside the functions of a file of the package."""
     source = (root / PACKAGE / file).read_bytes()
     starts = [0]
     for line in source.split(b"\n"):
         starts.append(starts[-1] + len(line) + 1)
-    found, counts = list[Fault](), dict[tuple[str, str], int]()
+    found = list[Fault]()
+    counts = dict[tuple[str, str], int]()
     for node, owner in _walk(ast.parse(source), ""):
         for kind, place, new in _changes(node) if owner else ():
             at: Any = place if place is not None else node
-            begin, end = starts[at.lineno - 1] + at.col_offset, starts[at.end_lineno - 1] + at.end_col_offset
+            begin = starts[at.lineno - 1] + at.col_offset
+            end = starts[at.end_lineno - 1] + at.end_col_offset
             after = new if isinstance(new, str) else ast.unparse(ast.fix_missing_locations(new))
             after = after if isinstance(new, str | ast.Constant) else f"({after})"
             counts[owner, kind] = number = counts.get((owner, kind), 0) + 1
@@ -261,18 +266,18 @@ def faults(file: str, root: Path = ROOT) -> tuple[Fault, ...]:
 
 
 def chosen(file: str) -> list[Fault]:
-    """Those of a file that are tried: the first by the hash of their names, which changes elsewhere leave alone."""
+    """Return the faults of a file to try: the first by the hash of their names, so that edits rarely change the set."""
     drawn = sorted(faults(file), key=lambda fault: hashlib.sha256(fault.name.encode()).digest())
     return sorted(drawn[: TESTS[file][0]], key=lambda fault: fault.span)
 
 
 def names() -> list[str]:
-    """The names of all faults that are tried and can be seen."""
+    """Return the names of all faults that are tried and that a test can detect."""
     return [fault.name for file in TESTS for fault in chosen(file) if fault.name not in EQUIVALENT]
 
 
 def with_fault(fault: Fault, source: bytes) -> bytes:
-    """The file with the fault in it."""
+    """Return the source of the file with the fault."""
     begin, end = fault.span
     text = source[:begin] + fault.after.encode() + source[end:]
     ast.parse(text)
@@ -303,7 +308,7 @@ class _Reports(ast.NodeTransformer):
 
 
 def reporting(source: str) -> str:
-    """A file whose statements report themselves to ``builtins._reached``, if that is there."""
+    """Return the source with a call of ``builtins._reached`` before each statement, if that function exists."""
     tree = _Reports().visit(ast.parse(source))
     future = [n for n, one in enumerate(tree.body) if isinstance(one, ast.ImportFrom) and one.module == "__future__"]
     head = (
@@ -316,14 +321,14 @@ def reporting(source: str) -> str:
 
 @cache
 def _heads(file: str) -> dict[int, int]:
-    """Of each statement that holds others, by its first line: where its own part ends."""
+    """Return the last line of the header of each compound statement, by its first line."""
     tree = ast.parse((ROOT / PACKAGE / file).read_bytes())
     held = ((n.lineno, getattr(n, "body", None)) for n in ast.walk(tree) if isinstance(n, ast.stmt))
     return {line: max(line, body[0].lineno - 1) for line, body in held if body}
 
 
 class _Notes:
-    """A plugin of pytest: which lines each test has reached, and how long it took."""
+    """Pytest plugin that records the lines each test reaches and the time it takes."""
 
     def __init__(self) -> None:
         self.tests: dict[str, Any] = {}
@@ -350,7 +355,7 @@ class _Notes:
 
 
 class Server:
-    """Answers with what became of a fault; started once, forks a process for each run of tests."""
+    """Server that tries faults. It is started once and forks a process for each run of tests."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="faults-"))
@@ -382,13 +387,15 @@ class Server:
         os.utime(path, (self.clock, self.clock))
 
     def reach(self, file: str) -> dict[str, Any]:
-        """For each test of a file that passes: its seconds, and the lines that it reaches."""
+        """Return, for each passing test of a file, its seconds and the lines that it reaches."""
         source = (ROOT / PACKAGE / file).read_bytes()
         tests = [f"tests/{name}" for name in TESTS[file][1]]
         state = hashlib.sha256(source + b"".join((ROOT / name).read_bytes() for name in tests)).hexdigest()[:16]
         kept = REACH / f"{file.replace('/', '.')}.json"
-        if kept.exists() and (known := json.loads(kept.read_text()))["state"] == state:
-            return known["tests"]
+        if kept.exists():
+            known = json.loads(kept.read_text())
+            if known["state"] == state:
+                return known["tests"]
         with self.written(file, reporting(source.decode()).encode()):
             out = self.folder / "reach.json"
             out.unlink(missing_ok=True)
@@ -401,7 +408,7 @@ class Server:
         return passed
 
     def reaching(self, fault: Fault) -> dict[str, float]:
-        """The tests that reach a fault's line, the fastest first, with their seconds."""
+        """Return the tests that reach a fault's line, with their seconds, fastest first."""
         found = self.reach(fault.file)
         heads = _heads(fault.file)
         reached = {
@@ -414,7 +421,7 @@ class Server:
         return {name: took for took, name in drawn[:MOST_TESTS]}
 
     def attempt(self, name: str) -> str:
-        """'' if some test saw a fault, else a line."""
+        """Return '' if a test detects the fault, else a line that describes the fault."""
         fault = next((one for one in faults(name.partition(":")[0]) if one.name == name), None)
         if fault is None:
             return "there is no such fault any more"
@@ -435,7 +442,7 @@ class Server:
         return (self.folder / "out.txt").read_text(errors="replace")
 
     def run(self, tests: Sequence[str], seconds: float, reach: Path | None) -> int | None:
-        """pytest's exit code in a process of its own; None if it took too long."""
+        """Run pytest in a forked process. Return its exit code, or ``None`` after a timeout."""
         sys.stdout.flush()
         child = os.fork()
         if child == 0:
@@ -446,7 +453,8 @@ class Server:
                 traceback.print_exc()
             finally:
                 os._exit(code)
-        deadline, status = time.monotonic() + seconds, None
+        deadline = time.monotonic() + seconds
+        status = None
         while status is None and time.monotonic() < deadline:
             done, code = os.waitpid(child, os.WNOHANG)
             status = os.waitstatus_to_exitcode(code) if done else time.sleep(0.05)  # type: ignore[func-returns-value]
@@ -476,7 +484,8 @@ class Server:
             import builtins
 
             notes = _Notes()
-            plugins, builtins._reach = [notes], notes.reach  # type: ignore[attr-defined]
+            plugins = [notes]  # type: ignore[attr-defined]
+            builtins._reach = notes.reach  # type: ignore[attr-defined]
         ways = ["-q", "-n", "0", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
         ways += ["-m", "not nightly and not gpu"]
         code = int(pytest.main([*ways, *([] if reach else ["-x"]), *tests], plugins=plugins))
@@ -487,7 +496,7 @@ class Server:
 
 
 class Client:
-    """A server in a process of its own, where nothing of ours is imported."""
+    """Client of a server in a separate process, which has not imported this package."""
 
     def __init__(self) -> None:
         words = [sys.executable, "-m", "benchmarks.mutations", "--serve"]
@@ -527,7 +536,7 @@ def _prepared() -> Server:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("begin", nargs="*", help="what the names begin with")
+    parser.add_argument("begin", nargs="*", help="prefix of the names")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -539,7 +548,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         every = {fault.name: fault for file in TESTS for fault in chosen(file)}
         print("\n".join(f"{name}  {every[name]}" for name in wanted))
         return 0
-    server, survivors = _prepared(), 0
+    server = _prepared()
+    survivors = 0
     try:
         for name in wanted:
             fault = server.attempt(name)

@@ -1,13 +1,15 @@
-"""Cost of the command line and its callbacks: steps per second relative to a plain PyTorch loop of the same model.
+"""Measure the speed of the command line with its callbacks relative to a plain PyTorch loop of the same model.
 
     python -m benchmarks.overhead [--rounds 5] [--steps 100] [--threads 1] [--device cpu]
 
-Both sides train the network of the language-modelling task on its own batches with the same optimizer and clipping,
-each in a process of its own, alternating; the clock runs from step 20 to the last. The command line runs the shipped
-configuration with all of its callbacks; validation is left out on both sides. One thread is the default because more
-threads than idle cores measure the neighbours, not the program. The promise is a median of at least 0.95.
-With ``--device cuda`` both sides train on the GPU, in the configuration's precision, and the clock waits for it at its
-two ends only; so small a network keeps a GPU waiting for Python, so this is the worst case and no promise.
+Both sides train the network of the language-modelling task on the same batches with the same optimizer and gradient
+clipping. They alternate, each in a separate process. Time is measured from step 20 to the last. The command line runs
+the shipped configuration with all of its callbacks, without validation. The default is one thread, because with more
+threads than idle cores the result depends on other programs. The target is a median ratio of at least 0.95.
+
+With ``--device cuda`` both sides train on the GPU in the configuration's precision. The device is synchronised only at
+the start and the end of the measurement. On so small a network the GPU waits for Python, so this is the worst case, and
+no target is set.
 """
 
 import argparse
@@ -109,7 +111,7 @@ def main() -> int:
         ratios.append(ours / plain)
         print(f"round {number}: {ours:.2f} steps/s by the command line, {plain:.2f} plain, ratio {ratios[-1]:.3f}")
     median = statistics.median(ratios)
-    print(f"median ratio {median:.3f} ({min(ratios):.3f} to {max(ratios):.3f}); at least 0.95 is the promise")
+    print(f"median ratio {median:.3f} ({min(ratios):.3f} to {max(ratios):.3f}); target: at least 0.95")
     return 0 if median >= 0.95 or options.device == "cuda" else 1
 
 

@@ -1,9 +1,9 @@
-"""Time and memory that `plan` needs for Llama 3.1 70B: at most 60 s and 4 GiB.
+"""Measure the time and memory that `plan` needs for Llama 3.1 70B. Target: at most 60 s and 4 GiB.
 
     python -m benchmarks.plan_70b [--length 4096]
 
-LoRA on all linear layers over a 4-bit base, with activation checkpointing; the network is built from its published
-fields, on the meta device. Prints seconds of the clock and of the processor, and the most memory of the process.
+Plans LoRA on all linear layers over a 4-bit base, with activation checkpointing. The network is built from its
+published configuration on the meta device. Prints elapsed seconds, CPU seconds and the peak memory of the process.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ FIELDS = {
 
 
 class Llama70B(FitSource):
-    """Its fit; ``layers`` for a smaller one."""
+    """Makes the fit of Llama 3.1 70B. A smaller ``layers`` gives a smaller network."""
 
     def __init__(self, length: int = 4096, layers: int = 80) -> None:
-        self.length, self.fields = length, {**FIELDS, "num_hidden_layers": layers}
+        self.length = length
+        self.fields = {**FIELDS, "num_hidden_layers": layers}
 
     def make(self, change: Change = AS_IT_IS) -> Fit:
         tokens = torch.zeros(self.length, dtype=torch.long)

@@ -1,18 +1,19 @@
-"""Error of the memory that `plan` predicts, on about a hundred small trainings that are then measured.
+"""Measure the error of the memory that `plan` predicts, on about a hundred small trainings.
 
-    python -m benchmarks.plan_accuracy                    all that is missing in the folder; stop it and go on
-    python -m benchmarks.plan_accuracy --only Llama LoRA  cells that have one of these in their names, once more
-    python -m benchmarks.plan_accuracy --drawn 15 --seed 7         further cells: other sizes, other pairs of techniques
-    python -m benchmarks.plan_accuracy --show             the table of what has been measured
-    python -m benchmarks.plan_accuracy --record           into benchmarks/records (.csv and figures.json); cells
-                                                          that the folder lacks stay there as they are
-    python -m benchmarks.plan_accuracy --device cuda      on a GPU, against torch.cuda.max_memory_allocated
+    python -m benchmarks.plan_accuracy                    measure all cells that the folder lacks; can be interrupted
+    python -m benchmarks.plan_accuracy --only Llama LoRA  measure again the cells with one of these words in their names
+    python -m benchmarks.plan_accuracy --drawn 15 --seed 7    measure random cells: other sizes and pairs of techniques
+    python -m benchmarks.plan_accuracy --show             print the table of the measured cells
+    python -m benchmarks.plan_accuracy --record           write benchmarks/records (.csv and figures.json); keep the
+                                                          recorded cells that the folder lacks
+    python -m benchmarks.plan_accuracy --device cuda      measure on a GPU by torch.cuda.max_memory_allocated
 
-A forked process for each cell: it plans, then it trains and counts. The error is (planned - measured) / measured of
-the most bytes alive at a time, from the third step on. What a CPU refuses is planned there for a GPU, and not measured.
-The count is what the allocator's own records say, to 0.01 MiB, but for scratch space within kernels of convolutions.
-The table is of three days: 95 cells and a first draw of 2026-11-23, the 24 of techniques that came later of 2026-11-27,
-and a draw by another seed after the code was frozen, of 2026-11-28.
+A cell is a small training. It runs in a forked process, which plans, trains and counts. The error is
+(planned - measured) / measured of the most bytes alive at a time, from the third step on. A training that cannot run on
+a CPU is planned for a GPU there, and is not measured. The count agrees with the allocator's records to 0.01 MiB, except
+for scratch space within kernels of convolutions. The recorded table is from three days: 95 cells and a first draw of
+2026-11-23, 24 cells of later techniques of 2026-11-27, and a draw by another seed, after the code was frozen, of
+2026-11-28.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Row = dict[str, Any]
 
 
 def planned(cell: Cell, device: str) -> Row:
-    """Return the plan of a cell, for a device that this machine need not have."""
+    """Return the plan of a cell. The machine need not have the planned device."""
     begin = time.monotonic()
     found = le.plan(CellFit(cell, MODELS[cell.model].rows(cell.size), device), device=device)
     kinds = dict(found.resident)
@@ -85,11 +86,12 @@ def _work(cell: Cell, device: str, folder: Path, pipe: Any) -> None:
 
 
 def run(wanted: Iterable[Cell], device: str, folder: Path, minutes: float) -> Iterator[Row]:
-    """The rows as they end, one after another."""
+    """Yield the row of each cell when it ends, one after another."""
     if device == "cpu":  # what all cells import is imported once
         for model in ("Llama", "UNet"):
             planned(Cell(model, ("LoRA",) if model == "Llama" else (), 2, "32-true", MODELS[model].small), device)
-    context, end = multiprocessing.get_context("fork"), time.monotonic() + 60 * minutes
+    context = multiprocessing.get_context("fork")
+    end = time.monotonic() + 60 * minutes
     for cell in wanted:
         if time.monotonic() > end:
             return
@@ -109,13 +111,13 @@ def run(wanted: Iterable[Cell], device: str, folder: Path, minutes: float) -> It
 
 
 def error(result: Row) -> float | None:
-    """In percent; below 0 is planned too little."""
+    """Return the error in percent. A negative value means that too little was planned."""
     known = "measured" in result and not result.get("bound")
     return 100 * (result["planned"] / result["measured"] - 1) if known else None
 
 
 def summary(results: Iterable[Row]) -> dict[str, float | int]:
-    """Median and worst of the errors without their signs, and the most that was planned too little."""
+    """Return the median and maximum of the absolute errors, and the largest underestimate."""
     errors = [e for e in map(error, results) if e is not None]
     if not errors:
         return {"cells": 0}
@@ -129,7 +131,7 @@ def summary(results: Iterable[Row]) -> dict[str, float | int]:
 
 
 def said(result: Row) -> str:
-    """A row for people."""
+    """Return a row as readable text."""
     mib = [f"{result[key] / 2**20:9.2f}" if key in result else f"{'-':>9}" for key in ("planned", "measured")]
     told = error(result)
     bound = f"at most: {result['bound']}" if "bound" in result else ""
@@ -146,7 +148,7 @@ def said(result: Row) -> str:
 
 
 def write(sets: dict[str, list[Row]], path: Path) -> None:
-    """The table of all rows: bytes, errors in percent, and bytes by kind as planned and as counted."""
+    """Write the table of all rows: bytes, errors in percent, planned and counted bytes by kind."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         kinds = [f"{kind} {side}" for kind in KINDS for side in ("planned", "measured")]
@@ -162,7 +164,7 @@ def write(sets: dict[str, list[Row]], path: Path) -> None:
 
 
 def record(sets: dict[str, list[Row]]) -> None:
-    """Put the summaries into figures.json, in the place of those of before."""
+    """Write the summaries into figures.json and replace the earlier ones."""
     now = figures.here()
     source = json.loads(figures.FILE.read_text("utf-8"))
     source["environments"]["plan_accuracy"] = {key: now[key] for key in ("versions", "machine")}
@@ -192,7 +194,7 @@ def record(sets: dict[str, list[Row]]) -> None:
 
 
 def with_known(sets: dict[str, list[Row]], path: Path) -> dict[str, list[Row]]:
-    """The rows, and before them those of the table whose cells were not measured anew."""
+    """Return the recorded rows whose cells were not measured again, followed by ``rows``."""
     new = {(name, *(str(row[key]) for key in TITLES[1:6])) for name, rows in sets.items() for row in rows}
     found: dict[str, list[Row]] = {}
     with path.open(newline="", encoding="utf-8") as file:
@@ -218,10 +220,12 @@ def load(path: Path) -> dict[str, Row]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=None, metavar="WORD")
-    parser.add_argument("--drawn", type=int, default=0, metavar="N", help="draw N further cells, in the place of these")
+    parser.add_argument(
+        "--drawn", type=int, default=0, metavar="N", help="measure N random cells instead of the fixed ones"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--minutes", type=float, default=30.0, help="begin no cell after so many")
+    parser.add_argument("--minutes", type=float, default=30.0, help="start no cell after this many minutes")
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--show", action="store_true")
     parser.add_argument("--record", action="store_true")

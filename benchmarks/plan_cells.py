@@ -1,7 +1,8 @@
-"""The cells of plan_accuracy.py: small trainings, and each technique on those that it can act on.
+"""The cells of plan_accuracy.py: small trainings, plain and with each technique that applies to them.
 
-Nine networks: our GPT and DiT, Llama, Qwen3-MoE, GPT-2 and a ViT of transformers, a UNet and SD3's transformer of
-diffusers, and a ResNet; and for two techniques a task and an autoencoder. All but ours are plain LightningModules.
+There are nine networks: our GPT and DiT, Llama, Qwen3-MoE, GPT-2 and a ViT of transformers, a UNet and SD3's
+transformer of diffusers, and a ResNet. Two techniques need a task and an autoencoder in addition. All networks except
+ours are in plain LightningModules.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from benchmarks.technique_runs import ResNet
 from lit_efficient.catalog import read_cards
 from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource
 
-ROWS, CLASSES = 64, 10
+ROWS = 64
+CLASSES = 10
 Rows = list[dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class Size:
-    """A width, blocks, a length (of a text in tokens, or of an image's side), and words."""
+    """Size of a network: width, number of blocks, length (tokens, or pixels of an image's side), vocabulary."""
 
     width: int
     depth: int
@@ -39,11 +41,12 @@ class Size:
 
 
 class Plain(L.LightningModule):
-    """A network of somebody who knows nothing of this package, built in ``__init__`` or, if ``late``, when asked."""
+    """LightningModule without this package. With ``late``, ``configure_model`` builds the network."""
 
     def __init__(self, make: Callable[[], nn.Module], late: bool = False) -> None:
         super().__init__()
-        self.make, self.net = make, None if late else make()
+        self.make = make
+        self.net = None if late else make()
 
     def configure_model(self) -> None:
         if self.net is None:
@@ -65,11 +68,13 @@ class Images(Plain):
 
 
 class Denoised(Plain):
-    """Predicts the noise, from the arguments that the network takes."""
+    """Module that predicts the noise. It passes the arguments that the network accepts."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        clean, others = batch["images"], {k: v for k, v in batch.items() if k not in ("images", "labels")}
-        noise, time = torch.randn_like(clean), torch.randint(1000, clean.shape[:1], device=clean.device)
+        clean = batch["images"]
+        others = {k: v for k, v in batch.items() if k not in ("images", "labels")}
+        noise = torch.randn_like(clean)
+        time = torch.randint(1000, clean.shape[:1], device=clean.device)
         share = (time / 1000)[:, None, None, None].to(clean.dtype)
         return F.mse_loss(self.net((1 - share) * clean + share * noise, timestep=time, **others).sample, noise)
 
@@ -153,7 +158,8 @@ def _unet(size: Size) -> L.LightningModule:
     from diffusers import UNet2DModel
 
     widths = (size.width, 2 * size.width)
-    down, up = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
+    down = ("DownBlock2D", "AttnDownBlock2D")
+    up = ("AttnUpBlock2D", "UpBlock2D")
     fields = {"in_channels": 3, "out_channels": 3, "layers_per_block": size.depth, "norm_num_groups": 8}
     make = partial(
         UNet2DModel, size.length, block_out_channels=widths, down_block_types=down, up_block_types=up, **fields
@@ -201,15 +207,15 @@ def _pixels(size: Size, name: str = "images", channels: int = 3, **others: tuple
 
 @dataclass(frozen=True)
 class Model:
-    """How a module and its data are made, and in which sizes: in float32, and smaller for slow 16-bit products.
+    """Module with its data and sizes. The size in 16 bits is smaller, because 16-bit products are slow.
 
     Args:
-        make: Makes the module.
-        rows: Makes the samples.
-        size: Its own size.
-        small: That in 16 bits.
-        batches: The two batch sizes; of 16 bits, half of them.
-        drawn: Widths, depths and lengths that further cells are drawn from.
+        make: Function that returns the module.
+        rows: Function that returns the samples.
+        size: Size in float32.
+        small: Size in 16 bits.
+        batches: The two batch sizes in float32. They are halved in 16 bits.
+        drawn: Widths, depths and lengths of the random cells.
     """
 
     make: Callable[[Size], L.LightningModule]
@@ -220,7 +226,8 @@ class Model:
     drawn: tuple[tuple[int, ...], ...] = ((128, 160, 224), (2, 3, 5), (48, 80, 112))
 
 
-_WORDS, _SMALL = Size(192, 3, 64, 4096), Size(64, 2, 32, 512)
+_WORDS = Size(192, 3, 64, 4096)
+_SMALL = Size(64, 2, 32, 512)
 _SIDES = ((96, 128, 160), (2, 3, 4), (16, 24, 32))
 MODELS: dict[str, Model] = {
     "GPT": Model(_gpt, _tokens, _WORDS, _SMALL),
@@ -275,17 +282,17 @@ ALL = (*BLOCKS, "UNet", "Qwen3-MoE", "ResNet")
 
 @dataclass(frozen=True)
 class How:
-    """How a technique is set.
+    """Settings of a technique in a cell.
 
     Args:
-        callbacks: Makes it and what it needs beside it.
-        on: Models that it can act on; it stands on the next one with every turn.
-        optimizer: Makes an optimizer of parameters, in the place of the module's.
-        plugins: Makes the trainer's plugins.
+        callbacks: Function that returns the technique and the callbacks that it needs.
+        on: Models that the technique applies to. Each cell takes the next one.
+        optimizer: Function from parameters to an optimizer that replaces the module's.
+        plugins: Function that returns the trainer's plugins.
         trainer: Arguments of the trainer.
-        turns: In how many cells it stands.
-        cuda_only: Why it does not run on a CPU; empty: it does.
-        counted: Whether each operator of its steps can be seen; if not, the allocator's own records are read.
+        turns: Number of cells with the technique.
+        cuda_only: Reason why the technique does not run on a CPU. Empty if it does.
+        counted: Whether each operator of a step can be intercepted. Otherwise the allocator's records are read.
     """
 
     callbacks: Callable[[], list[Any]] = list
@@ -406,7 +413,7 @@ SETTINGS: dict[str, How] = {
 
 
 def techniques() -> list[str]:
-    """Every technique of the catalogue; what only reads or writes data has no memory of a step."""
+    """Return every technique of the catalogue that can change the memory of a step."""
     slots = ("trainer.callbacks", "trainer.plugins", "optimizer", "model")
     return sorted(card.name for card in read_cards() if card.is_technique and card.slot in slots)
 
@@ -416,11 +423,11 @@ class Cell:
     """A training whose memory is planned and measured.
 
     Args:
-        model: Of `MODELS`.
-        techniques: Of :func:`techniques`; none is the plain training.
-        batch: Samples a batch.
-        precision: As the trainer takes it.
-        size: Of the model.
+        model: A key of `MODELS`.
+        techniques: Names from :func:`techniques`. Empty for plain training.
+        batch: Samples per batch.
+        precision: Precision argument of the trainer.
+        size: Size of the model.
     """
 
     model: str
@@ -440,13 +447,16 @@ class Cell:
 
 
 def _cell(model: str, names: tuple[str, ...], turn: int, precision: str) -> Cell:
-    kind, whole = MODELS[model], precision.startswith("32")
+    kind = MODELS[model]
+    whole = precision.startswith("32")
     batch = kind.batches[turn % 2]
-    return Cell(model, names, batch if whole else batch // 2, precision, kind.size if whole else kind.small)
+    if whole:
+        return Cell(model, names, batch, precision, kind.size)
+    return Cell(model, names, batch // 2, precision, kind.small)
 
 
 def cells() -> list[Cell]:
-    """Each network plain, in two batch sizes and two precisions; each technique in its turn of networks and batches."""
+    """Return the fixed cells: each network plain, in two batch sizes and two precisions, and each technique."""
     found = []
     for number, model in enumerate(PLAIN):
         low = ("bf16-mixed", "bf16-true")[number % 2]
@@ -460,7 +470,7 @@ def cells() -> list[Cell]:
 
 
 def drawn(seed: int) -> Iterator[Cell]:
-    """Cells of other sizes with none to two techniques, without end: some pairs exclude each other and are refused."""
+    """Yield random cells without end: other sizes, zero to two techniques. Some pairs conflict."""
     draw = random.Random(seed)
     free = [name for name in techniques() if name != "Compile" and not (SETTINGS.get(name) or How()).cuda_only]
     while True:
@@ -479,13 +489,16 @@ class CellFit(FitSource):
 
     Args:
         cell: The cell.
-        rows: Its samples, the same for all its fits.
-        device: Where it trains; a GPU that is not there is only planned for.
-        steps: Of the fit.
+        rows: Samples of the cell, the same for all of its fits.
+        device: Device of the training. A missing GPU can be planned for.
+        steps: Number of steps of the fit.
     """
 
     def __init__(self, cell: Cell, rows: Rows, device: str = "cpu", steps: int = 5) -> None:
-        self.cell, self.rows, self.device, self.steps = cell, rows, device, steps
+        self.cell = cell
+        self.rows = rows
+        self.device = device
+        self.steps = steps
 
     def make(self, change: Change = AS_IT_IS) -> Fit:
         L.seed_everything(0, verbose=False)

@@ -1,12 +1,12 @@
-"""`plan` beside what one GPU has measured: the rungs of `ladder_gpu.py`, of which figures.json has the peaks.
+"""Compare `plan` with peaks measured on a GPU: the rungs of `ladder_gpu.py` that figures.json records.
 
-    python -m benchmarks.plan_ladder            all rungs that one GPU has run uncompiled
-    python -m benchmarks.plan_ladder LoRA
+    python -m benchmarks.plan_ladder            all rungs that were measured without a compiler
+    python -m benchmarks.plan_ladder LoRA       rungs with this word in their names
 
-Weights are never made. The loop is the ladder's, which clears gradients after the step. What differed in the run that
-was measured is done as it was: torch 2.11, whose autocast left RMSNorm alone (2.12 widens its input to float32),
-AdamW's foreach kernels (but for `FUSED`), and Liger's kernel for the loss. What is compiled, or lives on the host by
-copies that overlap, `plan` cannot see.
+Weights are not materialised. The loop is that of the ladder, which clears gradients after the step. The plan reproduces
+the environment of the measured run: torch 2.11, whose autocast leaves RMSNorm unchanged (2.12 casts its input to
+float32), AdamW's foreach kernels (except for `FUSED`), and Liger's kernel for the loss. `plan` cannot predict compiled
+code, or offloading whose copies overlap with computation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FUSED = ("base", "chunked loss", "checkpointing")  # measured with AdamW's fused
 
 
 class NotWidened(nn.Module):
-    """A norm that autocast leaves alone."""
+    """RMSNorm that ignores autocast, as in torch 2.11."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
@@ -43,7 +43,7 @@ class NotWidened(nn.Module):
 
 
 class Climb(L.LightningModule):
-    """The ladder's network and loop."""
+    """The network and training loop of the ladder."""
 
     def __init__(self, rung: Rung) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Climb(L.LightningModule):
 
 
 class RungFit(FitSource):
-    """Makes the fit of a rung; its weights are never made."""
+    """Makes the fit of a rung without materialising weights."""
 
     def __init__(self, rung: Rung) -> None:
         self.rung = rung
@@ -87,14 +87,15 @@ class RungFit(FitSource):
 
 
 def measured() -> dict[str, float]:
-    """Peaks of a GPU's allocator in GiB, by rung."""
+    """Return the recorded peaks of a GPU's allocator in GiB, by rung."""
     records = json.loads((Path(__file__).parent / "records" / "figures.json").read_text())["records"]
     rungs = [one for one in records if one.get("table") == "gpu"]
     return {one["id"].removeprefix("gpu/"): one["figures"]["peak_gib"] for one in rungs}
 
 
 def main() -> int:
-    peaks, results = measured(), {}
+    peaks = measured()
+    results = {}
     for name in sys.argv[1:] or NAMES:
         with mock.patch.object(liger_cross_entropy, "installed", return_value=True):
             found = predicted(RungFit(RUNGS[name]), peaks[name])

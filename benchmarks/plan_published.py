@@ -1,17 +1,17 @@
-"""Somebody else's figures, predicted by `plan`: torchtune's ladder of memory for Llama 3.2 3B on one A100.
+"""Predict published figures by `plan`: torchtune's table of peak memory for Llama 3.2 3B on one A100.
 
     python -m benchmarks.plan_published
 
-The table is "Optimization flags" of torchtune's README (https://github.com/pytorch/torchtune, since November 2024):
-full
-finetuning of Llama 3.2 3B in bf16, batch 2, texts packed to 4096 tokens, and one technique after the other; LoRA and
-QLoRA stand on all but the fused optimizer step and the 8-bit AdamW. "Peak memory active" is the allocator's.
+The table is "Optimization flags" in torchtune's README (https://github.com/pytorch/torchtune, since November 2024). It
+lists full finetuning of Llama 3.2 3B in bf16 at batch size 2, with texts packed to 4096 tokens, and adds one technique
+on each rung. LoRA and QLoRA include all of them except the fused optimizer step and the 8-bit AdamW. "Peak memory
+active" is the allocator's value.
 
-The network is what torchtune's modules compute, operator for operator: norms and rotations in float32, keys and values
-copied for grouped heads, a tied head whose logits are cast to float32. Its loop clears gradients after the step, and so
-does this one. From the second rung on, network and loss are compiled, which `plan` cannot see. Checkpointing leaves of
-the network's compiled kernels what it leaves of others; the compiled loss keeps logits in 16 bits and their logarithms'
-sums, and makes each chunk's gradient at once, which is written out here.
+The network repeats torchtune's modules operator by operator: norms and rotary embeddings in float32, keys and values
+copied for grouped heads, and a tied head whose logits are cast to float32. As in torchtune, the loop clears gradients
+after the step. From the second rung on, torchtune compiles network and loss, which `plan` cannot predict. With
+activation checkpointing the compiled network saves the same tensors as the eager one. The compiled loss keeps logits in
+16 bits and their log-sum-exp, and computes each chunk's gradient immediately. :class:`CompiledLoss` reproduces this.
 """
 
 from __future__ import annotations
@@ -33,8 +33,15 @@ from torch.utils.data import DataLoader
 import lit_efficient as le
 from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource
 
-WIDTH, LAYERS, HEADS, GROUPS, HIDDEN, WORDS = 3072, 28, 24, 8, 8192, 128256
-BATCH, LENGTH, CHUNKS = 2, 4096, 8
+WIDTH = 3072
+LAYERS = 28
+HEADS = 24
+GROUPS = 8
+HIDDEN = 8192
+WORDS = 128256
+BATCH = 2
+LENGTH = 4096
+CHUNKS = 8
 
 
 class Norm(nn.Module):
@@ -48,7 +55,7 @@ class Norm(nn.Module):
 
 
 class Rotation(nn.Module):
-    """Of positions, one for all layers."""
+    """Rotary position embedding, shared by all layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,14 +75,17 @@ class Attention(nn.Module):
         super().__init__()
         self.rotated = rotated
         narrow = WIDTH // HEADS * GROUPS
-        self.q_proj, self.output_proj = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.k_proj, self.v_proj = nn.Linear(WIDTH, narrow, bias=False), nn.Linear(WIDTH, narrow, bias=False)
+        self.q_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.output_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.k_proj = nn.Linear(WIDTH, narrow, bias=False)
+        self.v_proj = nn.Linear(WIDTH, narrow, bias=False)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         batch, length, _ = x.shape
         q = self.rotated(self.q_proj(x).view(batch, length, HEADS, -1), positions).transpose(1, 2)
         k, v = (layer(x).view(batch, length, GROUPS, -1) for layer in (self.k_proj, self.v_proj))
-        k, v = self.rotated(k, positions).transpose(1, 2), v.transpose(1, 2)
+        k = self.rotated(k, positions).transpose(1, 2)
+        v = v.transpose(1, 2)
         shape = (batch, GROUPS, HEADS // GROUPS, length, WIDTH // HEADS)
         k, v = (one.unsqueeze(2).expand(shape).flatten(1, 2) for one in (k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -85,8 +95,11 @@ class Attention(nn.Module):
 class Block(nn.Module):
     def __init__(self, rotated: nn.Module) -> None:
         super().__init__()
-        self.sa_norm, self.attn, self.mlp_norm = Norm(), Attention(rotated), Norm()
-        self.w1, self.w3 = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.sa_norm = Norm()
+        self.attn = Attention(rotated)
+        self.mlp_norm = Norm()
+        self.w1 = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.w3 = nn.Linear(WIDTH, HIDDEN, bias=False)
         self.w2 = nn.Linear(HIDDEN, WIDTH, bias=False)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -114,7 +127,7 @@ class Llama(nn.Module):
 
 
 class CompiledLoss(torch.autograd.Function):
-    """Cross-entropy of a chunk, summed, in one kernel each way: logits stay in 16 bits."""
+    """Summed cross-entropy of a chunk, with one kernel for each direction. Logits stay in 16 bits."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
@@ -128,16 +141,17 @@ class CompiledLoss(torch.autograd.Function):
 
 
 class Finetuning(L.LightningModule):
-    """torchtune's recipe.
+    """torchtune's recipe for finetuning.
 
     Args:
-        chunked: Whether logits are made in chunks.
-        optimizer: Makes the optimizer of the parameters that train.
+        chunked: Whether logits are computed in chunks.
+        optimizer: Function from the trainable parameters to the optimizer.
     """
 
     def __init__(self, chunked: bool, optimizer: Callable[[Any], Any]) -> None:
         super().__init__()
-        self.chunked, self.optimizer = chunked, optimizer
+        self.chunked = chunked
+        self.optimizer = optimizer
         self.net: Any = None
 
     def configure_model(self) -> None:
@@ -167,11 +181,11 @@ class Rung:
     """A line of the table.
 
     Args:
-        name: As it stands there.
-        gib: The figure.
-        techniques: Makes the techniques.
-        chunked: Whether the loss is chunked.
-        why_not: Why it is not predicted.
+        name: Name in torchtune's table.
+        gib: Published peak in GiB.
+        techniques: Function that returns the techniques.
+        chunked: Whether the loss is computed in chunks.
+        why_not: Reason why the rung is not predicted.
     """
 
     name: str
@@ -204,7 +218,7 @@ RUNGS = (
 
 
 def bare_trainer(callbacks: list[Any], accelerator: str = "cpu") -> L.Trainer:
-    """A few steps in bfloat16 that leave nothing behind."""
+    """Return a trainer for a few steps in bfloat16 that writes no files."""
     return L.Trainer(
         accelerator=accelerator,
         devices=1,
@@ -219,7 +233,7 @@ def bare_trainer(callbacks: list[Any], accelerator: str = "cpu") -> L.Trainer:
 
 
 class RungFit(FitSource):
-    """Makes the fit of a rung; its weights are never made."""
+    """Makes the fit of a rung without materialising weights."""
 
     def __init__(self, rung: Rung) -> None:
         self.rung = rung
@@ -234,7 +248,7 @@ class RungFit(FitSource):
 
 
 def predicted(source: FitSource, known: float) -> dict[str, Any]:
-    """What `plan` says of a fit, and how far its peak is from the known one, in GiB, in percent."""
+    """Return the text of the predicted peak in GiB and its error in percent, and the figures."""
     begin = time.process_time()
     found = le.plan(source, device="cuda")
     gib = found.peak / 2**30

@@ -1,10 +1,11 @@
-"""How far `plan` for several devices is from what each of two processes takes: DDP, ours of it, and shards (FSDP2).
+"""Compare `plan` for two devices with the memory of each of two processes: DDP, our DDP strategy, and FSDP2 shards.
 
-    python -m benchmarks.plan_ranks            four small trainings in each strategy, by gloo on a CPU
+    python -m benchmarks.plan_ranks            four small trainings in each strategy, with gloo on a CPU
 
-What a process has is what malloc says after each operator of the third step and the fourth: DDP's buckets are no
-tensors that Python sees, FSDP2 frees and fills storages without an operator, and gloo frees in threads of its own. Only
-pieces of 16 KiB or more are counted, in whole pages; what of them is no tensor is known from a fit of one process.
+The memory of a process is read from malloc after each operator of the third and fourth step. Counting tensors would not
+be enough: DDP's buckets are not Python tensors, FSDP2 resizes storages without an operator, and gloo frees memory in
+its own threads. Only blocks of 16 KiB or more are counted, in whole pages. The part of them that is not tensors is
+taken from a fit of one process.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from lit_efficient.internals.lightning_strategies import traits_named
 
 RANKS = 2
 _LIBC = ctypes.CDLL("libc.so.6")
-_M_MMAP_THRESHOLD, _M_MMAP_MAX = -3, -4
+_M_MMAP_THRESHOLD = -3
+_M_MMAP_MAX = -4
 STRATEGIES: dict[str, Any] = {
     "DDPStrategy": {"class_path": "lightning.pytorch.strategies.DDPStrategy"},
     "ReplicatedStrategy": {"class_path": "lit_efficient.ReplicatedStrategy"},
@@ -55,16 +57,17 @@ _LIBC.mallinfo2.restype = _Mallinfo
 
 
 def _held() -> int:
-    """Bytes that this process has in large pieces, in whatever thread they are freed."""
+    """Return the bytes of large blocks that this process has allocated, whichever thread frees them."""
     return int(_LIBC.mallinfo2().hblkhd)
 
 
 class Watch(TorchDispatchMode, L.Callback):
-    """Bytes between steps, and at the peak of two of them, beyond what there is at first."""
+    """Callback that records the bytes between steps and at the peak of two steps, beyond the bytes at the start."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.before, self.found = _held(), dict[str, int]()
+        self.before = _held()
+        self.found = dict[str, int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -115,7 +118,7 @@ def _rank(cell: Cell, strategy: str, rank: int, port: int, pipe: Any) -> None:
 
 
 def measured(cell: Cell, strategy: str) -> dict[str, int]:
-    """The most that any process takes; of one process where no strategy is named."""
+    """Return the largest bytes of any process. Without a strategy, run one process."""
     ranks = RANKS if strategy else 1
     context = multiprocessing.get_context("fork")
     with socket.socket() as free:
@@ -137,7 +140,8 @@ def measured(cell: Cell, strategy: str) -> dict[str, int]:
 
 def planned(cell: Cell, strategy: str) -> dict[str, int]:
     """Return the plan for one of the devices."""
-    traits, kept = traits_named(STRATEGIES[strategy]), []
+    traits = traits_named(STRATEGIES[strategy])
+    kept = []
 
     class Kept(CellFit):
         def make(self, *change: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Peak memory of a training: the most bytes alive at once in two of its steps, counted while it trains.
+"""Measure the peak memory of a training: the most bytes alive at the same time in two of its steps.
 
-On a CPU every operator of the steps is seen, and what it returns counts for as long as it lives; what lives before them
-is found among Python's objects. Where operators cannot be seen (a compiled step), the allocator's own records are read.
-On a GPU it is the allocator's peak.
+On a CPU every operator of the steps is intercepted. Its outputs count while they are alive. Tensors that exist before
+the steps are found among Python's objects. If operators cannot be intercepted (a compiled step), the allocator's
+records are read. On a GPU the result is the allocator's peak.
 """
 
 from __future__ import annotations
@@ -20,19 +20,23 @@ from lit_efficient.evidence.fits import Change, FitSource
 from lit_efficient.mechanisms.trials.memory import AllocationMeter
 from tests.state_bytes import measure_state_bytes
 
-FIRST, LAST = 2, 4  # the steps between are measured: all states are there by then
+# The steps from FIRST to LAST are measured, because all optimizer states exist by then.
+FIRST = 2
+LAST = 4
 
 
 class Measured(L.Callback):
-    """Bytes of two steps, at their peak and by kind; it has to be the last callback.
+    """Callback that records the bytes of two steps, at the peak and by kind. It must be the last callback.
 
     Args:
-        before: Addresses of what lived before the fit was made, such as its data.
-        counted: Whether to see every operator; else the allocator's records are read.
+        before: Addresses of tensors that existed before the fit was made, such as its data.
+        counted: Whether to intercept every operator. Otherwise the allocator's records are read.
     """
 
     def __init__(self, before: set[int], counted: bool = True) -> None:
-        self.before, self.counted, self.found = before, counted, dict[str, int]()
+        self.before = before
+        self.counted = counted
+        self.found = dict[str, int]()
         self._open: contextlib.ExitStack | None = None
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -72,7 +76,7 @@ class Measured(L.Callback):
 
 
 def _most(profile: Any) -> int:
-    """The most that the allocator had given beyond what it had at the beginning."""
+    """Return the peak of the allocator beyond its bytes at the start."""
     now = most = 0
     for event in profile.profiler.kineto_results.events():
         if event.name() == "[memory]":
@@ -82,7 +86,7 @@ def _most(profile: Any) -> int:
 
 
 def measure(source: FitSource, counted: bool = True) -> dict[str, int]:
-    """Bytes of a fit of the source, which is made and run: ``peak``, ``weights``, ``gradients``, ``states``, ..."""
+    """Run a fit of the source. Return its bytes: ``peak``, ``weights``, ``gradients``, ``states``, ..."""
     gc.collect()
     measured = Measured({_address(tensor) for tensor in _tensors()}, counted)
     fit = source.make(Change())

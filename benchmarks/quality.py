@@ -49,10 +49,12 @@ from lit_efficient.models.libraries.latent_codec import LatentCodec
 from lit_efficient.optimizers.schedules import decay_factor, warmup_cosine, warmup_factor
 
 RATES = (1e-3, 3e-3, 9e-3)
-TUNING_SEED, SEEDS = 100, (1, 2, 3, 4, 5)
+TUNING_SEED = 100
+SEEDS = (1, 2, 3, 4, 5)
 _IMAGES = ("val/frechet_distance", "val/loss")
 METRICS = {"digits": _IMAGES, "photos": _IMAGES, "python": ("val/loss",)}  # the first one is tuned for
-STEPS, EVALUATIONS = {"digits": 320, "photos": 320, "python": 240}, 8
+STEPS = {"digits": 320, "photos": 320, "python": 240}
+EVALUATIONS = 8
 BASELINE = "baseline"
 
 Curve = list[tuple[int, float, float]]  # steps, seconds, metric
@@ -196,7 +198,9 @@ def make_digits(rate: float, settings: Mapping[str, Any], batches: int = 1) -> t
 class Pixels(torch.nn.Module):
     """An autoencoder that leaves images as they are."""
 
-    image_channels, latent_channels, factor = 3, 3, 1
+    image_channels = 3
+    latent_channels = 3
+    factor = 1
 
     def encode(self, images: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Their values."""
@@ -241,7 +245,8 @@ class Watch(Callback):
 
     def __init__(self, metrics: Sequence[str]) -> None:
         self.metrics = metrics
-        self.seconds, self.began = 0.0, 0.0
+        self.seconds = 0.0
+        self.began = 0.0
         self.curves: dict[str, Curve] = {metric: [] for metric in metrics}
 
     def on_train_batch_start(self, *_: Any) -> None:
@@ -262,7 +267,8 @@ def train(arm: Arm, rate: float, seed: int) -> dict[str, Curve]:
     """One run's curves, by metric."""
     seed_everything(seed, verbose=False)
     module, data = MAKE[arm.task](rate, arm.settings, arm.batches)
-    steps, watch = arm.steps or STEPS[arm.task], Watch(METRICS[arm.task])
+    steps = arm.steps or STEPS[arm.task]
+    watch = Watch(METRICS[arm.task])
 
     def configure_optimizers() -> Any:
         trainable = [p for p in module.parameters() if p.requires_grad]
@@ -313,15 +319,23 @@ def runs_of(arm: Arm, rows: Iterable[Mapping[str, Any]]) -> dict[tuple[float, in
 
 def best_rate(arm: Arm, rows: Iterable[Mapping[str, Any]]) -> float | None:
     """The rate at which the tuning seed ends lowest, among all of :data:`RATES`; ``None`` until all have been run."""
-    runs, metric = runs_of(arm, rows), METRICS[arm.task][0]
+    runs = runs_of(arm, rows)
+    metric = METRICS[arm.task][0]
     tuned = {rate: runs[rate, TUNING_SEED] for rate in RATES if (rate, TUNING_SEED) in runs}
-    ends = {rate: run["curves"][metric][-1][2] if run["curves"] else math.inf for rate, run in tuned.items()}
-    return min(ends, key=lambda rate: ends[rate] if math.isfinite(ends[rate]) else math.inf) if len(ends) == 3 else None
+    ends = {}
+    for rate, run in tuned.items():
+        end = run["curves"][metric][-1][2] if run["curves"] else math.inf
+        # A run that diverged to NaN ranks last: min() gives no defined order with NaN.
+        ends[rate] = end if math.isfinite(end) else math.inf
+    if len(ends) < len(RATES):
+        return None
+    return min(ends, key=ends.__getitem__)
 
 
 def left(arm: Arm, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int] = SEEDS) -> Iterator[tuple[float, int]]:
     """Rates and seeds that an arm still needs, in order."""
-    runs, best = runs_of(arm, rows), best_rate(arm, rows)
+    runs = runs_of(arm, rows)
+    best = best_rate(arm, rows)
     rates = RATES if arm.name == BASELINE else [best]
     wanted = [(rate, TUNING_SEED) for rate in RATES] if best is None else [(r, seed) for r in rates for seed in seeds]
     yield from (one for one in wanted if one not in runs)
@@ -335,7 +349,8 @@ def run(arms: Sequence[Arm], file: Path, end: float, seeds: Sequence[int] = SEED
         if not open_arms or time.monotonic() > end:
             return len(open_arms)
         arm, (rate, seed) = open_arms[0]
-        start, curves = time.monotonic(), {}
+        start = time.monotonic()
+        curves = {}
         try:
             curves = attempt(arm, rate, seed)
             said = ", ".join(f"{metric} {curve[-1][2]:.4g}" for metric, curve in curves.items())
@@ -383,9 +398,14 @@ def against(pairs: Mapping[float, Sequence[tuple[float, float]]], best: float) -
     """
     ratios = {rate: ratio_of([a for a, _ in two], [b for _, b in two]) for rate, two in pairs.items()}
     shown = ratios[best]
-    known = [one for one in ratios.values() if one.p is not None]  # the same ratio each time: nothing like a rival
+    # An estimate without p has the same ratio for every seed, so it is not compared with the others.
+    known = [one for one in ratios.values() if one.p is not None]
     sides = {one.value > 1 for one in known}
-    p = None if shown.p is None else 1.0 if len(sides) > 1 else max(one.p for one in known if one.p is not None)
+    p = None
+    if shown.p is not None and len(sides) > 1:
+        p = 1.0
+    elif shown.p is not None:
+        p = max(one.p for one in known if one.p is not None)
     return replace(shown, p=p, n=min(one.n for one in ratios.values()))
 
 
@@ -394,10 +414,12 @@ def table(arms: Sequence[Arm], rows: Sequence[Mapping[str, Any]]) -> dict[tuple[
     found: dict[tuple[str, str, str, str], Estimate] = {}
     baselines = {arm.task: arm for arm in arms if arm.name == BASELINE}
     for arm in arms:
-        base, rate = baselines.get(arm.task), best_rate(arm, rows)
+        base = baselines.get(arm.task)
+        rate = best_rate(arm, rows)
         if base is None or arm is base or rate is None or best_rate(base, rows) is None:
             continue
-        ours, theirs = _of_seeds(arm, rows)[rate], _of_seeds(base, rows)
+        ours = _of_seeds(arm, rows)[rate]
+        theirs = _of_seeds(base, rows)
         for metric in METRICS[arm.task]:
             ends = {r: [_end(runs[s].get(metric, [])) for s in runs if s in ours] for r, runs in theirs.items()}
             means = {r: sum(values) / len(values) for r, values in ends.items() if values}
@@ -459,7 +481,9 @@ def lines(found: Mapping[tuple[str, str, str, str], Estimate]) -> Iterator[str]:
     yield f"{head} {'p':>7}  n  verdict"
     for (task, name, metric, what), one in found.items():
         interval = f"{one.low:.2f} to {one.high:.2f}"
-        p = "" if one.p is None else f"{one.p:.3f}" if one.p >= 0.001 else "< 0.001"
+        p = ""
+        if one.p is not None:
+            p = f"{one.p:.3f}" if one.p >= 0.001 else "< 0.001"
         yield f"{task:7} {name:38} {metric:21} {what:8} {one.value:6.2f} {interval:>15} {p:>7}  {one.n}  {verdict(one)}"
     yield f"p is Holm's over the {len(found)} rows; evidence is p of at most {LEVEL:g}."
 
@@ -489,7 +513,8 @@ def _shown(one: Estimate) -> str:
 
 def kept(found: Mapping[tuple[str, str, str, str], Estimate]) -> list[dict[str, Any]]:
     """Records for figures.json of all rows that every seed has run."""
-    records, now = [], figures.here()
+    records = []
+    now = figures.here()
     for (task, name, metric, what), steps in found.items():
         seconds = found[task, name, metric, "seconds"]
         if what != "steps" or steps.n < len(SEEDS):
@@ -514,7 +539,9 @@ def kept(found: Mapping[tuple[str, str, str, str], Estimate]) -> list[dict[str, 
 
 def record(found: Mapping[tuple[str, str, str, str], Estimate]) -> None:
     """Write the table into figures.json and docs/measured.md."""
-    source, now, records = json.loads(figures.FILE.read_text("utf-8")), figures.here(), kept(found)
+    source = json.loads(figures.FILE.read_text("utf-8"))
+    now = figures.here()
+    records = kept(found)
     source["environments"]["quality"] = {key: now[key] for key in ("versions", "machine")}
     source["tables"]["quality"] = _COLUMNS
     source["records"] = [one for one in source["records"] if one.get("table") != "quality"] + records

@@ -58,7 +58,9 @@ def anonymous() -> float:
 
 def peak_of(work: Callable[[], object]) -> float:
     """MiB by which ``work`` raised the peak."""
-    before, found, over = anonymous(), [0.0], threading.Event()
+    before = anonymous()
+    found = [0.0]
+    over = threading.Event()
 
     def watch() -> None:
         while not over.is_set():
@@ -77,7 +79,8 @@ def peak_of(work: Callable[[], object]) -> float:
 
 def sizes(layers: int) -> dict[str, float]:
     """MiB: the embeddings and norms, all linear layers, and the largest of these, at a byte a weight."""
-    h, f = SHAPE["hidden_size"], SHAPE["intermediate_size"]
+    h = SHAPE["hidden_size"]
+    f = SHAPE["intermediate_size"]
     heads = h + 2 * h * SHAPE["num_key_value_heads"] // SHAPE["num_attention_heads"] + h
     rest = SHAPE["vocab_size"] * h + (2 * layers + 1) * h
     return {"rest": rest / 2**20, "linear": layers * (h * heads + 3 * h * f) / 2**20, "layer": h * f / 2**20}
@@ -100,7 +103,8 @@ def qlora(folder: Path, layers: int) -> Found:
 
     from lit_efficient import CausalLMConfig, LanguageModeling, LoRA, QuantizeBase
 
-    size, task = sizes(layers), LanguageModeling(CausalLMConfig(str(folder / "base"), dtype="bfloat16"))
+    size = sizes(layers)
+    task = LanguageModeling(CausalLMConfig(str(folder / "base"), dtype="bfloat16"))
     rows = [{"input_ids": torch.arange(4), "labels": torch.arange(4)}]
     quiet: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = Trainer(max_steps=1, accelerator="cpu", callbacks=[QuantizeBase(), LoRA(rank=RANK)],
@@ -274,7 +278,8 @@ def folders(folder: Path, layers: int) -> Found:
     from lit_efficient.export.adapters import export_checkpoint
 
     _together(_save, folder)
-    size, sharded = 2 * sum(sizes(layers)[part] for part in ("rest", "linear")), folder / "sharded.ckpt"
+    size = 2 * sum(sizes(layers)[part] for part in ("rest", "linear"))
+    sharded = folder / "sharded.ckpt"
     asked = [str(sharded), "--output"]
     found: Found = {}
     for name, work in {
@@ -376,7 +381,8 @@ def averages(folder: Path, layers: int) -> Found:
     snapshots("snapshot of an average")
     snapshots("snapshot in bfloat16", dtype="bfloat16")
     for technique in (EMA(), CheckpointAverage(last_k=1, every_n_steps=1)):
-        name, kept = type(technique).__name__, isinstance(technique, CheckpointAverage)
+        name = type(technique).__name__
+        kept = isinstance(technique, CheckpointAverage)
         trainer.global_step = 0
         case(f"{name}: begin", 0.0 if kept else 2 * weights, technique.on_train_start, trainer, model)
         for trainer.global_step in (1, 2):
@@ -433,7 +439,8 @@ def generation(folder: Path, layers: int) -> Found:
     from lit_efficient.models.generation.batched import continue_rows
     from lit_efficient.models.generation.sampling import Sampling
 
-    model, tokens = _llama(layers), 2048
+    model = _llama(layers)
+    tokens = 2048
     generator = [torch.Generator().manual_seed(0)]
 
     def work() -> None:
@@ -447,7 +454,8 @@ def formats(folder: Path, layers: int) -> Found:
     from lit_efficient import CausalLMConfig
     from lit_efficient.models.libraries.causal_lm import build
 
-    size, found = sum(sizes(layers)[part] for part in ("rest", "linear")), {}
+    size = sum(sizes(layers)[part] for part in ("rest", "linear"))
+    found = {}
     kinds: Any = {"auto": 2, "float32": 4}
     for dtype, width in kinds.items():
         spec = CausalLMConfig(str(folder / "base"), dtype=dtype)
@@ -484,7 +492,8 @@ def _sd(folder: Path) -> tuple[Any, Any]:
     os.environ["LIT_EFFICIENT_CACHE"] = str(folder / "facts")
     words = TextEncoderConfig(str(folder / "words"), captions=CaptionReading(tokenizer="bytes"), max_length=77)
     images = ToyImages(12, size=64, captions=True, channels=3, batch_size=1, labels=False)
-    images.num_classes, images.class_names = 0, ()
+    images.num_classes = 0
+    images.class_names = ()
     vae = DiffusersModelConfig(str(folder / "vae"))
     return words, LatentData(images, vae, words, folder=str(folder / "latents"))
 

@@ -30,7 +30,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lit_efficient.models.networks.gpt import GPT, GPTConfig
 from lit_efficient.strategies.replicated_strategy import reduce_in_bfloat16
 
-ROWS, LENGTH, STEPS, VOCABULARY = 8, 16, 4, 64
+ROWS = 8
+LENGTH = 16
+STEPS = 4
+VOCABULARY = 64
 LINE = (
     "{way:10} {processes} processes: sent {sent} of the ideal (weak scaling, {rows} times the rows: {sent_weak}), "
     "memory {memory} of one's, weights {apart} apart from one's"
@@ -68,7 +71,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def steps(way: str, rows: int, device: torch.device) -> dict[str, Any]:
     """What four steps of this process send and hold, and the weights after them."""
-    rank, processes = distributed.get_rank(), distributed.get_world_size()
+    rank = distributed.get_rank()
+    processes = distributed.get_world_size()
     torch.manual_seed(0)
     network: Any = GPT(GPTConfig(VOCABULARY, dim=64, depth=4, num_heads=4, max_length=LENGTH)).to(device)
     parameters = sum(parameter.numel() for parameter in network.parameters())
@@ -143,7 +147,9 @@ def row(
 
 # What the page assumes: bytes a second of a GPU to its neighbours in a node and to other nodes, and FLOPs a second that
 # a training reaches (two fifths of an H100's in bfloat16).
-IN_NODE, BETWEEN, FLOPS = 450e9, 50e9, 4e14
+IN_NODE = 450e9
+BETWEEN = 50e9
+FLOPS = 4e14
 NODE = 8
 MODELS = {"8B, AdamW": (8.03e9, 0.525e9), "70B, AdamW": (70.55e9, 1.05e9)}  # all parameters, those of the largest unit
 

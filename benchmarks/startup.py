@@ -66,9 +66,11 @@ STEP = {
 def seconds(arguments: list[str]) -> tuple[float, float]:
     """Wall and CPU time of a fresh process in a folder of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        start = time.perf_counter()
         done = subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, check=False)
-        wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+        wall = time.perf_counter() - start
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
     return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -99,12 +101,15 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
     slow = []
     if arguments.only != "step":
-        reference, *ours = (cpu := compare(HELP, arguments.rounds))
+        cpu = compare(HELP, arguments.rounds)
+        reference, *ours = cpu
         slow += [name for name in ours if cpu[name] > 0.1 * cpu[reference]]
     if arguments.only != "help":
-        script, fit, plain = (cpu := compare(STEP, arguments.rounds))
+        cpu = compare(STEP, arguments.rounds)
+        script, fit, plain = cpu
         print(f"{fit}: {cpu[fit] / cpu[script]:.2f} times {script}, {cpu[fit] / cpu[plain]:.2f} times {plain}")
-        slow += [fit] if cpu[fit] > 1.3 * cpu[script] else []
+        if cpu[fit] > 1.3 * cpu[script]:
+            slow.append(fit)
     print(f"slower than promised: {', '.join(slow)}" if slow else "all as promised")
     return 1 if slow else 0
 

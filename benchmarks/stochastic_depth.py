@@ -74,9 +74,12 @@ def fair_seed(rates: list[float], steps: int) -> int:
 class Block(nn.Module):
     def __init__(self, width: int, drop: nn.Module) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
         self.drop = drop
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -94,7 +97,10 @@ class Step:
     """One contender: a network, its optimizer, and the seconds of its steps."""
 
     def __init__(self, net: nn.Module, x: torch.Tensor) -> None:
-        self.net, self.x, self.seconds, self.device = net.train(), x, [], x.device.type
+        self.net = net.train()
+        self.x = x
+        self.seconds = []
+        self.device = x.device.type
         self.optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, foreach=True)
 
     def run(self, seed: int) -> None:
@@ -110,7 +116,8 @@ class Counts:
     """Return the number of blocks that ran and the number that could have run."""
 
     def __init__(self, net: nn.Module, blocks: int) -> None:
-        self.ran, self.all = 0, blocks
+        self.ran = 0
+        self.all = blocks
         for block in net:
             block.up.register_forward_hook(self.count)
 

@@ -59,7 +59,10 @@ class ResNet(nn.Module):
         blocks = []
         for before, width in zip((widths[0], *widths), widths):
             for i in range(depth):
-                blocks.append(self.Block(before if i == 0 else width, width, 2 if i == 0 and before != width else 1))
+                stride = 1
+                if i == 0 and before != width:
+                    stride = 2
+                blocks.append(self.Block(before if i == 0 else width, width, stride))
         self.blocks = nn.Sequential(*blocks)
         self.fc = nn.Linear(widths[-1], classes)
 
@@ -162,7 +165,9 @@ class _Bytes(L.Callback):
     """Bytes of one step by kind, and the most that were alive at a time."""
 
     def __init__(self, before: set[int], traced: bool) -> None:
-        self.before, self.traced, self.found = before, traced, {}
+        self.before = before
+        self.traced = traced
+        self.found = {}
         self._open: contextlib.ExitStack | None = None
         self._forward: contextlib.ExitStack | None = None
 
@@ -173,8 +178,10 @@ class _Bytes(L.Callback):
         parameters = list(pl_module.parameters())
         held = [p.grad for p in parameters if p.grad is not None]
         alive = [t for t in _tensors() if _address(t) not in self.before]
-        self._open, self._forward = contextlib.ExitStack(), contextlib.ExitStack()
-        self._meter, self._saved = AllocationMeter([*alive, *held]), SavedTensors([*parameters, *pl_module.buffers()])
+        self._open = contextlib.ExitStack()
+        self._forward = contextlib.ExitStack()
+        self._meter = AllocationMeter([*alive, *held])
+        self._saved = SavedTensors([*parameters, *pl_module.buffers()])
         if self.traced:
             self._open.enter_context(self._meter)
             self._forward.enter_context(self._saved)

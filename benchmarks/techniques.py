@@ -179,7 +179,8 @@ def run(rows: list[tuple[str, str]], options: argparse.Namespace) -> Iterator[di
     """The rows as they end, ``options.jobs`` at a time."""
     context = multiprocessing.get_context("fork")
     data = {model: prepared(model) for model in {model for _, model in rows}}
-    waiting, running = list(rows), {}
+    waiting = list(rows)
+    running = {}
     end = time.monotonic() + 60 * options.minutes
     while running or (waiting and time.monotonic() < end):
         while waiting and len(running) < options.jobs and time.monotonic() < end:
@@ -243,7 +244,8 @@ def record(results: dict[tuple[str, str], dict[str, Any]]) -> None:
     for name in measured_names(results):
         found = cells(name, results)
         ran = [model for model in MODELS if "time" in results.get((name, model), {})]
-        shown = next((setting.shown for model in ran if (setting := setting_of(name, model))), "")
+        settings = [setting_of(name, model) for model in ran]
+        shown = next((setting.shown for setting in settings if setting), "")
         rows[name] = {
             "id": f"techniques/{name}",
             "technique": name,

@@ -150,12 +150,14 @@ def results(piece: Piece, row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def run(chosen: Sequence[Piece], share: float, end: float, again: bool) -> int:
     """Try what has not been tried; the number of cases that went wrong."""
-    wrong, before = 0, kept()
+    wrong = 0
+    before = kept()
     for piece in chosen:
         known = results(piece, before.get(piece.name, {}))
         left = [c for c, row in known.items() if row["fault"]] if again else []
         left = left if again else [case for case in sample(piece, share) if case not in known]
-        begin, faults = time.monotonic(), 0
+        begin = time.monotonic()
+        faults = 0
         for count, case in enumerate(left):
             if time.monotonic() > end:
                 print(f"the time is over; {piece.name}: {len(left) - count} cases are left", flush=True)
@@ -178,10 +180,12 @@ def tallies(all_pieces: Iterable[Piece]) -> list[dict[str, Any]]:
     """What TRUST.md says of each piece that has been tried."""
     from benchmarks.figures import here
 
-    found, before = [], kept()
+    found = []
+    before = kept()
     for piece in all_pieces:
         earlier = before.get(piece.name, {})
-        rows, cases = results(piece, earlier), [*piece.cases()]
+        rows = results(piece, earlier)
+        cases = [*piece.cases()]
         if not rows:
             continue
         faults = [f"{case}: {_TEMPORARY.sub('', row['fault'])}" for case, row in rows.items() if row["fault"]]

@@ -91,7 +91,8 @@ def exhaustive(source: LiveFit, space: Space, ledger: Ledger) -> dict[str, dict[
         return {"seconds": statistics.median(ran.timed) if ran.timed else None, "peak": ran.peak, "failed": ran.failed}
 
     found = {}
-    for one in (candidates := space.candidates()):
+    candidates = space.candidates()
+    for one in candidates:
         found[str(one)] = ledger.result(str(one), partial(make, space.change(one)))
         print(f"\r{len(found)} of {len(candidates)} run", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)

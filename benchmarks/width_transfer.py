@@ -30,7 +30,9 @@ from lit_efficient.files.cache import cache_root
 from lit_efficient.models.networks.dit import DiT, DiTConfig
 from lit_efficient.models.networks.gpt import GPT, GPTConfig
 
-VOCABULARY, LENGTH, BATCH = 32, 32, 8
+VOCABULARY = 32
+LENGTH = 32
+BATCH = 8
 BASE = (64, 2)
 SIZES = (BASE, (256, 2), (64, 8))
 RATES = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032)
@@ -85,7 +87,8 @@ def texts(steps: int) -> Tensor:
 
 def patterns(steps: int) -> Tensor:
     """Batches [steps, 2 * BATCH, 256 + 256 + 2] of latents, noise, times and labels, the same each time."""
-    generator, rows = torch.Generator().manual_seed(0), steps * 2 * BATCH
+    generator = torch.Generator().manual_seed(0)
+    rows = steps * 2 * BATCH
     of_class = torch.randn(10, 256, generator=generator)
     labels = torch.randint(0, 10, (rows, 1), generator=generator)
     latents = (of_class[labels[:, 0]] + 0.5 * torch.randn(rows, 256, generator=generator)) / 1.25**0.5
@@ -146,7 +149,8 @@ def lines(rows: list[dict[str, Any]], kind: str) -> list[str]:
     found = [
         f"{kind:6} width depth  transfer  {'  '.join(f'{rate:6g}' for rate in RATES)}   best rate   change / base's"
     ]
-    base, best_of_base = 0.0, 0.0
+    base = 0.0
+    best_of_base = 0.0
     for (width, depth), transfers in itertools.product(SIZES, (False, True)):
         mine = [
             row for row in rows if (row["network"], row["size"], row["transfers"]) == (kind, [width, depth], transfers)

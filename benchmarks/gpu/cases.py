@@ -50,7 +50,8 @@ class Case:
     on_device: bool = True
 
 
-BNB, AO = ("bitsandbytes",), ("torchao",)
+BNB = ("bitsandbytes",)
+AO = ("torchao",)
 MIXED = ("bf16-mixed",)
 VALIDATES = {"limit_val_batches": 2, "val_check_interval": 3}
 CASES: dict[str, Case] = {

@@ -88,7 +88,8 @@ class Driver:
 
     def __post_init__(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
-        self.file, self.lock = self.out / "results.jsonl", threading.Lock()
+        self.file = self.out / "results.jsonl"
+        self.lock = threading.Lock()
         self.deadline = time.monotonic() + 60 * self.minutes
         self.rows: dict[str, dict[str, Any]] = {}
         if self.file.exists():
@@ -173,13 +174,17 @@ def read(text: str, keep: int, status: str) -> dict[str, Any]:
             except json.JSONDecodeError:
                 continue
     others = [line for line in text.splitlines() if not line.startswith("RESULT ")]
-    end = "\n".join(others)[-(keep if status == "ok" else max(keep, 3000)) :] if keep or status != "ok" else ""
+    kept = keep if status == "ok" else max(keep, 3000)
+    end = ""
+    if kept:  # A slice [-0:] would be the whole text.
+        end = "\n".join(others)[-kept:]
     return {"result": result, "output": end}
 
 
 def installed(folders: list[Path]) -> tuple[str, list[str]]:
     """A folder with what the wheels hold, and the wheels that could not be installed."""
-    target, refused = tempfile.mkdtemp(prefix="gpu_wheels_"), []
+    target = tempfile.mkdtemp(prefix="gpu_wheels_")
+    refused = []
     options = ["--quiet", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "--target"]
     install = [sys.executable, "-m", "pip", "install", *options, target]
     wheels = sorted(wheel for folder in folders for wheel in folder.glob("*.whl"))
@@ -193,7 +198,8 @@ def installed(folders: list[Path]) -> tuple[str, list[str]]:
 def header(device: str, path: str, refused: list[str]) -> dict[str, Any]:
     """Command, versions and device, none of which starts CUDA here."""
     sys.path[:0] = [path] if path else []
-    found, missing = {"python": platform.python_version()}, []
+    found = {"python": platform.python_version()}
+    missing = []
     for name in PACKAGES:
         try:
             found[name] = version(name)

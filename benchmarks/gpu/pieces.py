@@ -189,7 +189,8 @@ def _tests(device: str) -> list[Piece]:
         if "mark.gpu" not in text:
             continue
         file = path.relative_to(ROOT).as_posix()
-        whole, tree = "pytestmark = pytest.mark.gpu" in text, ast.parse(text)
+        whole = "pytestmark = pytest.mark.gpu" in text
+        tree = ast.parse(text)
         needs = dict.fromkeys([*SUITE, *_imported(tree)])
         for node in tree.body:
             if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):

@@ -51,7 +51,8 @@ def smoke(chosen: list[Piece], rows: dict[str, Row]) -> str:
     places: collections.Counter[str] = collections.Counter()
     met: dict[str, set[str]] = collections.defaultdict(set)
     for piece in chosen:
-        row, name = rows.get(piece.name, {}), piece.name.removeprefix("smoke/")
+        row = rows.get(piece.name, {})
+        name = piece.name.removeprefix("smoke/")
         for precision, found in row.get("result", {}).items():
             places.update(found.get("places", {}))
             for place in found.get("places", {}):

@@ -31,8 +31,10 @@ from torch.utils.data import DataLoader
 import lit_efficient as le
 from benchmarks.gpu.cases import CASES, Case
 
-STEPS, COUNTED = 6, (4, 5)  # waits are counted in the last two steps, when all is warm
-VOCABULARY, LENGTH = 512, 128
+STEPS = 6
+COUNTED = (4, 5)  # Waits are counted in the last two steps, after warm-up.
+VOCABULARY = 512
+LENGTH = 128
 
 
 class User(L.LightningModule):
@@ -122,12 +124,14 @@ class CountWaits(L.Callback):
     """Counts CUDA's warnings of synchronisations in the last steps, by place; on a CPU it counts none."""
 
     def __init__(self, cuda: bool) -> None:
-        self.cuda, self.places = cuda, collections.Counter[str]()
+        self.cuda = cuda
+        self.places = collections.Counter[str]()
         self.shown: Any = None
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self.cuda and batch_idx in COUNTED and self.shown is None:
-            self.shown, self.filters = warnings.showwarning, warnings.filters[:]
+            self.shown = warnings.showwarning
+            self.filters = warnings.filters[:]
             warnings.simplefilter("always")
             warnings.showwarning = self.note
             torch.cuda.set_sync_debug_mode("warn")
@@ -138,7 +142,8 @@ class CountWaits(L.Callback):
     def stop(self) -> None:
         if self.shown is not None:
             torch.cuda.set_sync_debug_mode("default")
-            warnings.showwarning, warnings.filters[:] = self.shown, self.filters
+            warnings.showwarning = self.shown
+            warnings.filters[:] = self.filters
             self.shown = None
 
     def note(self, message: Any, category: Any, filename: str, lineno: int, *_: object) -> None:
@@ -157,8 +162,10 @@ ROWS = {"tokens": tokens, "packed": packed, "pairs": pairs, "latents": latents}
 def run(case: Case, precision: str, device: str) -> dict[str, Any]:
     """Six steps; what came of them."""
     L.seed_everything(0, verbose=False)
-    cuda, count = device == "cuda", CountWaits(device == "cuda")
-    module, losses = MODULES[case.module](), []
+    cuda = device == "cuda"
+    count = CountWaits(cuda)
+    module = MODULES[case.module]()
+    losses = []
     if case.optimizer is not None:
         module.configure_optimizers = lambda: case.optimizer(module.parameters())
 
@@ -216,7 +223,8 @@ def main() -> int:
         return 0
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    case, failed = CASES[options.case], False
+    case = CASES[options.case]
+    failed = False
     if options.device == "cuda":
         torch.cuda.set_per_process_memory_fraction(0.1)  # several cases share the device
     for precision in options.precision or case.precision:

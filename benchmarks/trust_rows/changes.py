@@ -28,7 +28,8 @@ import yaml
 from benchmarks.trust_rows import Piece
 from tests import processes
 
-STOP, STEPS = 4, 7
+STOP = 4
+STEPS = 7
 SOURCE = "source"  # a folder of text
 CACHE = "cache"
 
@@ -380,7 +381,8 @@ def _same(one: Any, other: Any) -> bool:
 
 def _named(config: Any, key: str) -> str:
     """The key as a run names it: callbacks by their class, arguments without init_args."""
-    tree, parts = config, []
+    tree = config
+    parts = []
     for part in key.partition("#")[0].rstrip("+").split("."):
         if isinstance(tree, list):
             tree = tree[int(part)]
@@ -430,7 +432,9 @@ def _try_change(case: str, folder: Path) -> str:
         return f"no step in common: {list(resumed)}, {list(fresh)}"
     seen = 0
     for step in both:
-        old, new, now = whole[step], fresh[step], resumed[step]
+        old = whole[step]
+        new = fresh[step]
+        now = resumed[step]
         for path in {**old, **new}:
             if not _same(old.get(path), new.get(path)) and not path.endswith(STATE):
                 seen += 1

@@ -46,7 +46,8 @@ class Family:
             return self.write(messages)
         found: Parts = [(self.begin, False)]
         for message in messages:
-            role, content = message["role"], message["content"]
+            role = message["role"]
+            content = message["content"]
             content = content.strip() if self.strips else content
             said = role == "assistant"
             found += [(self.heads[role], False), (content + self.ends[role], said), (self.after.get(role, ""), False)]
@@ -60,7 +61,8 @@ def _same(head: str, end: str) -> tuple[dict[str, str], dict[str, str]]:
 
 def _in_brackets(messages: Messages) -> Parts:
     """Llama 2: the system's words stand inside the first turn of the user."""
-    system, found = "", Parts()
+    system = ""
+    found = Parts()
     for message in messages:
         content = message["content"].strip()
         if message["role"] == "system":

@@ -110,9 +110,9 @@ def _values(key: str, value: Any) -> dict[str, Any]:
     """What stands in the place of a value, by the kind of the mistake."""
     found: dict[str, Any] = {"type": _wrong(value)} | ({} if value is None else {"null": None})
     if isinstance(value, int | float) and not isinstance(value, bool):
-        whole = isinstance(value, int)
-        found |= {"negative": -7 if whole else -7.0, "zero": 0 if whole else 0.0, "nan": float("nan")}
-        found |= {"huge": 10**15 if whole else 1e30}
+        number = type(value)
+        found |= {"negative": number(-7), "zero": number(0), "nan": float("nan")}
+        found |= {"huge": 10**15 if isinstance(value, int) else 1e30}
     if isinstance(value, list):
         found |= {"empty": []}
         if value and isinstance(value[0], int | float):
@@ -133,13 +133,15 @@ def _tree(name: str) -> Any:
 @functools.cache
 def _all() -> dict[str, tuple[str, tuple[Any, ...], str]]:
     """All mistakes, each once: a key of a class that several configs have is tried in one of them."""
-    found, known = {}, set()
+    found = {}
+    known = set()
     for name, file in configs.known().items():
         tree = yaml.safe_load(file.read_text("utf-8"))
         for path, value in _paths(tree):
             key = str(path[-1])
             for kind in ("init_arg" if key == "init_args" else "typo", "twice", *_values(key, value)):
-                if (one := (*_spot(tree, path), type(value), kind)) not in known:
+                one = (*_spot(tree, path), type(value), kind)
+                if one not in known:
                     found[f"{name}:{'.'.join(map(str, path))}:{kind}"] = name, path, kind
                 known.add(one)
     return found
@@ -151,7 +153,8 @@ def _spot(tree: Any, path: tuple[Any, ...]) -> tuple[Any, ...]:
     for part in path:
         if isinstance(tree, dict) and "class_path" in tree:
             spot = (tree["class_path"],)
-        spot, tree = (*spot, 0 if isinstance(part, int) else part), tree[part]
+        spot = (*spot, 0 if isinstance(part, int) else part)
+        tree = tree[part]
     return spot
 
 
@@ -161,7 +164,8 @@ def _changed(tree: Any, path: tuple[Any, ...], kind: str) -> Any:
     parent = tree
     for part in path[:-1]:
         parent = parent[part]
-    key, entries = path[-1], []
+    key = path[-1]
+    entries = []
     for name, value in parent.items():
         if name != key:
             entries.append((name, value))
@@ -200,7 +204,8 @@ def said(*words: str, seconds: float = SECONDS, job: Any = command) -> tuple[int
     ended = not process.is_alive()
     process.kill()
     process.join()
-    return process.exitcode if ended else None, log.read_text(errors="replace") if log.exists() else ""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    return process.exitcode if ended else None, text
 
 
 def said_here(*words: str, seconds: float = SECONDS) -> tuple[int | None, str]:
@@ -211,7 +216,8 @@ def said_here(*words: str, seconds: float = SECONDS) -> tuple[int | None, str]:
     def late(*_: Any) -> None:
         raise TimeoutError
 
-    printed, before = io.StringIO(), signal.signal(signal.SIGALRM, late)
+    printed = io.StringIO()
+    before = signal.signal(signal.SIGALRM, late)
     signal.alarm(int(seconds))
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
@@ -281,7 +287,8 @@ def _make_models(folder: str) -> None:
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     raw = Tokenizer(models.BPE({token: index for index, token in enumerate([*alphabet, "<end>"])}, []))
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>", pad_token="<end>")
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<end>{% endfor %}"
     torch.manual_seed(0)
@@ -336,7 +343,8 @@ def _try_key(case: str, folder: Path) -> str:
 
 def _tried_key(case: str, folder: Path, ask: Any) -> str:
     name, path, kind = _all()[case]
-    tree, key = _changed(_tree(name), path, kind), str(path[-1]).rstrip("+-")
+    tree = _changed(_tree(name), path, kind)
+    key = str(path[-1]).rstrip("+-")
     _home()
     _prepare(name, tree)
     code, text = ask(*_words(name))
@@ -542,7 +550,8 @@ def _measured(*words: str) -> None:
     import os
     import time
 
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.process_time()
     code = 1
     try:
         from lit_efficient.__main__ import main
@@ -563,7 +572,8 @@ def _try_damaged(case: str, folder: Path) -> str:
     import os
 
     kind, place = case.rsplit(":", 1)
-    bad, right = Path("bad.yaml"), False
+    bad = Path("bad.yaml")
+    right = False
     if kind in STRANGE:
         if kind == "folder":
             bad.mkdir()

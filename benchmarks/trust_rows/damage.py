@@ -33,7 +33,10 @@ from benchmarks.trust_rows.damage_kinds import KINDS, PEERS, Command, Kind
 from lit_efficient.errors import LitEfficientError
 from tests import processes
 
-FLIPS, CUTS, ZEROS, COMMANDS = 1000, 200, 200, 20
+FLIPS = 1000
+CUTS = 200
+ZEROS = 200
+COMMANDS = 20
 PAGE = 4096
 MISSING = 12  # cases a set
 SETS = tuple(name for name in KINDS if name not in ("checkpoint", "average", "ema-sweep"))
@@ -65,7 +68,8 @@ def missing_cases() -> list[str]:
 def missing(case: str, folder: Path) -> str:
     """Delete a file of a set and read the others."""
     name, _, number = case.partition(": ")
-    kind, made = KINDS[name], prepared(name)
+    kind = KINDS[name]
+    made = prepared(name)
     wanted = {reader: seen(name, reader) for reader in kind.readers}
     with _copied(made, made.parent / "here" if kind.fixed else folder):
         files = _files(kind)
@@ -90,14 +94,16 @@ def damage(kind: Kind, seed: str) -> str:
     draws = random.Random(seed)
     file = draws.choice(_files(kind))
     how = draws.choice(["flip", "cut", "zero"]) if "command" in seed else seed.rpartition(" ")[2].partition("-")[0]
-    content, before = bytearray(file.read_bytes()), file.stat()
+    content = bytearray(file.read_bytes())
+    before = file.stat()
     if how == "flip":
         bit = draws.randrange(8 * len(content))
         content[bit // 8] ^= 1 << bit % 8
         done = f"bit {bit} flipped in {file}"
     elif how == "cut":
         length = draws.randrange(len(content))
-        content, done = content[:length], f"{file} cut to {length} bytes"
+        content = content[:length]
+        done = f"{file} cut to {length} bytes"
     else:
         size = PAGE if len(content) > 4 * PAGE else max(1, len(content) // 8)
         begin = draws.randrange(0, len(content), size)
@@ -113,7 +119,8 @@ def prepared(name: str) -> Path:
     """A folder with the files of a kind."""
     root = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, root, ignore_errors=True)
-    here, log = root / "here", root / "log"
+    here = root / "here"
+    log = root / "log"
     here.mkdir()
     with _working_in(here):
         code = processes.run({**KINDS, **PEERS}[name].make, log=log)
@@ -124,7 +131,8 @@ def prepared(name: str) -> Path:
 @cache
 def seen(name: str, reader: str) -> str:
     """What a reader, or a command, sees in a copy of the files of a kind that are whole."""
-    kind, made = {**KINDS, **PEERS}[name], prepared(name)
+    kind = {**KINDS, **PEERS}[name]
+    made = prepared(name)
     read = next((command for command in kind.commands if command.line == reader), None)
     with _copied(made, made.parent / ("here" if kind.fixed else "copy")):
         before = _files(kind)

@@ -71,7 +71,8 @@ def words(name: str) -> list[str]:
     sizes = [
         f"--{'model' if i == 0 else 'data'}.{size}" for i, kind in enumerate(kinds) for size in SIZES[kind].split()
     ]
-    if small := SMALL.get(name.rpartition("/")[2]):
+    small = SMALL.get(name.rpartition("/")[2])
+    if small:
         sizes.append(f"--trainer.callbacks.{small}")
     samples = "SampleText" if "language_model" in given else "SampleImages"
     return ["fit", *given, *sizes, *FEW.split(), *(["--without", samples] if {*given} & {*TASKS} else [])]
@@ -106,8 +107,10 @@ def outcome(arguments: list[str], threads: int = 1) -> tuple[dict[str, Any], lis
     place = _place()
     os.chdir(place)
     shutil.rmtree("runs", ignore_errors=True)
-    (log := place / "log").unlink(missing_ok=True)
-    if code := processes.run(_main, arguments, threads, log=log):
+    log = place / "log"
+    log.unlink(missing_ok=True)
+    code = processes.run(_main, arguments, threads, log=log)
+    if code:
         return f"code {code}: {' '.join(log.read_text().strip().splitlines()[-3:])}"[:300]
     run = Path("runs", "latest").resolve()
     content = load(run / "last.ckpt")
@@ -227,7 +230,9 @@ def _try_ranks(case: str, folder: Path) -> str:
         found.append(torch.load(own / f"{ranks}.pt"))
     gap = distance(*found)
     print(f"{case}: {gap:.2e}", flush=True)
-    bound = (CODES_BOUND if name == "LowBitOptimizer" else RANKS_BOUND) if kind == "1+2" else 0.0
+    bound = 0.0
+    if kind == "1+2":
+        bound = CODES_BOUND if name == "LowBitOptimizer" else RANKS_BOUND
     return "" if gap <= bound else f"weights differ by {gap:.2e} of the largest, more than {bound:g}"
 
 

@@ -56,7 +56,8 @@ def fill(disk: Path, pages: int) -> Path:
 @cache
 def half() -> Path:
     """A run that has come to the end of its first epoch, to be copied."""
-    folder, before = Path(tempfile.mkdtemp()), Path.cwd()
+    folder = Path(tempfile.mkdtemp())
+    before = Path.cwd()
     os.chdir(folder)
     try:
         write_config()
@@ -107,7 +108,8 @@ def full_trial(case: str, folder: Path) -> str:
     words = case.split()
     if words[0] in ("export", "average"):
         return _full_command(words[0], int(words[1]), folder)
-    number, new = int(words[0]), case.endswith("new run")
+    number = int(words[0])
+    new = case.endswith("new run")
     with small_disk(folder / "disk") as disk:
         write_config()
         os.symlink(disk / "runs", "runs")
@@ -173,7 +175,8 @@ def gone_cases() -> list[str]:
 def gone_trial(case: str, folder: Path) -> str:
     fault, *at = case.split()
     write_config()
-    env, words = {"TRUST_NOBODY": "1"}, fit_words("--ckpt_path=last")
+    env = {"TRUST_NOBODY": "1"}
+    words = fit_words("--ckpt_path=last")
     if at[-2:-1] and at[-1].isdigit():
         env["TRUST_STRIKE"] = f'["{at[0]}", {at[1]}, "{fault}", 1]'
     else:
@@ -230,12 +233,14 @@ def worker_cases() -> list[str]:
 
 
 def worker_trial(case: str, folder: Path) -> str:
-    fault, workers = case.split(maxsplit=1)[0], case.rsplit(maxsplit=1)[-1]
+    fault = case.split(maxsplit=1)[0]
+    workers = case.rsplit(maxsplit=1)[-1]
     write_config()
     own = "hangs" if fault == "SIGINT" else fault
     faulty = [f"--data.num_workers={workers}", f"--data.fault={own}"]
     faulty += ["--data.timeout=2"] if fault == "hangs" else []
-    log, start = folder / "log", time.monotonic()
+    log = folder / "log"
+    start = time.monotonic()
     process = processes.start(program, *fit_words(*faulty), log=log)
     if fault == "SIGINT":
         time.sleep(2 * expected("")[2])
@@ -246,7 +251,11 @@ def worker_trial(case: str, folder: Path) -> str:
     code, said = ended(process, log)
     took = time.monotonic() - start
     if fault == "SIGINT":
-        wrong = "a traceback" if "Traceback" in said else f"it ended with {code}" if code != 130 else ""
+        wrong = ""
+        if "Traceback" in said:
+            wrong = "a traceback"
+        elif code != 130:
+            wrong = f"it ended with {code}"
     elif fault == "raises":  # what is no error of ours is a bug of somebody's, and shows where
         wrong = f"it ended with {code}: {said[-300:]!r}" if code != 1 or CAUSES[fault] not in said else ""
     else:
@@ -255,7 +264,8 @@ def worker_trial(case: str, folder: Path) -> str:
         return wrong
     if took > SOON + 3 * expected("")[2]:
         return f"the cause was named after {took:.0f} s"
-    if wrong := spoilt(Path("runs"), {}):
+    wrong = spoilt(Path("runs"), {})
+    if wrong:
         return wrong
     Path("mended").touch()
     code, said = ran(program, *fit_words(f"--data.num_workers={workers}", "--ckpt_path=last"))
@@ -276,7 +286,8 @@ def together_trial(case: str, folder: Path) -> str:
     known = {path.name for path in Path("runs/run").glob("*")} if Path("runs").exists() else set()
     words = {"new": fit_words(), "last": fit_words("--ckpt_path=last")}
     both = [words[one if one in words else "last"] for one in kind.split(" and ")]
-    both = both * (3 if kind == "three last" else 2) if len(both) == 1 else both
+    if len(both) == 1:
+        both *= 3 if kind == "three last" else 2
     logs = [folder / f"log{i}" for i in range(len(both))]
     started = []
     for one, log in zip(both, logs, strict=True):
@@ -288,9 +299,12 @@ def together_trial(case: str, folder: Path) -> str:
     for i, (code, said) in enumerate(ends):
         if kind.startswith("killed") and i == 0:
             continue
-        if code and (wrong := unhelpful(said, code, "in use")):
-            return wrong
-    if wrong := spoilt(Path("runs"), {}):
+        if code:
+            wrong = unhelpful(said, code, "in use")
+            if wrong:
+                return wrong
+    wrong = spoilt(Path("runs"), {})
+    if wrong:
         return wrong
     whole, lines, _ = expected("")
     from benchmarks.trust_rows.interruptible import rows

@@ -48,7 +48,9 @@ class Whole:
 
 def _watch(folder: str, journal: str, at: int, delay: float) -> None:
     """Note all changes of a folder, in the order and at the times of their calls; die by the ``at``-th of them."""
-    begun, count, here = time.monotonic(), 0, os.path.realpath(folder)
+    begun = time.monotonic()
+    count = 0
+    here = os.path.realpath(folder)
     note = os.open(journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def die(after: float) -> None:
@@ -147,7 +149,8 @@ class Killed:
                 process = self.start(folder, self.job, number, max(delay, 1e-6 if kind == "within" else 0.0))
                 process.join()
                 assert process.exitcode in (-signal.SIGKILL, 0), folder.with_name("log").read_text()[-3000:]
-            if said := self.intact(folder, whole.result):
+            said = self.intact(folder, whole.result)
+            if said:
                 return said
             log = folder.with_name("log")
             log.unlink(missing_ok=True)  # killed before it has one
@@ -169,7 +172,8 @@ class Killed:
 
     def _kill_late(self, folder: Path, first: int, seconds: float) -> None:
         """Kill it so long after its ``first`` change, as seen from outside."""
-        process, journal = self.start(folder, self.job), folder.with_name("changes")
+        process = self.start(folder, self.job)
+        journal = folder.with_name("changes")
         while first and process.is_alive() and (not journal.exists() or journal.read_bytes().count(b"\n") < first):
             time.sleep(0.001)
         process.join(seconds)
@@ -186,7 +190,10 @@ class Ranks:
     """
 
     def __init__(self, victim: int, log: Path, ranks: list[Any], logs: list[Path]) -> None:
-        self.victim, self.log, self._ranks, self._logs = ranks[victim], log, ranks, logs
+        self.victim = ranks[victim]
+        self.log = log
+        self._ranks = ranks
+        self._logs = logs
         self.exitcode: int | None = None
 
     def is_alive(self) -> bool:
@@ -243,7 +250,8 @@ def files(folder: Path) -> set[str]:
     found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*")}
     names = {name + "/" * (path.is_dir() and not path.is_symlink()) for name, path in found.items()}
     run = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(?=/)")
-    runs = {found[0] for name in names if (found := run.search(name))}
+    matches = [run.search(name) for name in names]
+    runs = {match[0] for match in matches if match}
     named = {name.replace(min(runs), "RUN") for name in names} if runs else names
     return {name for name in named if not _NUMBERED.search(name) and "/__pycache__" not in name}
 
@@ -458,7 +466,11 @@ def _unless_there(folder: str, *words: str) -> None:
 def _either(name: str, before: Any, folder: Path, result: Any) -> str:
     """What lies there is what was there before, or the result."""
     path = folder / name
-    found = None if not path.exists() else content(path) if path.is_dir() else path.read_bytes()
+    found: Any = None
+    if path.is_dir():
+        found = content(path)
+    elif path.exists():
+        found = path.read_bytes()
     return "" if found in (before, result) else f"{name} is neither what it was nor what it becomes"
 
 

@@ -100,7 +100,8 @@ def long_run(case: str, folder: Path) -> str:
     resident, blocks, *counts = zip(*seen)
     wrong = []
     for name, values, bound in (("bytes", resident, BYTES), ("blocks", blocks, BLOCKS)):
-        if (grown := slope(values) / EVERY) > bound:
+        grown = slope(values) / EVERY
+        if grown > bound:
             wrong.append(f"{grown:.3g} {name} more a step")
     for name, values in zip(("handles", "threads", "files"), counts):
         if slope(values) > 0 or values[-1] > max(values[: len(values) // 2]):
@@ -135,7 +136,8 @@ def _whole(search: str) -> tuple[Any, set[str]]:
 
 def again(case: str, folder: Path) -> str:
     """A search, a kill and a resume, and once more in the same folder."""
-    result, whole = _whole(search := case.partition("-")[0])
+    search = case.partition("-")[0]
+    result, whole = _whole(search)
     _prepare(search)
     draw = random.Random(case)
     for time in range(TWICE):

@@ -27,7 +27,8 @@ VALUES = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "1e25": 1e25, "1e
 PLACES = ("input", "loss", "gradient", "activation", "weight", "state", "rate", "validation")
 PASSING = ("input", "loss", "gradient", "activation")  # of one batch: the run can go on without it
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
-ROWS, AT = 16, 5  # four batches an epoch, of three; the fault is in the second
+ROWS = 16  # Four batches an epoch.
+AT = 5  # The fault occurs in the second of three epochs.
 
 
 class Fault(L.Callback):
@@ -40,8 +41,11 @@ class Fault(L.Callback):
     """
 
     def __init__(self, place: str, value: str, at: int = AT) -> None:
-        self.place, self.value, self.at = place, VALUES[value], at
-        self.done, self.step = False, 0
+        self.place = place
+        self.value = VALUES[value]
+        self.at = at
+        self.done = False
+        self.step = 0
         self.before: dict[str, Tensor] = {}  # weights at the start of the batch
         self.after: dict[str, Tensor] = {}
         self._hooks: list[Any] = []
@@ -49,7 +53,8 @@ class Fault(L.Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.fit_loop.total_batch_idx != self.at:
             return
-        self.done, self.step = True, trainer.global_step
+        self.done = True
+        self.step = trainer.global_step
         self.before = {name: t.detach().clone() for name, t in pl_module.state_dict().items()}
         parameter = next(p for group in trainer.optimizers[0].param_groups for p in group["params"] if p.requires_grad)
         if self.place == "input":
@@ -80,7 +85,8 @@ class Fault(L.Callback):
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         if self.place == "validation":
-            pl_module.factor, self.done = self.value, True
+            pl_module.factor = self.value
+            self.done = True
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         self._undo(pl_module)
@@ -108,7 +114,8 @@ class Faulty(Toy):
     """
 
     def __init__(self, optimizer: str = "", network: Any = None) -> None:
-        self.factor, self.kind = 1.0, optimizer
+        self.factor = 1.0
+        self.kind = optimizer
         super().__init__("init", network) if network else super().__init__()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -195,7 +202,9 @@ def _cases(late: bool) -> list[str]:
     settings = [setting for setting in _settings() if _found_late(*setting[:2]) is late]
     for place, value, precision, beside, action in settings:
         groups.setdefault((place, precision, beside), []).append((place, value, precision, beside, action))
-    found, drawn, met = [], random.Random(0), set[tuple[str, str]]()
+    found = []
+    drawn = random.Random(0)
+    met = set[tuple[str, str]]()
 
     def take(setting: tuple[str, ...]) -> None:
         met.update(itertools.combinations(setting, 2))
@@ -222,7 +231,8 @@ def _fit(place: str, value: str, precision: str, beside: str, action: str) -> tu
     }
     arguments |= {"accumulate_grad_batches": 2} if beside == "accumulation" else {}
     arguments |= {"gradient_clip_val": 1.0} if beside == "clipping" else {}
-    fault, guard = Fault(place, value), NonFiniteGuard(action, 2)  # type: ignore[arg-type]
+    fault = Fault(place, value)
+    guard = NonFiniteGuard(action, 2)  # type: ignore[arg-type]
     module = Faulty(beside if beside in OPTIMIZERS else "", network_of(*names))
     made = trainer(
         [*make_all(*names), guard, fault], max_epochs=3, precision=precision, plugins=[SafeCheckpointIO()], **arguments
@@ -250,7 +260,8 @@ def _try_guarded(case: str, folder: Path) -> str:
 
 def _judge(place: str, value: str, precision: str, beside: str, action: str) -> str:
     made, fault, guard, error = _fit(place, value, precision, beside, action)
-    module, scales = made.lightning_module, precision == "16-mixed"
+    module = made.lightning_module
+    scales = precision == "16-mixed"
     wrong = [f"weights{name}" for name in not_finite(dict(module.state_dict()))]
     wrong += [f"optimizer{name}" for name in not_finite([o.state_dict()["state"] for o in made.optimizers])]
     for callback in made.callbacks:
@@ -329,13 +340,15 @@ def _try_spoken(case: str, folder: Path) -> str:
     words += [f"--trainer.callbacks.value={value}", f"--trainer.callbacks.at={at}"]
     if guard == "skip":  # the command line gives each fit one that raises, which nothing takes out
         words += ["--trainer.callbacks+=NonFiniteGuard", "--trainer.callbacks.action=skip"]
-    code, log = processes.run(_main, words, log=folder / "log"), (folder / "log").read_text()
+    code = processes.run(_main, words, log=folder / "log")
+    log = (folder / "log").read_text()
     if code not in (0, 4) or (code == 4) != ("the run has diverged" in log):
         return f"code {code}: {log.strip().splitlines()[-1:]}"
     for path in folder.rglob("*.ckpt"):
         content = load(path)
         kept = {name: t for name, t in tensors(content["callbacks"]) if t.ndim}  # of Lightning's some begin at infinity
-        if wrong := not_finite([content["state_dict"], content["optimizer_states"], kept]):
+        wrong = not_finite([content["state_dict"], content["optimizer_states"], kept])
+        if wrong:
             return f"code {code}; {path.name} has {', '.join(wrong[:3])}"
     ended = folder / "wrong.txt"
     if code == 0 and (not ended.exists() or ended.read_text()):

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from benchmarks.trust_rows import Piece
 
-CASES, EXAMPLES = 100, 30
+CASES = 100
+EXAMPLES = 30
 
 
 def _piece(
@@ -51,7 +52,8 @@ def _piece(
 
 
 def _close(found: Any, expected: Any, what: str, rtol: float = 1e-9, atol: float = 1e-9) -> None:
-    found, expected = torch.as_tensor(found).double(), torch.as_tensor(expected).double()
+    found = torch.as_tensor(found).double()
+    expected = torch.as_tensor(expected).double()
     assert found.shape == expected.shape, f"{what}: {tuple(found.shape)} and not {tuple(expected.shape)}"
     off = (found - expected).abs() - atol - rtol * expected.abs()
     assert bool((off <= 0).all()), f"{what}: {found.flatten()[:4].tolist()} and not {expected.flatten()[:4].tolist()}"
@@ -74,7 +76,8 @@ def _packing() -> tuple[Callable[..., None], dict[str, Any]]:
 
     def check(capacity: int, lengths: list[int], texts: list[bool], side: str, seed: int) -> None:
         rng = np.random.default_rng(seed)
-        documents, trained = [], []
+        documents = []
+        trained = []
         for length, text in zip(lengths, texts):
             documents.append(rng.integers(1, 40, length))
             trained.append(np.ones(length, bool) if text else rng.random(length) < 0.5)
@@ -305,11 +308,9 @@ def _averaged_runs() -> tuple[Callable[..., None], dict[str, Any]]:
 
     def check(steps: int, decay: float, warmup: str | None, every: int, start: int, accumulate: int, seed: int) -> None:
         L.seed_everything(seed, verbose=False)
-        path, ema, power = (
-            Path_(),
-            EMA(decay, warmup, every_n_steps=every, start_step=start),
-            PowerEMA([0.1, 0.2], 10**6),
-        )
+        path = Path_()
+        ema = EMA(decay, warmup, every_n_steps=every, start_step=start)
+        power = PowerEMA([0.1, 0.2], 10**6)
         logging.disable(logging.INFO)
         try:
             trainer = L.Trainer(
@@ -405,7 +406,9 @@ def _merges() -> tuple[Callable[..., None], dict[str, Any]]:
             for name, p in quantised.named_parameters():
                 if name.startswith("lora_"):
                     p.add_(0.05 * torch.randn_like(p))
-            a, b, s = quantised.lora_A.clone(), quantised.lora_B.clone(), quantised.lora_scale
+            a = quantised.lora_A.clone()
+            b = quantised.lora_B.clone()
+            s = quantised.lora_scale
             started = quantised.lora_B0 @ quantised.lora_A0 if variant == "pissa" else 0.0
             delta = s * (b @ a - started)
             delta = delta.repeat_interleave(group, 1) if variant == "qalora" else delta
@@ -450,11 +453,13 @@ def _samplers() -> tuple[Callable[..., None], dict[str, Any]]:
         """What a perfect network says of data that is normal."""
 
         def predict(x: Tensor, t: Tensor) -> Tensor:
-            x, t = x.double(), t.double()
+            x = x.double()
+            t = t.double()
             alpha, sigma = (a[:, None] for a in process.alpha_sigma(t))
             variance = (alpha * spread) ** 2 + sigma**2
             away = x - alpha * mean
-            x0, eps = mean + alpha * spread**2 / variance * away, sigma / variance * away
+            x0 = mean + alpha * spread**2 / variance * away
+            eps = sigma / variance * away
             return target(x0, eps, t, process, prediction)  # type: ignore[arg-type]
 
         return predict
@@ -594,7 +599,10 @@ def _masks() -> tuple[Callable[..., None], dict[str, Any]]:
         assert isinstance(found, Encoded), f"refused: {found}"
         ends = list(itertools.accumulate(len(part) for part, _ in parts))
         spans = [(end - len(part), end) for end, (part, said) in zip(ends, parts) if said]
-        spans = spans[-1:] if train_on == "completion" else [(0, len(text))] if train_on == "all" else spans
+        if train_on == "completion":
+            spans = spans[-1:]
+        elif train_on == "all":
+            spans = [(0, len(text))]
         own = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         assert own["input_ids"] == found.ids.tolist(), "the tokens are not those of the text"
         for number, (start, stop) in enumerate(own["offset_mapping"]):

@@ -44,7 +44,8 @@ WINDOWS = (1, 4)  # batches of an optimizer step: four of six leave a short wind
 class Rows(Logger):
     """Keeps what a run logs."""
 
-    name, version = "rows", 0
+    name = "rows"
+    version = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +62,9 @@ class Saves(L.Callback):
     """Saves after each batch, if it is to, and in any case at the end."""
 
     def __init__(self, folder: Path, rows: Rows, every: bool) -> None:
-        self.folder, self.rows, self.every = folder, rows, every
+        self.folder = folder
+        self.rows = rows
+        self.every = every
         self.points: list[tuple[Path, int]] = []  # a checkpoint, and how many rows there are at the end of its batch
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -272,7 +275,8 @@ class Scheduled(L.LightningModule):
         super().__init__()
         torch.manual_seed(5)
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-        self.schedule, self.config = name, config
+        self.schedule = name
+        self.config = config
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = (self.net(batch) - torch.randn(())).square().mean()
@@ -429,7 +433,8 @@ def _log(logger: str, every: int, resumes: bool) -> None:
     from lit_efficient.__main__ import main
 
     torch.set_num_threads(1)
-    os.environ["WANDB_MODE"], os.environ["WANDB_SILENT"] = "offline", "true"
+    os.environ["WANDB_MODE"] = "offline"
+    os.environ["WANDB_SILENT"] = "true"
     os.environ["WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL"] = "0.01"  # its service keeps rows back for 15 seconds
     words = ["fit", "--allow-import", "tests", "--allow-import", "benchmarks", "--model", "tests.support_cli.ToyModel"]
     words += ["--model.noise=0.1", "--data", "tests.support_cli.ToyData", f"--data.rows={2 * BATCHES}"]
@@ -445,13 +450,15 @@ def _log(logger: str, every: int, resumes: bool) -> None:
 
 def _records(data: bytes) -> Iterator[bytes]:
     """The records of a file of W&B: blocks of 32 KiB after 7 bytes, of parts with checksum, length and kind."""
-    at, record = 7, b""
+    at = 7
+    record = b""
     while at + 7 <= len(data):
         if 2**15 - at % 2**15 < 7:  # no room for a part: the block's rest is empty
             at += 2**15 - at % 2**15
             continue
         size, kind = struct.unpack("<HB", data[at + 4 : at + 7])
-        part, at = data[at + 7 : at + 7 + size], at + 7 + size
+        part = data[at + 7 : at + 7 + size]
+        at = at + 7 + size
         record = part if kind in (1, 2) else record + part
         if kind in (1, 4):
             yield record
@@ -493,7 +500,8 @@ def written(logger: str, folder: Path) -> list[dict[str, Any]]:
 def _logged(logger: str, every: int) -> list[dict[str, Any]]:
     from tests import processes
 
-    folder, before = Path(tempfile.mkdtemp(dir=root())), Path.cwd()
+    folder = Path(tempfile.mkdtemp(dir=root()))
+    before = Path.cwd()
     os.chdir(folder)
     try:
         assert not processes.run(_log, logger, every, False, log=folder / "log"), (folder / "log").read_text()

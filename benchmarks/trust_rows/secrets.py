@@ -109,7 +109,8 @@ class Keeper(LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.layer, self.speaks = nn.Linear(3, width), speaks
+        self.layer = nn.Linear(3, width)
+        self.speaks = speaks
         values = [*(options or {}).values(), source, *(sources or ()), str(api_key)]
         self.known = "".join(str(value) for value in values)
         self.known += "".join(os.environ.get(name, "") for name in VARIABLES)
@@ -159,7 +160,8 @@ def trial(case: str, folder: Path) -> str:
     elif name == "option-mapping":
         words = ["--model.options", f"{{api_key: {CANARY}}}"]
     elif name == "number":
-        arguments, known = {"options": {"password": 4417987612}}, "4417987612"
+        arguments = {"options": {"password": 4417987612}}
+        known = "4417987612"
     else:
         speaks = {"printed": "print", "warned": "warn", "exception": "raise"}.get(name, "")
         arguments = {"api_key": CANARY, "speaks": speaks}
@@ -189,10 +191,13 @@ def trial(case: str, folder: Path) -> str:
         return "it did not train with the true value"
     if name == "resumed":
         more = ["--ckpt_path", "last", "--trainer.max_steps", "2"]
-        if code := processes.run(_run, [*command, *more], str(own), log=str(log), env=environment):
+        code = processes.run(_run, [*command, *more], str(own), log=str(log), env=environment)
+        if code:
             return f"it did not go on: {code}: {log.read_text()[-300:]!r}"
-    if not fails and (report := processes.run(_run, ["report", "runs/config/latest"], str(own), log=str(log))):
-        return f"its report ended with {report}"
+    if not fails:
+        code = processes.run(_run, ["report", "runs/config/latest"], str(own), log=str(log))
+        if code:
+            return f"its report ended with {code}"
     secret = known if name == "number" else CANARY
     if name == "exception":  # of a bug Python prints the traceback, with what the user's own code says
         log.unlink()

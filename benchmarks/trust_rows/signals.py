@@ -133,7 +133,11 @@ def ended(process: processes.Process, log: Path) -> tuple[int, str]:
     process.kill()
     process.join()
     code = process.exitcode
-    return 999 if hangs else 128 - code if code < 0 else code, log.read_text(errors="replace") if log.exists() else ""
+    if hangs:
+        code = 999
+    elif code < 0:  # A process that a signal ended has its negative number; a shell shows 128 + number.
+        code = 128 - code
+    return code, log.read_text(errors="replace") if log.exists() else ""
 
 
 def trial(case: str, folder: Path) -> str:
@@ -280,7 +284,8 @@ def plain(ckpt_path: str | None = None, sanity: int = 2, peer: bool = False, dev
 
 def _plain(*arguments: Any) -> None:
     begin()
-    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     try:
         plain(*arguments)
     finally:
@@ -316,7 +321,8 @@ def plainly_judged(
 ) -> str:
     """As `judged`, of a program of somebody's own: it goes on from the newest checkpoint that there is."""
     _, place, turn, name, _ = parts(case)
-    number, at = getattr(signal, name), struck()
+    number = getattr(signal, name)
+    at = struck()
     if at is None:
         return f"it was never struck, and ended with {code}: {said[-300:]!r}"
     if "Traceback" in said and not peer:
@@ -326,7 +332,9 @@ def plainly_judged(
     early = turn in BEFORE.get(place, ())
     found = sorted(Path("kept").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
     if early:
-        return f"it went on for {at[1]} steps" if at[1] > 1 else f"it saved {found[0]}" if found else ""
+        if at[1] > 1:
+            return f"it went on for {at[1]} steps"
+        return f"it saved {found[0]}" if found else ""
     if not found:
         return "nothing was saved"
     step = trained(found[-1])["global_step"]
@@ -335,7 +343,8 @@ def plainly_judged(
     code, said = go_on(str(found[-1]))
     if code:
         return f"going on ended with {code}: {said[-200:]!r}"
-    whole, state = expected_plain(peer, devices), trained(Path("end.ckpt"))
+    whole = expected_plain(peer, devices)
+    state = trained(Path("end.ckpt"))
     if not equal(state, whole):
         return f"what was trained differs in {[key for key in whole if not equal(whole[key], state[key])]}"
     return ""
@@ -404,7 +413,8 @@ def _torchrun(case: str, folder: Path) -> str:
     found = re.findall(r"Interrupted by \w+: the checkpoint is (.+)", said)
     if not found:
         return f"nothing was saved: {said[-300:]!r}"
-    step, at = trained(Path(found[-1]))["global_step"], struck()
+    step = trained(Path(found[-1]))["global_step"]
+    at = struck()
     if at and not at[0] <= step <= at[0] + 2:  # the one that had been stopped begins one more
         return f"struck at step {at[0]}, it saved step {step}"
     code, said = _both(found[-1])

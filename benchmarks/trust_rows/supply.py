@@ -77,18 +77,22 @@ def trial(case: str, folder: Path) -> str:
 
 
 def _hole(one: dict[str, Any]) -> str:
-    affected, name = SpecifierSet(one["affected"]), normal(one["package"])
+    affected = SpecifierSet(one["affected"])
+    name = normal(one["package"])
     for requirement in requirements().get(name, []):
         if not requirement.specifier:
             continue
         begins = [Version(part.version) for part in requirement.specifier if part.operator in (">=", "==")]
         edges = [Version(part.version) for part in affected if part.operator in (">=", "<=", "==")]
-        if bad := [version for version in begins if affected.contains(version)]:
+        bad = [version for version in begins if affected.contains(version)]
+        if bad:
             return f"{requirement} allows {bad[0]}, which has {one['id']}"
-        if bad := [version for version in edges if requirement.specifier.contains(version)]:
+        bad = [version for version in edges if requirement.specifier.contains(version)]
+        if bad:
             return f"{requirement} allows {bad[0]}, which has {one['id']}"
     for file in ("constraints.txt", FLOORS):
-        if (version := pins(file).get(name)) is not None and affected.contains(version):
+        version = pins(file).get(name)
+        if version is not None and affected.contains(version):
             return f"{file} has {name} {version}, which has {one['id']}"
     return ""
 
@@ -136,7 +140,9 @@ def _import(code: str, folder: Path) -> str:
         return f"it failed: {done.stderr[-300:]!r}"
     said = done.stdout.splitlines()[-1]
     left = [path.name for path in folder.iterdir()]
-    return "" if said == "seen: []" and not left else f"{said}{f', left {left[:3]}' if left else ''}"
+    if left:
+        return f"{said}, left {left[:3]}"
+    return "" if said == "seen: []" else said
 
 
 PIECES = (

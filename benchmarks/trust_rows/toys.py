@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader
 
 from lit_efficient import EMA, CausalLMConfig, ExactResume, LanguageModeling, Lion, LoRA, PowerEMA
 
-WIDTH, ROWS = 8, 12
+WIDTH = 8
+ROWS = 12
 WORDS = ["<|endoftext|>", "def", "return", "self", "value", "class", "import", "for", "in", "if"]
 WORDS += ["else", "not", "and", "or", "pass", "True", "False", "None", "x", "y"]
 LLAMA = {
@@ -107,13 +108,19 @@ class Words(L.LightningDataModule):
 class Patterns(L.LightningDataModule):
     """Grey images of 8 x 8 pixels in three classes."""
 
-    variants, batch_size, num_workers, seed, num_classes = 1, 4, 0, 0, 3
+    variants = 1
+    batch_size = 4
+    num_workers = 0
+    seed = 0
+    num_classes = 3
     class_names = ("zero", "one", "two")
-    train_index, val_index, test_index = list(range(ROWS)), [12, 13], [14, 15]
 
     def __init__(self) -> None:
         super().__init__()
         self.dataset = self
+        self.train_index = list(range(ROWS))
+        self.val_index = [12, 13]
+        self.test_index = [14, 15]
 
     def __len__(self) -> int:
         return 16

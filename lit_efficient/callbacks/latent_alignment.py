@@ -148,10 +148,8 @@ class LatentAlignment(Alignment):
         return mean(terms)
 
     def scale(self, term: Tensor, output: Any, module: Any) -> Tensor | float:
-        if not self.loss.adaptive:
-            return self.weight
-        last = last_weight(module, self.encoder)
-        if last is None:  # the encoder is frozen, so that there are no gradients to compare
+        last = last_weight(module, self.encoder) if self.loss.adaptive else None
+        if last is None:
             return self.weight
         loss = output if isinstance(output, Tensor) else output["loss"]
         ratio = gradient_ratio(loss, term, last)
@@ -166,9 +164,7 @@ def entrance(module: nn.Module, decoder: str) -> str:
     """
     parent = decoder.rpartition(".")[0]
     name = f"{parent}.post_quant_conv".lstrip(".")
-    if name in dict(module.named_modules()):
-        return name
-    return decoder
+    return name if name in dict(module.named_modules()) else decoder
 
 
 def last_weight(module: nn.Module, encoder: str) -> nn.Parameter | None:
@@ -178,6 +174,4 @@ def last_weight(module: nn.Module, encoder: str) -> nn.Parameter | None:
     """
     name = only_module(module, encoder, "LatentAlignment: encoder")
     weights = [p for p in module.get_submodule(name).parameters() if p.requires_grad and p.ndim > 1]
-    if not weights:
-        return None
-    return weights[-1]
+    return weights[-1] if weights else None

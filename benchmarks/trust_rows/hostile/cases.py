@@ -15,8 +15,10 @@ from typing import Any
 
 import yaml
 
-CANARY, SECRET = "CANARY", "nine-ordinary-herons-2718"
-SECONDS, BYTES = 10, 2 << 30
+CANARY = "CANARY"
+SECRET = "nine-ordinary-herons-2718"
+SECONDS = 10
+BYTES = 2 << 30
 Act = list[str] | Callable[[], object]
 MAKERS: dict[str, Callable[[], Act]] = {}
 

@@ -121,7 +121,10 @@ def _with_zeros(path: Path, overlapping: bool) -> None:
         crc = zlib.crc32(bytes(size))
         for number in range(64):
             info = zipfile.ZipInfo(f"archive/data/{100 + number}" if not overlapping else "archive/data/1")
-            info.compress_type, info.CRC, info.file_size, info.compress_size = 8, crc, size, len(zeros)
+            info.compress_type = 8
+            info.CRC = crc
+            info.file_size = size
+            info.compress_size = len(zeros)
             assert archive.fp is not None
             if number == 0 or not overlapping:
                 info.header_offset = archive.start_dir

@@ -100,7 +100,8 @@ def _safetensors(name: str) -> Act:
 def _tar(name: str) -> Act:
     import numpy as np
 
-    folder, evil = data_folder(), pickle.dumps(PAYLOADS["exec"]())
+    folder = data_folder()
+    evil = pickle.dumps(PAYLOADS["exec"]())
     members: dict[str, bytes] = {"a.cls": b"1", "a.latents.npy": _npy_bytes(np.zeros(2))}
     if name in ("pth", "pkl"):
         buffer = io.BytesIO()

@@ -72,7 +72,8 @@ def _image(name: str) -> Act:
         entries = b"".join(struct.pack("<HHII", tag, 4, 1, 60_000) for tag in (256, 257))
         path.write_bytes(b"II*\0\x08\0\0\0" + struct.pack("<H", 2) + entries + struct.pack("<I", 8))
     else:
-        image, buffer = Image.new("RGB", (8, 8)), io.BytesIO()
+        image = Image.new("RGB", (8, 8))
+        buffer = io.BytesIO()
         if name == "exif":
             exif = Image.Exif()
             exif[0x0112] = 65_535

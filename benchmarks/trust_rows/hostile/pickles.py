@@ -51,7 +51,8 @@ _FORMATS = (
 def _format(name: str) -> Act:
     import torch
 
-    evil, path = checkpoint(x=PAYLOADS["exec"]()), Path("evil.ckpt")
+    evil = checkpoint(x=PAYLOADS["exec"]())
+    path = Path("evil.ckpt")
     if name == "legacy":
         saved(evil, _use_new_zipfile_serialization=False)
     elif name == "bare":

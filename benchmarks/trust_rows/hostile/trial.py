@@ -18,7 +18,8 @@ def _outside(folder: Path) -> dict[str, bytes]:
 
 
 def trial(name: str, folder: Path) -> str:
-    inside, outside = folder / "inside", folder / "outside"
+    inside = folder / "inside"
+    outside = folder / "outside"
     inside.mkdir()
     outside.mkdir()
     for file in (
@@ -34,7 +35,9 @@ def trial(name: str, folder: Path) -> str:
         (outside / file).write_text(f"default_root_dir: {SECRET}\n")
     homes = {variable: str(inside) for variable in ("HOME", "TMPDIR", "LIT_EFFICIENT_CACHE", "HF_HOME", "TORCH_HOME")}
     homes |= {"HF_DATASETS_CACHE": str(inside / "cache"), "HF_MODULES_CACHE": str(inside / "modules")}
-    log, seen, ready = folder / "log", folder / "seen", folder / "ready"
+    log = folder / "log"
+    seen = folder / "seen"
+    ready = folder / "ready"
     process = processes.start(_child, name, str(inside), str(outside), str(seen), str(ready), log=str(log), env=homes)
     process.join(300)
     late = process.is_alive()
