@@ -44,7 +44,7 @@ class Tapped(nn.Module):
 
     _taps: dict[str, list[Call]]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Return the layer's own output, and record the call."""
         output = super().forward(*args, **kwargs)
         if not backward_runs():  # gradient checkpointing repeats recorded calls in the backward pass
@@ -279,6 +279,7 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
         like = next((p for p in module.parameters() if p.is_floating_point()), None)
         heads = Heads({name: head for name, head in made.items() if list(head.parameters())})
         if heads:
+            # float32 or wider, because usual learning rates are too small to change bfloat16 weights.
             heads.to(torch.promote_types(next(heads.parameters()).dtype, torch.float32))
             if like is not None:
                 heads.to(like.device)
@@ -341,6 +342,7 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
         """Add the heads to the optimizer's first group, unless the optimizer contains them."""
+        # configure_optimizers may have chosen parameters before the heads existed.
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         lost = [p for p in self.trains(module) if id(p) not in stepped]
         optimizer.param_groups[0]["params"].extend(lost)

@@ -66,11 +66,12 @@ def freeze_base(module: nn.Module, trainable: Iterable[nn.Parameter], *, save_ba
     note_trained(module)
     wanted = {id(parameter) for parameter in trainable}
     for parameter in module.parameters():
-        if parameter.is_floating_point():
+        if parameter.is_floating_point():  # quantised codes are integers and cannot require a gradient
             parameter.requires_grad_(id(parameter) in wanted)
     hooked = _MARK in module.__dict__
     names = [name for name, parameter in module.named_parameters() if id(parameter) in wanted]
     module.__dict__[_MARK] = {"save": save_base, "trained": names, "digests": digests(module)}
+    # A second technique of adapters changes the record, but the hooks must not run twice.
     if not hooked:
         module.register_load_state_dict_pre_hook(_complete)
         module.register_load_state_dict_post_hook(_settle)

@@ -148,7 +148,7 @@ def _merge_low_rank(root: nn.Module, name: str, part: Any) -> None:
     if isinstance(part, _LowRankConv1D | _LowRankEmbedding):
         matrix = matrix.T
     weight = matrix.reshape(part.weight.shape).to(part.weight.dtype)
-    if is_tied(root, part):
+    if is_tied(root, part):  # the other layer has no such adapter and keeps the original weight
         part.weight = nn.Parameter(weight.contiguous(), requires_grad=part.weight.requires_grad)
     else:
         part.weight.copy_(weight)

@@ -65,7 +65,9 @@ class _Prefixed:
     values: Tensor
     _layer_type = None  # otherwise transformers' registry would replace the original class by this one
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         if self.keys.shape[0] != key_states.shape[0] or self.keys.dtype != key_states.dtype:
             self.keys = _like(self.keys, key_states)
             self.values = _like(self.values, value_states)

@@ -126,6 +126,7 @@ class _QuantizedProduct(torch.autograd.Function):
 
 def _quantized_experts(layer: ExpertLinear, format: str, **how: Any) -> Any:
     rows = _oriented(layer.weight, layer.is_transposed).detach().flatten(0, 1)
+    # On the meta device no memory is allocated for the weight, which is replaced.
     flat = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta").train(layer.training)
     flat.weight = nn.Parameter(rows, requires_grad=False)
     twin = quantize_linear(flat, format, **how)

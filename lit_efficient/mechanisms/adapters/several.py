@@ -75,6 +75,7 @@ def rest_beside(module: nn.Module, name: str, fields: Mapping[str, Any], tensors
                 if list(given.shape) != shape:
                     raise refusal("LoRA", f"{at}.{key} of the adapter {name!r}", str(shape), list(given.shape))
                 values.copy_(given)
+            # A buffer, because checkpoints leave out frozen parameters and must contain this adapter.
             part.register_buffer(f"{key}_{name}", values)
         part.lora_others = {**part.lora_others, name: scale}
 

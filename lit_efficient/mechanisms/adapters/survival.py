@@ -29,6 +29,7 @@ def surviving(module: nn.Module) -> dict[str, tuple[float, float]]:
             continue
         base = dequantize(part).float()
         merged = adapted_matrix(part).float()
+        # The merged weight is rounded like the base, with the same format and scales of its own.
         plain = nn.Linear(base.shape[1], base.shape[0], bias=False, device="meta")
         plain.weight = nn.Parameter(merged, requires_grad=False)
         again = quantize_linear(
