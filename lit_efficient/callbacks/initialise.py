@@ -235,7 +235,8 @@ def _branch_ends(root: nn.Module) -> list[tuple[Any, Any, bool]]:
     for part, name, norm, closed in all_residual_ends(root):
         layer = part.get_submodule(name)
         if _is_drawn(layer):
-            found.setdefault(id(layer), (layer, part.get_submodule(norm) if norm else None, closed))
+            following = part.get_submodule(norm) if norm else None
+            found.setdefault(id(layer), (layer, following, closed))
     return list(found.values())
 
 
@@ -269,6 +270,7 @@ def _offset(norm: Any) -> float:
     """Return the number that a norm adds to its weight: 1 in Gemma's norms, whose weights start at zero, else 0."""
     if type(norm).__module__.startswith("torch.nn") or not has_values(norm.weight):
         return 0.0
+    # With a weight of zeros, the output is zero unless the norm adds 1 to its weight.
     before = norm.weight.clone()
     norm.weight.zero_()
     x = torch.linspace(1, 2, len(before), dtype=before.dtype, device=before.device)[None]

@@ -148,8 +148,10 @@ class LatentAlignment(Alignment):
         return mean(terms)
 
     def scale(self, term: Tensor, output: Any, module: Any) -> Tensor | float:
-        last = last_weight(module, self.encoder) if self.loss.adaptive else None
-        if last is None:
+        if not self.loss.adaptive:
+            return self.weight
+        last = last_weight(module, self.encoder)
+        if last is None:  # the encoder is frozen, so that there are no gradients to compare
             return self.weight
         loss = output if isinstance(output, Tensor) else output["loss"]
         ratio = gradient_ratio(loss, term, last)
@@ -164,7 +166,9 @@ def entrance(module: nn.Module, decoder: str) -> str:
     """
     parent = decoder.rpartition(".")[0]
     name = f"{parent}.post_quant_conv".lstrip(".")
-    return name if name in dict(module.named_modules()) else decoder
+    if name in dict(module.named_modules()):
+        return name
+    return decoder
 
 
 def last_weight(module: nn.Module, encoder: str) -> nn.Parameter | None:
@@ -174,4 +178,6 @@ def last_weight(module: nn.Module, encoder: str) -> nn.Parameter | None:
     """
     name = only_module(module, encoder, "LatentAlignment: encoder")
     weights = [p for p in module.get_submodule(name).parameters() if p.requires_grad and p.ndim > 1]
-    return weights[-1] if weights else None
+    if not weights:
+        return None
+    return weights[-1]

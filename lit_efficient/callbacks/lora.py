@@ -29,12 +29,19 @@ from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_foreach import foreach_add_, foreach_copy_, foreach_mul_
 from lit_efficient.internals.torch_optimizers import HOOKS
 from lit_efficient.mechanisms.adapters.base import freeze_base, is_added
-from lit_efficient.mechanisms.adapters.capacity import capacity_line, learned_tokens
 from lit_efficient.mechanisms.adapters.experts import LowRankExperts, add_experts
 from lit_efficient.mechanisms.adapters.int4 import Int4Linear
-from lit_efficient.mechanisms.adapters.low_rank import ON_INT4, VARIANTS, LowRank, add_low_rank, kind_of, scale_of
-from lit_efficient.mechanisms.adapters.peft_folder import read_adapter, start_adapters
-from lit_efficient.mechanisms.adapters.peft_format import placement
+from lit_efficient.mechanisms.adapters.low_rank import (
+    ON_INT4,
+    VARIANTS,
+    LowRank,
+    add_low_rank,
+    capacity_line,
+    kind_of,
+    learned_tokens,
+    scale_of,
+)
+from lit_efficient.mechanisms.adapters.peft_folder import placement, read_adapter, start_adapters
 from lit_efficient.mechanisms.adapters.quantized import elements, is_bitsandbytes, quantization_of
 from lit_efficient.mechanisms.adapters.several import active_mix, check_fields, mix_adapters, rest_beside
 from lit_efficient.mechanisms.adapters.targets import (
@@ -167,11 +174,15 @@ class LoRA(AdapterTechnique):
     def transform(self, module: nn.Module) -> Report:
         if any(kind.__name__ == "LoraLayer" for part in module.modules() for kind in type(part).__mro__):
             raise ConfigurationError("LoRA: the model already has layers of peft's LoRA. Merge them, or leave out LoRA")
-        saved = match_modules(module, self.modules_to_save, who="LoRA: modules_to_save") if self.modules_to_save else []
+        saved: list[tuple[str, nn.Module]] = []
+        if self.modules_to_save:
+            saved = match_modules(module, self.modules_to_save, who="LoRA: modules_to_save")
         whole = {id(part) for _, root in saved for part in root.modules()}
         targets = [item for item in find_targets(module, self.targets, who="LoRA: targets") if id(item[1]) not in whole]
         experts = find_experts(module, self.targets, who="LoRA: targets")
-        others = other_targets(module) if self.targets in (ALL_LINEAR, WITH_EXPERTS) else []
+        others: Sequence[str] = []
+        if self.targets in (ALL_LINEAR, WITH_EXPERTS):
+            others = other_targets(module)
         self._check_targets(targets, experts, others, weights_wait(module))
         for part in module.modules():
             if is_bitsandbytes(part):
@@ -254,8 +265,11 @@ class LoRA(AdapterTechnique):
 
     @classmethod
     def placement(cls, module: nn.Module) -> dict[str, Any]:
+        found = placement(module)
         mix = active_mix(module)
-        return placement(module) | ({} if mix is None else {"mix": mix})
+        if mix is not None:
+            found["mix"] = mix
+        return found
 
     @classmethod
     def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:

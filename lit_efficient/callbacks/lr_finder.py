@@ -259,7 +259,9 @@ def _step(trainer: Any, trials: Trials, batches: Iterator[Any], accumulate: int)
     losses = torch.stack(watcher.losses).to(weights) * accumulate
     sums = torch.stack(((losses * weights)[weights > 0].sum(), weights.sum()))
     total, weight = trainer.strategy.reduce(sums, reduce_op="sum")
-    return float(total / weight) if weight else None
+    if not weight:  # no micro-batch has a token that contributes to the loss
+        return None
+    return float(total / weight)
 
 
 class _Losses(Callback):

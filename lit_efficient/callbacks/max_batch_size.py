@@ -173,7 +173,9 @@ class MaxBatchSize(Technique):
         super().teardown(trainer, pl_module, stage)
 
     def state_dict(self) -> dict[str, Any]:
-        return asdict(self.found) if self.found else {}
+        if self.found is None:
+            return {}
+        return asdict(self.found)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.found = FoundBatch(**state_dict) if state_dict else None
@@ -193,6 +195,7 @@ class MaxBatchSize(Technique):
     def _before_run(self, trainer: Any, states: dict[str, Any]) -> None:
         self._start = states
         source = data_source(trainer.fit_loop)
+        # Loaders that the module builds do not exist yet, and neither do their generators.
         generators = [] if source.is_module() else live_generators(source.instance)
         self._generators = [(generator, generator.get_state()) for generator in generators]
         if self.found is not None:

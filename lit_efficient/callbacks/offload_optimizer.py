@@ -117,6 +117,7 @@ class OffloadOptimizer(OptimizerHooks, Technique):
                 store.put_back(piece)
             store.copies.finish()
         if self.gradients:
+            # Lightning and the module would otherwise look for gradients in ``p.grad``.
             wrap_method(pl_module, "backward", _backward)
             wrap_method(trainer.precision_plugin, "main_params", _main_params)
             if zeroes_by_hand(pl_module):

@@ -118,7 +118,7 @@ class OptimizerSchedule(Technique):
                 "LowBitOptimizer(backend='bitsandbytes'), or leave out OptimizerSchedule"
             )
         decays = [[float(group.get("weight_decay", 0.0)) for group in one.param_groups] for one in trainer.optimizers]
-        largest = max(map(max, decays)) or 1.0
+        largest = max(map(max, decays)) or 1.0  # 1 avoids a division by zero if no group has weight decay
         if [len(groups) for groups in self._decays] != [len(groups) for groups in decays]:
             self._decays = [[decay / largest for decay in groups] for groups in decays]
         if self.weight_decay is not None and not any(map(any, self._decays)):

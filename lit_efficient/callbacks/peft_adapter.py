@@ -85,12 +85,15 @@ class PeftAdapter(AdapterTechnique):
         super().__init__()
         check_installed("PeftAdapter", "peft")
         check_number("PeftAdapter", "seed", seed, least=0, whole=True)
-        named: dict[str, Any] = dict(config) if _holds_several(config) else {"default": config}
+        several = _holds_several(config)
+        named: dict[str, Any] = dict(config) if several else {"default": config}
         self._folders: dict[str, str] = {}
         self._configs = {name: self._options(name, one) for name, one in named.items()}
-        self.config = self._configs if _holds_several(config) else self._configs["default"]
-        weights = dict.fromkeys(named, 1.0) if active is None else active
-        self._weights = dict(weights) if isinstance(weights, Mapping) else dict.fromkeys(weights, 1.0)
+        self.config = self._configs if several else self._configs["default"]
+        if isinstance(active, Mapping):
+            self._weights = dict(active)
+        else:
+            self._weights = dict.fromkeys(named if active is None else active, 1.0)
         for name, weight in self._weights.items():
             check_number("PeftAdapter", f"active: {name}", weight)
         _check_names("active", active, self._weights, named)

@@ -135,6 +135,7 @@ class QuantizeBase(CheckpointHooks, Technique):
             linear: Any = module.get_submodule(name)
             before += linear.weight.nbytes
             elements += linear.weight.numel()
+            # None keeps the layer on its device.
             layer = self._quantized(linear, None if device.type in ("cpu", "meta") else device)
             after += stored_bytes(layer)
             setattr(module.get_submodule(owner), last, layer)

@@ -18,9 +18,10 @@ import os
 import sys
 import threading
 import traceback
+from types import FrameType
 from typing import Any, ClassVar
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import distributed
 
@@ -69,7 +70,7 @@ class RankWatch(Callback):
         self._places: list[int] = []  # that number each time that this process has left training
         self._left: list[tuple[str, int, int]] = []  # reports of others that left: reason, how often, batches begun
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         if trainer.world_size > 1 and self._line is None and distributed.is_initialized():
             # The first callback, so that it reports the end of training before others wait in their hooks.
             trainer.callbacks = [self, *(one for one in trainer.callbacks if one is not self)]
@@ -90,19 +91,19 @@ class RankWatch(Callback):
                     "fails, the others wait for the timeout of the strategy"
                 )
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         check_batches(trainer)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         self._begun += 1
         if trainer.is_last_batch:
             self._leave(self._begun, f"{_LAST}{self._begun} batches")
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
             self._leave(self._begun, f"it validates after {self._begun} batches")
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._leave(-1, f"it ended its training after {trainer.global_step} steps")
 
     def _leave(self, begun: int, why: str) -> None:
@@ -111,13 +112,13 @@ class RankWatch(Callback):
         if self._line is not None:
             self._line.say(LEFT, f"{len(self._places)} {begun} {why}")
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._line is not None:
             self._line.say(DONE)
         leave_sigterm(trainer, _end_by_sigterm)
         self._hang_up()
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         leave_sigterm(trainer, _end_by_sigterm)
         if self._line is None:
             if isinstance(exception, RuntimeError) and trainer.world_size > 1 and _is_collectives(exception):
@@ -155,13 +156,15 @@ class RankWatch(Callback):
             left, begun, why = why.split(" ", 2)
             self._left.append((f"process {rank} has left training ({why})", int(left), int(begun)))
             timer = threading.Timer(self.left, self._end, self._left[-1])
-        timer.daemon = True
+        timer.daemon = True  # a timer must not keep a finished process alive
         self._timers.append(timer)
         timer.start()
 
     def _place(self, left: int) -> int | None:
         """Return after how many batches this process left training for the ``left``-th time, or ``None``."""
-        return self._places[left - 1] if left <= len(self._places) else None
+        if left > len(self._places):
+            return None
+        return self._places[left - 1]
 
     def _end(self, why: str, left: int | None = None, begun: int = 0) -> None:
         """End this process, from the thread of a timer: nothing else ends a collective in the main thread.
@@ -197,7 +200,7 @@ def _save_checkpoint(self: Any, *arguments: Any, **named: Any) -> None:
     inner_method(self, "save_checkpoint", _save_checkpoint)(*arguments, **named)
 
 
-def _end_by_sigterm(self: Any, number: int, frame: Any) -> None:
+def _end_by_sigterm(self: Any, number: int, frame: FrameType | None) -> None:
     """Handle SIGTERM instead of Lightning's notifier. ``self`` is Lightning's signal connector."""
     if self.trainer.strategy.launcher is not None:
         self.trainer.strategy.launcher.kill(number)  # child processes that Lightning has started

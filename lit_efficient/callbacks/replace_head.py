@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lit_efficient.application.checkpoints import CheckpointHooks
@@ -196,10 +197,12 @@ class ReplaceHead(OptimizerHooks, CheckpointHooks, Technique):
                         "configure_model of the module, before techniques act, and not with ckpt_path"
                     )
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         self._trained = True
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Add a note about the new head to an error of the module's own code in the first step."""
         head = next((part for part in pl_module.modules() if isinstance(part, NewLayer)), None)
         of_module = isinstance(exception, Exception) and not isinstance(exception, ConfigurationError)
@@ -210,7 +213,7 @@ class ReplaceHead(OptimizerHooks, CheckpointHooks, Technique):
             )
         super().on_exception(trainer, pl_module, exception)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         release(pl_module)
         super().teardown(trainer, pl_module, stage)
 

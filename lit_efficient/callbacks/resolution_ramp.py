@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
@@ -70,6 +71,7 @@ def scaled_sides(sizes: Iterable[_Size], scale: float, multiple_of: int = 1) -> 
 def _resized(images: Tensor, sides: _Size) -> Tensor:
     if sides == images.shape[-2:]:
         return images
+    # In float32, because uint8 images and narrow dtypes would be rounded inside the filter.
     resized = F.interpolate(images.float(), sides, mode="bilinear", antialias=True)
     if images.dtype == torch.uint8:
         resized = resized.round().clamp(0, 255)
@@ -132,7 +134,7 @@ class ResolutionRamp(BatchChanges):
         self._steps = 1
         self._delay = 0
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             self._steps = steps_of("ResolutionRamp", "steps", self.steps, trainer)
             self._delay = steps_of("ResolutionRamp", "delay", self.delay, trainer)
@@ -150,7 +152,9 @@ class ResolutionRamp(BatchChanges):
     def scaled(self, batch: Any, scale: float) -> Any:
         """Return a batch with resized images. Override this method for batches with another layout."""
         images = [tensor for tensor in tensors_in(batch) if _is_image(tensor)]
-        named = batch if isinstance(batch, Mapping) else {}
+        named: Mapping[str, Any] = {}
+        if isinstance(batch, Mapping):
+            named = batch
         if not images or "latents" in named or any(named.get("mean") is image for image in images):
             shapes = [list(tensor.shape) for tensor in tensors_in(batch)][:4]
             raise ConfigurationError(
@@ -178,7 +182,9 @@ class ResolutionRamp(BatchChanges):
 
 def _of_one_channel(tensor: Tensor) -> tuple[int, ...]:
     """Return the shape [B, H, W] for a tensor [B, 1, H, W]."""
-    return tuple(tensor.squeeze(1).shape) if tensor.ndim == 4 else ()
+    if tensor.ndim != 4:
+        return ()
+    return tuple(tensor.squeeze(1).shape)
 
 
 def _is_image(tensor: Tensor) -> bool:

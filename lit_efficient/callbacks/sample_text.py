@@ -56,6 +56,7 @@ class SampleText(AskedEarly, Callback):
         folder: str | None = None,
     ) -> None:
         if isinstance(prompts, str) or not prompts:
+            # A string is a sequence as well, of single characters.
             raise refusal("SampleText", "prompts", "a list of at least one text", prompts)
         check_number("SampleText", "max_new_tokens", max_new_tokens, least=1, whole=True)
         Sampling(temperature, top_p).check("SampleText")

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.optim import Optimizer
 
@@ -72,36 +73,36 @@ class ScheduleFree(OptimizerHooks, Technique):
             become(optimizer, ScheduleFreeAdamW, warmup_steps=self.warmup_steps)
         return Report(f"{kind.__name__} without a schedule, {count:,} parameters averaged", parameters=count)
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Switch to the training weights, which may have been restored, and save averaged weights in checkpoints."""
         _switch(trainer, training=True)
         # The hook of the module, because Lightning calls no hooks of callbacks with ``save_weights_only``.
         wrap_method(pl_module, "on_save_checkpoint", _save_averages)
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _switch(trainer, training=False)
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             _switch(trainer, training=True)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _switch(trainer, training=False)
         unwrap_method(pl_module, "on_save_checkpoint", _save_averages)
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the averaged weights in the module, as at the end of training."""
         self.on_train_end(trainer, pl_module)
         super().on_exception(trainer, pl_module, exception)
 
 
-def _schedule_free(trainer: Any) -> Iterator[ScheduleFreeAdamW]:
+def _schedule_free(trainer: Trainer) -> Iterator[ScheduleFreeAdamW]:
     for optimizer in trainer.optimizers:
         if isinstance(optimizer, ScheduleFreeAdamW):
             yield optimizer
 
 
-def _switch(trainer: Any, training: bool) -> None:
+def _switch(trainer: Trainer, training: bool) -> None:
     for optimizer in _schedule_free(trainer):
         if training:
             optimizer.train()

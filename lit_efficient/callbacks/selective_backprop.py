@@ -12,6 +12,7 @@ from inspect import signature
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lit_efficient.application.loss import own_training_step
@@ -66,9 +67,9 @@ class SelectiveBackprop(BatchChanges):
         self.history = history
         self.seed = seed
         self._past = torch.empty(0, dtype=torch.float32, device="cpu")
-        self._trainer: Any = None
+        self._trainer: Any = None  # the trainer between ``setup`` and ``teardown``
 
-    def check(self, trainer: Any, module: Any) -> None:
+    def check(self, trainer: Trainer, module: Any) -> None:
         if not module.automatic_optimization:
             raise ConflictError(
                 f"SelectiveBackprop: training_step first runs for its losses, but {type(module).__name__} uses manual "
@@ -83,11 +84,11 @@ class SelectiveBackprop(BatchChanges):
         if "dataloader_iter" in signature(module.training_step).parameters:
             raise ConfigurationError("SelectiveBackprop: training_step takes an iterator. Let it take a batch")
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self._trainer = trainer
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._trainer = None
         super().teardown(trainer, pl_module, stage)
 
@@ -125,6 +126,7 @@ class SelectiveBackprop(BatchChanges):
         trainer = self._trainer
         module = trainer.lightning_module
         owner = type(module).__name__
+        # The batch arrives here before Lightning moves it.
         on_device = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
         step = own_training_step(module)
         args = (on_device, trainer.fit_loop.epoch_loop.batch_idx + 1)[: len(signature(step).parameters)]
@@ -141,7 +143,9 @@ class SelectiveBackprop(BatchChanges):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the past losses."""
-        return {"past": self._past} if len(self._past) else {}
+        if not len(self._past):
+            return {}
+        return {"past": self._past}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._past = state_dict["past"]

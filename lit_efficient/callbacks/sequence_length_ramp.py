@@ -11,6 +11,7 @@ Source: Li et al. (2022), https://arxiv.org/abs/2108.06084; Pouransari et al. (2
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
@@ -48,9 +49,13 @@ def shorten(batch: Any, ids: Tensor, length: int, fold: bool = False) -> Any:
     rows, whole = ids.shape
     if length >= whole:
         return batch
-    pieces = whole // length if fold else 1
-    padding = batch.get("attention_mask") if fold and isinstance(batch, Mapping) else None
-    kept = None
+    pieces = 1
+    padding = None
+    if fold:
+        pieces = whole // length
+        if isinstance(batch, Mapping):
+            padding = batch.get("attention_mask")
+    kept = None  # mask of the pieces that contain more than padding
     if isinstance(padding, Tensor) and padding.shape == ids.shape:
         kept = padding[:, : pieces * length].reshape(rows * pieces, length).any(1)
 
@@ -69,7 +74,9 @@ def shorten(batch: Any, ids: Tensor, length: int, fold: bool = False) -> Any:
             item = item.repeat_interleave(pieces, 0)
         else:
             return item
-        return item if kept is None else item[kept]
+        if kept is None:
+            return item
+        return item[kept]
 
     shorter = change(batch)
     if fold and isinstance(shorter, Mapping):
@@ -134,13 +141,15 @@ class SequenceLengthRamp(BatchChanges):
         self.of = of
         self._steps = 1
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             self._steps = steps_of("SequenceLengthRamp", "steps", self.steps, trainer)
         super().setup(trainer, pl_module, stage)
 
     def describe(self, module: nn.Module) -> Report:
-        rest = "the rest becomes further rows" if self.mode == "fold" else "the rest is dropped"
+        rest = "the rest is dropped"
+        if self.mode == "fold":
+            rest = "the rest becomes further rows"
         return Report(f"rows of {self.start} tokens at first, whole rows after {self._steps} steps; {rest}")
 
     def length_at(self, step: int) -> int | None:
@@ -171,11 +180,14 @@ class SequenceLengthRamp(BatchChanges):
         shorter = shorten(batch, ids, length, self.mode == "fold")
         for i in range(texts):  # further texts may have other lengths
             shorter = shorten(shorter, _named(shorter, "input_ids", 2)[i], length)
-        return shorter if _has_targets(shorter) else batch
+        if not _has_targets(shorter):  # a mean over no tokens is NaN
+            return batch
+        return shorter
 
     def _ids(self, batch: Any) -> Tensor:
         try:
-            found = batch[self.of] if isinstance(batch, Mapping) else batch[int(self.of)]
+            key = self.of if isinstance(batch, Mapping) else int(self.of)
+            found = batch[key]
         except (KeyError, IndexError, TypeError, ValueError):
             found = None
         if not isinstance(found, Tensor) or found.ndim < 2:
@@ -183,7 +195,9 @@ class SequenceLengthRamp(BatchChanges):
             raise ConfigurationError(
                 f"SequenceLengthRamp: of={self.of!r} is no tensor [B, T] of a batch with {held}. Set of to the tokens"
             )
-        return found if found.ndim == 2 else found[..., 0]
+        if found.ndim > 2:  # several numbers per position
+            return found[..., 0]
+        return found
 
 
 def _named(batch: Any, end: str, ndim: int) -> list[Tensor]:

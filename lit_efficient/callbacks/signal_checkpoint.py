@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import distributed
 
@@ -64,12 +64,12 @@ class SignalCheckpoint(Callback):
         dirpath: str | os.PathLike[str] | None = None,
     ) -> None:
         forbidden = {"SIGKILL", "SIGSTOP"}
-        for name in [signals] if isinstance(signals, str) else signals:
+        self.signals = signals
+        self.dirpath = dirpath
+        for name in self._names():
             if name in forbidden or (name not in signal.Signals.__members__ and sys.platform != "win32"):
                 allowed = "names of signals that can be handled, like SIGTERM, SIGINT, SIGUSR1"
                 raise refusal("SignalCheckpoint", "signals", allowed, name)
-        self.signals = signals
-        self.dirpath = dirpath
         self._numbers = [signal.Signals[name] for name in self._names() if name in signal.Signals.__members__]
         # Changed in place, so that it survives trials before the first step, which restore all attributes.
         self._received = bytearray()  # numbers of the signals
@@ -80,48 +80,56 @@ class SignalCheckpoint(Callback):
         self._own_handlers: dict[int, list[Callable[[int, FrameType | None], Any]]] = {}
         self._group: Any = None
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Move to the end of the callbacks, so that a checkpoint contains what all others have done in the step."""
         if stage == "fit":
             # A new list, because the trainer is iterating over the old one.
             trainer.callbacks = [*(callback for callback in trainer.callbacks if callback is not self), self]
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install handlers, except for signals whose handlers Lightning installs after this hook."""
         self._install(trainer, later={signal.SIGTERM, *_requeue_signals(trainer)})
 
-    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._install(trainer)
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._install(trainer)
         if trainer.world_size > 1 and self._group is None:
             self._group = distributed.new_group(backend="gloo")  # between CPUs, so that no process waits for a GPU
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         self._early = False
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         if not (pl_module.automatic_optimization and accumulates(trainer)):
             self._save_and_exit(trainer, stepped=True)
 
     def on_validation_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         if self._previous and trainer.world_size == 1:
             self._save_and_exit(trainer)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._save_and_exit(trainer)
         self._uninstall(trainer)
         if self._group is not None:
             distributed.destroy_process_group(self._group)
             self._group = None
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._uninstall(trainer)
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._early and self._received and self._previous:
             name = signal.Signals(self._received[0]).name
             _print(trainer, f"Interrupted by {name} before training began. There is nothing to save.")
@@ -129,9 +137,11 @@ class SignalCheckpoint(Callback):
         self._group = None
 
     def _names(self) -> list[str]:
-        return [self.signals] if isinstance(self.signals, str) else list(self.signals)
+        if isinstance(self.signals, str):
+            return [self.signals]
+        return list(self.signals)
 
-    def _save_and_exit(self, trainer: Any, stepped: bool = False) -> None:
+    def _save_and_exit(self, trainer: Trainer, stepped: bool = False) -> None:
         """Save a checkpoint and exit if any process has received a signal. ``stepped``: a step has just ended."""
         number = self._agreed()
         if not number:
@@ -145,24 +155,27 @@ class SignalCheckpoint(Callback):
             _print(trainer, f"Interrupted by {name}: the checkpoint is {path}")
             if not is_deepspeeds(path):
                 _print(trainer, f"Resume with: --ckpt_path {shlex.quote(str(path))}")
-        raise SystemExit(0 if _is_watched_child(trainer) else 128 + number)
+        if _is_watched_child(trainer):
+            raise SystemExit(0)
+        raise SystemExit(128 + number)
 
     def _agreed(self) -> int:
         """Return the number of a signal that any process has received, or 0."""
         received = next(iter(self._received), 0)
         if self._group is None:
             return received
+        # All processes take part in each step, with or without a signal, because a collective needs all of them.
         flag = torch.tensor([received])
         distributed.all_reduce(flag, distributed.ReduceOp.MAX, group=self._group)
         return int(flag.item())
 
-    def _folder(self, trainer: Any) -> Path:
+    def _folder(self, trainer: Trainer) -> Path:
         folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
         default = Path(trainer.default_root_dir) / "checkpoints"
         folder = self.dirpath or next(filter(None, folders), default)
         return Path(trainer.strategy.broadcast(str(folder)))
 
-    def _install(self, trainer: Any, later: Set[int] = frozenset()) -> None:
+    def _install(self, trainer: Trainer, later: Set[int] = frozenset()) -> None:
         if self._listens:
             return
         if threading.current_thread() is not threading.main_thread():
@@ -187,15 +200,17 @@ class SignalCheckpoint(Callback):
                 )
                 continue
             previous = signal.getsignal(number)
-            if number.name == "SIGHUP" and previous == signal.SIG_IGN:
+            if number.name == "SIGHUP" and previous == signal.SIG_IGN:  # the run was started with nohup
                 continue
             self._own_handlers[number] = _handlers_of_the_user(previous, trainer)
-            self._previous[number] = signal.SIG_DFL if previous is None else previous
+            if previous is None:  # a handler that was not installed from Python cannot be restored
+                previous = signal.SIG_DFL
+            self._previous[number] = previous
             signal.signal(number, self._on_signal)
         if self._early and signal.SIGTERM in self._previous and signal_connector(trainer).received_sigterm:
             self._on_signal(signal.SIGTERM, None)  # Lightning has received it already, and would exit with 0
 
-    def _uninstall(self, trainer: Any) -> None:
+    def _uninstall(self, trainer: Trainer) -> None:
         by_lightning = original_handlers(trainer)  # Lightning restores these, which may be handlers of this callback
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._on_signal:
@@ -213,13 +228,13 @@ class SignalCheckpoint(Callback):
             handler(number, frame)
         again = number == signal.SIGINT and self._received[:1] == bytes([number])
         self._received.append(number)
-        if again and self._received.count(number) > 2:
+        if again and self._received.count(number) > 2:  # the exception of the second SIGINT did not end the process
             os._exit(128 + number)
         if again or self._early:
             raise SystemExit(128 + number)
 
 
-def _handlers_of_the_user(handler: Any, trainer: Any) -> list[Callable[[int, FrameType | None], Any]]:
+def _handlers_of_the_user(handler: Any, trainer: Trainer) -> list[Callable[[int, FrameType | None], Any]]:
     """Return the handlers that users have installed, without Python's default handlers and Lightning's notifier.
 
     The notifier broadcasts from inside the signal handler, so processes that are in another collective would hang.
@@ -233,14 +248,14 @@ def _handlers_of_the_user(handler: Any, trainer: Any) -> list[Callable[[int, Fra
     return chosen
 
 
-def _requeue_signals(trainer: Any) -> set[int]:
+def _requeue_signals(trainer: Trainer) -> set[int]:
     environment = getattr(trainer.strategy, "cluster_environment", None)
     if environment is not None and _is_a("SLURMEnvironment", environment) and environment.auto_requeue:
         return {signal.SIGTERM, environment.requeue_signal or signal.SIGUSR1}
     return set()
 
 
-def _is_watched_child(trainer: Any) -> bool:
+def _is_watched_child(trainer: Trainer) -> bool:
     """Return whether Lightning launched this process, and kills the main one if a child exits with a code above 0."""
     environment = getattr(trainer.strategy, "cluster_environment", None)
     return _is_a("LightningEnvironment", environment) and trainer.local_rank != 0
@@ -251,6 +266,6 @@ def _is_a(name: str, value: object) -> bool:
     return any(base.__name__ == name for base in type(value).__mro__)
 
 
-def _print(trainer: Any, text: str) -> None:
+def _print(trainer: Trainer, text: str) -> None:
     if trainer.is_global_zero:
         print(text, flush=True)

@@ -83,10 +83,16 @@ class SNRWeighting(LossHooks, Technique):
         self.scheduler = scheduler
 
     def describe(self, module: nn.Module) -> Report:
-        gamma = self.gamma if self.gamma is not None else GAMMAS.get(self.rule)
-        strength = "" if gamma is None else f" with gamma {gamma:g}"
-        where = " where it calls F.mse_loss" if self.adapter == "mse_loss" else ""
-        return Report(f"{self.rule}{strength} for a network that predicts {self._prediction_of(module)}{where}")
+        summary = self.rule
+        gamma = self.gamma
+        if gamma is None:
+            gamma = GAMMAS.get(self.rule)
+        if gamma is not None:
+            summary += f" with gamma {gamma:g}"
+        summary += f" for a network that predicts {self._prediction_of(module)}"
+        if self.adapter == "mse_loss":
+            summary += ", in the call of F.mse_loss"
+        return Report(summary)
 
     def sample_weights(self, output: Mapping[str, Any], module: nn.Module) -> Tensor:
         levels = _log_snr(output, module)

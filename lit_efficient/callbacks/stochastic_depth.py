@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
@@ -73,9 +74,10 @@ def drop_block(
     if drop is None:
         drop = bool(torch.rand(()) < rate)
     if drop:
-        streams = (x,) if isinstance(x, Tensor) else x
-        passed = _ZeroGradients.apply(len(streams), *streams, *(p for p in parameters if p.requires_grad))
-        return passed[0] if isinstance(x, Tensor) else passed
+        trainable = [p for p in parameters if p.requires_grad]
+        if isinstance(x, Tensor):
+            return _ZeroGradients.apply(1, x, *trainable)[0]
+        return _ZeroGradients.apply(len(x), *x, *trainable)
     y = block(x, *args, **kwargs)
     _check_shapes(x, y)
     if rate == 0:
@@ -334,7 +336,9 @@ class StochasticDepth(Technique):
                 _drop_rows=None,
             )
         shown = list(rates.values())
-        count = f"{len(rates)} of {depth}" if left_out else f"{len(rates)}"
+        count = str(len(rates))
+        if left_out:
+            count += f" of {depth}"
         summary = (
             f"{count} blocks ({', '.join(sorted(kinds))}), dropped by {self.skip} at rates {shown[0]:.2f} to "
             f"{shown[-1]:.2f}"
@@ -371,15 +375,19 @@ class StochasticDepth(Technique):
             )
         return found, left_out
 
-    def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         number = trainer.fit_loop.total_batch_idx
-        rank = data_rank(trainer) if self.skip == "sample" else 0
+        rank = 0  # all ranks drop the same blocks, so that none waits for another one
+        if self.skip == "sample":
+            rank = data_rank(trainer)  # rows of different ranks are different samples
         for i, block in enumerate(_droppable(pl_module)):
             block._drop_seed = mix_seed(self.seed, number, i, rank)
             drop = bool(torch.rand((), generator=_generator(block._drop_seed), device="cpu") < block._drop_rate)
             block._drop_now = drop and not self.worst_case
 
-    def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         counts = [block._drop_rows for block in _droppable(pl_module) if block._drop_rows]
         if self._checked or self.worst_case or not counts:
             return
@@ -394,12 +402,12 @@ class StochasticDepth(Technique):
         if whole:
             rank_zero_info(f"StochasticDepth: {whole} of {len(counts)} blocks run on all {rows} rows of a batch")
 
-    def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for block in _droppable(pl_module):
             block._drop_seed = None
             block._drop_now = None
 
-    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.on_train_end(trainer, pl_module)
         super().on_exception(trainer, pl_module, exception)
 

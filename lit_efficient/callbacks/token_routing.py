@@ -15,6 +15,7 @@ from types import NoneType
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -119,12 +120,15 @@ class _Route:
         self.kept: dict[str, Tensor] = {}  # indices of the kept tokens in this batch, by block
 
     def __reduce__(self) -> Any:
+        # A copy of the network starts without the state of a batch.
         return _Route, (self.rate, self.path_drop)
 
     @property
     def number(self) -> int:
         """Seed of this batch."""
-        return self.drawn if self.seed is None else self.seed
+        if self.seed is None:
+            return self.drawn
+        return self.seed
 
 
 class _Routed(nn.Module):
@@ -173,7 +177,8 @@ class _Routed(nn.Module):
         if self.token_fusion is not None:
             dense, *others = _before(route)
             rows = _rows_left_out(self, y)
-            y = self.token_fusion(dense, None if self.path_left_out else y, kept, rows)
+            deep = None if self.path_left_out else y
+            y = self.token_fusion(dense, deep, kept, rows)
             if rows is not None:
                 # Other streams, such as text, skip the route in the same rows.
                 out = rows[:, None, None]
@@ -403,21 +408,21 @@ class TokenRouting(OptimizerHooks, Technique):
         for parameter in self.trains(module):  # adapters freeze it together with the base
             parameter.requires_grad_(True)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         route = _route_of(pl_module)
         route.seed = mix_seed(self.seed, trainer.fit_loop.total_batch_idx, data_rank(trainer))
         route.open = self.stop_at is None or (trainer.global_step < self.stop_at and not self.worst_case)
         route.passes = 0
         route.kept = {}
 
-    def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         route = _route_of(pl_module)
         route.seed = None
         route.before = ()
         route.open = True
         route.kept = {}
 
-    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if any(isinstance(part, _Routed) for part in pl_module.modules()):
             self.on_train_end(trainer, pl_module)
         super().on_exception(trainer, pl_module, exception)

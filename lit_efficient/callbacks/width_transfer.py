@@ -181,7 +181,7 @@ class WidthTransfer(OptimizerHooks, Technique):
         if (width, depth) == (self.base_width, base_depth):
             return {}, {}
         _check_untied(network)
-        with own_draws(0):
+        with own_draws(0):  # the run's random state must not change
             base = _at_size(network, self.base_width, base_depth, self.heads)
         theirs = dict(base.named_parameters())
         tables = {name: part for name, part in network.named_modules() if isinstance(part, nn.Embedding)}

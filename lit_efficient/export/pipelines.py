@@ -27,8 +27,9 @@ from lit_efficient.export.check import check_tensors, digests, refuse_own_layers
 from lit_efficient.files.atomic_file import check_new_folder, write_folder
 from lit_efficient.files.checkpoints import Checkpoint
 from lit_efficient.files.sums import write_sums
-from lit_efficient.mechanisms.adapters.diffusers_lora import diffusers_class, write_diffusers_lora
+from lit_efficient.mechanisms.adapters.diffusers_lora import write_diffusers_lora
 from lit_efficient.mechanisms.adapters.merge import dequantize_layers, merge_adapters, whole_state, without_adapters
+from lit_efficient.mechanisms.adapters.peft_folder import diffusers_class
 from lit_efficient.mechanisms.adapters.peft_format import to_peft
 from lit_efficient.mechanisms.restore import Asked, Weights, take_weights, wanted_weights
 from lit_efficient.surgery import WAITS, own_draws, unmixed

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lit_efficient import ConfigurationError, LoRA, adapters_by_row, apply, merge_adapters, mix_adapters, restore
 from lit_efficient.export.adapters import export_checkpoint
-from lit_efficient.mechanisms.adapters.capacity import learned_tokens, rank_for
+from lit_efficient.mechanisms.adapters.low_rank import learned_tokens, rank_for
 from tests.support import QUIET
 
 peft = pytest.importorskip("peft")
@@ -198,11 +198,11 @@ def test_a_rank_for_the_tokens_of_an_epoch_is_said_once(caplog: pytest.LogCaptur
     settings = {**QUIET, "max_steps": 6, "accumulate_grad_batches": 2}
     with caplog.at_level("INFO"):
         L.Trainer(callbacks=[technique], **settings).fit(Mapped().train(), DataLoader(rows, batch_size=4))
-    (said,) = [record.message for record in caplog.records if "tokens an epoch" in record.message]
+    (said,) = [record.message for record in caplog.records if "tokens in an epoch" in record.message]
     tokens, parameters = 10 * 4 * 20, 32 + 32  # an epoch of ten batches, of which all are learned from
     assert f"about {tokens:,} tokens" in said
     assert f"{parameters} parameters" in said
-    assert f"about rank {rank_for(tokens, parameters)} holds it" in said
+    assert f"a rank of about {rank_for(tokens, parameters)} is enough" in said
     assert rank_for(tokens, parameters) == 7
     assert learned_tokens({"shift_labels": labels[None]}) == 20
     assert learned_tokens({"labels": torch.arange(3)}) is None

@@ -126,7 +126,7 @@ def test_flow_matching_is_told_by_its_scheduler() -> None:
     module = Unchanged()
     module.scheduler = FlowMatchEulerDiscreteScheduler()
     technique = SNRWeighting("truncated", adapter="mse_loss")
-    assert technique.describe(module).summary == "truncated for a network that predicts flow where it calls F.mse_loss"
+    assert technique.describe(module).summary == "truncated for a network that predicts flow, in the call of F.mse_loss"
     module.scheduler = DDPMScheduler(prediction_type="v_prediction")
     assert (
         "min_snr with gamma 5 for a network that predicts v"

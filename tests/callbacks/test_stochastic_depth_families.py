@@ -271,7 +271,7 @@ def test_blocks_that_change_the_shape_are_left_out_with_the_reason() -> None:
     net = built("timm ResNet")
     report = apply(net, [StochasticDepth(0.5)])["StochasticDepth"]
     assert "5 of 8 blocks" in report.summary
-    assert "left out: layer2.0, layer3.0, layer4.0 (it changes its input before it adds to it" in report.summary
+    assert "left out: layer2.0, layer3.0, layer4.0 (it changes its input before the addition" in report.summary
     with pytest.raises(ConfigurationError, match=r"cannot be skipped: layer2\.0 \(it changes its input before"):
         apply(built("timm ResNet"), [StochasticDepth(0.5, blocks=[r"layer2\.\d"])])
 
@@ -281,7 +281,7 @@ def test_a_cache_that_holds_something_is_not_thrown_away() -> None:
     with torch.no_grad():
         cache = net(input_ids=IDS, use_cache=True).past_key_values
     apply(net, [StochasticDepth(0.5, skip="sample")])
-    with pytest.raises(ConfigurationError, match="given a cache of keys and values that is not empty"):
+    with pytest.raises(ConfigurationError, match="has a cache of keys and values that is not empty"):
         net.train()(input_ids=IDS, past_key_values=cache)
 
 

@@ -222,7 +222,7 @@ def test_what_mixes_tokens_or_is_no_module_is_refused_by_name() -> None:
     blocks = nn.Sequential(Holder(_mlp(Mixing)), Holder(_mlp(Mixing)))
     with pytest.raises(ConfigurationError, match=r"layers: '0.mlp' does not map each token"):
         apply(blocks, [TiledMLP(layers=["mlp"])])
-    with pytest.raises(ConfigurationError, match="no module that maps tokens one by one"):
+    with pytest.raises(ConfigurationError, match="no module that maps each token independently"):
         apply(Net(), [TiledMLP()])  # its matrices stand in the block itself
     assert isinstance(Net().blocks[0], Block)
 

@@ -34,6 +34,8 @@ from lit_efficient.surgery import home_of, mix_in
 
 VARIANTS = ("lora", "rslora", "dora", "pissa", "qalora", "rounded")
 OWN = "default"  # name of the adapter that trains, if the layer has several
+_BITS_PER_PARAMETER = 2.0
+_IGNORED_LABEL = -100
 ON_INT4 = ("qalora", "rounded")  # variants that merge into an int4 weight and require one
 
 
@@ -470,3 +472,54 @@ def refresh_squared(module: Any) -> None:
     """Compute DoRA's ``||w_i||^2`` from the layer's present weight."""
     wide = module.lora_squared.dtype
     module.lora_squared.copy_(base_matrix(module).to(wide).square().sum(1))
+
+
+def rank_for(tokens: int, parameters_a_rank: int) -> int:
+    """Return the smallest rank whose adapters can store the information of a data set, by a rule of thumb.
+
+        bits of the adapters = 2 r sum(in + out);    bits of the data = tokens that contribute to the loss in an epoch
+
+    Networks were measured to store two bits of facts in a parameter, and text has about one bit to learn in a token. An
+    adapter with fewer bits learns more slowly than full training once it is full.
+    Sources: Schulman and Thinking Machines Lab (2025), https://thinkingmachines.ai/blog/lora; for the two bits:
+    Allen-Zhu and Li (2024), https://arxiv.org/abs/2404.05405.
+
+    Args:
+        tokens: Number of tokens that contribute to the loss in an epoch.
+        parameters_a_rank: Sum of inputs and outputs of the adapted layers.
+
+    Example:
+        >>> rank_for(10_000_000, 500_000)
+        10
+    """
+    return max(1, math.ceil(tokens / (_BITS_PER_PARAMETER * parameters_a_rank)))
+
+
+def learned_tokens(batch: Any) -> int | None:
+    """Return the number of labels that contribute to the loss, or None if the batch does not consist of tokens."""
+    if not isinstance(batch, Mapping):
+        return None
+    labels = batch.get("shift_labels", batch.get("labels"))
+    if not isinstance(labels, Tensor) or labels.ndim != 2 or labels.is_floating_point():
+        return None
+    if "shift_labels" not in batch:
+        labels = labels[:, 1:]  # the first token is not predicted
+    return int((labels != _IGNORED_LABEL).sum())
+
+
+def capacity_line(tokens: int, parameters: int, rank: int) -> str:
+    """Return a sentence that compares the information in an epoch of tokens with the capacity of the adapters.
+
+    Args:
+        tokens: Number of tokens that contribute to the loss in an epoch.
+        parameters: Number of parameters of the adapters.
+        rank: Rank of the adapters.
+    """
+    need = rank_for(tokens, max(1, parameters // rank))
+    verdict = "enough"
+    if need > rank:
+        verdict = f"too little: a rank of about {need} is enough, with less the loss falls more slowly"
+    return (
+        f"about {tokens:,} tokens in an epoch contribute to the loss, with about one bit of information each; the "
+        f"adapters' {parameters:,} parameters store about {_BITS_PER_PARAMETER:g} bits each: {verdict}"
+    )

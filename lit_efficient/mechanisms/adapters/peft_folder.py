@@ -1,4 +1,4 @@
-"""Reading of LoRA adapters that peft has saved: arguments of LoRA, and initial values of its adapters.
+"""LoRA adapters in folders of peft: reading them, and the description of a module from which an export writes them.
 
     adapter_config.json + adapter_model.safetensors  ->  rank, alpha, targets, ...  ->  lora_A, lora_B, modules_to_save
 
@@ -8,7 +8,7 @@ Source: https://huggingface.co/docs/peft/developer_guides/checkpoint
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,12 @@ from torch import Tensor, nn
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.files.sums import check_sums
 from lit_efficient.files.tensors import load_tensors
+from lit_efficient.internals.torch_layers import BatchNorm
+from lit_efficient.mechanisms.adapters.base import trained_names
+from lit_efficient.mechanisms.adapters.experts import LowRankExperts
+from lit_efficient.mechanisms.adapters.low_rank import LowRank, kind_of
+from lit_efficient.mechanisms.adapters.quantized import is_conv1d
+from lit_efficient.surgery import unmixed
 
 _OURS = {  # ends of peft's tensor names, and the corresponding names of this package
     ".lora_A.weight": "lora_A", ".lora_B.weight": "lora_B",
@@ -132,3 +138,118 @@ def start_adapters(module: nn.Module, tensors: Mapping[str, Tensor], trained: li
                 f"LoRA: start_from={folder} has two values of {name!r}, which is a tied parameter in this module. "
                 "Untie the layers, or train a new adapter"
             )
+
+
+def placement(module: nn.Module) -> dict[str, Any]:
+    """Return the positions of the adapters in ``module``, as primitives for a checkpoint.
+
+    Returns:
+        A dict with the following keys, and those of :func:`described`:
+
+        - ``root``: dotted name of the model for peft. This is the transformers or diffusers model in ``module``, else
+          the only child, if it contains all that trains, else empty for ``module`` itself.
+        - ``kinds``: kind of each adapted layer, by its name in the model.
+        - ``targets``: ``target_modules`` with which peft finds these layers.
+        - ``groups``: number of inputs that share a column of A in QA-LoRA, by name.
+        - ``experts``: names of the stacked weights with adapters, by the name of their module.
+        - ``transposed``: names of the modules whose stacked weights are [E, in, out].
+        - ``statistics``: names of BatchNorm layers, whose buffers change during training.
+        - ``tied``: pairs of names in ``module``: an adapted weight, and another name of the same weight.
+        - ``auto_mapping``: class of a diffusers model, as peft's configurations name it, or None.
+    """
+    names = {name: part for name, part in module.named_modules() if isinstance(part, LowRank)}
+    experts = {name: part for name, part in module.named_modules() if isinstance(part, LowRankExperts)}
+    root = model_root(module, [*names, *experts, *trained_names(module)])
+    prefix = f"{root}." if root else ""
+    parts: dict[str, Any] = {name.removeprefix(prefix): part for name, part in names.items()}
+    kinds = {name: "conv1d" if is_conv1d(part) else str(kind_of(part)) for name, part in parts.items()}
+    model = module.get_submodule(root)
+    everything = [name for name, _ in model.named_modules() if name]
+    adapted = {id(part.weight): f"{name}.weight" for name, part in names.items()}
+    uses = [(adapted.get(id(p)), name) for name, p in module.named_parameters(remove_duplicate=False)]
+    return {
+        "root": root,
+        "kinds": kinds,
+        "targets": target_modules(kinds, everything),
+        "groups": {name: part.group_size for name, part in parts.items() if part.lora_variant == "qalora"},
+        "experts": {name.removeprefix(prefix): list(part.lora_names) for name, part in experts.items()},
+        "transposed": [name.removeprefix(prefix) for name, part in experts.items() if part.lora_transposed],
+        "statistics": [name for name, part in model.named_modules() if isinstance(part, BatchNorm)],
+        "tied": [[first, name] for first, name in uses if first and first != name],
+        **described(model),
+        "auto_mapping": diffusers_class(model),
+    }
+
+
+def model_placement(module: nn.Module, names: Iterable[str]) -> dict[str, str | None]:
+    """Return ``root``, the dotted name of the model for peft, and the result of :func:`described` for it.
+
+    Args:
+        module: Any module.
+        names: Names of the parameters or layers that train.
+    """
+    root = model_root(module, names)
+    return {"root": root, **described(module.get_submodule(root))}
+
+
+def described(model: nn.Module) -> dict[str, str | None]:
+    """Return the ``config`` in JSON, ``class``, ``dtype`` and ``base`` (the source) of a transformers model.
+
+    The values are None for other models.
+    """
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "model_type"):
+        return {"config": None, "class": None, "base": None, "dtype": None}
+    dtype = str(model.dtype).removeprefix("torch.")
+    name = config.name_or_path or None
+    return {"config": _json_of(config), "class": unmixed(model).__name__, "base": name, "dtype": dtype}
+
+
+def _json_of(config: Any) -> str:
+    """Return the configuration of a transformers model in JSON, without its quantisation, which merging removes."""
+    entries = json.loads(config.to_json_string(use_diff=False))
+    entries.pop("quantization_config", None)
+    return json.dumps(entries)
+
+
+def model_root(module: nn.Module, names: Iterable[str]) -> str:
+    """Return the dotted name of the model for peft that contains everything in ``names``.
+
+    This is a model of transformers or diffusers, else the only child that contains all names, else the module itself
+    (an empty name).
+    """
+    names = list(names)
+    for name, part in module.named_modules():
+        inside = not name or all(other.startswith(f"{name}.") for other in names)
+        if inside and hasattr(part, "save_pretrained") and hasattr(part, "config"):
+            return name
+    tops = {name.partition(".")[0] for name in names}
+    if len(tops) != 1 or tops & set(names):
+        return ""
+    return tops.pop()
+
+
+def target_modules(wanted: Iterable[str], everything: Iterable[str]) -> list[str] | str:
+    """Return the shortest ``target_modules`` with which peft finds exactly the layers ``wanted``.
+
+    peft compares the entries with the ends of names, and a string with whole names as a regular expression.
+
+    Args:
+        wanted: Names of the layers.
+        everything: Names of all layers of the model.
+    """
+    wanted = list(wanted)
+    everything = list(everything)
+    for ends in (sorted({name.rpartition(".")[2] for name in wanted}), wanted):
+        found = [name for name in everything if any(name == end or name.endswith(f".{end}") for end in ends)]
+        if sorted(found) == sorted(wanted):
+            return ends
+    return "|".join(re.escape(name) for name in wanted)
+
+
+def diffusers_class(model: nn.Module) -> dict[str, str] | None:
+    """Return the ``auto_mapping`` of peft's configurations for a model of diffusers, or None for other models."""
+    for kind in type(model).__mro__:
+        if kind.__module__.startswith("diffusers.models."):
+            return {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+    return None

@@ -15,7 +15,7 @@ from lit_efficient.files.sums import check_sums
 from lit_efficient.files.tensors import load_tensors, save_tensors
 from lit_efficient.internals.wraps import temporarily
 from lit_efficient.mechanisms.adapters.peft_configs import config_options, methods, peft_config
-from lit_efficient.mechanisms.adapters.peft_format import described
+from lit_efficient.mechanisms.adapters.peft_folder import described
 from lit_efficient.mechanisms.adapters.peft_layers import NOTE, networks
 from lit_efficient.surgery import memory_of
 
@@ -105,7 +105,7 @@ def peft_placement(module: nn.Module) -> dict[str, Any]:
     """Return the data of the adapters that an export needs, as primitives and tensors for a checkpoint.
 
     Returns:
-        A dict with the following keys, and those of :func:`~lit_efficient.mechanisms.adapters.peft_format.described`:
+        A dict with the following keys, and those of :func:`~lit_efficient.mechanisms.adapters.peft_folder.described`:
 
         - ``root``: dotted name of the network.
         - ``adapters``: for each adapter its ``config``, its ``files`` (names in the module's ``state_dict`` by the

@@ -18,7 +18,7 @@ from lit_efficient.application.recorded import arguments_behind
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.mechanisms.adapters.ia3 import IA3Scaled, whole_factors
 from lit_efficient.mechanisms.adapters.low_rank import kind_of
-from lit_efficient.mechanisms.adapters.peft_format import _root_of, described
+from lit_efficient.mechanisms.adapters.peft_folder import described, model_root
 from lit_efficient.mechanisms.adapters.prefix import CHILD, prefix_of
 from lit_efficient.mechanisms.adapters.prompt import PROMPT
 from lit_efficient.mechanisms.adapters.quantized import is_conv1d
@@ -28,7 +28,7 @@ def ia3_placement(module: nn.Module) -> dict[str, Any]:
     """Return the positions of the factors in ``module``, as primitives for a checkpoint.
 
     Returns:
-        A dict with the following keys, and those of :func:`~lit_efficient.mechanisms.adapters.peft_format.described`:
+        A dict with the following keys, and those of :func:`~lit_efficient.mechanisms.adapters.peft_folder.described`:
 
         - ``root``: dotted name of the scaled model.
         - ``layers``: for each layer, by its name in the model, its ``kind``, the scaled ``side``, and the index of the
@@ -36,7 +36,7 @@ def ia3_placement(module: nn.Module) -> dict[str, Any]:
         - ``targets`` and ``feedforward``: ``target_modules`` and ``feedforward_modules`` of peft.
     """
     scaled = {name: part for name, part in module.named_modules() if isinstance(part, IA3Scaled)}
-    root = _root_of(module, scaled)
+    root = model_root(module, scaled)
     prefix = f"{root}." if root else ""
     layers = {
         name.removeprefix(prefix): {

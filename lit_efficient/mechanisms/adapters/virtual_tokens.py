@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
-from lit_efficient.mechanisms.adapters.peft_format import model_placement
+from lit_efficient.mechanisms.adapters.peft_folder import model_placement
 from lit_efficient.mechanisms.adapters.prefix import PrefixedDecoder, embeddings, find_decoder, read_tokens
 from lit_efficient.mechanisms.adapters.technique import AdapterTechnique
 from lit_efficient.models.networks.gpt import GPT

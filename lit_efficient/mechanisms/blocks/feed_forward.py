@@ -1,11 +1,11 @@
-"""Feed-forward modules of a network: linear layers that map each token by itself, to as many features as it had.
+"""Feed-forward modules of a network: linear layers that map each token independently, to the same number of features.
 
-A trial finds them: three tokens pass the module, one of them is changed, and the outputs of the others must stay.
+A trial finds them: the module runs on three tokens twice. In the second run one token is changed, and the outputs of
+the other tokens must not change.
 """
 
 import copy
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,19 +20,20 @@ from lit_efficient.surgery import endings, expert_stacks, match_modules, weights
 
 
 def find_feed_forwards(root: nn.Module, patterns: str | Sequence[str], *, who: str) -> list[tuple[str, nn.Module]]:
-    """Return names and modules of a network's feed-forward modules, in the order of its blocks.
+    """Return the feed-forward modules of a network with their names, in the order of its blocks.
 
     Args:
-        root: Any module, with weights, or with weights that are read later.
-        patterns: ``auto`` takes, in each block, the innermost such modules with at least two linear layers; or regular
-            expressions for the ends of dotted names.
-        who: Name of the technique that asks, for the error.
+        root: Any module, with its weights or with weights that are read later.
+        patterns: ``auto`` finds in each block the innermost modules of this kind with at least two linear layers.
+            Otherwise regular expressions for the ends of dotted names.
+        who: Name of the technique, for errors.
 
     Raises:
-        ConfigurationError: If there is none, or a named module is none; the message gives the reason.
+        ConfigurationError: If there is no such module, or if a matched module is of another kind. The message gives the
+            reason.
     """
     if any(p.device.type == "meta" for p in root.parameters()) and not weights_wait(root):
-        raise ConfigurationError(f"{who}: weights are on the meta device: give the network its weights first")
+        raise ConfigurationError(f"{who}: weights are on the meta device. Load the network's weights first")
     if patterns != "auto":
         wanted = [patterns] if isinstance(patterns, str) else list(patterns)
         found = match_modules(root, wanted, who=f"{who}: layers")
@@ -57,35 +58,39 @@ def find_feed_forwards(root: nn.Module, patterns: str | Sequence[str], *, who: s
                 reasons[key] = why
         found += reversed(inside)
     if not found:
-        seen = "; ".join(
-            f"{end}: {reasons[next(k for k in reasons if k.endswith(end))]}" for end in endings(reasons)[:4]
-        )
+        examples = []
+        for end in endings(reasons)[:4]:
+            key = next(key for key in reasons if key.endswith(end))
+            examples.append(f"{end}: {reasons[key]}")
+        detail = "; ".join(examples) or "the blocks contain their linear layers directly"
         raise ConfigurationError(
-            f"{who}: the blocks of {type(root).__name__} have no module of linear layers that maps tokens one by one"
-            + (f" ({seen})" if seen else ": theirs stand in the block itself")
+            f"{who}: the blocks of {type(root).__name__} have no module of linear layers that maps each token "
+            f"independently ({detail})"
         )
     return found
 
 
 def why_no_feed_forward(module: nn.Module) -> str | None:
-    """Return why experts cannot replace a module, or ``None``."""
+    """Return the reason why experts cannot replace a module, or ``None`` if they can."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return "it is a list of modules"
     linears = _linears(module)
     if len(linears) < 2:
         derived = {type(part).__name__ for part in module.modules() if isinstance(part, nn.Linear)} - {"Linear"}
-        more = f": {', '.join(sorted(derived))} may compute more than nn.Linear, from which it is derived"
-        return f"it has fewer than two plain linear layers{more if derived else ''}"
+        reason = "it has fewer than two plain linear layers"
+        if derived:
+            reason += f": subclasses of nn.Linear ({', '.join(sorted(derived))}) may compute more"
+        return reason
     of_linears = {id(p) for part in linears for p in part.parameters()}
     if any(id(p) not in of_linears for p in module.parameters()):
-        return "it has weights beside those of its linear layers"
+        return "it has other weights than those of its linear layers"
     try:
         width = width_of(module)
         moved = None
         empty = any(p.is_meta for p in module.parameters())
         if not empty:
             moved = _maps_alone(module, width, next(module.parameters()))
-        if moved is None:  # without weights, or with a last layer of zeros, a copy with random weights is run
+        if moved is None:  # without weights, or with a last layer of zeros: run a copy with random weights
             twin = copy.deepcopy(module)
             if empty:
                 twin = twin.to_empty(device="cpu")
@@ -101,20 +106,22 @@ def why_no_feed_forward(module: nn.Module) -> str | None:
 
 
 def find_tokenwise(root: nn.Module, patterns: str | Sequence[str], *, who: str) -> list[tuple[str, nn.Module, int]]:
-    """Return the modules that map tokens one by one and keep tensors for the backward pass: name, module, bytes per
-    token.
+    """Return the modules that map each token independently and save tensors for the backward pass.
 
-    Unlike feed-forward modules that experts may replace, they can contain any layers, quantised layers and adapters. Of
-    nested modules the outer ones count. A mixture of experts is none, because its losses depend on all tokens of a
-    call, but each of its experts may be one. On the meta device only shapes are compared.
+    They can contain any layers, quantised layers and adapters, unlike the modules of :func:`find_feed_forwards`. Of
+    nested modules only the outer one is returned. A mixture of experts is not returned, because its losses depend on
+    all tokens of a call, but each of its experts may be. On the meta device only shapes are compared.
 
     Args:
         root: Any module.
-        patterns: ``auto`` searches the repeated blocks; or regular expressions for the ends of dotted names.
-        who: Name of the technique that asks, for the error.
+        patterns: ``auto`` searches the repeated blocks. Otherwise regular expressions for the ends of dotted names.
+        who: Name of the technique, for errors.
+
+    Returns:
+        Name, module, and saved bytes per token.
 
     Raises:
-        ConfigurationError: If there is none, or a named module is none.
+        ConfigurationError: If there is no such module, or if a matched module is of another kind.
     """
     if patterns != "auto":
         wanted = [patterns] if isinstance(patterns, str) else list(patterns)
@@ -122,7 +129,7 @@ def find_tokenwise(root: nn.Module, patterns: str | Sequence[str], *, who: str) 
         for name, _, kept in named:
             if not kept:
                 raise ConfigurationError(
-                    f"{who}: layers: {name!r} does not map each token by itself, or keeps nothing beside its input"
+                    f"{who}: layers: {name!r} does not map each token independently, or saves nothing besides its input"
                 )
         return named
     block_map = BlockMap(root)
@@ -136,15 +143,16 @@ def find_tokenwise(root: nn.Module, patterns: str | Sequence[str], *, who: str) 
                 found.append((key, part, kept))
     if not found:
         raise ConfigurationError(
-            f"{who}: the blocks of {type(root).__name__} have no module that maps tokens one by one and keeps more "
-            "than its input for the backward pass"
+            f"{who}: the blocks of {type(root).__name__} have no module that maps each token independently and saves "
+            "more than its input for the backward pass"
         )
     return found
 
 
 def _kept_by_token(part: nn.Module) -> int:
-    """Return the bytes per token that a module keeps besides its input, or 0 if it mixes tokens or keeps no more than
-    the input.
+    """Return the bytes per token that a module saves for its backward pass.
+
+    The result is 0 if the module mixes tokens, or saves nothing besides its input.
     """
     width = width_of(part)
     if not width or isinstance(part, nn.ModuleList | nn.ModuleDict) or _has_experts(part):
@@ -163,22 +171,24 @@ def _kept_by_token(part: nn.Module) -> int:
         return 0
     if not isinstance(out, Tensor) or out.shape != x.shape or alone is False or saved.bytes < x.nbytes:
         return 0
-    return saved.bytes // 6
+    return saved.bytes // 6  # tokens in x
 
 
 def _has_experts(module: nn.Module) -> bool:
+    """Return whether a module contains experts: a list of several modules of one class, or stacked weights."""
     lists = (part for part in module.modules() if isinstance(part, nn.ModuleList))
     alike = any(len(part) > 1 and len({type(one) for one in part}) == 1 and has_parts(part[0]) for part in lists)
     return alike or bool(expert_stacks(module))
 
 
 def _maps_alone(module: nn.Module, width: int, like: Tensor) -> bool | None:
-    """Return whether a token changes its own output only, or ``None`` if it changes no output."""
+    """Return whether a token only changes its own output, or ``None`` if it changes no output at all."""
     x = _drawn((2, 3, width)).to(like)
     other = x.clone()
     other[:, 0] += 1
     with evaluating(module), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        before, after = module(x), module(other)
+        before = module(x)
+        after = module(other)
         if not isinstance(before, Tensor) or before.shape != x.shape:
             return False
         change = (after - before).abs().amax((0, 2)).float()
@@ -186,7 +196,8 @@ def _maps_alone(module: nn.Module, width: int, like: Tensor) -> bool | None:
             return None
         if (change[1:] > 1e-3 * change[0]).any():
             return False
-        flat, wanted = module(x.flatten(0, 1)).float(), before.flatten(0, 1).float()
+        flat = module(x.flatten(0, 1)).float()
+        wanted = before.flatten(0, 1).float()
     return torch.allclose(flat, wanted, rtol=1e-2, atol=1e-3 * float(wanted.abs().max()))
 
 
@@ -194,5 +205,6 @@ def _linears(module: nn.Module) -> list[nn.Module]:
     return [part for part in module.modules() if is_linear(part)]
 
 
-def _drawn(shape: Any) -> Tensor:
+def _drawn(shape: Sequence[int]) -> Tensor:
+    """Return a tensor of normal random numbers, always the same for a shape."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu", dtype=torch.float32)

@@ -1,9 +1,9 @@
-"""What a schedule freezes and thaws: parameters in order of depth, and a note on the module of what is held back.
+"""Freezing and unfreezing by schedule: groups of parameters in order of depth, and a record of frozen parameters.
 
-    group 0 = the head and what is beside it;  groups 1..L = the blocks, last to first;  group L + 1 = stem, embeddings
+    group 0 = the head and other late layers;  groups 1..L = the blocks, last to first;  group L + 1 = stem, embeddings
 
-Everything here works on plain modules. Parameters are compared by identity: tied ones are one parameter, which belongs
-to the first group that holds it.
+These functions work on plain modules. Parameters are compared by identity: a tied weight is one parameter, and belongs
+to the first group that contains it.
 """
 
 from bisect import bisect_right
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.declaration import HELD
-from lit_efficient.errors import ConfigurationError, refusal
+from lit_efficient.errors import ConfigurationError, listed, refusal
 from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.internals.torch_modules import StaysFloat32
 from lit_efficient.mechanisms.blocks.block_map import BlockMap, find_blocks, is_inside
@@ -24,16 +24,16 @@ Rule = Callable[[str], int | None]  # dotted name of a tensor -> number of its g
 
 
 class NewLayer(nn.Module):
-    """Mix-in of a layer whose weights are new: it is trained whole, and neither quantised nor adapted."""
+    """Mix-in of a layer with new weights. All of them train, without quantisation and adapters."""
 
 
 class WideLayer(StaysFloat32, NewLayer):
-    """Mix-in of a new layer that computes in float32 beside a narrower network."""
+    """Mix-in of a new layer that computes in float32 in a network of a narrower dtype."""
 
     float32 = ("",)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's own output, in the format of its input."""
+        """Return the output of the layer in the dtype of ``x``."""
         own = next(self.parameters()).dtype
         if x.dtype == own or torch.is_autocast_enabled(x.device.type):
             return super().forward(x)
@@ -42,7 +42,7 @@ class WideLayer(StaysFloat32, NewLayer):
 
 
 def hold(root: nn.Module, names: Iterable[str]) -> None:
-    """Freeze parameters for now: no gradient, and a note on ``root`` that they will be thawed."""
+    """Freeze parameters temporarily: drop their gradients, and record their names in ``root`` for :func:`release`."""
     parameters = _parameters(root)
     noted = root.__dict__.setdefault(HELD, set())
     for name in names:
@@ -52,38 +52,47 @@ def hold(root: nn.Module, names: Iterable[str]) -> None:
 
 
 def release(root: nn.Module, names: Iterable[str] | None = None) -> None:
-    """Thaw those of ``names`` (all without them) that :func:`hold` froze; what others froze stays frozen."""
+    """Unfreeze the parameters ``names``, or all without ``names``. Only parameters that :func:`hold` froze change."""
     noted = root.__dict__.get(HELD, set())
-    chosen = set(noted if names is None else noted.intersection(names))
-    parameters = _parameters(root) if chosen else {}
-    for name in chosen & parameters.keys():
-        parameters[name].requires_grad_(True)
+    chosen = set(noted)
+    if names is not None:
+        chosen.intersection_update(names)
+    if chosen:
+        parameters = _parameters(root)
+        for name in chosen & parameters.keys():
+            parameters[name].requires_grad_(True)
     noted -= chosen
 
 
 def _parameters(root: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters, under FSDP2 their shards: gathered copies of them take their names between two passes."""
-    reshard(root)
+    """Return the parameters by name, with FSDP2 their shards."""
+    reshard(root)  # between two passes, gathered copies may have the names of the parameters
     return dict(root.named_parameters())
 
 
 def depth_groups(module: nn.Module, groups: Groups = "auto", *, who: str = "depth_groups") -> list[list[str]]:
-    """Dotted names of the parameters that require a gradient, each once, in groups from the head to the stem.
+    """Return the dotted names of parameters that require a gradient, each once, in groups from the head to the stem.
 
-    With ``"auto"`` the repeated blocks make a group each, the last one first (see
-    :func:`~lit_efficient.mechanisms.blocks.block_map.find_blocks`). What is defined after them comes before them; what
-    is defined before them, and embeddings wherever they are, comes last; what is defined between two of them goes with
-    the second. A copy of a network goes with that network, layer by layer.
+    With ``"auto"`` each repeated block is a group, the last one first (see
+    :func:`~lit_efficient.mechanisms.blocks.block_map.find_blocks`). The other modules are sorted by where they are
+    defined:
+
+    - Modules after the blocks are in the first group.
+    - Modules between two blocks are in the group of the second one.
+    - Modules before the blocks, and all embeddings, are in the last group.
+
+    A copy of a network, such as an average, is in the groups of that network, layer by layer.
 
     Args:
         module: Any module.
-        groups: ``"auto"``, or one entry a group from the head to the stem, each a regular expression or several, for
-            the ends of dotted names of parameters or of modules that hold them. The first group that matches takes it.
-        who: Name of the technique that asks, for the error.
+        groups: ``"auto"``, or one entry per group, from the head to the stem. An entry is one or several regular
+            expressions for the ends of dotted names of parameters or of modules that contain them. A parameter belongs
+            to the first group that matches.
+        who: Name of the technique, for errors.
 
     Raises:
-        ConfigurationError: If there are no blocks, if a pattern matches nothing that trains or nothing that an earlier
-            group does not hold, and if a parameter that trains is matched by none.
+        ConfigurationError: If there are no blocks, if a pattern matches no trainable parameter, if a group is empty
+            because earlier groups contain its parameters, or if no group matches a trainable parameter.
     """
     return depth_groups_and_norms(module, groups, who=who)[0]
 
@@ -95,16 +104,16 @@ def depth_groups_and_norms(
     who: str = "depth_groups",
     optimized: Collection[int] | None = None,
 ) -> tuple[list[list[str]], list[tuple[int, BatchNorm]]]:
-    """Return :func:`depth_groups`, and each BatchNorm layer that keeps statistics with the position of its group.
+    """Return :func:`depth_groups`, and pairs of a group's position and a BatchNorm layer with statistics in it.
 
-    Layers of no group are left out: those in parts that were frozen before.
+    BatchNorm layers that belong to no group, because they were frozen before, are left out.
 
     Args:
         module: As in :func:`depth_groups`.
         groups: As in :func:`depth_groups`.
         who: As in :func:`depth_groups`.
-        optimized: Identities of the parameters that optimizers hold. A network in the module of which they hold nothing
-            is left out.
+        optimized: Identities of the parameters in optimizers. A network in the module without such a parameter is left
+            out.
 
     Raises:
         ConfigurationError: As in :func:`depth_groups`.
@@ -127,33 +136,42 @@ def _rule(module: nn.Module, groups: Groups, who: str, others: Collection[str]) 
         return _by_depth(module, who, others)
     if isinstance(groups, str) or not groups:
         raise refusal(who, "groups", "auto or a list of patterns from head to stem", groups)
-    return _by_patterns(module, [[entry] if isinstance(entry, str) else list(entry) for entry in groups], who)
+    patterns = [[entry] if isinstance(entry, str) else list(entry) for entry in groups]
+    return _by_patterns(module, patterns, who)
 
 
 def _sorted(module: nn.Module, groups: Groups, rule: Rule, who: str, others: Collection[str]) -> dict[int, list[str]]:
-    """Names by the number of their group, ascending; checked where the user named the groups."""
+    """Return names of parameters by the number of their group, in ascending order.
+
+    Raises:
+        ConfigurationError: If a parameter belongs to no group, or if a group of the user is empty.
+    """
     aliases = {key: names for key, names in _aliases(module).items() if not is_inside(names[0], others)}
     found: dict[int, list[str]] = {}
     left: list[str] = []
     for names in aliases.values():
         numbers = [number for number in map(rule, names) if number is not None]
-        (found.setdefault(min(numbers), []) if numbers else left).append(names[0])
+        if numbers:
+            found.setdefault(min(numbers), []).append(names[0])
+        else:
+            left.append(names[0])
     if left:
         raise ConfigurationError(
-            f"{who}: no group matches {len(left)} of {len(aliases)} parameters that train: {', '.join(left[:8])}"
-            f"{', ...' if len(left) > 8 else ''}. Add a last group for them ('.*' takes the rest), or freeze them first"
+            f"{who}: no group matches {len(left)} of {len(aliases)} trainable parameters: {listed(left, 8)}. Add a "
+            "last group for them ('.*' matches the rest), or freeze them first"
         )
-    for number, entry in enumerate(groups if groups != "auto" else ()):
-        if number not in found:
-            raise ConfigurationError(
-                f"{who}: the group {entry!r} is empty: earlier groups hold all that it matches (a tied weight belongs "
-                "to the first of its groups). Leave it out"
-            )
+    if groups != "auto":
+        for number, entry in enumerate(groups):
+            if number not in found:
+                raise ConfigurationError(
+                    f"{who}: the group {entry!r} is empty, because earlier groups contain all parameters that it "
+                    "matches (a tied weight belongs to the first of its groups). Leave it out"
+                )
     return dict(sorted(found.items()))
 
 
 def label(names: Sequence[str]) -> str:
-    """A short name for a group: what its parameters' names have in common."""
+    """Return a short name of a group: the common beginning of its parameters' names, or the first three modules."""
     parts = [name.split(".") for name in names]
     shared = 0
     while all(len(part) > shared and part[shared] == parts[0][shared] for part in parts):
@@ -162,11 +180,14 @@ def label(names: Sequence[str]) -> str:
     if shared > 1 or of_one_module:
         return ".".join(parts[0][:shared])
     firsts = dict.fromkeys(".".join(part[: shared + 1]) for part in parts)
-    return ", ".join(list(firsts)[:3]) + (", ..." if len(firsts) > 3 else "")
+    shown = ", ".join(list(firsts)[:3])
+    if len(firsts) > 3:
+        shown += ", ..."
+    return shown
 
 
 def _aliases(module: nn.Module) -> dict[int, list[str]]:
-    """All names of each parameter that trains, the one of ``named_parameters`` first."""
+    """Return all names of each trainable parameter by its identity. The name in ``named_parameters`` is the first."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
@@ -175,17 +196,20 @@ def _aliases(module: nn.Module) -> dict[int, list[str]]:
 
 
 def _by_depth(module: nn.Module, who: str, others: Collection[str]) -> Rule:
+    """Return the rule of ``"auto"``. ``others`` are the names of networks to leave out."""
     modules = list(module.named_modules(remove_duplicate=False))
     order = {name: i for i, (name, _) in enumerate(modules)}
     found = find_blocks(module, who=f"{who}: groups='auto'")
-    # A copy thaws together with its network: in sequence, a loss of one of them would have no gradient for long.
+    # A copy unfreezes together with its network. Otherwise a loss of only one would have no gradient for long.
     pairs = BlockMap(module).copies().items()
     copies = {copy: first for copy, first in pairs if not is_inside(first, others) and not is_inside(copy, others)}
     beside = (*copies, *others)
     trained = [name for name, block in found if any(p.requires_grad for p in block.parameters())]
     blocks = sorted((name for name in trained if not is_inside(name, beside)), key=order.__getitem__)
     if not blocks:
-        raise ConfigurationError(f"{who}: no parameter of the {len(found)} repeated blocks trains: name the groups")
+        raise ConfigurationError(
+            f"{who}: no parameter of the {len(found)} repeated blocks is trainable. Set groups to patterns"
+        )
     starts = [order[name] for name in blocks]
     numbers = {name: len(blocks) - i for i, name in enumerate(blocks)}
     tables = {name for name, part in modules if isinstance(part, nn.Embedding | nn.EmbeddingBag)}
@@ -198,15 +222,18 @@ def _by_depth(module: nn.Module, who: str, others: Collection[str]) -> Rule:
         inside = next((numbers[parent] for parent in (owner, *parents(owner)) if parent in numbers), None)
         if inside is not None:
             return inside
-        above = bisect_right(starts, order[owner])  # number of blocks that begin before it
+        above = bisect_right(starts, order[owner])  # number of blocks that are defined before it
         if owner in tables or above == 0:
             return len(blocks) + 1
-        return 0 if above == len(blocks) else numbers[blocks[above]]
+        if above == len(blocks):
+            return 0
+        return numbers[blocks[above]]
 
     return rule
 
 
 def _by_patterns(module: nn.Module, groups: list[list[str]], who: str) -> Rule:
+    """Return the rule of groups that the user has given."""
     for patterns in groups:
         match_parameters(module, patterns, who=who, where=lambda parameter: parameter.requires_grad)
     compiled = [[name_pattern(pattern, who) for pattern in patterns] for patterns in groups]
@@ -214,9 +241,11 @@ def _by_patterns(module: nn.Module, groups: list[list[str]], who: str) -> Rule:
 
     def rule(name: str) -> int | None:
         if new and name.startswith(new):
-            return 0  # what a technique has added is trained whole, whatever else is frozen
+            return 0  # a layer that a technique has added always trains
         names = (name, *parents(name))
-        hits = (i for i, group in enumerate(compiled) if any(any(map(e.fullmatch, names)) for e in group))
-        return next(hits, None)
+        for number, expressions in enumerate(compiled):
+            if any(expression.fullmatch(each) for expression in expressions for each in names):
+                return number
+        return None
 
     return rule

@@ -1,7 +1,7 @@
 """Residual streams of blocks: the arguments that a block's outputs continue, and blocks that cannot be skipped.
 
-A block that is skipped must return its input, in the form of its output. For most blocks that is the first argument. A
-block of two streams, such as image and text, returns a tuple, in an order of its own.
+A skipped block must return its input in the form of its output. For most blocks this input is the first argument. A
+block with two streams, such as image and text, returns a tuple, whose order may differ from that of the arguments.
 """
 
 import ast
@@ -28,7 +28,7 @@ class Streams:
 
     # For each element of the output: position and name of the argument that it continues, or ``None`` for a ``None``.
     sources: tuple[tuple[int, str] | None, ...]
-    bare: bool  # whether the block returns one tensor instead of a tuple
+    bare: bool  # True if the block returns a tensor instead of a tuple
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Tensor, ...], list[Any], dict]:
         """Return the streams of a call, and its arguments with ``None`` in their places."""
@@ -61,11 +61,13 @@ class Streams:
         """Return the streams in a block's output.
 
         Raises:
-            ConfigurationError: If the output has another form than in the probed call.
+            ConfigurationError: If the output has another form than in the call that has shown the streams.
         """
-        elements = (output,) if isinstance(output, Tensor) else output
+        elements = output
+        if isinstance(output, Tensor):
+            elements = (output,)
         if self.bare != isinstance(output, Tensor) or len(elements) != len(self.sources):
-            raise ConfigurationError(f"a block returned {_form(output)} where it returned another form before")
+            raise ConfigurationError(f"a block returned {_form(output)}, but another form of output before")
         return tuple(element for element, source in zip(elements, self.sources, strict=True) if source is not None)
 
     def pack(self, streams: tuple[Tensor, ...]) -> Any:
@@ -80,10 +82,10 @@ class Streams:
 
 
 def known_streams(block_map: BlockMap, block: nn.Module) -> Streams | None:
-    """Return the streams of a block whose code adds to its first argument and returns the sum, or ``None``.
+    """Return the stream of a block whose code adds to its first argument and returns the sum.
 
-    ``None`` means that a call must show them. That includes blocks with a stride, whose sum may be smaller than the
-    argument.
+    The result is ``None`` if only a call can show the streams. This includes blocks with a stride, whose sum
+    may be smaller than the argument.
     """
     strides: list[Any] = [getattr(part, "stride", 1) for part in block.modules()]
     if any(max(stride) > 1 if isinstance(stride, tuple) else stride != 1 for stride in strides):
@@ -95,15 +97,17 @@ def known_streams(block_map: BlockMap, block: nn.Module) -> Streams | None:
 
 
 def find_streams(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Streams:
-    """Return the streams of a block, from one call of its ``forward``.
+    """Return the streams of a block, from a call of its ``forward`` and its ``output``.
 
-    A single tensor continues the first tensor of the arguments. Of several, each continues the argument of the same
-    name in the ``return`` statement, or else the only argument of its shape.
+    If the output is one tensor, it continues the first tensor of the arguments. If it has several tensors, each
+    continues the argument with its name in the ``return`` statement, or else the only argument of its shape.
 
     Raises:
         ConfigurationError: If a tensor of the output continues no argument.
     """
-    elements = (output,) if isinstance(output, Tensor) else output
+    elements = output
+    if isinstance(output, Tensor):
+        elements = (output,)
     if not isinstance(elements, tuple) or any(e is not None and not isinstance(e, Tensor) for e in elements):
         raise ConfigurationError(f"a block returns {_form(output)}, not a tensor or a tuple of tensors")
     names = list(inspect.signature(forward).parameters)
@@ -127,8 +131,8 @@ def find_streams(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         if source is None or (not several and source != next(iter(given))):
             shapes = ", ".join(f"{key} {list(value.shape)}" for key, value in given.items())
             raise ConfigurationError(
-                f"a block maps {shapes} to {_form(output)}; only residual blocks can be dropped, which return "
-                "tensors of their inputs' shapes: name them with blocks="
+                f"a block maps {shapes} to {_form(output)}. Only residual blocks can be dropped, which return "
+                "tensors with the shapes of their inputs. Name such blocks with blocks="
             )
         sources.append((names.index(source), source))
     return Streams(tuple(sources), bare=isinstance(output, Tensor))
@@ -159,7 +163,7 @@ def _form(output: Any) -> str:
 def probe_streams(
     block: nn.Module, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Streams:
-    """Return the streams of a block, from a call that changes no gradient, buffer or random state.
+    """Run a block and return its streams. The call changes no gradient, buffer or random state.
 
     Raises:
         ConfigurationError: As in :func:`find_streams`.
@@ -177,15 +181,16 @@ def probe_streams(
 
 
 def without_cache(arguments: Any) -> Any:
-    """Return a call's arguments without the cache of keys and values, which a block that runs on part of a batch would
-    fill in part.
+    """Return a call's arguments without the cache of keys and values, which part of a batch must not fill.
 
     Raises:
         ConfigurationError: If the cache is not empty, so that leaving it out would change the result.
     """
     if isinstance(arguments, dict):
         kept = {name: _no_cache(value) for name, value in arguments.items()}
-        return {**kept, "use_cache": False} if "use_cache" in kept else kept
+        if "use_cache" in kept:
+            kept["use_cache"] = False
+        return kept
     return tuple(_no_cache(value) for value in arguments)
 
 
@@ -194,19 +199,20 @@ def _no_cache(value: Any) -> Any:
         return value
     if value.get_seq_length():
         raise ConfigurationError(
-            "a block that trains on part of the batch was given a cache of keys and values that is not empty"
+            "a block that trains on part of the batch has a cache of keys and values that is not empty. Call the "
+            "network without a cache"
         )
     return None
 
 
 def why_not_residual(block_map: BlockMap, block: nn.Module) -> str | None:
-    """Return why a block cannot be skipped, or ``None``.
+    """Return the reason why a block cannot be skipped, or ``None``.
 
-    A block must return its input plus a term, in the same shape. The shape of a block with more than one required
-    argument is known only after its first call.
+    A block must return its input plus a term of the same shape. For a block with more than one required argument, only
+    its first call shows the shape.
     """
     if not block_map.forward(block).adds and adds_to_input(block, whole=True) is False:
-        return "it changes its input before it adds to it, or adds nothing"
+        return "it changes its input before the addition, or adds nothing to it"
     if block_map.once("changes the shape", block, _changes_shape):
         return "it changes the shape"
     return None
@@ -229,8 +235,9 @@ class _Adding(TorchFunctionMode):
 
 
 def _changes_shape(block: nn.Module) -> bool:
-    """Return whether a copy of the block on meta changes the shape of images, tokens or rows as wide as its first
-    layer.
+    """Return whether a copy of the block on the meta device changes the shape of images, tokens or rows.
+
+    The inputs have as many channels or features as the first layer of the block.
     """
     parameters = list(inspect.signature(block.forward).parameters.values())
     needed = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]

@@ -16,7 +16,8 @@ from lit_efficient.application import apply
 from lit_efficient.application.ledger import ledger
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.sums import write_sums
-from lit_efficient.mechanisms.adapters.peft_format import placement, to_peft
+from lit_efficient.mechanisms.adapters.peft_folder import placement
+from lit_efficient.mechanisms.adapters.peft_format import to_peft
 from tests.mechanisms.adapters.test_architectures import IDS, MODELS
 
 pytestmark = pytest.mark.filterwarnings(

@@ -119,7 +119,7 @@ def test_patterns_take_what_earlier_ones_left() -> None:
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        (["head", "blocks"], r"no group matches 2 of 16 parameters that train: stem\.weight, stem\.bias"),
+        (["head", "blocks"], r"no group matches 2 of 16 trainable parameters: stem\.weight, stem\.bias"),
         (
             ["hed", ".*"],
             r"the pattern 'hed' matches none of the \d+ parameters that it could, whose names end in: head",
