@@ -174,11 +174,15 @@ class LoRA(AdapterTechnique):
     def transform(self, module: nn.Module) -> Report:
         if any(kind.__name__ == "LoraLayer" for part in module.modules() for kind in type(part).__mro__):
             raise ConfigurationError("LoRA: the model already has layers of peft's LoRA. Merge them, or leave out LoRA")
-        saved = match_modules(module, self.modules_to_save, who="LoRA: modules_to_save") if self.modules_to_save else []
+        saved: list[tuple[str, nn.Module]] = []
+        if self.modules_to_save:
+            saved = match_modules(module, self.modules_to_save, who="LoRA: modules_to_save")
         whole = {id(part) for _, root in saved for part in root.modules()}
         targets = [item for item in find_targets(module, self.targets, who="LoRA: targets") if id(item[1]) not in whole]
         experts = find_experts(module, self.targets, who="LoRA: targets")
-        others = other_targets(module) if self.targets in (ALL_LINEAR, WITH_EXPERTS) else []
+        others: Sequence[str] = []
+        if self.targets in (ALL_LINEAR, WITH_EXPERTS):
+            others = other_targets(module)
         self._check_targets(targets, experts, others, weights_wait(module))
         for part in module.modules():
             if is_bitsandbytes(part):
@@ -261,8 +265,11 @@ class LoRA(AdapterTechnique):
 
     @classmethod
     def placement(cls, module: nn.Module) -> dict[str, Any]:
+        found = placement(module)
         mix = active_mix(module)
-        return placement(module) | ({} if mix is None else {"mix": mix})
+        if mix is not None:
+            found["mix"] = mix
+        return found
 
     @classmethod
     def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:
