@@ -116,6 +116,13 @@ def _table(cards):
     return {row.pop(""): row for row in csv.DictReader(table(cards).splitlines())}
 
 
+@pytest.mark.parametrize("label", ["saves", "costs", "source"])
+def test_the_docstring_of_a_technique_states_what_it_saves_and_costs_and_its_source(label):
+    techniques = [card for card in read_cards() if card.is_technique and card.slot == "trainer.callbacks"]
+    missing = [card.name for card in techniques if not card.facts.get(label)]
+    assert not missing, f"add a line that begins with {label.title()}: to the module docstring of {', '.join(missing)}"
+
+
 def test_the_list_has_each_technique_once_below_what_it_is_for():
     ours = read_cards()
     aimless = [c.name for c in ours if c.is_technique and c.slot not in ("model", "data") and not purpose_of(c)]

@@ -115,6 +115,7 @@ def techniques() -> list[type[Declaration]]:
 def test_a_technique_has_an_overlay_and_a_test(kind: type[Declaration]) -> None:
     slot, name = kind.__module__.split(".")[-2:]
     overlay = ROOT / "configs" / "techniques" / f"{name}.yaml"
+    assert overlay.exists(), f"{kind.__name__} needs an overlay: create configs/techniques/{name}.yaml"
     key = "callbacks+" if issubclass(kind, Technique) else "plugins+"
     entries = yaml.safe_load(overlay.read_text("utf-8"))["trainer"][key]
     assert kind.__name__ in [entry if isinstance(entry, str) else entry["class_path"] for entry in entries]

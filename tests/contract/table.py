@@ -222,7 +222,9 @@ def _elsewhere() -> dict[str, Row]:
             and Hooks not in kind.__bases__
         ):
             slot, file = lit_efficient.PUBLIC[name].split(".")
-            rows[name] = import_module(f"tests.{slot}.test_{file}").ROW
+            module = import_module(f"tests.{slot}.test_{file}")
+            assert hasattr(module, "ROW"), f"tests/{slot}/test_{file}.py needs a ROW: see tests/contract/row.py"
+            rows[name] = module.ROW
     return rows
 
 
