@@ -1,24 +1,30 @@
-"""Steps that techniques need for an equal loss, relative to AdamW: three small trainings, many seeds, with p values.
+"""Measure the steps that techniques need for an equal loss, relative to AdamW, on three small trainings.
 
-    python -m benchmarks.quality --minutes 60          goes on where it stopped
-    python -m benchmarks.quality --only TokenRouting   arms that have one of these in their names, and their baselines
-    python -m benchmarks.quality --show                the table of what has been run
-    python -m benchmarks.quality --record              puts it into figures.json and docs/measured.md
+    python -m benchmarks.quality --minutes 60          run what is missing, for at most an hour python -m
+    benchmarks.quality --only TokenRouting   run the arms with one of these words in their names, and baselines python
+    -m benchmarks.quality --show                print the table of the finished runs python -m benchmarks.quality
+    --record              write the table into figures.json and docs/measured.md
 
-An arm is a technique in one of three trainings: ``digits``, a diffusion transformer on latents of handwritten digits,
-and ``photos``, one on pixels of crops of two photographs, both judged by the Fréchet distance of samples (no FID) and
-by validation loss, and ``python``, a GPT on Python's standard library, judged by validation loss. Losses are the task's
-own, whatever a technique trains on.
+An arm is a technique in one of three trainings:
 
-Each arm is first run at the same three rates with a seed of its own, and then, at the best of them, with the other
-seeds; the baseline is run with them at all three. Of each seed's pair of runs the worse end is the level: the steps,
-and the CPU seconds of training, in which either reaches it first, interpolated between evaluations. A ratio of 0.8 is
-a fifth fewer; it and its interval are of the baseline at the rate that ends lowest, and Student's over the logarithms
-of the seeds' ratios. p is the largest of those against the baseline at each rate at which it may well do as well as
-there, because one seed finds the best of close rates by chance (docs/negative_results.md), and Holm's over all that is
-in the table. What is no evidence is printed as that. The pieces, at most half a minute each, are lines of
-``benchmarks/records/quality.jsonl``, which is kept with the code; a piece is its settings, and runs again when they
-change. Seconds depend on the machine: take an idle one.
+- ``digits``: a diffusion transformer on latents of handwritten digits,
+- ``photos``: a diffusion transformer on pixels of crops of two photographs,
+- ``python``: a GPT on Python's standard library.
+
+All are scored by validation loss, the first two also by the Fréchet distance of samples (not FID). The loss is that of
+the task, even if a technique trains on another loss.
+
+Each arm is first run at three learning rates with a tuning seed, then at the best rate with the other seeds. The
+baseline is run with these seeds at all three rates. For each seed, the level is the worse of the two final values. The
+result is the number of steps, and of CPU seconds of training, after which each run first reaches the level,
+interpolated between evaluations. A ratio of 0.8 means a fifth fewer. The ratio and its interval refer to the baseline
+at its best rate. The interval is Student's over the logarithms of the ratios.
+
+The p value is the largest over all baseline rates that are not significantly worse than the best one, because a single
+tuning seed chooses between close rates by chance (docs/negative_results.md). It is corrected by Holm's method over all
+rows of the table. The verdict says where the evidence is insufficient. Each run takes at most half a minute and is a
+line of ``benchmarks/records/quality.jsonl``, which is kept with the code. A run is identified by its settings, and runs
+again when they change. Seconds depend on the machine: use an idle one.
 """
 
 from __future__ import annotations
@@ -67,13 +73,13 @@ class Arm:
 
     Args:
         task: ``digits``, ``photos`` or ``python``.
-        name: Of the arm, in the table.
-        callbacks: Makes what the trainer gets; the same each time.
-        optimizer: Makes another optimizer than AdamW of the module and the rate.
-        schedule: Of the rate.
-        settings: Arguments of the training's module that differ.
-        steps: Of the run, where a batch of ``batches`` times the rows makes fewer do.
-        batches: How many batches of the training one has.
+        name: Name of the arm in the table.
+        callbacks: Function that returns the callbacks of the trainer, the same on each call.
+        optimizer: Function from module and learning rate to an optimizer that replaces AdamW.
+        schedule: Learning-rate schedule.
+        settings: Arguments of the module that differ from the baseline.
+        steps: Number of steps, if it differs from the baseline because of a larger batch.
+        batches: Size of a batch, in batches of the baseline.
     """
 
     task: str
@@ -87,7 +93,7 @@ class Arm:
 
     @property
     def recipe(self) -> str:
-        """What it is made of, in twelve letters."""
+        """Hash of the settings, in twelve hexadecimal digits."""
         made = [one.record() for one in self.callbacks()]
         code = [_code_of(f.__code__) for f in (self.optimizer, self.schedule) if f is not None]
         numbers = [self.steps or STEPS[self.task], EVALUATIONS, self.batches]
@@ -241,7 +247,7 @@ MAKE = {"digits": make_digits, "photos": make_photos, "python": make_python}
 
 
 class Watch(Callback):
-    """Notes each evaluation, with the CPU seconds that training has taken by then."""
+    """Callback that records each evaluation with the CPU seconds of training so far."""
 
     def __init__(self, metrics: Sequence[str]) -> None:
         self.metrics = metrics
@@ -264,7 +270,7 @@ class Watch(Callback):
 
 
 def train(arm: Arm, rate: float, seed: int) -> dict[str, Curve]:
-    """One run's curves, by metric."""
+    """Train one run. Return its curves by metric."""
     seed_everything(seed, verbose=False)
     module, data = MAKE[arm.task](rate, arm.settings, arm.batches)
     steps = arm.steps or STEPS[arm.task]
@@ -301,7 +307,7 @@ def train(arm: Arm, rate: float, seed: int) -> dict[str, Curve]:
 
 
 def records(file: Path) -> list[dict[str, Any]]:
-    """The pieces in a file; a last line that was cut off by a kill is none."""
+    """Return the runs recorded in a file. A truncated last line, left by a killed process, is ignored."""
     found = []
     for line in file.read_text("utf-8").splitlines() if file.exists() else ():
         try:
@@ -312,13 +318,13 @@ def records(file: Path) -> list[dict[str, Any]]:
 
 
 def runs_of(arm: Arm, rows: Iterable[Mapping[str, Any]]) -> dict[tuple[float, int], Mapping[str, Any]]:
-    """An arm's runs, as it is made now, by rate and seed."""
+    """Return the runs of an arm with its current settings, by rate and seed."""
     key = (arm.task, arm.name, arm.recipe)
     return {(r["rate"], r["seed"]): r for r in rows if (r["task"], r["name"], r["recipe"]) == key}
 
 
 def best_rate(arm: Arm, rows: Iterable[Mapping[str, Any]]) -> float | None:
-    """The rate at which the tuning seed ends lowest, among all of :data:`RATES`; ``None`` until all have been run."""
+    """Return the rate of :data:`RATES` with the lowest final value of the tuning seed, ``None`` until all have run."""
     runs = runs_of(arm, rows)
     metric = METRICS[arm.task][0]
     tuned = {rate: runs[rate, TUNING_SEED] for rate in RATES if (rate, TUNING_SEED) in runs}
@@ -333,7 +339,7 @@ def best_rate(arm: Arm, rows: Iterable[Mapping[str, Any]]) -> float | None:
 
 
 def left(arm: Arm, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int] = SEEDS) -> Iterator[tuple[float, int]]:
-    """Rates and seeds that an arm still needs, in order."""
+    """Yield the rates and seeds that an arm still needs, in order."""
     runs = runs_of(arm, rows)
     best = best_rate(arm, rows)
     rates = RATES if arm.name == BASELINE else [best]
@@ -342,7 +348,7 @@ def left(arm: Arm, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int] = SEE
 
 
 def run(arms: Sequence[Arm], file: Path, end: float, seeds: Sequence[int] = SEEDS, attempt: Any = train) -> int:
-    """Run pieces until the time is over; how many are known to be left."""
+    """Run what is missing until the time limit. Return the number of known missing runs."""
     while True:
         rows = records(file)
         open_arms = [(arm, piece) for arm in arms for piece in left(arm, rows, seeds)]
@@ -372,7 +378,7 @@ def run(arms: Sequence[Arm], file: Path, end: float, seeds: Sequence[int] = SEED
 
 
 def reached(curve: Sequence[Sequence[float]], level: float, axis: int) -> float:
-    """Steps (axis 0) or seconds (1) at which a curve is first as low as a level, interpolated; NaN if it never is."""
+    """Return the interpolated steps (axis 0) or seconds (axis 1) at which a curve first reaches a level, or NaN."""
     before: Sequence[float] | None = None
     for point in curve:
         if point[2] <= level:
@@ -384,17 +390,17 @@ def reached(curve: Sequence[Sequence[float]], level: float, axis: int) -> float:
 
 
 def pair_ratio(curve: Curve, baseline: Curve, axis: int) -> tuple[float, float]:
-    """What each of two runs of one seed needs to the worse of both ends; NaN where one breaks."""
+    """Return what each of two runs of one seed needs to reach the worse final value. NaN if a run diverges."""
     level = max(curve[-1][2], baseline[-1][2]) if curve and baseline else math.nan
     return reached(curve, level, axis), reached(baseline, level, axis)
 
 
 def against(pairs: Mapping[float, Sequence[tuple[float, float]]], best: float) -> Estimate:
-    """The ratio to the baseline at its best rate, with the p of the least evidence at any of these rates.
+    """Return the ratio to the baseline at its best rate, with the largest p over all given rates.
 
     Args:
-        pairs: By the baseline's rate, what the arm and the baseline need with each seed.
-        best: One of these rates.
+        pairs: Steps or seconds of the arm and the baseline with each seed, by the baseline's rate.
+        best: The baseline's best rate, a key of ``pairs``.
     """
     ratios = {rate: ratio_of([a for a, _ in two], [b for _, b in two]) for rate, two in pairs.items()}
     shown = ratios[best]
@@ -410,7 +416,7 @@ def against(pairs: Mapping[float, Sequence[tuple[float, float]]], best: float) -
 
 
 def table(arms: Sequence[Arm], rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str, str], Estimate]:
-    """Ratios to the baseline by task, arm, metric and what is counted (steps, seconds); p is Holm's over all."""
+    """Return ratios to the baseline by task, arm, metric and unit (steps, seconds), with Holm's correction of p."""
     found: dict[tuple[str, str, str, str], Estimate] = {}
     baselines = {arm.task: arm for arm in arms if arm.name == BASELINE}
     for arm in arms:
@@ -441,7 +447,7 @@ def table(arms: Sequence[Arm], rows: Sequence[Mapping[str, Any]]) -> dict[tuple[
 
 
 def _rivals(runs: Mapping[float, Mapping[int, Mapping[str, Curve]]], metric: str, best: float) -> list[float]:
-    """The rates at which the seeds do not say that it ends worse than at its best one, that one included."""
+    """Return the rates that are not significantly worse than the best rate, including the best rate."""
     found = []
     for rate, of_seeds in runs.items():
         seeds = sorted(of_seeds.keys() & runs[best].keys())
@@ -454,7 +460,7 @@ def _rivals(runs: Mapping[float, Mapping[int, Mapping[str, Curve]]], metric: str
 
 
 def _of_seeds(arm: Arm, rows: Iterable[Mapping[str, Any]]) -> dict[float, dict[int, Mapping[str, Curve]]]:
-    """An arm's curves by rate and seed, without the seed that tunes."""
+    """Return an arm's curves by rate and seed, without the tuning seed."""
     found: dict[float, dict[int, Mapping[str, Curve]]] = {rate: {} for rate in RATES}
     for (rate, seed), one in runs_of(arm, rows).items():
         if seed != TUNING_SEED:
@@ -467,7 +473,7 @@ def _end(curve: Curve) -> float:
 
 
 def verdict(estimate: Estimate) -> str:
-    """What an estimate of a ratio is evidence of."""
+    """Return the conclusion that an estimate of a ratio supports."""
     if estimate.n < len(SEEDS):
         return f"{estimate.n} of {len(SEEDS)} seeds: unknown"
     if not estimate.evidence:
@@ -476,7 +482,7 @@ def verdict(estimate: Estimate) -> str:
 
 
 def lines(found: Mapping[tuple[str, str, str, str], Estimate]) -> Iterator[str]:
-    """The table as text."""
+    """Yield the lines of the table."""
     head = f"{'task':7} {'arm':38} {'until equal':21} {'counted':8} {'ratio':>6} {'95 % interval':>15}"
     yield f"{head} {'p':>7}  n  verdict"
     for (task, name, metric, what), one in found.items():
@@ -512,7 +518,7 @@ def _shown(one: Estimate) -> str:
 
 
 def kept(found: Mapping[tuple[str, str, str, str], Estimate]) -> list[dict[str, Any]]:
-    """Records for figures.json of all rows that every seed has run."""
+    """Return the records for figures.json of all rows for which every seed has run."""
     records = []
     now = figures.here()
     for (task, name, metric, what), steps in found.items():
@@ -550,7 +556,7 @@ def record(found: Mapping[tuple[str, str, str, str], Estimate]) -> None:
     text = page.read_text("utf-8")
     if "<!-- figures: quality -->" not in text:
         page.write_text(text.replace(_PLACE, _SECTION + _PLACE, 1), encoding="utf-8")
-    print("now: python -m benchmarks.figures --write")
+    print("To update the documents, run: python -m benchmarks.figures --write")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,20 +1,23 @@
-"""Host memory at the shapes of real models, ideal beside measured.
+"""Measure host memory at the shapes of real models, and compare it with the ideal.
 
     python -m benchmarks.real_size [--layers N] [--cases qlora,merge,refusal,...]
 
-The shapes of Llama 3.2 1B are drawn from a seed in bfloat16 and written to a folder once; each case then runs in a
-process of its own, whose peak of anonymous memory is read (pages of files that are mapped can be dropped at any time).
+Weights in the shapes of Llama 3.2 1B are drawn from a seed in bfloat16 and written to a folder once. Each case then
+runs in a separate process, whose peak of anonymous memory is measured. Pages of mapped files are not counted, because
+the system can drop them at any time.
 
-    qlora    read the folder, quantise to NF4 on the way, put adapters beside it
-    save     its checkpoint
-    merge    export --format merged of that checkpoint, without the check
-    slices   give an empty network the weights of the folder
-    shards   two processes under ShardedStrategy, to where training begins: each reads its slices of the base, below
-             adapters in bfloat16 or in NF4 (each layer is quantised whole); the larger peak, beside what it holds
-    refusal, techniques, folders, averages, checkpoints, generation, formats, sd: see each; only when named, and a layer
-             is enough, two for techniques
+    qlora    read the folder, quantise to NF4 while reading, add adapters
+    save     save a checkpoint of this network
+    merge    run export --format merged on that checkpoint, without verification
+    slices   load the weights of the folder into an empty network
+    shards   start training in two processes under ShardedStrategy: each reads its slices of the base, in bfloat16 or in
+             NF4 (each layer is quantised whole); the larger peak is compared with what the process holds
+    refusal, techniques, folders, averages, checkpoints, generation, formats, sd: see the function of each; they run
+    only
+             when named, and need one layer (techniques: two)
 
-Needs about 5 GiB of memory and 6 GB of disk with all 16 layers; fewer are the same shapes, 23 are 3 GiB.
+All 16 layers need about 5 GiB of memory and 6 GB of disk. Fewer layers keep the shapes; 23 layers have 3 GiB of
+weights.
 """
 
 import argparse
@@ -51,13 +54,13 @@ Found = dict[str, list[float]]  # MiB: ideal, measured
 
 
 def anonymous() -> float:
-    """MiB of this process that no file holds."""
+    """Return the anonymous memory of this process in MiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
 
 
 def peak_of(work: Callable[[], object]) -> float:
-    """MiB by which ``work`` raised the peak."""
+    """Run ``work``. Return the MiB by which it raised anonymous memory at its peak."""
     before = anonymous()
     found = [0.0]
     over = threading.Event()
@@ -78,7 +81,7 @@ def peak_of(work: Callable[[], object]) -> float:
 
 
 def sizes(layers: int) -> dict[str, float]:
-    """MiB: the embeddings and norms, all linear layers, and the largest of these, at a byte a weight."""
+    """Return MiB at one byte per weight: embeddings and norms, all linear layers, the largest linear layer."""
     h = SHAPE["hidden_size"]
     f = SHAPE["intermediate_size"]
     heads = h + 2 * h * SHAPE["num_key_value_heads"] // SHAPE["num_attention_heads"] + h
@@ -179,7 +182,7 @@ def _adapted(*techniques: Callable[[Path], Any]) -> Callable[[Path], Any]:
 
 
 def _named(name: str, **arguments: Any) -> Callable[[Path], Any]:
-    """A technique; arguments that are paths lie in the folder."""
+    """Return a technique by name. Arguments that are paths point into the folder."""
 
     def made(folder: Path) -> Any:
         import lit_efficient
@@ -230,7 +233,7 @@ SHARDED: dict[str, Callable[[Path], Any]] = {
 
 
 def _prepare(folder: Path) -> None:
-    """A checkpoint of the base, and adapters of it in folders."""
+    """Write a checkpoint of the base, and folders with adapters for it."""
     from lightning.pytorch import Trainer
 
     from lit_efficient import CausalLMConfig, LanguageModeling, LoRA
@@ -313,7 +316,7 @@ def folders(folder: Path, layers: int) -> Found:
 
 
 def _together(work: Callable[..., None], *given: Any, after: tuple[Any, ...] = ()) -> None:
-    """Let two processes do it."""
+    """Run the work in two processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -326,7 +329,7 @@ def _together(work: Callable[..., None], *given: Any, after: tuple[Any, ...] = (
 
 
 def _of_two(folder: Path, case: str) -> list[float]:
-    """Of the process with the larger peak."""
+    """Return the result of the process with the larger peak."""
     results = multiprocessing.get_context("spawn").Queue()
     _together(_rank, folder, case, after=(results,))
     found = max((results.get(timeout=10) for _ in range(2)), key=lambda one: one[1])
@@ -347,7 +350,7 @@ def techniques(folder: Path, layers: int) -> Found:
 
 
 def _llama(layers: int) -> Any:
-    """Weights in bfloat16, in memory of their own."""
+    """Return a Llama with bfloat16 weights that are not mapped from a file."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -464,7 +467,7 @@ def formats(folder: Path, layers: int) -> Found:
 
 
 def refusal(folder: Path, layers: int) -> Found:
-    """export --format merged, whose base is gone."""
+    """Run export --format merged after the base is deleted."""
     from lit_efficient.errors import LitEfficientError
     from lit_efficient.export.adapters import export_checkpoint
 
@@ -539,7 +542,7 @@ def _train_sd(folder: Path, results: Any) -> None:
 
 
 def sd(folder: Path, layers: int) -> Found:
-    """Of Stable Diffusion 1.5: latents that are cached, a fit of adapters on its UNet, and exports."""
+    """Cache latents of Stable Diffusion 1.5, fit adapters on its UNet, and export."""
     from lit_efficient.export.adapters import export_checkpoint
     from lit_efficient.export.pipelines import export_pipeline
 

@@ -1,13 +1,14 @@
-"""Strong and weak scaling on 1, 2 and 4 processes, in what can be counted without a network: bytes, memory, steps.
+"""Count the bytes sent, the memory and the steps of strong and weak scaling on 1, 2 and 4 processes.
 
     python -m benchmarks.scaling [--processes 2 4] [--json]
-    python -m benchmarks.scaling --needs    what 8, 64 and 1,024 GPUs would need, by the formulas of docs/scaling.md
+    python -m benchmarks.scaling --needs    compute the needs of 8, 64 and 1,024 GPUs by docs/scaling.md
 
-A small GPT takes four steps of AdamW. Bytes are those that collectives are given, as a ring sends them: n processes
-send 2 (n-1)/n of what all reduce, and (n-1)/n of what is gathered or scattered. The ideal: one exchange of the
-gradients (DDP; half of it in bfloat16), or of two gathers of the weights and one scatter of the gradients (FSDP2).
-Memory is that of weights, gradients and states. Strong: eight rows a step in all, whose weights must be those of one
-process; weak: eight rows in each. With GPUs it runs there, by NCCL.
+A small GPT takes four steps of AdamW. Bytes are computed from the inputs of collectives for a ring algorithm: each of n
+processes sends 2 (n-1)/n of the bytes of an all-reduce, and (n-1)/n of those of an all-gather or reduce-scatter. The
+ideal is one all-reduce of the gradients (DDP; half the bytes in bfloat16), or two all-gathers of the weights and one
+reduce-scatter of the gradients (FSDP2). Memory is that of weights, gradients and optimizer states. Strong scaling has
+eight rows in a step in total, and must give the weights of one process. Weak scaling has eight rows in each process.
+The benchmark uses GPUs and NCCL where they are available.
 """
 
 import argparse
@@ -49,7 +50,7 @@ KINDS = {
 
 
 class Sent(TorchDispatchMode):
-    """Counts the bytes that this process sends, by operator."""
+    """Counter of the bytes that this process sends, by operator."""
 
     def __init__(self, processes: int) -> None:
         super().__init__()
@@ -70,7 +71,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def steps(way: str, rows: int, device: torch.device) -> dict[str, Any]:
-    """What four steps of this process send and hold, and the weights after them."""
+    """Return the bytes that this process sends and holds in four steps, and the final weights."""
     rank = distributed.get_rank()
     processes = distributed.get_world_size()
     torch.manual_seed(0)
@@ -114,7 +115,7 @@ def process(rank: int, processes: int, port: int, folder: str) -> None:
 
 
 def measured(processes: int) -> dict[str, list[dict[str, Any]]]:
-    """For each way what is found under strong and under weak scaling."""
+    """Return the results of each strategy under strong and weak scaling."""
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -124,7 +125,7 @@ def measured(processes: int) -> dict[str, list[dict[str, Any]]]:
 
 
 def ideal(way: str, processes: int, parameters: int) -> float:
-    """Bytes that a process must send a step, with weights and gradients in float32."""
+    """Return the bytes that a process must send in a step, with weights and gradients in float32."""
     once = (processes - 1) / processes * 4 * parameters
     return {"ddp": 2 * once, "ddp, bf16": once, "fsdp2": 3 * once}[way]
 
@@ -155,7 +156,7 @@ MODELS = {"8B, AdamW": (8.03e9, 0.525e9), "70B, AdamW": (70.55e9, 1.05e9)}  # al
 
 
 def needs(parameters: float, unit: float, gpus: int, replicas: int = 1) -> tuple[float, float, float, float]:
-    """Bytes of memory and of both networks a GPU a step, and tokens a GPU that take as long: bf16-mixed under FSDP2."""
+    """Return memory, network bytes of a GPU in a step, and tokens that take as long: bf16-mixed under FSDP2."""
     shards = gpus // replicas
     memory = 16 * parameters / shards + 6 * unit  # float32: weights, gradients, two moments; two gathered units
     gathered = (shards - 1) / shards * (2 * 2 + 4) * parameters  # twice in bfloat16; gradients in float32
@@ -166,7 +167,7 @@ def needs(parameters: float, unit: float, gpus: int, replicas: int = 1) -> tuple
 
 
 def page() -> list[str]:
-    """The table of docs/scaling.md."""
+    """Return the lines of the table of docs/scaling.md."""
     lines = [
         "| Model | GPUs | Shards x replicas | Memory | In a node | Between nodes | Tokens a GPU |",
         "|" + " --- |" * 7,
@@ -183,8 +184,8 @@ def page() -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--json", action="store_true", help="a line of JSON for each row")
-    parser.add_argument("--needs", action="store_true", help="what more GPUs would need, computed")
+    parser.add_argument("--json", action="store_true", help="print each row as a line of JSON")
+    parser.add_argument("--needs", action="store_true", help="compute the needs of more GPUs")
     options = parser.parse_args()
     if options.needs:
         print("\n".join(page()))

@@ -1,12 +1,12 @@
-"""Time that help and the catalogue take, and time until the first step of a training.
+"""Measure the time of help and catalogue, and the time until the first step of a training.
 
     python -m benchmarks.startup [--rounds 5] [--only help | step]
 
-Help and catalogue are compared with importing Lightning's own command line: at most a tenth is the promise. The first
-optimizer step of ``fit -c language_model``, start-up included, is compared with that of a plain Lightning script of the
-same module and data: at most 1.3 times is the promise; the same network in plain PyTorch stands beside it. Commands
-alternate, each in a fresh process, caches warm, and medians are compared, of wall time and of CPU time, which counts
-where a machine is shared.
+Help and catalogue are compared with the import of Lightning's command line. The target is at most a tenth of its time.
+The first optimizer step of ``fit -c language_model``, including start-up, is compared with that of a plain Lightning
+script with the same module and data. The target is at most 1.3 times. The same network in plain PyTorch is also shown.
+Commands alternate, each in a fresh process with warm caches. Medians of wall time and CPU time are printed. The targets
+use CPU time, because the machine may be shared.
 """
 
 import argparse
@@ -64,7 +64,7 @@ STEP = {
 
 
 def seconds(arguments: list[str]) -> tuple[float, float]:
-    """Wall and CPU time of a fresh process in a folder of its own."""
+    """Return the wall and CPU time of a fresh process in a new folder."""
     with tempfile.TemporaryDirectory() as folder:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         start = time.perf_counter()
@@ -77,7 +77,7 @@ def seconds(arguments: list[str]) -> tuple[float, float]:
 
 
 def compare(commands: dict[str, list[str]], rounds: int) -> dict[str, float]:
-    """Print medians, and their ratios to the first command's; return those of CPU time."""
+    """Print the medians and their ratios to the first command. Return the medians of CPU time."""
     for arguments in commands.values():  # what the first start pays: byte code, the disk cache
         seconds(arguments)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
@@ -110,7 +110,7 @@ def main() -> int:
         print(f"{fit}: {cpu[fit] / cpu[script]:.2f} times {script}, {cpu[fit] / cpu[plain]:.2f} times {plain}")
         if cpu[fit] > 1.3 * cpu[script]:
             slow.append(fit)
-    print(f"slower than promised: {', '.join(slow)}" if slow else "all as promised")
+    print(f"slower than the target: {', '.join(slow)}" if slow else "all targets are reached")
     return 1 if slow else 0
 
 

@@ -1,4 +1,4 @@
-"""A callback that notes when each training batch ends, for the benchmarks that run the command line."""
+"""Callback that records the end of each training batch, for benchmarks that run the command line."""
 
 import time
 

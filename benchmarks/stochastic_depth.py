@@ -1,15 +1,15 @@
-"""A training step with stochastic depth: ours against DropPath masks and against the plain network.
+"""Compare a training step with our stochastic depth, with DropPath masks, and of the plain network.
 
     python -m benchmarks.stochastic_depth [--blocks 12] [--width 128] [--rate 0.5] [--batch 32] [--steps 24]
                                           [--device cpu]
 
-A transformer (pre-norm attention and MLP); forward, backward and AdamW. Linear rates from rate / L to rate. The steps
-of all contenders are interleaved, and their times are this process's own on one thread (elapsed on a GPU), so that a
-busy machine slows all alike; read the ratios. The seeds are such that skip='batch' drops the share that the rates
-promise: few steps would say more about their luck than about the cost. timm's DropPath is used if timm is installed,
-otherwise the same mask.
+Runs forward, backward and AdamW of a transformer (pre-norm attention and MLP). Drop rates rise linearly from rate / L
+to rate. The steps of all contenders are interleaved. Times are CPU times of this process on one thread (elapsed times
+on a GPU). Other load therefore slows all contenders alike, and only the ratios are meaningful. The seeds are chosen so
+that skip='batch' drops the expected share of blocks, because the share varies much in so few steps. timm's DropPath is
+used if timm is installed, otherwise an equal mask.
 
-Seen with `--steps 16` on two vCPUs of a Xeon at 2.5 GHz that were busy with other work, torch 2.13.0:
+Output with `--steps 16` on two vCPUs of a Xeon at 2.5 GHz under other load, torch 2.13.0:
 
     12 blocks of width 128, 32 rows of 64 tokens, linear rates to 0.5: 16 steps
     blocks dropped: 27.1% expected, 27.1% drawn for skip='batch'
@@ -18,7 +18,7 @@ Seen with `--steps 16` on two vCPUs of a Xeon at 2.5 GHz that were busy with oth
     StochasticDepth(skip='batch')       530.8 ms a step    73.4% of plain
     StochasticDepth(skip='sample')      515.6 ms a step    71.3% of plain
 
-With 8 rows the optimizer, which steps for skipped blocks too, takes a tenth of the plain step, and less is saved.
+With 8 rows less is saved, because the optimizer also steps for skipped blocks and takes a tenth of the plain step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from lit_efficient.callbacks.stochastic_depth import linear_rates
 
 
 class MaskedRows(nn.Module):
-    """DropPath: the residual of each row is multiplied by 0 or 1 / (1 - rate), after it was computed."""
+    """DropPath: compute the residual of each row, then multiply it by 0 or 1 / (1 - rate)."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class MaskedRows(nn.Module):
 
 
 def drop_path() -> tuple[Any, str]:
-    """timm's, also where torchvision is missing, which timm imports: the tests know how."""
+    """Return timm's DropPath. The helper of the tests imports it without torchvision, which timm requires."""
     if importlib.util.find_spec("timm") is None:
         return MaskedRows, "DropPath (an own mask)"
     models = runpy.run_path(str(Path(__file__).parent.parent / "tests" / "timm_models.py"))
@@ -63,7 +63,7 @@ def drop_path() -> tuple[Any, str]:
 
 
 def fair_seed(rates: list[float], steps: int) -> int:
-    """The first of ``steps`` seeds in a row whose draws drop the expected number of blocks."""
+    """Return the first seed from which ``steps`` consecutive seeds drop the expected number of blocks."""
     chances = torch.tensor(rates)
     draws = (torch.rand(len(rates), generator=torch.Generator().manual_seed(seed)) for seed in range(4096))
     drawn = [int((draw < chances).sum()) for draw in draws]
@@ -94,7 +94,7 @@ def network(blocks: int, width: int, drops: list[nn.Module] | None = None) -> nn
 
 
 class Step:
-    """One contender: a network, its optimizer, and the seconds of its steps."""
+    """Contender: a network, its optimizer, and the seconds of its steps."""
 
     def __init__(self, net: nn.Module, x: torch.Tensor) -> None:
         self.net = net.train()

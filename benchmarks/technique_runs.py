@@ -1,7 +1,7 @@
-"""Three small trainings, and what one of them costs with a technique beside the same one without: for techniques.py.
+"""Three small trainings, and the comparison of each with and without a technique, for techniques.py.
 
-Both run in one process, by turns, from the same seed on the same data. What is counted is exact (bytes, loss); time is
-the process's own CPU seconds, so that a busy machine slows both alike.
+Runs with and without the technique alternate in one process, from the same seed on the same data. Bytes and loss are
+exact. Times are CPU seconds of the process, so that other load slows both runs alike.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COUNTED = 3  # the step whose bytes are counted: all states are there by then
 
 
 class ResNet(nn.Module):
-    """The residual network of He et al. (2016) for small images, as somebody might have it: no layer is ours."""
+    """The residual network of He et al. (2016) for small images, without layers of this package."""
 
     class Block(nn.Module):
         def __init__(self, entering: int, leaving: int, stride: int) -> None:
@@ -71,7 +71,7 @@ class ResNet(nn.Module):
 
 
 class Classifier(L.LightningModule):
-    """Digits, told apart by somebody who knows nothing of this package."""
+    """LightningModule that classifies digits without this package."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,13 +132,13 @@ class Setting:
     """Settings of one measured technique.
 
     Args:
-        callbacks: Makes the callbacks.
-        optimizer: Makes an optimizer of the module's parameter groups, in the place of its AdamW.
-        trainer: Arguments of the trainer, which the plain run has, too.
-        plugins: Makes the plugins.
-        shown: What was set, for the table; empty for the defaults.
-        beside: Makes callbacks that the plain run has, too.
-        traced: Whether every operator of a step can be seen; a compiled step's cannot.
+        callbacks: Function that returns the callbacks.
+        optimizer: Function from the module's parameter groups to an optimizer that replaces AdamW.
+        trainer: Arguments of the trainer, also for the plain run.
+        plugins: Function that returns the plugins.
+        shown: Settings shown in the table. Empty for the defaults.
+        beside: Function that returns callbacks of both runs.
+        traced: Whether every operator of a step can be intercepted. False for a compiled step.
     """
 
     callbacks: Callable[[], list[Any]] = list
@@ -151,7 +151,7 @@ class Setting:
 
 
 class _Steps(L.Callback):
-    """CPU seconds of each optimizer step, with what surrounds it."""
+    """Callback that records the CPU seconds of each optimizer step, including its hooks."""
 
     def __init__(self) -> None:
         self.marks: list[float] = []
@@ -162,7 +162,7 @@ class _Steps(L.Callback):
 
 
 class _Bytes(L.Callback):
-    """Bytes of one step by kind, and the most that were alive at a time."""
+    """Callback that records the bytes of one step by kind, and the most bytes alive at the same time."""
 
     def __init__(self, before: set[int], traced: bool) -> None:
         self.before = before
@@ -216,7 +216,7 @@ class _Bytes(L.Callback):
 
 
 def _flat(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """What quantised tensors wrap, in their place."""
+    """Return the tensors, with each quantised tensor replaced by the tensors it wraps."""
     for tensor in tensors:
         inner = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else None
         if inner is None:
@@ -233,7 +233,7 @@ def _tensors() -> list[Tensor]:
 
 
 def _is_real(tensor: Tensor) -> bool:
-    """Whether it has memory: those that a compiler traces with have none."""
+    """Return whether a tensor has memory. The fake tensors of a compiler have none."""
     if not has_values(tensor):
         return False
     try:
@@ -248,7 +248,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _fit(model: str, setting: Setting | None, data: Any, steps: int, watch: list[Any], trainer: dict[str, Any]) -> Any:
-    """One training of ``steps`` steps; without a setting the plain one."""
+    """Train ``steps`` steps with a setting, or without one in the plain run."""
     L.seed_everything(0, verbose=False)
     module = MODELS[model][0]()
     plain = type(module).configure_optimizers
@@ -279,7 +279,7 @@ def _fit(model: str, setting: Setting | None, data: Any, steps: int, watch: list
 
 
 def prepared(model: str) -> Any:
-    """The data of a model, read once for all its runs."""
+    """Return the data of a model, read once for all of its runs."""
     data = MODELS[model][1]()
     data.prepare_data()
     data.setup("fit")
@@ -288,15 +288,15 @@ def prepared(model: str) -> Any:
 
 
 def measure(model: str, setting: Setting, data: Any, steps: int, rounds: int, timed: int) -> dict[str, Any]:
-    """Figures of the technique, and those of the plain run beside it.
+    """Return the figures of the technique and of the plain run.
 
     Args:
-        model: Of `MODELS`.
-        setting: How the technique is set.
-        data: From `prepared`.
-        steps: After which the loss on held-out data is compared.
-        rounds: Plain and technique by turns, so many times.
-        timed: Steps of a round.
+        model: A key of `MODELS`.
+        setting: Settings of the technique.
+        data: Result of `prepared`.
+        steps: Number of steps after which the loss on held-out data is compared.
+        rounds: Number of alternating rounds with and without the technique.
+        timed: Number of timed steps in a round.
     """
     plain = Setting(trainer=setting.trainer, callbacks=setting.beside)
     sides = {"with": setting, "plain": plain}

@@ -1,13 +1,14 @@
-"""Every technique on three small trainings: a GPT, a DiT and a ResNet that knows nothing of this package.
+"""Measure every technique on three small trainings: a GPT, a DiT and a ResNet without layers of this package.
 
-    python -m benchmarks.techniques                     all that is missing in the folder; stop it and go on as you like
+    python -m benchmarks.techniques                     measure what the folder lacks; can be interrupted
     python -m benchmarks.techniques --only LoRA EMA --model GPT
-    python -m benchmarks.techniques --show              the table of what has been measured
-    python -m benchmarks.techniques --record            into records/figures.json, from which the documents are made
+    python -m benchmarks.techniques --show              print the table of the measured rows
+    python -m benchmarks.techniques --record            write records/figures.json, the source of the documents
 
-Each row is a ratio to the same training without the technique, in the same process, by turns: CPU seconds of a step,
-bytes at the step's peak and by kind, loss on held-out data after the same number of steps. Below 1 is less. What a
-technique refuses is a row with its reason. A forked process for each row, two at a time, one thread each.
+Each row gives ratios to the same training without the technique: CPU seconds of a step, bytes at the step's peak and by
+kind, loss on held-out data after the same number of steps. A ratio below 1 is less than without the technique. Runs
+with and without it alternate in the same process. If a technique refuses a training, the row gives the reason. Each row
+runs in a forked process with one thread, two at a time.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ ELSEWHERE = {
 
 
 def names() -> list[str]:
-    """Techniques and optimizers, in the order of their names."""
+    """Return the names of techniques and optimizers, sorted."""
     cards = [card for card in read_cards() if card.slot.startswith("trainer") or card.slot == "optimizer"]
     kinds = {card.name: getattr(le, card.name) for card in cards}
     chosen = {name for name, kind in kinds.items() if issubclass(kind, Declaration | torch.optim.Optimizer)}
@@ -150,13 +151,13 @@ def names() -> list[str]:
 
 
 def setting_of(name: str, model: str) -> Setting | None:
-    """How it is measured on a model; ``None``: it has nothing to do there."""
+    """Return the setting of a technique on a model, or ``None`` if the technique does not apply."""
     mine = {key[1]: setting for key, setting in SETTINGS.items() if key[0] == name}
     return mine.get(model, mine.get("")) if mine else Setting(lambda: [getattr(le, name)()])
 
 
 def row(name: str, model: str, data: Any, options: argparse.Namespace, pipe: Any) -> None:
-    """Measure in this process; the figures, or why there are none, go into ``pipe``."""
+    """Measure in this process. Send the figures, or the reason of a failure, to ``pipe``."""
     warnings.simplefilter("ignore")
     log = open(options.folder / f"{name}-{model}.log", "w")  # noqa: SIM115 (as long as the process)
     os.dup2(log.fileno(), 1)
@@ -176,7 +177,7 @@ def row(name: str, model: str, data: Any, options: argparse.Namespace, pipe: Any
 
 
 def run(rows: list[tuple[str, str]], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The rows as they end, ``options.jobs`` at a time."""
+    """Yield the rows as they end. Run ``options.jobs`` at a time."""
     context = multiprocessing.get_context("fork")
     data = {model: prepared(model) for model in {model for _, model in rows}}
     waiting = list(rows)
@@ -214,13 +215,13 @@ def load(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def cells(name: str, results: dict[tuple[str, str], dict[str, Any]]) -> dict[str, str]:
-    """Column -> ratios on the three, of a technique."""
+    """Return the ratios of a technique on the three models, by column."""
     mine = [results.get((name, model), {}) for model in MODELS]
     return {kind: " / ".join(ratio(result, kind) for result in mine) for kind in COLUMNS}
 
 
 def measured_names(results: dict[tuple[str, str], dict[str, Any]]) -> list[str]:
-    """Techniques that ran on at least one of the three."""
+    """Return the techniques that ran on at least one of the three models."""
     return sorted({name for (name, _), result in results.items() if "time" in result})
 
 
@@ -234,7 +235,7 @@ def show(results: dict[tuple[str, str], dict[str, Any]]) -> None:
 
 
 def record(results: dict[tuple[str, str], dict[str, Any]]) -> None:
-    """Put the rows into figures.json, each in the place of the one of before; what is not in the folder stays."""
+    """Write the rows into figures.json. Rows that the folder lacks stay unchanged."""
     now = figures.here()
     source = json.loads(figures.FILE.read_text("utf-8"))
     environment = f"techniques/{now['date']}"
@@ -276,7 +277,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--timed", type=int, default=6)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--minutes", type=float, default=30.0, help="start no row after so many")
+    parser.add_argument("--minutes", type=float, default=30.0, help="start no row after this many minutes")
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--show", action="store_true")
     parser.add_argument("--record", action="store_true")

@@ -1,17 +1,17 @@
-"""The scoreboard of trust: what is done to the package on purpose, how often, and how often it held.
+"""Fault injection: run cases that damage, interrupt or misuse the package, and record how often it behaves correctly.
 
-    python -m benchmarks.trust                      all that has not been tried; stop it and go on
-    python -m benchmarks.trust --sample 0.05        a twentieth of it
-    python -m benchmarks.trust --only kill corrupt  pieces that have one of these in their names
-    python -m benchmarks.trust --minutes 20         so long at most
-    python -m benchmarks.trust --again              what went wrong, once more
-    python -m benchmarks.trust --show               what has been tried so far
-    python -m benchmarks.trust --write              into benchmarks/records/trust.json and TRUST.md
+    python -m benchmarks.trust                       run all cases without a result; can be interrupted
+    python -m benchmarks.trust --sample 0.05         run a twentieth of the cases
+    python -m benchmarks.trust --only kill damaged   run the pieces with one of these words in their names
+    python -m benchmarks.trust --minutes 20          run for at most 20 minutes
+    python -m benchmarks.trust --again               run the failed cases again
+    python -m benchmarks.trust --show                print the results so far
+    python -m benchmarks.trust --write               write benchmarks/records/trust.json and TRUST.md
 
-Each case runs in an empty folder, most in processes that are forked from one that has imported everything. Results
-lie in runs/trust, a file a piece and a line a case; ``--write`` keeps in trust.json which cases held, so that a later
-run, anywhere, does those that nobody has tried. What went wrong counts; it is mended in its own place. Cases that read
-files take a tenth of the time where TMPDIR is in memory.
+A piece is a group of cases with one expectation. Each case runs in an empty folder, usually in a process forked from
+one that has imported everything. Results are stored in runs/trust, with a file for each piece and a line for each case.
+``--write`` stores the passed cases in trust.json, so that a later run on any machine skips them. Failed cases are
+recorded, too. Cases that read files take a tenth of the time if TMPDIR is in memory.
 """
 
 from __future__ import annotations
@@ -68,27 +68,27 @@ The commands: `python -m benchmarks.trust --only NAME` for a piece, `python -m b
 
 
 def sample(piece: Piece, share: float, seed: int = 0) -> list[str]:
-    """A share of a piece's cases, at least one, the same for the same seed."""
+    """Return a share of a piece's cases, at least one, the same for the same seed."""
     names = list(piece.cases())
     count = max(1, round(share * len(names)))
     return names if count >= len(names) else random.Random(f"{piece.name} {seed}").sample(names, count)
 
 
 def attempt(piece: Piece, case: str, folder: Path | None = None) -> str:
-    """Try a case in an empty folder of its own, in ``folder`` if that is given; what went wrong, or ''."""
+    """Run a case in a new empty folder (below ``folder``, if given). Return a description of the failure, or ''."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as own:
         os.chdir(own)
         try:
             return piece.trial(case, Path(own))
-        except Exception as error:  # of the run that nobody disturbs, perhaps: that is a finding, too
+        except Exception as error:  # An error of the undisturbed reference run is a finding, too.
             return f"it does not run at all: {type(error).__name__}: {error}"[:300]
         finally:
             os.chdir(before)
 
 
 def _groups(cases: Iterable[str]) -> dict[str, list[str]]:
-    """Cases by the word they begin with: those of a new technique or config leave what is known of the others."""
+    """Group cases by their first word. New cases in one group then keep the results of the other groups."""
     groups: dict[str, list[str]] = {}
     for case in cases:
         groups.setdefault(re.split(r"[^A-Za-z_/]", case, maxsplit=1)[0], []).append(case)
@@ -100,7 +100,7 @@ def _digest(cases: Iterable[str]) -> str:
 
 
 def packed(cases: Iterable[str], held: Mapping[str, bool]) -> dict[str, str]:
-    """Which cases held (+), did not (-) and were not tried (.), by their number in a group of which a digest is kept.
+    """Encode the results of each group: digest of its cases, then counts of passed (+), failed (-), untried (.) cases.
 
     >>> packed(["flip-0", "flip-1", "cut-0"], {"flip-0": True})
     {'flip': '888c94 1+1.'}
@@ -115,7 +115,7 @@ def packed(cases: Iterable[str], held: Mapping[str, bool]) -> dict[str, str]:
 
 
 def unpacked(cases: Iterable[str], kept: Mapping[str, str]) -> dict[str, bool]:
-    """What :func:`packed` kept, of the groups whose cases are the same ones still."""
+    """Decode the results of :func:`packed`, for the groups whose cases are unchanged."""
     found = {}
     for word, names in _groups(cases).items():
         digest, _, runs = kept.get(word, "").partition(" ")
@@ -126,12 +126,12 @@ def unpacked(cases: Iterable[str], kept: Mapping[str, str]) -> dict[str, bool]:
 
 
 def kept() -> dict[str, dict[str, Any]]:
-    """What trust.json says of each piece."""
+    """Return the rows of trust.json by piece."""
     return {row["piece"]: row for row in json.loads(TALLIES.read_text() if TALLIES.exists() else "[]")}
 
 
 def new_results(piece: Piece) -> dict[str, dict[str, Any]]:
-    """The last result of each case that runs/trust has, in the order of their first."""
+    """Return the last result of each case in runs/trust, in the order of the first results."""
     file = FOLDER / f"{piece.name}.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     cases = {*piece.cases()}
@@ -139,7 +139,7 @@ def new_results(piece: Piece) -> dict[str, dict[str, Any]]:
 
 
 def results(piece: Piece, row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The last result of each case of a piece: what ``row`` of trust.json keeps, and after it what runs/trust has."""
+    """Return the last result of each case: from ``row`` of trust.json, overridden by runs/trust."""
     before = {}
     for case, held in unpacked(piece.cases(), row.get("results", {})).items():
         texts = [line.removeprefix(f"{case}: ") for line in row["wrong"] if line.startswith(f"{case}: ")]
@@ -149,7 +149,7 @@ def results(piece: Piece, row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def run(chosen: Sequence[Piece], share: float, end: float, again: bool) -> int:
-    """Try what has not been tried; the number of cases that went wrong."""
+    """Run the cases without a result. Return the number of failed cases."""
     wrong = 0
     before = kept()
     for piece in chosen:
@@ -177,7 +177,7 @@ def run(chosen: Sequence[Piece], share: float, end: float, again: bool) -> int:
 
 
 def tallies(all_pieces: Iterable[Piece]) -> list[dict[str, Any]]:
-    """What TRUST.md says of each piece that has been tried."""
+    """Return the row of trust.json for each piece with results."""
     from benchmarks.figures import here
 
     found = []
@@ -208,7 +208,7 @@ def tallies(all_pieces: Iterable[Piece]) -> list[dict[str, Any]]:
 
 
 def page(rows: Sequence[dict[str, Any]]) -> str:
-    """TRUST.md."""
+    """Return the text of TRUST.md."""
     lines = [HEAD, "| row | tried on | what is done, and must hold | tried | held | command |", "| --- " * 6 + "|"]
     for row in rows:
         of = f"{row['tried']:,}" + (f" of {row['cases']:,}" if row["tried"] < row["cases"] else "")

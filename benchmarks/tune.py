@@ -1,11 +1,11 @@
 """Compare the settings that `tune` finds with a run of every candidate, on a small GPT and on a third-party ResNet.
 
-    python -m benchmarks.tune                    both, in a few minutes; stopped, it goes on where it was
+    python -m benchmarks.tune                    both problems, in a few minutes; can be interrupted and resumed
     python -m benchmarks.tune --problem ResNet
 
-Of each problem all candidates run, a process each, and the fastest of those whose counted bytes are within the limit
-is what `tune` should find. Then `tune` searches by itself, from nothing. Its answer and the fastest ones are run once
-more, by turns, and compared. Time is the process's own CPU seconds, so that a busy machine slows all alike.
+First, all candidates of a problem run, each in a separate process. `tune` should find the fastest candidate whose bytes
+are within the limit. Then `tune` searches without these results. Its answer and the fastest candidates run again, in
+alternation, and are compared. Times are CPU seconds of the process, so that other load slows all candidates alike.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _resnet() -> LiveFit:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A fit, what is tried of it, and the share of the bytes of the largest candidate that a step may take."""
+    """A fit, its candidates, and the memory limit as a share of the bytes of the largest candidate."""
 
     make: Callable[[], LiveFit]
     only: tuple[str, ...]
@@ -78,13 +78,13 @@ PROBLEMS = {
 
 
 def run(source: LiveFit, change: Change, steps: int) -> Measured:
-    """A run, timed by the process's own seconds."""
+    """Run a candidate, timed in CPU seconds of the process."""
     one = measured(source, change, steps=WARM_UP + steps)
     return dataclasses.replace(one, seconds=one.cpu_seconds)
 
 
 def exhaustive(source: LiveFit, space: Space, ledger: Ledger) -> dict[str, dict[str, Any]]:
-    """Every candidate, run: seconds and bytes of a step."""
+    """Run every candidate. Return the seconds and bytes of a step."""
 
     def make(change: Change) -> dict[str, Any]:
         ran = run(source, change, STEPS)
@@ -100,7 +100,7 @@ def exhaustive(source: LiveFit, space: Space, ledger: Ledger) -> dict[str, dict[
 
 
 def again(source: LiveFit, changes: list[Change], ledger: Ledger) -> dict[str, float]:
-    """Seconds of a step of a few candidates that run by turns."""
+    """Return the seconds of a step of a few candidates that run in alternation."""
 
     def make(change: Change) -> dict[str, Any]:
         return {"seconds": run(source, change, 2 * STEPS).timed}
@@ -114,7 +114,7 @@ def again(source: LiveFit, changes: list[Change], ledger: Ledger) -> dict[str, f
 
 
 def solve(name: str, folder: Path) -> dict[str, Any]:
-    """One problem; its figures."""
+    """Run one problem. Return its figures."""
     problem = PROBLEMS[name]
     source = problem.make()
     space = Space(source.make(), problem.allow, problem.only)

@@ -1,4 +1,4 @@
-"""Preparation of a process that checks many configs: after the first check, the next takes little time."""
+"""Preparation of a process that checks many configs. The first check is slow, later ones are fast."""
 
 import contextlib
 import functools
@@ -14,7 +14,7 @@ MODULES = ("peft", "transformers.models.llama.modeling_llama", "transformers.mod
 
 @functools.cache
 def warm_up() -> None:
-    """Check some configs and import what others need, once in a process."""
+    """Check some configs, and import the modules that other checks need, once in a process."""
     from lit_efficient.__main__ import main
 
     before = os.getcwd()

@@ -1,14 +1,14 @@
-"""Does the best rate of a small network hold for a wide and a deep one? With WidthTransfer, and without.
+"""Test whether the best learning rate of a small network holds for wide and deep ones, with and without WidthTransfer.
 
     python -m benchmarks.width_transfer                     our GPT, a Llama of transformers, our DiT
-    python -m benchmarks.width_transfer --networks dit      one of them
-    python -m benchmarks.width_transfer --show              the tables of what has been run
+    python -m benchmarks.width_transfer --networks dit      one of these networks
+    python -m benchmarks.width_transfer --show              print the tables of the finished runs
 
-Trains networks of width 64 (2 blocks), width 256 and 8 blocks: the language models on texts of a random grammar (each
-token depends on the one before it), the DiT on latents of ten random patterns in noise; at rates a factor of two apart.
-Printed are the mean losses of the last tenth of the steps, and the coordinate check: by how much the last block's
-output has changed after ten steps (root mean square, at the base's best rate), beside the base's. A run is a line of
-``width_transfer.jsonl`` in the cache, and is not made again.
+Trains networks of width 64 (2 blocks), of width 256, and of 8 blocks, at learning rates a factor of two apart. The
+language models train on texts of a random grammar, in which each token depends on the previous one. The DiT trains on
+latents of ten random patterns in noise. The output is the mean loss of the last tenth of the steps, and the coordinate
+check: the change of the last block's output after ten steps (root mean square, at the best rate of the base), relative
+to the base. Each run is a line of ``width_transfer.jsonl`` in the cache, and is not repeated.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def gpt(width: int, depth: int) -> nn.Module:
 
 
 def llama(width: int, depth: int) -> nn.Module:
-    """Transformers'."""
+    """Return a Llama of transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": depth}
@@ -60,14 +60,14 @@ def dit(width: int, depth: int) -> nn.Module:
 
 
 def text_loss(network: nn.Module, tokens: Tensor) -> Tensor:
-    """Of the next token."""
+    """Return the cross-entropy of the next token."""
     output = network(tokens[:, :-1])
     logits = output if isinstance(output, Tensor) else output.logits
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def flow_loss(network: nn.Module, batch: Tensor) -> Tensor:
-    """Of a flow from latents to noise; a batch is both, the times and the labels."""
+    """Return the loss of a flow from latents to noise. A row holds latents, noise, time and label."""
     latents, noise, t, labels = (*batch[:, :512].chunk(2, 1), batch[:, 512], batch[:, 513].long())
     latents, noise = (one.reshape(-1, 4, 8, 8) for one in (latents, noise))
     share = t[:, None, None, None]
@@ -75,7 +75,7 @@ def flow_loss(network: nn.Module, batch: Tensor) -> Tensor:
 
 
 def texts(steps: int) -> Tensor:
-    """Tokens [steps, BATCH, LENGTH + 1], the same each time."""
+    """Return tokens of shape [steps, BATCH, LENGTH + 1], the same on each call."""
     generator = torch.Generator().manual_seed(0)
     grammar = torch.randn(VOCABULARY, VOCABULARY, generator=generator).mul(3).softmax(-1)
     tokens = torch.randint(0, VOCABULARY, (steps * BATCH, 1), generator=generator)
@@ -86,7 +86,7 @@ def texts(steps: int) -> Tensor:
 
 
 def patterns(steps: int) -> Tensor:
-    """Batches [steps, 2 * BATCH, 256 + 256 + 2] of latents, noise, times and labels, the same each time."""
+    """Return batches [steps, 2 * BATCH, 256 + 256 + 2] of latents, noise, times and labels, the same on each call."""
     generator = torch.Generator().manual_seed(0)
     rows = steps * 2 * BATCH
     of_class = torch.randn(10, 256, generator=generator)
@@ -107,7 +107,7 @@ NETWORKS: dict[str, tuple[Callable[[int, int], nn.Module], Loss, Callable[[int],
 def run(
     kind: str, width: int, depth: int, rate: float, transfers: bool, batches: Tensor, seed: int
 ) -> dict[str, float]:
-    """Mean loss of the last tenth of the steps, and the change of the last block's output after `EARLY` of them."""
+    """Return the mean loss of the last tenth of the steps, and the last block's output change after `EARLY` steps."""
     make, loss_of, _ = NETWORKS[kind]
     torch.manual_seed(seed)
     network = make(width, depth)
@@ -145,7 +145,7 @@ def _first(output: Any) -> Tensor:
 
 
 def lines(rows: list[dict[str, Any]], kind: str) -> list[str]:
-    """A network's table."""
+    """Return the lines of a network's table."""
     found = [
         f"{kind:6} width depth  transfer  {'  '.join(f'{rate:6g}' for rate in RATES)}   best rate   change / base's"
     ]

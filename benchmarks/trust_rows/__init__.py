@@ -1,4 +1,4 @@
-"""The pieces of the scoreboard of trust: what a row of it tries, and how, stands in the ``PIECES`` of a module here."""
+"""Pieces of the fault-injection suite. Each module of this package lists its pieces in ``PIECES``."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ OURS = "lit_efficient"
 
 @dataclass(frozen=True)
 class Piece:
-    """One figure of the scoreboard: so many cases tried, so many held.
+    """Group of cases with one expectation.
 
     Args:
-        row: Its row on the scoreboard.
-        name: One word with hyphens; results lie in a file of this name.
-        sentence: What is done in each case, and what must hold.
-        cases: The names of all cases, the same each time.
-        trial: Tries one of them in an empty folder that is the working directory, and says what went wrong, in a line;
-            "" if it held. What it raises is a fault of the trial, not of its subject, and ends the piece.
-        subject: Who is tried: peers stand beside us.
-        in_ci: How many of the cases CI tries, and others nightly.
+        row: Number of its chapter, a key of ``trust.ROWS``.
+        name: Word with hyphens. Results are stored in a file of this name.
+        sentence: Description of the action in each case and of the expected behaviour.
+        cases: Function that returns the names of all cases, the same on each call.
+        trial: Function that runs one case. The working directory is an empty folder. It returns one line that describes
+            the failure, or "" if the expectation holds.
+        subject: Package under test: this one, or a peer for comparison.
+        in_ci: Number of cases that CI runs. Nightly runs draw other cases.
     """
 
     row: int
@@ -36,7 +36,7 @@ class Piece:
 
 
 def pieces() -> list[Piece]:
-    """All pieces, by row."""
+    """Return all pieces, sorted by row."""
     modules = sorted(module.name for module in pkgutil.iter_modules(__path__))
     found = [
         piece for name in modules for piece in getattr(importlib.import_module(f"{__name__}.{name}"), "PIECES", ())
