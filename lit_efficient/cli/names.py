@@ -24,7 +24,7 @@ from lit_efficient.cli.signatures import (
     signature,
     trainer_keys,
 )
-from lit_efficient.cli.tree import LISTS, SECTIONS, SPEC, Place, Table, as_list, class_name
+from lit_efficient.cli.tree import LISTS, SECTIONS, SLOTS, SPEC, Place, Table, as_list, class_name
 from lit_efficient.cli.words import plain
 from lit_efficient.errors import ConfigurationError, did_you_mean
 
@@ -152,8 +152,10 @@ class _Classes:
             name: Last part of the key.
             place: Where the key is written.
         """
-        if isinstance(value, str) and (name in LISTS or name in SECTIONS):
-            self._check_class(value, slot, place)
+        if isinstance(value, str):
+            # Strategies have names that are no classes, as `ddp`: none of them begins with a capital letter.
+            if name in LISTS or name in SECTIONS or (name in SLOTS and value[:1].isupper()):
+                self._check_class(value, slot, place)
         elif isinstance(value, Table):
             self._check_spec(value, slot, "")
 

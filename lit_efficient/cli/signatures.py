@@ -7,7 +7,7 @@ jsonargparse, which imports the classes.
 
 import ast
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TypeAlias
@@ -25,12 +25,14 @@ SHORT = {
     "optimizer": "torch.optim",
     "lr_scheduler": "torch.optim.lr_scheduler",
 }
+ENVIRONMENTS = "lightning.pytorch.plugins.environments"  # plugins, too: SLURMEnvironment and others
 # torch's class of this name has no `monitor`, which Lightning needs.
 _ALIASES = {"ReduceLROnPlateau": "lightning.pytorch.cli.ReduceLROnPlateau"}
 _PLAIN = {"int", "float", "str", "bool", "None", "Path", "PathLike"}
 _CONTAINERS = {"list", "List", "Sequence", "Iterable", "tuple", "Tuple"}
 _UNIONS = {"Union", "Optional"}
 _WITHOUT_ARGUMENTS = {"ABC", "Generic", "Protocol", "object"}  # bases
+_DECORATORS = {"dataclass", "final", "runtime_checkable", "total_ordering"}  # they keep the constructor
 
 
 @dataclass
@@ -78,7 +80,8 @@ Arguments: TypeAlias = dict[str, tuple[ast.expr | None, Source]]
 class Signature:
     """Arguments that a constructor takes.
 
-    ``is_open`` is true if the constructor may take arguments that the source does not name.
+    ``is_open`` is true if the constructor may take arguments that the source does not name. Those of its bases are
+    among ``arguments`` then.
     """
 
     arguments: Arguments
@@ -168,7 +171,7 @@ def names_in(module: str) -> list[str]:
 def short_names() -> dict[str, str]:
     """Return the import path of every class of Lightning and torch that a config may name without its package."""
     found: dict[str, str] = {}
-    for module in SHORT.values():
+    for module in (*SHORT.values(), ENVIRONMENTS):
         for name in names_in(module):
             found.setdefault(name, f"{module}.{name}")
     return found | _ALIASES
@@ -211,7 +214,7 @@ def signature(path: str) -> Signature | None:
     if definition is None:
         return None
     found = _signature(definition)
-    lineage = {one.name for one in _lineage(definition)}
+    lineage = {one.name for one in _lineage(definition) if one is not None}
     # The command line passes these itself.
     if "Optimizer" in lineage:
         found.arguments.pop("params", None)
@@ -233,12 +236,14 @@ def _bases(definition: ClassSource) -> Iterator[ClassSource | None]:
             yield _resolve(name, definition.module)
 
 
-def _lineage(definition: ClassSource) -> Iterator[ClassSource]:
-    """Yield a class and its known bases, depth first."""
-    yield definition
+def _lineage(definition: ClassSource) -> list[ClassSource | None]:
+    """Return a class and its bases in the order in which Python looks for a method; ``None`` is an unknown base."""
+    found: list[ClassSource | None] = []
     for base in _bases(definition):
-        if base is not None:
-            yield from _lineage(base)
+        found += [None] if base is None else _lineage(base)
+    # Several classes may share a base: it comes after all of them.
+    last = {None if one is None else (one.module.name, one.name): index for index, one in enumerate(found)}
+    return [definition, *(one for index, one in enumerate(found) if index in last.values())]
 
 
 def _resolve(name: str, module: Source) -> ClassSource | None:
@@ -256,51 +261,70 @@ def _resolve(name: str, module: Source) -> ClassSource | None:
 
 
 def _signature(definition: ClassSource) -> Signature:
-    if is_dataclass(definition):
-        return _fields(definition)
-    for statement in definition.node.body:
+    return _of_lineage(_lineage(definition))
+
+
+def _of_lineage(lineage: list[ClassSource | None]) -> Signature:
+    """Return the first constructor in a lineage, with the arguments that it passes on to the classes behind it."""
+    if not lineage:
+        return Signature({})
+    first = lineage[0]
+    behind = lineage[1:]
+    if first is None:
+        return Signature(_of_lineage(behind).arguments, is_open=True)
+    found: Signature | None = None
+    for statement in first.node.body:  # the last one counts: earlier ones are overloads
         if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
-            return _of_constructor(statement, definition)
-    return _of_bases(definition)
+            found = _of_constructor(statement, first, behind)
+    if found is None and is_dataclass(first):
+        found = _fields(first, behind)
+    if found is None:
+        found = _of_lineage(behind)
+    return Signature(found.arguments, found.is_open or _may_be_changed(first))
 
 
-def _of_bases(definition: ClassSource) -> Signature:
-    """Return the constructor of the first base that has one."""
-    for base in _bases(definition):
-        if base is None:
-            return Signature({}, is_open=True)
-        found = _signature(base)
-        if found.arguments or found.is_open:
-            return found
-    return Signature({})
+def _may_be_changed(definition: ClassSource) -> bool:
+    """Return whether the constructor of a class may be another one than its body shows."""
+    for decorator in definition.node.decorator_list:
+        name = ast.unparse(decorator).partition("(")[0].rpartition(".")[2]
+        if name not in _DECORATORS:
+            return True
+    for statement in definition.node.body:
+        hidden = isinstance(statement, ast.If | ast.Try | ast.With | ast.Assign)
+        if hidden and any(name in ast.unparse(statement) for name in ("def __init__(", "__init__ =")):
+            return True
+    return False
 
 
-def _fields(definition: ClassSource) -> Signature:
+def _fields(definition: ClassSource, behind: list[ClassSource | None]) -> Signature:
+    """Return the fields of a dataclass and of the dataclasses that it inherits from."""
     arguments: Arguments = {}
-    is_open = False
-    for base in _bases(definition):
-        if base is None:
-            is_open = True
-        elif is_dataclass(base):
-            arguments |= _fields(base).arguments
+    for base in reversed(behind):
+        if base is not None and is_dataclass(base):
+            arguments |= _own_fields(base)
+    return Signature(arguments | _own_fields(definition), is_open=None in behind)
+
+
+def _own_fields(definition: ClassSource) -> Arguments:
+    arguments: Arguments = {}
     for statement in definition.node.body:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             annotation = ast.unparse(statement.annotation)
             if "ClassVar" not in annotation and "init=False" not in ast.unparse(statement):
                 arguments[statement.target.id] = (statement.annotation, definition.module)
-    return Signature(arguments, is_open)
+    return arguments
 
 
-def _of_constructor(function: ast.FunctionDef, definition: ClassSource) -> Signature:
+def _of_constructor(function: ast.FunctionDef, definition: ClassSource, behind: list[ClassSource | None]) -> Signature:
     given = function.args
     named = [*given.posonlyargs, *given.args, *given.kwonlyargs][1:]
     arguments: Arguments = {one.arg: (one.annotation, definition.module) for one in named}
     if given.kwarg is None:
         return Signature(arguments)
     passed = _passed_to_base(function, given.kwarg.arg)
-    base = _of_bases(definition)
+    base = _of_lineage(behind)
     if passed is None or base.is_open:
-        return Signature(arguments, is_open=True)
+        return Signature(base.arguments | arguments, is_open=True)
     positional = [*base.arguments][: len([one for one in passed.args if not isinstance(one, ast.Starred)])]
     set_here = {*positional, *(word.arg for word in passed.keywords)}
     inherited = {name: entry for name, entry in base.arguments.items() if name not in set_here}
@@ -333,7 +357,10 @@ def blocks_of(annotation: ast.expr | None, module: Source) -> list[ClassSource] 
         return None
     if isinstance(annotation, ast.Constant):
         if isinstance(annotation.value, str):
-            return blocks_of(ast.parse(annotation.value, mode="eval").body, module)
+            try:
+                return blocks_of(ast.parse(annotation.value, mode="eval").body, module)
+            except SyntaxError:  # the text is no type
+                return None
         return []  # None
     if isinstance(annotation, ast.BinOp):
         return _joined([annotation.left, annotation.right], module)
@@ -368,6 +395,27 @@ def fields_of(definition: ClassSource) -> Arguments | None:
     """Return the fields of a dataclass, or ``None`` if it may take others."""
     found = _signature(definition)
     return None if found.is_open else found.arguments
+
+
+def annotation_of(path: str, parts: Sequence[str]) -> str:
+    """Return the annotation of an argument of a class, or of a field of dataclasses below it.
+
+    Args:
+        path: Import path of the class.
+        parts: Name of the argument, and of the fields on the way.
+
+    Returns:
+        The annotation as it is written, or an empty string if the sources do not lead to one.
+    """
+    known = signature(path)
+    accepted: Arguments = known.arguments if known else {}
+    for part in parts[:-1]:
+        annotation, module = accepted.get(part, (None, None))
+        accepted = {}
+        for block in (blocks_of(annotation, module) or []) if module else []:
+            accepted |= fields_of(block) or {}
+    annotation, _ = accepted.get(parts[-1], (None, None))
+    return ast.unparse(annotation) if annotation else ""
 
 
 def trainer_keys() -> list[str]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import yaml
 
 from lit_efficient import PUBLIC
-from lit_efficient.cli.signatures import SHORT, full_name, names_in, signature
+from lit_efficient.cli.signatures import ENVIRONMENTS, SHORT, annotation_of, full_name, names_in, signature
 from lit_efficient.errors import ConfigurationError, did_you_mean
 from lit_efficient.internals.jsonargparse_parser import YAML_LOADER
 
@@ -27,6 +27,8 @@ SECTIONS = ("trainer", "model", "data", "optimizer", "lr_scheduler")
 SLOTS = {"callbacks", "plugins", "strategy", "logger", "model", "data", "optimizer", "lr_scheduler"}
 LISTS = {"callbacks", "plugins"}
 SPEC = ("class_path", "init_args", "dict_kwargs")  # keys of a class and its arguments
+_ARGUMENTS = ("init_args", "dict_kwargs")
+_LIBRARIES = ("torch.", "lightning.")
 MOST_LETTERS = 250_000  # in a file: more takes seconds to read
 MOST_VALUES = 30_000  # in a config: aliases of aliases make billions out of a few lines
 # Parts that the command line adds to every run that has none of the kind. Code of the command line names no others.
@@ -49,6 +51,7 @@ _PLUGIN_FOLDERS = ("plugins.", "precision.")
 _KINDS = ("model_type", "_class_name")
 # Fields that say that a mapping describes a pretrained model, and not one of our own networks.
 _PRETRAINED = {"name_or_path", "config_fields"}
+_TEXT_OR_NULL = ("str | None", "None | str", "Optional[str]")
 _NULL = ("", "~", "null", "Null", "NULL")
 _HOW = "write class_path: {}, and its arguments below init_args"
 
@@ -320,6 +323,11 @@ def merge(before: Table, now: Table) -> Table:
     Raises:
         ConfigurationError: If a list loses what it does not have.
     """
+    return _merge(before, now, in_arguments=False)
+
+
+def _merge(before: Table, now: Table, in_arguments: bool) -> Table:
+    """Merge two mappings as :func:`merge` does. Among the arguments of a class no key is one of :data:`SLOTS`."""
     result = before.copy()
     appended: dict[str, Table] = {}
     for key, value in now.items():
@@ -327,15 +335,17 @@ def merge(before: Table, now: Table) -> Table:
         place = now.places.get(key)
         if text.endswith("+"):
             appended[text[:-1]] = now
-        elif text.endswith("-") and leaf(text) in LISTS:
+        elif text.endswith("-") and leaf(text) in LISTS and not in_arguments:
             _take_out_of(result, text[:-1], value, now)
         else:
-            result.put(key, _merged(result.get(key), value, leaf(text)), place)
+            result.put(key, _merged(result.get(key), value, leaf(text), in_arguments), place)
+            result.pop(f"{text}+", None)  # of an earlier config: it is replaced, too
     for text in appended:  # after what is taken out
-        items = _named(now[f"{text}+"], leaf(text))
+        items = _named(now[f"{text}+"], "" if in_arguments else leaf(text))
         target = text if text in result else f"{text}+"
-        earlier = result.get(target)
-        result.put(target, [*as_list(earlier), *as_list(items)], now.places.get(f"{text}+"))
+        if target in result or not in_arguments:  # else it may be a key of a mapping, as "c++"
+            items = [*as_list(result.get(target)), *as_list(items)]
+        result.put(target, items, now.places.get(f"{text}+"))
     return result
 
 
@@ -346,20 +356,22 @@ def as_list(value: object) -> list[object]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _merged(before: object, now: object, key: str) -> object:
-    now = _named(now, key)
+def _merged(before: object, now: object, key: str, in_arguments: bool = False) -> object:
+    slot = "" if in_arguments else key
+    now = _named(now, slot)
     if not isinstance(now, Table):
         return now
-    before = _as_class(before, key)
+    before = _as_class(before, slot)
+    inside = in_arguments or key in _ARGUMENTS
     if before is None:
-        return merge(Table(), now)
+        return _merge(Table(), now, inside)
     if "class_path" in before or "class_path" in now:
         return _merged_class(before, now)
     if any(kind in before and kind in now and before[kind] != now[kind] for kind in _KINDS):
-        return merge(Table(), now)
+        return _merge(Table(), now, inside)
     if now.keys() & _PRETRAINED and before and not before.keys() & _PRETRAINED:
-        return merge(Table(), now)
-    return merge(before, now)
+        return _merge(Table(), now, inside)
+    return _merge(before, now, inside)
 
 
 def _merged_class(before: Table, now: Table) -> Table:
@@ -367,7 +379,7 @@ def _merged_class(before: Table, now: Table) -> Table:
     earlier = before if not before.keys().isdisjoint(SPEC) else Table({"init_args": before})
     if now.keys().isdisjoint(SPEC):  # fields alone, of the class that is there
         if now.keys() & _PRETRAINED and not _arguments(earlier).keys() & _PRETRAINED:
-            return merge(Table(), now)
+            return _merge(Table(), now, in_arguments=True)
         return merge(earlier, Table({"init_args": now}))
     if now.is_class and earlier.get("class_path") != now["class_path"]:
         earlier = _kept_by(earlier, str(now["class_path"]))
@@ -385,7 +397,9 @@ def _kept_by(before: Table, path: str) -> Table:
     kept = Table()
     earlier = _arguments(before)
     for name, value in earlier.items():
-        if known is None or name in known.arguments or known.is_open:
+        # What a user's class takes by its ``**kwargs`` is left to the parser.
+        may_take = known is None or (known.is_open and not path.startswith(_LIBRARIES))
+        if may_take or (known is not None and name in known.arguments):
             kept.put(name, value, earlier.places.get(name))
     return Table({"class_path": path, "init_args": kept})
 
@@ -474,7 +488,7 @@ def list_of(name: str) -> str:
     """Return which list of the trainer a class belongs to: ``callbacks`` or ``plugins``."""
     last = class_name(name)
     ours = PUBLIC.get(last, "").startswith(_PLUGIN_FOLDERS)
-    return "plugins" if ours or last in names_in(SHORT["plugins"]) else "callbacks"
+    return "plugins" if ours or last in [*names_in(SHORT["plugins"]), *names_in(ENVIRONMENTS)] else "callbacks"
 
 
 def _path(item: object) -> str:
@@ -506,42 +520,55 @@ def set_option(tree: Table, name: str, text: str) -> Table:
     return _set(tree, name.split("."), text, name, 0)
 
 
-def _set(tree: Table, parts: Sequence[str], text: str, option: str, depth: int) -> Table:
+class _Text(str):
+    """Value of an option that is a text, even if it looks like a number."""
+
+
+def _set(tree: Table, parts: Sequence[str], text: str, option: str, depth: int, in_arguments: bool = False) -> Table:
     key = parts[0]
     rest = parts[1:]
     if key == "class_path":
         return _merged_class(tree, Table({"class_path": full_name(text)}))
     if tree.is_class and key not in SPEC:
-        arguments = _set(_arguments(tree), parts, text, option, 0)
+        annotation = annotation_of(str(tree["class_path"]), parts)
+        if annotation == "str" or (annotation in _TEXT_OR_NULL and text not in _NULL[1:]):
+            text = _Text(text)
+        arguments = _set(_arguments(tree), parts, text, option, 0, in_arguments=True)
         result = tree.copy()
         result.put("init_args", arguments)
         return result
     if not rest:
-        return merge(tree, Table({key: _typed(text, option, depth)}))
+        slot = "" if in_arguments else slot_of(option)
+        return _merge(tree, Table({key: _typed(text, option, depth, slot)}), in_arguments)
     result = tree.copy()
     earlier = tree.get(key)
+    slot = "" if in_arguments else key
+    inside = in_arguments or key in _ARGUMENTS
     if isinstance(earlier, list) and earlier:
-        changed = _set(_as_class(earlier[-1], key) or Table(), rest, text, option, depth + 1)
+        changed = _set(_as_class(earlier[-1], slot) or Table(), rest, text, option, depth + 1, inside)
         result.put(key, [*earlier[:-1], changed])
         return result
     if f"{key}+" in tree and key not in tree:  # a list that is appended to the parser's default
-        return _set(tree, [f"{key}+", *rest], text, option, depth)
-    if isinstance(earlier, str) and key not in SLOTS:
+        return _set(tree, [f"{key}+", *rest], text, option, depth, in_arguments)
+    if isinstance(earlier, str) and slot not in SLOTS:
         raise ConfigurationError(f"{option}: no option {rest[0]!r}: {earlier!r} is a name, without fields")
     below = 0 if key in (*SECTIONS, *SPEC) else depth + 1
-    changed = _set(_as_class(earlier, key) or Table(), rest, text, option, below)
+    changed = _set(_as_class(earlier, slot) or Table(), rest, text, option, below, inside)
     result.put(key, changed)
     return result
 
 
-def _typed(text: str, option: str, depth: int) -> object:
-    """Return the value of an option.
+def _typed(text: str, option: str, depth: int, slot: str) -> object:
+    """Return the value of an option, whose key is the given one of :data:`SLOTS` or none.
 
     An argument of a class gets the text: its type decides. A field below an argument, a mapping, a list and a class
     are read as YAML.
     """
-    slot = slot_of(option)
+    if isinstance(text, _Text):
+        return str(text)
     if not depth and text[:1] not in ("{", "[") and not slot:
+        return text
+    if text[:1] == "{" and ":" not in text and text.strip("{ }"):  # a template, as "{epoch}"
         return text
     if slot and full_name(text) != text:
         return text

@@ -84,3 +84,32 @@ def test_merging_changes_neither_config() -> None:
 def test_words_that_cannot_be_read_are_refused(words: list[str], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         read_command(["fit", *words])
+
+
+def test_a_list_replaces_what_an_earlier_config_appends() -> None:
+    assert merged("trainer: {callbacks+: [EMA]}", "trainer: {callbacks: []}") == {"trainer": {"callbacks": []}}
+
+
+def test_arguments_of_a_class_may_have_the_names_of_slots() -> None:
+    arguments = {"optimizer": "SGD", "callbacks": ["EMA"], "extra": {"model": "Adam", "callbacks-": ["x"]}}
+    text = f"model: {{class_path: mine.Mine, init_args: {arguments}}}"
+    expected = {"class_path": "mine.Mine", "init_args": arguments}
+    assert merged(text) == merged(text, text) == {"model": expected}
+    Path("mine.yaml").write_text("model: {class_path: mine.Mine, init_args: {optimizer: Adam}}")
+    tree = read_command(["fit", "-c", "mine.yaml", "--model.optimizer", "SGD", "--model.filename={epoch}"]).tree
+    given = {"optimizer": "SGD", "filename": "{epoch}"}
+    assert plain_data(tree) == {"model": {"class_path": "mine.Mine", "init_args": given}}
+
+
+def test_a_class_that_passes_on_keywords_keeps_no_arguments_of_another() -> None:
+    before = "s: {class_path: DDPStrategy, init_args: {find_unused_parameters: true, process_group_backend: gloo}}"
+    kept = {"process_group_backend": "gloo"}
+    after = merged(before, "s: {class_path: FSDPStrategy}")
+    assert after == {"s": {"class_path": "lightning.pytorch.strategies.FSDPStrategy", "init_args": kept}}
+
+
+def test_environments_have_short_names() -> None:
+    words = ["fit", "--trainer.plugins+=SLURMEnvironment"]
+    path = "lightning.pytorch.plugins.environments.SLURMEnvironment"
+    assert plain_data(read_command(words).tree) == {"trainer": {"plugins+": [{"class_path": path}]}}
+    assert plain_data(read_command([*words, "--without=SLURMEnvironment"]).tree) == {"trainer": {"plugins+": []}}
