@@ -1,4 +1,4 @@
-"""The cases of the smoke test. Nothing heavy is imported before one runs, so that the driver may read the table."""
+"""Cases of the smoke test. Large libraries are imported only when a case runs, so that the driver can list cases."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Case:
     """One training of the smoke test.
 
     Args:
-        callbacks: Makes the techniques.
-        module: Which LightningModule, of ``smoke.MODULES``.
-        rows: Which data, of ``smoke.ROWS``; a batch takes four rows.
-        optimizer: Makes an optimizer of parameters, in the place of the module's.
+        callbacks: Function that returns the techniques.
+        module: LightningModule, a key of ``smoke.MODULES``.
+        rows: Data, a key of ``smoke.ROWS``. A batch has four rows.
+        optimizer: Function from parameters to an optimizer that replaces the module's.
         needs: Packages without which the case is skipped.
-        trainer: Further arguments of the trainer.
-        precision: Those that it is run with.
-        cuda_only: Why it does not run on a CPU; empty: it does.
-        on_device: Whether all that trains is on the device at the end.
+        trainer: More arguments of the trainer.
+        precision: Precisions to run.
+        cuda_only: Reason why the case does not run on a CPU. Empty if it does.
+        on_device: Whether all trainable tensors must be on the device at the end.
     """
 
     callbacks: Callable[[], list[Any]] = list
@@ -166,7 +166,7 @@ NAMED = {*re.findall(r"\ble\.(\w+)\(", Path(__file__).read_text("utf-8"))}
 
 
 def as_configured(card: Card) -> Any:
-    """A technique with the arguments of its overlay."""
+    """Return a technique with the arguments of its overlay config."""
     overlay = yaml.safe_load(known()[overlay_of(card)].read_text("utf-8"))
     (entry,) = (one for one in overlay["trainer"]["callbacks+"] if one["class_path"] == card.name)
     return getattr(le, card.name)(**entry.get("init_args", {}))

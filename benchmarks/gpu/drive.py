@@ -1,14 +1,16 @@
-"""The first minutes on a GPU, in pieces that each write their row at once: smoke test, tests, benchmarks, ladder.
+"""Run the GPU checks in pieces, each of which writes its result immediately: smoke test, tests, benchmarks, ladder.
 
     python -m benchmarks.gpu.drive [--out runs/gpu] [--minutes 25] [--wheels FOLDER ...] [--only smoke tests ...]
-    python -m benchmarks.gpu.drive --device cpu --quick          three cases, to see that the driver itself works
+    python -m benchmarks.gpu.drive --device cpu --quick          three cases, to test the driver
 
-Each piece is a process of its own (an error of CUDA poisons its process), with a limit of time; one that crashes, hangs
-or lacks a package is a row, not the end. Rows are lines of ``results.jsonl`` in the folder ``--out``, and ``report.md``
-beside it is written anew after each. A second call on the same device and torch skips what is done and tries what was
-skipped or cut off; with ``--again`` what has failed, too. Where one command may last ten minutes, ask for ``--minutes
-9`` several times. Needs torch 2.10 or newer and Python 3.11 or newer; other packages that are missing are named, or
-come from ``--wheels``: folders of wheels, installed beside the rest for this call alone.
+Each piece runs in a separate process with a time limit, because a CUDA error makes its process unusable. If a piece
+crashes, hangs or lacks a package, this is recorded as a row, and the next piece runs. Rows are lines of
+``results.jsonl`` in the folder ``--out``. ``report.md`` in the same folder is updated after each row. A second call on
+the same device and version of torch skips finished pieces, and runs those that were skipped or interrupted. ``--again``
+also runs the failed ones. Where a command may last only ten minutes, call with ``--minutes 9`` several times.
+
+Needs torch 2.10 or newer and Python 3.11 or newer. Other missing packages are listed. ``--wheels`` names folders of
+wheels to install into a temporary folder for this call.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ Launch = Callable[[list[str], Path, float, dict[str, str]], int | None]
 
 
 def launch(words: list[str], log: Path, limit: float, environment: dict[str, str]) -> int | None:
-    """Run ``python WORDS`` in a session of its own; its exit code, or None if it was killed after ``limit`` seconds."""
+    """Run ``python WORDS`` in a new session. Return its exit code, or ``None`` if killed after ``limit`` seconds."""
     with log.open("wb") as output:
         start = [sys.executable, "-S", "-c", STARTER, *words]
         process = subprocess.Popen(
@@ -71,12 +73,12 @@ class Driver:
     """Runs pieces and writes their rows.
 
     Args:
-        out: The folder of rows and report.
+        out: Folder of rows and report.
         header: Command, versions and device.
-        minutes: Of this call.
-        again: Whether what has failed is run again.
-        environment: Of the pieces.
-        start: Starts one.
+        minutes: Time limit of this call.
+        again: Whether to run failed pieces again.
+        environment: Environment variables of the pieces.
+        start: Function that runs the process of a piece.
     """
 
     out: Path
@@ -111,7 +113,7 @@ class Driver:
         return [self.header["device"], versions["python"], versions.get("torch", "")]
 
     def run(self, plan: list[Piece], jobs: int) -> None:
-        """Run what is not done: of a group that may, up to ``jobs`` at a time."""
+        """Run the unfinished pieces, up to ``jobs`` at a time in groups that allow it."""
         for group in dict.fromkeys(piece.group for piece in plan):
             todo = [piece for piece in plan if piece.group == group and not self.done(piece)]
             with ThreadPoolExecutor(min(jobs, GROUPS[group].at_once)) as pool:
@@ -182,7 +184,7 @@ def read(text: str, keep: int, status: str) -> dict[str, Any]:
 
 
 def installed(folders: list[Path]) -> tuple[str, list[str]]:
-    """A folder with what the wheels hold, and the wheels that could not be installed."""
+    """Install the wheels into a temporary folder. Return it, and the wheels that could not be installed."""
     target = tempfile.mkdtemp(prefix="gpu_wheels_")
     refused = []
     options = ["--quiet", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "--target"]
@@ -196,7 +198,7 @@ def installed(folders: list[Path]) -> tuple[str, list[str]]:
 
 
 def header(device: str, path: str, refused: list[str]) -> dict[str, Any]:
-    """Command, versions and device, none of which starts CUDA here."""
+    """Return command, versions and device, without initialising CUDA in this process."""
     sys.path[:0] = [path] if path else []
     found = {"python": platform.python_version()}
     missing = []

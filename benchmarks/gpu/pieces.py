@@ -15,12 +15,12 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Group:
-    """A chapter of the report.
+    """Chapter of the report.
 
     Args:
-        title: Its heading.
-        about: What its table says.
-        at_once: How many of its pieces may run at a time.
+        title: Heading.
+        about: Description of the table.
+        at_once: Number of pieces that may run at the same time.
     """
 
     title: str
@@ -53,14 +53,14 @@ class Piece:
     """One process, one row.
 
     Args:
-        name: Of the row.
-        group: One of `GROUPS`.
-        words: What follows ``python``.
-        limit: Most seconds.
-        needs: Packages without which it is skipped.
-        skip: Why it is not run at all.
-        keep: Characters of its output that stay in the row.
-        expected: The numbers that are expected, and where they come from.
+        name: Name of the row.
+        group: A key of `GROUPS`.
+        words: Arguments of ``python``.
+        limit: Time limit in seconds.
+        needs: Packages without which the piece is skipped.
+        skip: Reason why the piece never runs. Empty if it runs.
+        keep: Number of characters of the output to keep in the row.
+        expected: Expected figures and their source.
     """
 
     name: str
@@ -149,7 +149,7 @@ SUITE = ("pytest", "xdist", "pytest_timeout", "jsonargparse", "transformers")  #
 
 
 def pieces(device: str, *, quick: bool = False) -> list[Piece]:
-    """All of them; with ``quick`` three cases of the smoke test."""
+    """Return all pieces. With ``quick``, return three cases of the smoke test."""
     smoke = _smoke(device, quick)
     if quick:
         return smoke
@@ -182,7 +182,7 @@ def _smoke(device: str, quick: bool) -> list[Piece]:
 
 
 def _tests(device: str) -> list[Piece]:
-    """One a function with the mark; those about paging come last."""
+    """Return a piece for each test function with the mark ``gpu``. Tests of paged memory come last."""
     found = []
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         text = path.read_text("utf-8")

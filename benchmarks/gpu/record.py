@@ -1,9 +1,9 @@
-"""Puts what a run on a GPU has measured into benchmarks/records/figures.json, from which the documents are made.
+"""Copy the results of a run on a GPU into benchmarks/records/figures.json, the source of the documents.
 
     python -m benchmarks.gpu.record runs/gpu --date 2026-11-28
     python -m benchmarks.figures --write
 
-Rungs that were measured replace those of before; what did not run keeps its old row.
+Measured rungs replace their earlier rows. Rungs that did not run keep them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FIGURES = ROOT / "benchmarks" / "records" / "figures.json"
 
 
 def ladder(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A record for each rung that was measured."""
+    """Return a record for each measured rung."""
     found = []
     by_name = {row["name"]: row for row in rows}
     for row in (by_name[f"ladder/{name}"] for name in RUNGS if f"ladder/{name}" in by_name):

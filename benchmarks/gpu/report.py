@@ -1,4 +1,4 @@
-"""The rows as one page of Markdown: what was run where, what it gave, and what was not run."""
+"""Markdown report of the rows: environment, results, and pieces that did not run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Row = dict[str, Any]
 
 
 def report(header: dict[str, Any], plan: list[Piece], rows: dict[str, Row]) -> str:
-    """The page."""
+    """Return the report."""
     counts = collections.Counter(rows.get(piece.name, {"status": "not run yet"})["status"] for piece in plan)
     versions = ", ".join(f"{name} {version}" for name, version in header["versions"].items())
     refused = f" Wheels that could not be installed: {', '.join(header['refused'])}." if header["refused"] else ""
@@ -46,7 +46,7 @@ def plain(chosen: list[Piece], rows: dict[str, Row]) -> str:
 
 
 def smoke(chosen: list[Piece], rows: dict[str, Row]) -> str:
-    """A line a case and precision; then the places that wait, over all cases."""
+    """Return a line for each case and precision, then the lines of code that wait for the device, over all cases."""
     lines: list[list[object]] = []
     places: collections.Counter[str] = collections.Counter()
     met: dict[str, set[str]] = collections.defaultdict(set)
@@ -85,7 +85,7 @@ def ladder(chosen: list[Piece], rows: dict[str, Row]) -> str:
 
 
 def details(chosen: list[Piece], rows: dict[str, Row]) -> list[str]:
-    """The command of each, with the output that was kept."""
+    """Return the command of each piece with the kept output."""
     found = [(piece, rows.get(piece.name, {}).get("output", "")) for piece in chosen]
     return [f"`{piece.command}`\n\n```text\n{output.replace('```', '')}\n```" for piece, output in found if output]
 

@@ -1,12 +1,13 @@
-"""Six steps of one technique on the small GPT, the small DiT or a user's network: does it start, train, and wait?
+"""Train six steps with one technique on a small GPT, a small DiT or a user's network, and count waits for the device.
 
     python -m benchmarks.gpu.smoke --list
     python -m benchmarks.gpu.smoke "LoRA dora" [--device cuda] [--precision 32-true bf16-mixed]
 
-Prints a line ``RESULT {...}`` after each precision: the loss, the peak of the device's memory, and by place how often a
-step waits for the device, as CUDA itself warns (``torch.cuda.set_sync_debug_mode``). Places are the innermost lines of
-this package, or of torch and Lightning where none of it is on the stack. A pass fails if the loss is not finite, if
-nothing moves, or if a tensor that trains is not on the device.
+Prints a line ``RESULT {...}`` for each precision: the loss, the peak of the device's memory, and the number of
+synchronisations with the device in a step, by line of code. CUDA reports the synchronisations
+(``torch.cuda.set_sync_debug_mode``). The line is the innermost one of this package on the stack, or else of torch or
+Lightning. A run fails if the loss is not finite, if no parameter changes, or if a trainable tensor is not on the
+device.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ LENGTH = 128
 
 
 class User(L.LightningModule):
-    """A network of one's own, which is built in ``__init__``, on the CPU."""
+    """LightningModule of a user, whose network is built in ``__init__`` on the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class User(L.LightningModule):
 
 
 class Convolutions(User):
-    """The same with images of 8 by 8."""
+    """LightningModule of a user, with a convolutional network on images of 8 by 8 pixels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +122,7 @@ def latents() -> list[dict[str, torch.Tensor]]:
 
 
 class CountWaits(L.Callback):
-    """Counts CUDA's warnings of synchronisations in the last steps, by place; on a CPU it counts none."""
+    """Callback that counts CUDA's synchronisation warnings in the last steps by line of code (none on a CPU)."""
 
     def __init__(self, cuda: bool) -> None:
         self.cuda = cuda
@@ -160,7 +161,7 @@ ROWS = {"tokens": tokens, "packed": packed, "pairs": pairs, "latents": latents}
 
 
 def run(case: Case, precision: str, device: str) -> dict[str, Any]:
-    """Six steps; what came of them."""
+    """Train six steps. Return the results."""
     L.seed_everything(0, verbose=False)
     cuda = device == "cuda"
     count = CountWaits(cuda)

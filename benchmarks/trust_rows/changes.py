@@ -1,9 +1,10 @@
-"""Row 8: a key of the config is changed before a resume. It is said, and it is done; or it is refused.
+"""Row 8: change a key of the config before a resume. The change is reported and takes effect, or is refused.
 
-A run is interrupted by SIGTERM after four steps of seven. It goes on with one key changed; beside it stand a run that
-was never interrupted and one that had the change from its beginning. Where these two differ (arguments of callbacks,
-module, data and loggers, of what they hold, options of the optimizer with the rate of that step, loaders, shapes of
-batches), the resumed run must be as the second, or as the first where it says that the key does not win.
+A run is interrupted by SIGTERM after four of seven steps, and resumed with one changed key. It is compared with two
+other runs: one without interruption and change, and one with the change from the beginning. The comparison covers
+arguments of callbacks, module, data and loggers and of the objects they hold, options of the optimizer with the rate of
+the step, loaders, and shapes of batches. Where the two runs differ, the resumed run must equal the second. It must
+equal the first if the program reports that the key has no effect on a resumed run.
 """
 
 from __future__ import annotations
@@ -186,7 +187,7 @@ UNSEEN = {
 
 
 def _set(tree: Any, key: str, value: Any) -> None:
-    """Set what a dotted key says; None takes an item out of a list."""
+    """Set the value of a dotted key. ``None`` removes an item from a list."""
     *parents, last = key.partition("#")[0].split(".")
     for part in parents:
         tree = tree[int(part)] if isinstance(tree, list) else tree[part]
@@ -198,7 +199,7 @@ def _set(tree: Any, key: str, value: Any) -> None:
 
 @functools.cache
 def _all() -> dict[str, tuple[str, dict[str, Any], str, Any]]:
-    """Of each case: its base, the config of that, the key, and its new value."""
+    """Return, for each case, its base, the config of the base, the key, and the new value."""
     found: dict[str, tuple[str, dict[str, Any], str, Any]] = {}
     for name, config, keys in (("language", LANGUAGE, _LANGUAGE_KEYS), ("diffusion", DIFFUSION, _DIFFUSION_KEYS)):
         for key, value in keys.items():
@@ -232,7 +233,7 @@ def _all() -> dict[str, tuple[str, dict[str, Any], str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers, words and what is made of them; of anything else its class."""
+    """Return a value as numbers, strings and containers of them. Other objects are replaced by their class."""
     if isinstance(value, str):  # folders of runs are named by the time
         return re.sub(r".*/\d{4}-\d\d-\d\d_[\d-]+", "RUN", value)
     if value is None or isinstance(value, bool | int):
@@ -251,7 +252,7 @@ def _plain(value: Any) -> Any:
 
 
 def _arguments(thing: Any) -> dict[str, Any]:
-    """Attributes that have the names of arguments, its own and those of what it holds of our making."""
+    """Return the attributes named like constructor arguments, of an object and of this package's objects in it."""
     found = {}
     for name in inspect.signature(type(thing).__init__).parameters:
         for attribute in (name, f"_{name}"):
@@ -309,7 +310,7 @@ def _look(trainer: Any, module: Any, batch: Any) -> dict[str, Any]:
 
 
 def _fit(kind: str, *words: str) -> None:
-    """A fit that notes how it looks at each step; ``kind`` is its name, and says whether it is interrupted."""
+    """Run a fit that records its settings at each step. ``kind`` is its name, and decides whether it is interrupted."""
     import warnings
 
     from lit_efficient.__main__ import main
@@ -344,7 +345,7 @@ _bases: dict[str, tempfile.TemporaryDirectory[str]] = {}
 
 
 def _base(name: str, config: Any) -> Path:
-    """A folder with the interrupted run of a base, and one that was never interrupted."""
+    """Return a folder with an interrupted and an uninterrupted run of a base."""
     if name not in _bases:
         _bases[name] = folder = tempfile.TemporaryDirectory()
         before = Path.cwd()
@@ -380,7 +381,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _named(config: Any, key: str) -> str:
-    """The key as a run names it: callbacks by their class, arguments without init_args."""
+    """Return the key as a run reports it: callbacks by class, arguments without ``init_args``."""
     tree = config
     parts = []
     for part in key.partition("#")[0].rstrip("+").split("."):

@@ -1,7 +1,7 @@
-"""Row 7: mistakes in configs. Each is a sentence that names the key, before data is touched; or it is none.
+"""Row 7: mistakes in configs. Each is reported by a sentence that names the key, before data is read.
 
-Whether a value is legal after all (null, another type) is asked of the schema of configs, which is made of types alone;
-numbers and words that types allow and that are right nevertheless stand in `RIGHT`, each with its reason.
+Some changed values are legal. The schema of configs, which is generated from types, decides whether null or another
+type is legal. `RIGHT` lists other legal numbers and strings, each with its reason.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _paths(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, .
 
 
 def _misspelt(name: str) -> str:
-    """A name without one of its letters; of a short one with another."""
+    """Return a name without one of its letters, or a short name with another letter."""
     bare = name.rstrip("+-")
     middle = len(bare) // 2
     return (bare[:middle] + bare[middle + 1 :] if len(bare) > 3 else f"{bare}x") + name[len(bare) :]
@@ -107,7 +107,7 @@ def _wrong(value: Any) -> Any:
 
 
 def _values(key: str, value: Any) -> dict[str, Any]:
-    """What stands in the place of a value, by the kind of the mistake."""
+    """Return the replacements of a value, by the kind of the mistake."""
     found: dict[str, Any] = {"type": _wrong(value)} | ({} if value is None else {"null": None})
     if isinstance(value, int | float) and not isinstance(value, bool):
         number = type(value)
@@ -132,7 +132,7 @@ def _tree(name: str) -> Any:
 
 @functools.cache
 def _all() -> dict[str, tuple[str, tuple[Any, ...], str]]:
-    """All mistakes, each once: a key of a class that several configs have is tried in one of them."""
+    """Return all mistakes, each once. A key of a class in several configs is tried in one of them."""
     found = {}
     known = set()
     for name, file in configs.known().items():
@@ -148,7 +148,7 @@ def _all() -> dict[str, tuple[str, tuple[Any, ...], str]]:
 
 
 def _spot(tree: Any, path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A key as its class knows it, wherever the class stands: the class, and the path below it."""
+    """Return a key relative to its class: the class, and the path below it."""
     spot: tuple[Any, ...] = ()
     for part in path:
         if isinstance(tree, dict) and "class_path" in tree:
@@ -159,7 +159,7 @@ def _spot(tree: Any, path: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _changed(tree: Any, path: tuple[Any, ...], kind: str) -> Any:
-    """The tree with one mistake; what stands twice has a mark behind it."""
+    """Return the tree with one mistake. A duplicated key carries a mark."""
     tree = copy.deepcopy(tree)
     parent = tree
     for part in path[:-1]:
@@ -188,7 +188,7 @@ def _text(tree: Any) -> str:
 
 
 def command(*words: str) -> None:
-    """The command in a process of its own, which may take so much memory."""
+    """Run a command in a separate process with limited memory."""
     resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
     from lit_efficient.__main__ import main
 
@@ -196,7 +196,7 @@ def command(*words: str) -> None:
 
 
 def said(*words: str, seconds: float = SECONDS, job: Any = command) -> tuple[int | None, str]:
-    """The exit code of a command, None if it had to be ended, and what it printed."""
+    """Return the exit code of a command (``None`` if it was killed) and its output."""
     log = Path("log.txt")
     log.unlink(missing_ok=True)
     process = processes.start(job, *words, log=log.resolve(), server=SERVER)
@@ -209,7 +209,7 @@ def said(*words: str, seconds: float = SECONDS, job: Any = command) -> tuple[int
 
 
 def said_here(*words: str, seconds: float = SECONDS) -> tuple[int | None, str]:
-    """As `said`, in this process, which has checked configs before: a tenth of the time."""
+    """Like `said`, in this process. It takes a tenth of the time, because imports are done."""
     warm_up()
     from lit_efficient.__main__ import main
 
@@ -231,7 +231,7 @@ def said_here(*words: str, seconds: float = SECONDS) -> tuple[int | None, str]:
 
 
 def error(text: str) -> str:
-    """The error alone, without the paths of this trial."""
+    """Return the error without the paths of this trial."""
     found = text[text.index("error: ") :] if "error: " in text else ""
     return re.sub(r"/\S*/tmp\w+/", "", found)
 
@@ -252,7 +252,7 @@ def refusal(code: int | None, text: str, *words: str) -> str:
 
 
 def _words(name: str) -> list[str]:
-    """The command that checks the config of a trial."""
+    """Return the command that checks the config of a trial."""
     stem = name.rpartition("/")[2]
     if configs.known()[name].parent.name not in ("techniques", "loggers"):
         model = _tree(name).get("model", {})
@@ -416,7 +416,7 @@ def _below(key: str, text: str) -> str:
 
 
 def _damaged() -> dict[str, tuple[bytes | str, bool]]:
-    """The content of each file, and whether it is right after all."""
+    """Return the content of each damaged file, and whether it is still legal."""
     noise = bytes((7 * n * n + 13 * n) % 256 for n in range(5000))
     wrong: dict[str, bytes | str] = {
         "binary": noise,
@@ -546,7 +546,7 @@ STRANGE = ("folder", "pipe", "dev-zero", "dev-null", "missing", "link-to-itself"
 
 
 def _measured(*words: str) -> None:
-    """As `command`, and what it took beside it."""
+    """Like `command`, and return the memory and time it took."""
     import os
     import time
 
@@ -620,7 +620,7 @@ def _try_damaged(case: str, folder: Path) -> str:
 
 
 def _section(content: str, right: bool) -> tuple[str, bool]:
-    """A file of the trainer alone."""
+    """Return a file with only the section of the trainer."""
     mark = content[: content.startswith("\ufeff")]
     if not content.startswith(f"{mark}trainer:\n") or not right:
         return content, False
@@ -708,7 +708,7 @@ KNOWN: dict[str, tuple[list[str], list[str]]] = {
 
 
 def _without_data(*words: str) -> None:
-    """As `command`, where no data can be touched."""
+    """Like `command`, in an environment where no data can be read."""
     import lit_efficient as le
 
     def touched(*_: Any, **__: Any) -> None:

@@ -1,12 +1,12 @@
-"""Damaged files: of each kind that the package writes, single bits flipped, files cut short, pages of zeros.
+"""Row 3: damage files of each kind that the package writes: flipped bits, truncation, pages of zeros.
 
-    flip-0007     one bit of one file is another
-    cut-0007      a file ends early
-    zero-0007     4 KiB of a file are zeros, of a small one an eighth
-    command-07    one of these, and a command of the command line reads it, in a process of its own
+    flip-0007     one bit of one file is flipped
+    cut-0007      a file is truncated
+    zero-0007     4 KiB of a file become zeros, or an eighth of a small file
+    command-07    one of these, read by a command of the command line in a separate process
 
-It holds if whoever reads the file says in a sentence what is wrong, or what is read is bit for bit what it was: a bit
-may lie where nobody looks, and a cache may be made again. Size and time of the file stay: bits rot without a trace.
+A case passes if the reader explains the error in a sentence, or if the content that it reads is unchanged in every bit:
+the damaged bit may be unused, and a cache may be generated again. Flips keep size and time of the file, like bit rot.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def cases(kind: Kind) -> list[str]:
 
 
 def trial(name: str, case: str, folder: Path) -> str:
-    """Damage a copy of what was made once, and read it."""
+    """Damage a copy of the prepared files and read it."""
     kind = {**KINDS, **PEERS}[name]
     made = prepared(name)
     readers: dict[str, Any] = dict(kind.readers)
@@ -79,7 +79,7 @@ def missing(case: str, folder: Path) -> str:
 
 
 def _told(kind: Kind, readers: Mapping[str, Any], wanted: Mapping[str, str], done: str) -> str:
-    """What is wrong with how the readers take it, or ''."""
+    """Return what is wrong with the reaction of the readers, or ''."""
     for reader, read in readers.items():
         said, found = _run(read) if isinstance(read, Command) else _read(read)
         if said.startswith("!") and kind.subject == OURS:  # of others any error will do
@@ -90,7 +90,7 @@ def _told(kind: Kind, readers: Mapping[str, Any], wanted: Mapping[str, str], don
 
 
 def damage(kind: Kind, seed: str) -> str:
-    """Change one of the files below the working directory, and say how."""
+    """Damage one of the files below the working directory. Return a description."""
     draws = random.Random(seed)
     file = draws.choice(_files(kind))
     how = draws.choice(["flip", "cut", "zero"]) if "command" in seed else seed.rpartition(" ")[2].partition("-")[0]
@@ -116,7 +116,7 @@ def damage(kind: Kind, seed: str) -> str:
 
 @cache
 def prepared(name: str) -> Path:
-    """A folder with the files of a kind."""
+    """Return a folder with the files of a kind."""
     root = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     here = root / "here"
@@ -130,7 +130,7 @@ def prepared(name: str) -> Path:
 
 @cache
 def seen(name: str, reader: str) -> str:
-    """What a reader, or a command, sees in a copy of the files of a kind that are whole."""
+    """Return the content that a reader or a command finds in an undamaged copy of the files of a kind."""
     kind = {**KINDS, **PEERS}[name]
     made = prepared(name)
     read = next((command for command in kind.commands if command.line == reader), None)
@@ -153,7 +153,7 @@ def _copied(made: Path, place: Path) -> Iterator[None]:
 
 
 def digest(value: Any) -> str:
-    """A hash of all that is in a value: tensors and arrays bit for bit."""
+    """Return a hash of a value. Tensors and arrays are hashed by their bits."""
     found = hashlib.sha256()
     for part in _parts(value):
         found.update(part)

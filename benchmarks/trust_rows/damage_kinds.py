@@ -27,7 +27,7 @@ WRITES = "--prompt def --max_new_tokens 4 --temperature 0 --device cpu"
 
 @dataclass(frozen=True)
 class Command:
-    """A command, and what counts of what it does: ``seen`` is called with what it printed."""
+    """Command with a function ``seen`` that extracts the relevant results from its output."""
 
     line: str
     seen: Callable[[str], Any]
@@ -38,15 +38,15 @@ class Kind:
     """Files of a kind.
 
     Args:
-        what: What they are, for the sentence of the piece.
-        make: Writes them into the working directory.
-        files: Which of what lies there then is damaged.
-        readers: Who reads them, as functions that give all that they read.
-        commands: The commands that read them.
-        subject: Who wrote them.
-        in_ci: How many cases CI tries.
-        fixed: Whether what is made names its own place, and must be read there.
-        kept: Whether a reader leaves the files as they are; others make something of them.
+        what: Description for the sentence of the piece.
+        make: Function that writes the files into the working directory.
+        files: Pattern of the files to damage.
+        readers: Functions that read the files and return their content.
+        commands: Commands that read the files.
+        subject: Package that wrote the files.
+        in_ci: Number of cases that CI runs.
+        fixed: Whether the files contain their own path, and must be read there.
+        kept: Whether a reader leaves the files unchanged.
     """
 
     what: str

@@ -1,4 +1,4 @@
-"""Row 13: the same run twice gives the same bits; what the numbers of threads and processes change has a bound."""
+"""Row 13: two equal runs give the same bits. The effect of the numbers of threads and processes is bounded."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _configs() -> list[str]:
 
 
 def words(name: str) -> list[str]:
-    """A small fit of a config, as its header says it."""
+    """Return the command for a small fit of a config, as in the header of the config."""
     text = (CONFIGS / f"{name}.yaml").read_text("utf-8")
     line = next(re.finditer(rf"{_COMMAND}(.*)", text))[1].split("  ")[0]
     given = shlex.split(line.partition(" #")[0])
@@ -89,7 +89,7 @@ def _main(arguments: list[str], threads: int) -> None:
 
 @functools.cache
 def _place() -> Path:
-    """Where fits run: a corpus is there."""
+    """Return the folder in which fits run. It contains a corpus."""
     folder = Path(tempfile.mkdtemp(dir=root()))
     (folder / "source").mkdir()
     for i in range(40):
@@ -100,7 +100,7 @@ def _place() -> Path:
 
 
 def outcome(arguments: list[str], threads: int = 1) -> tuple[dict[str, Any], list[dict[str, str]]] | str:
-    """The last checkpoint and the rows of a fit in a fresh process; what it said, if it failed."""
+    """Run a fit in a fresh process. Return its last checkpoint and rows, or its message if it failed."""
     from lit_efficient.testing import load
     from tests import processes
 
@@ -144,7 +144,7 @@ BOUND = 2e-3
 
 
 def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """The largest difference of weights, as a share of the largest weight of the tensor."""
+    """Return the largest difference of weights, relative to the largest weight of the tensor."""
     found = 0.0
     for name, a in one["state_dict"].items():
         if a.is_floating_point() and a.numel():
@@ -198,7 +198,7 @@ def _fit_ranks(name: str, ranks: int) -> None:
 
 
 def _mean_over_tokens(module: Any) -> None:
-    """Have the toy's loss be a mean over what it counts, no longer one over rows."""
+    """Make the loss of the toy a mean over tokens instead of rows."""
     of_rows = module._sample_loss
 
     def weighed(batch: Any) -> Any:
@@ -209,7 +209,7 @@ def _mean_over_tokens(module: Any) -> None:
 
 
 def _part(loader: Any, ranks: int) -> DataLoader:
-    """A process's share of a loader's rows: all together see in each step what one sees."""
+    """Return a process's share of a loader's rows. In each step all processes together see the rows of one process."""
     own = DistributedSampler(loader.dataset, ranks, int(os.environ["RANK"]) if ranks > 1 else 0, shuffle=False)
     return DataLoader(loader.dataset, loader.batch_size, sampler=own)
 

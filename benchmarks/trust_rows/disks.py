@@ -1,4 +1,4 @@
-"""Full disks, folders that cannot be written or are gone, loader workers that die, and two runs at once."""
+"""Row 6: full disks, read-only or missing folders, loader workers that die, and two runs in one folder."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def small_disk(folder: Path, inodes: int = 10_000) -> Iterator[Path]:
 
 
 def fill(disk: Path, pages: int) -> Path:
-    """Leave so many free pages on a disk."""
+    """Fill a disk except for the given number of free pages."""
     ballast = disk / "ballast"
     found = os.statvfs(disk)
     with open(ballast, "wb") as file:
@@ -55,7 +55,7 @@ def fill(disk: Path, pages: int) -> Path:
 
 @cache
 def half() -> Path:
-    """A run that has come to the end of its first epoch, to be copied."""
+    """Return the folder of a run that ended its first epoch, to be copied."""
     folder = Path(tempfile.mkdtemp())
     before = Path.cwd()
     os.chdir(folder)
@@ -69,7 +69,7 @@ def half() -> Path:
 
 
 def unhelpful(said: str, code: int, cause: str | tuple[str, ...]) -> str:
-    """What is wrong with the last words of a run that could not go on."""
+    """Return what is wrong with the final message of a run that failed."""
     if "Traceback" in said:
         return f"a traceback: {said.strip()[-300:]!r}"
     if code not in EXIT_CODES or code in (0, 1):
@@ -81,7 +81,7 @@ def unhelpful(said: str, code: int, cause: str | tuple[str, ...]) -> str:
 
 
 def spoilt(folder: Path, before: dict[str, bytes]) -> str:
-    """Which file is not whole, or has lost what it held."""
+    """Return the name of a file that is incomplete or lost its content."""
     for path in folder.rglob("*.ckpt"):
         try:
             load_verified(path)
@@ -278,7 +278,7 @@ def together_cases() -> list[str]:
 
 
 def together_trial(case: str, folder: Path) -> str:
-    """Two runs that begin within half a second of each other."""
+    """Start two runs within half a second of each other."""
     write_config()
     kind = case.partition(" ")[2] or case
     if "last" in kind or "and" in kind:

@@ -1,9 +1,8 @@
-"""A small task that can be struck anywhere: by a signal at an instant with a name, or by whatever else a trial sets up.
+"""Small task that can be disturbed at named instants, by a signal or by another fault of a trial.
 
     TRUST_STRIKE='["forward", 3, "SIGTERM", 1]'    the process signals itself in its third forward pass, once
 
-Each instant at which it was struck is noted in the file ``struck``, with the step of that time, and each training step
-begun after it is counted there, too.
+The file ``struck`` records each disturbance with its training step, and the number of training steps begun afterwards.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _module: list[Any] = []  # the one that trains
 
 
 def strike(place: str) -> None:
-    """Send what the environment says, if it is this place's turn."""
+    """Send the signal that the environment names, if this place and turn match."""
     if "TRUST_STRIKE" not in os.environ:
         return
     where, nth, name, times, *delay = json.loads(os.environ["TRUST_STRIKE"])
@@ -65,7 +64,7 @@ def _send(name: str, times: int) -> None:
 
 
 def afflict(fault: str) -> None:
-    """What befalls the folder of the run that is under way."""
+    """Apply a fault to the folder of the current run."""
     run = Path("runs/run/latest").resolve()
     if fault == "vanish":
         run.rename("vanished")
@@ -76,13 +75,13 @@ def afflict(fault: str) -> None:
 
 
 def make_read_only(folder: Path) -> None:
-    """Nothing in it can be written or made by a process that has let go of root's right to do it all the same."""
+    """Make a folder read-only for processes without CAP_DAC_OVERRIDE."""
     for path in [*folder.rglob("*"), folder]:
         path.chmod(0o555 if path.is_dir() else 0o444)
 
 
 def be_nobody() -> None:
-    """Let go of root's right to write where the mode of a file forbids it: CAP_DAC_OVERRIDE, of this process alone."""
+    """Drop CAP_DAC_OVERRIDE in this process, so that root respects the modes of files."""
     import ctypes
 
     if os.geteuid():
@@ -103,10 +102,10 @@ def struck() -> tuple[int, int] | None:
 
 
 class Net(LightningModule):
-    """Draws at random in each step, writes texts and pictures, and is struck where it is told.
+    """Module that draws random numbers in each step, logs texts and images, and can be disturbed.
 
     Args:
-        width: Of its layer.
+        width: Width of the layer.
     """
 
     def __init__(self, width: int = 4) -> None:
@@ -156,10 +155,10 @@ class Net(LightningModule):
 
 
 class Rows(Dataset[Tensor]):
-    """18 rows, some of which are awaited.
+    """Dataset of 18 rows, some of which can fail.
 
     Args:
-        fault: What happens to the reader of row 7 (to a worker): ``killed``, ``raises`` or ``hangs``.
+        fault: Fault of the worker that reads row 7: ``killed``, ``raises`` or ``hangs``.
     """
 
     def __init__(self, fault: str = "") -> None:
@@ -177,7 +176,7 @@ class Rows(Dataset[Tensor]):
 
 
 def befall(fault: str) -> None:
-    """What happens to a worker, once: after it is mended the file ``mended`` lies there."""
+    """Apply a fault to a worker. If the file ``mended`` exists, do nothing."""
     if os.path.exists("mended"):
         return
     if fault == "raises":
@@ -195,12 +194,12 @@ def befall(fault: str) -> None:
 
 
 class Data(LightningDataModule):
-    """Rows in batches.
+    """Data module with rows in batches.
 
     Args:
-        batch_size: Rows a batch.
-        num_workers: Processes that read them.
-        fault: Of :class:`Rows`.
+        batch_size: Rows per batch.
+        num_workers: Number of loader workers.
+        fault: Argument of :class:`Rows`.
         timeout: Seconds to wait for a worker.
     """
 
@@ -255,7 +254,7 @@ HOOKS = {
 
 
 class Strikes(Callback):
-    """Has the process struck in hooks."""
+    """Callback that disturbs the process in hooks."""
 
     traits = frozenset({Trait.LEAVES_TRACES})
 
@@ -339,13 +338,13 @@ def fit_words(*more: str) -> list[str]:
 
 
 def trained(path: Path) -> dict[str, Any]:
-    """Of a checkpoint what training has made: weights, states of optimizers and schedulers, the counters."""
+    """Return the trained parts of a checkpoint: weights, optimizer and scheduler states, counters."""
     content = load_verified(path)
     return {key: content[key] for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch")}
 
 
 def rows(folder: Path) -> list[tuple[str, ...]]:
-    """What a run's table says of losses, in its order, without times."""
+    """Return the losses in a run's table, in order, without times."""
     import csv
 
     found = []

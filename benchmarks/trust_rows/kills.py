@@ -1,7 +1,7 @@
-"""SIGKILL at any instant while files are written: in a fit that saves each step, and in the commands that write.
+"""Row 1: SIGKILL at any instant while files are written, in a fit that saves each step and in commands that write.
 
-Before each call that changes a folder, within the time until the next one, and at instants spread over the whole: they
-are counted and timed in a run that nobody kills, which says at the same time what must come out.
+A process is killed before a call that changes a folder, between two such calls, or at a time spread over the whole run.
+The calls are counted and timed in an undisturbed run, which also gives the expected result.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NUMBERED = re.compile(r"(environment|config)_\d+(\.\w+)$")  # what a resumed ru
 
 @dataclass(frozen=True)
 class Whole:
-    """What a run did that nobody killed."""
+    """Record of a run that was not killed."""
 
     changes: list[tuple[float, str]]  # when, and what, of the calls that change its folder
     seconds: float
@@ -42,12 +42,12 @@ class Whole:
     files: set[str]
 
     def first(self, pattern: str) -> int:
-        """The number of the change after the first of a kind."""
+        """Return the number of the change after the first one of a kind."""
         return next(n for n, (_, what) in enumerate(self.changes) if re.search(pattern, what)) + 1
 
 
 def _watch(folder: str, journal: str, at: int, delay: float) -> None:
-    """Note all changes of a folder, in the order and at the times of their calls; die by the ``at``-th of them."""
+    """Record all changes of a folder with their times. Kill this process before change number ``at``."""
     begun = time.monotonic()
     count = 0
     here = os.path.realpath(folder)
@@ -89,12 +89,12 @@ class Killed:
     """One job to kill, in its own folder, and the job that runs after it.
 
     Args:
-        prepare: Makes in the folder what the job needs.
-        job: Runs in the folder, in a process of its own.
-        again: Runs there after the kill.
-        result: What the folder holds in the end, to be compared.
-        since: The changes that match it must have been before a kill.
-        same: Compares two results.
+        prepare: Function that creates the inputs of the job in the folder.
+        job: Function that runs in the folder, in a separate process.
+        again: Function that runs there after the kill.
+        result: Function that returns the final content of the folder, for comparison.
+        since: Pattern of changes that must precede a kill.
+        same: Function that compares two results.
     """
 
     prepare: Callable[[Path], None]
@@ -115,7 +115,7 @@ class Killed:
             yield folder
 
     def start(self, folder: Path, job: Callable[[], None], at: int = -1, delay: float = 0.0) -> Any:
-        """``job`` in a process; what it prints and changes is noted beside the folder."""
+        """Start ``job`` in a process. Its output and changes are recorded next to the folder."""
         before = Path.cwd()
         os.chdir(folder)
         try:
@@ -136,7 +136,7 @@ class Killed:
             return Whole(changes, seconds, self.result(folder), files(folder))
 
     def trial(self, whole: Whole, kind: str, share: float) -> str:
-        """Kill it at a share of the whole, run it again, compare."""
+        """Kill the job at a share of its run, run it again, and compare the results."""
         first = whole.first(self.since) if self.since else 0
         with self.place() as folder:
             if kind == "time":
@@ -171,7 +171,7 @@ class Killed:
             return ""
 
     def _kill_late(self, folder: Path, first: int, seconds: float) -> None:
-        """Kill it so long after its ``first`` change, as seen from outside."""
+        """Kill the job from outside, a delay after its ``first`` change."""
         process = self.start(folder, self.job)
         journal = folder.with_name("changes")
         while first and process.is_alive() and (not journal.exists() or journal.read_bytes().count(b"\n") < first):
@@ -182,11 +182,11 @@ class Killed:
 
 
 class Ranks:
-    """Processes of which one is killed; the others are ended then, as torchrun does.
+    """Group of processes, one of which is killed. The others are then terminated, as by torchrun.
 
     Args:
-        victim: Which that is.
-        log: Where all that they print comes to lie.
+        victim: Rank of the process to kill.
+        log: File for the output of all processes.
     """
 
     def __init__(self, victim: int, log: Path, ranks: list[Any], logs: list[Path]) -> None:
@@ -229,7 +229,7 @@ def _rank(victim: int, folder: str, *arguments: Any) -> None:
 
 @dataclass(frozen=True)
 class KilledRank(Killed):
-    """The same of two processes, of which one is killed."""
+    """Job of two processes, one of which is killed."""
 
     victim: int = 0
 
@@ -246,7 +246,7 @@ def _last_line(log: Path) -> str:
 
 
 def files(folder: Path) -> set[str]:
-    """All that lies in a folder; a run's folder by the name RUN."""
+    """Return the paths of all files in a folder. The folder of a run has the name RUN."""
     found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*")}
     names = {name + "/" * (path.is_dir() and not path.is_symlink()) for name, path in found.items()}
     run = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(?=/)")
@@ -270,12 +270,12 @@ def different(a: Any, b: Any, name: str = "") -> list[str]:
 
 
 def instants(counts: dict[str, int]) -> list[str]:
-    """Names of cases: of each kind so many, spread evenly."""
+    """Return the names of cases: a number of each kind, spread evenly."""
     return [f"{kind}-{number:03d}of{count:03d}" for kind, count in counts.items() for number in range(count)]
 
 
 def share_of(case: str) -> tuple[str, float]:
-    """Of an instant's name its kind, and at what share of the whole it is."""
+    """Return the kind of an instant and its share of the whole run, from its name."""
     kind, number, count = re.fullmatch(r"(?:.*-)?([a-z]+)-(\d+)of(\d+)", case).groups()  # type: ignore[union-attr]
     return kind, (int(number) + random.Random(case).random()) / int(count)
 
@@ -288,7 +288,7 @@ def piece(
     subject: str = "lit_efficient",
     in_ci: int = 1,
 ) -> Piece:
-    """A piece of so many instants of each of some jobs."""
+    """Return a piece with a number of instants for each job."""
 
     @cache
     def whole(job: str) -> tuple[Killed, Whole]:
@@ -338,7 +338,7 @@ def _config(saver: dict[str, Any], extra: Sequence[Any], trainer: dict[str, Any]
 
 
 def last_of(folder: Path) -> dict[str, Any]:
-    """All that the last checkpoint says of the run, but for where it lies."""
+    """Return the content of the last checkpoint, without paths."""
     from lit_efficient.distributed.shards import read_checkpoint
 
     saved = read_checkpoint(folder / "runs/base/latest/last.ckpt", optimizers=True)
@@ -391,7 +391,7 @@ def _with_snapshots(folder: Path) -> Any:
 
 
 def _readable(folder: Path, result: Any) -> str:
-    """Whether each snapshot that lies there is whole."""
+    """Return whether each existing snapshot is complete."""
     from lit_efficient.errors import LitEfficientError
     from lit_efficient.files.tensors import load_tensors
 
@@ -414,7 +414,7 @@ def _snapshots(shm: bool) -> Killed:
 
 @cache
 def _made(what: str) -> dict[str, bytes]:
-    """Checkpoints to work on, made once."""
+    """Return checkpoints to work on. They are created once."""
     with tempfile.TemporaryDirectory() as folder:
         before = Path.cwd()
         os.chdir(folder)
@@ -464,7 +464,7 @@ def _unless_there(folder: str, *words: str) -> None:
 
 
 def _either(name: str, before: Any, folder: Path, result: Any) -> str:
-    """What lies there is what was there before, or the result."""
+    """Return an error unless the file is the old one or the complete new one."""
     path = folder / name
     found: Any = None
     if path.is_dir():

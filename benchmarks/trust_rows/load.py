@@ -1,4 +1,4 @@
-"""What a long run, and one folder that is used again and again, must not pile up: memory, handles, threads, files."""
+"""Row 12: a long run and a folder that is reused must not accumulate memory, handles, threads or files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ALLOW = ("--allow-import", "tests", "--allow-import", "benchmarks")
 
 
 class Look(pl.Callback):
-    """Note every so many steps what the process and its run hold."""
+    """Callback that records the resources of the process and its run at regular steps."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, ...]] = []  # bytes, blocks, handles, threads, files
@@ -52,7 +52,7 @@ class Look(pl.Callback):
 
 
 def slope(values: Sequence[float]) -> float:
-    """The middle of the slopes between all pairs (Theil and Sen): a few leaps do not move it."""
+    """Return the median slope of all pairs of values (Theil-Sen estimator), which ignores a few jumps."""
     pairs = [(values[j] - values[i]) / (j - i) for i in range(len(values)) for j in range(i + 1, len(values))]
     return sorted(pairs)[len(pairs) // 2]
 
@@ -69,7 +69,7 @@ def _command(words: Sequence[str], kill: int | None = None) -> None:
 
 
 def _kill_at(step: int) -> None:
-    """Have this process killed when a step is saved."""
+    """Kill this process when a given step is saved."""
     own = pl.Trainer.save_checkpoint
 
     def save(trainer: Any, *arguments: Any, **options: Any) -> None:
@@ -90,7 +90,7 @@ def _config(rows: int, every: int, more: Sequence[Any], **trainer: Any) -> None:
 
 
 def long_run(case: str, folder: Path) -> str:
-    """Train for so many steps, and see what grows from look to look."""
+    """Train for many steps. Return the resources that grow."""
     steps, seed = (int(word) for word in case.split("-")[1::2])
     _config(400, EVERY, [{"class_path": "benchmarks.trust_rows.load.Look"}], max_epochs=-1, max_steps=steps)
     if processes.run(_command, [f"--seed_everything={seed}"], log=Path("log").resolve()):
@@ -135,7 +135,7 @@ def _whole(search: str) -> tuple[Any, set[str]]:
 
 
 def again(case: str, folder: Path) -> str:
-    """A search, a kill and a resume, and once more in the same folder."""
+    """Run a search, kill it and resume it, twice in the same folder."""
     search = case.partition("-")[0]
     result, whole = _whole(search)
     _prepare(search)

@@ -1,7 +1,7 @@
-"""Row 5: NaN, Inf and spikes put into a run, at every kind of place, in each precision, beside each kind of technique.
+"""Row 5: inject NaN, Inf and spikes into a run at every kind of place, in each precision, with each technique.
 
-With NonFiniteGuard weights, averages and optimizers' states are finite at the end, what was left out is counted, and
-what cannot be mended ends the run with an error that is true, on the command line with code 4.
+With NonFiniteGuard, weights, averages and optimizer states are finite at the end, and skipped steps are counted. If the
+run cannot recover, it ends with a correct error, on the command line with exit code 4.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Row 14: what must hold of any input, on inputs that hypothesis draws and makes small where it does not."""
+"""Row 14: properties that hold for any input. Hypothesis draws the inputs and shrinks those that fail."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXAMPLES = 30
 def _piece(
     name: str, sentence: str, make: Callable[[], tuple[Callable[..., None], dict[str, Any]]], examples: int
 ) -> Piece:
-    """Each case is a seed, of which so many examples are drawn."""
+    """Return a piece whose cases are seeds. Each seed draws a number of examples."""
 
     def trial(case: str, folder: Path) -> str:
         from hypothesis import HealthCheck, Phase, given, seed, settings

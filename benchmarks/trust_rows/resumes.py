@@ -1,7 +1,7 @@
-"""Row 2: a run that was stopped after any batch and resumed ends with the bits, and the rows, of one that was not.
+"""Row 2: a run that is stopped after any batch and resumed ends with the same bits and logged rows as a whole run.
 
-What is compared is the checkpoint of the end (weights, optimizers' states, averages, schedulers, loops) and all that
-went to a logger after the row of the batch.
+The comparison covers the final checkpoint (weights, optimizer states, averages, schedulers, loops) and the rows that
+were logged after the batch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WINDOWS = (1, 4)  # batches of an optimizer step: four of six leave a short wind
 
 
 class Rows(Logger):
-    """Keeps what a run logs."""
+    """Logger that keeps the rows of a run."""
 
     name = "rows"
     version = 0
@@ -59,7 +59,7 @@ class Rows(Logger):
 
 
 class Saves(L.Callback):
-    """Saves after each batch, if it is to, and in any case at the end."""
+    """Callback that saves at the end and, if asked to, after each batch."""
 
     def __init__(self, folder: Path, rows: Rows, every: bool) -> None:
         self.folder = folder
@@ -80,7 +80,7 @@ class Saves(L.Callback):
 
 @dataclass
 class Whole:
-    """A run that was not interrupted."""
+    """Result of an uninterrupted run."""
 
     end: dict[str, Any]
     rows: list[dict[str, Any]]
@@ -89,7 +89,7 @@ class Whole:
 
 @dataclass
 class Fit:
-    """What is run: a module, its data, what acts on it, how long."""
+    """Description of a run: module, data, techniques, length."""
 
     module: Any
     data: Any
@@ -132,7 +132,7 @@ def root() -> Path:
 
 @functools.cache
 def whole(make: Callable[..., Fit], *names: Any) -> Whole:
-    """The uninterrupted run of what ``make(*names)`` gives, done once."""
+    """Return the uninterrupted run of ``make(*names)``. Run it once and cache it."""
     folder = Path(tempfile.mkdtemp(dir=root()))
     with quiet():
         end, rows, saves = make(*names).run(folder)
@@ -148,7 +148,7 @@ def point(run: Whole, part: int, of: int) -> tuple[Path, int]:
 
 
 def difference(run: Whole, kept: int, end: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """In what a resumed run differs from the whole one; '' if in nothing."""
+    """Return the differences of a resumed run from the whole one, '' if there are none."""
     from lit_efficient.testing import assert_equal
 
     try:
@@ -164,7 +164,7 @@ def difference(run: Whole, kept: int, end: dict[str, Any], rows: list[dict[str, 
 
 
 def resume(part: int, of: int, make: Callable[..., Fit], *names: Any) -> str:
-    """Resume a run in this process; what differs."""
+    """Resume a run in this process. Return the differences."""
     run = whole(make, *names)
     path, kept = point(run, part, of)
     with quiet():
@@ -429,7 +429,7 @@ class Stop(L.Callback):
 
 
 def _log(logger: str, every: int, resumes: bool) -> None:
-    """A fit by the command line in the working directory."""
+    """Run a fit by the command line in the working directory."""
     from lit_efficient.__main__ import main
 
     torch.set_num_threads(1)
@@ -465,7 +465,7 @@ def _records(data: bytes) -> Iterator[bytes]:
 
 
 def written(logger: str, folder: Path) -> list[dict[str, Any]]:
-    """The rows that lie in a folder, in order."""
+    """Return the logged rows in a folder, in order."""
     rows: list[dict[str, Any]] = []
     if logger == "csv":
         for table in sorted(folder.rglob("metrics.csv")):

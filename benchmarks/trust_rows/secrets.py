@@ -1,4 +1,4 @@
-"""Canaries in the places of secrets: the run trains with the true value, and nothing that it writes has it."""
+"""Row 10: put canaries in the places of secrets. The run trains with the true value and never writes it."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ WAYS = ("option", "option-mapping", "wrong-value", "printed", "warned", "hparams
 
 
 class Keeper(LightningModule):
-    """Learns with a rate that only who knows the secret has.
+    """Module whose learning rate is right only if the true secret arrives.
 
     Args:
         options: Anything.

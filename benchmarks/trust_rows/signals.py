@@ -1,4 +1,4 @@
-"""Signals at every kind of instant: what is saved, what the program ends with, and that the run goes on exactly."""
+"""Row 4: send signals at named instants. Check the saved checkpoint, the exit code and the exact resume."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _compiling() -> list[tuple[int, str, float]]:
 
 @cache
 def expected(variant: str) -> tuple[dict[str, Any], list[tuple[str, ...]], float]:
-    """What training makes where nobody interrupts it, and its seconds."""
+    """Return the result of an uninterrupted training, and its seconds."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
@@ -121,7 +121,7 @@ def result() -> tuple[dict[str, Any], list[tuple[str, ...]]]:
 
 
 def ran(target: Callable[..., None], *words: str, env: dict[str, str] | None = None) -> tuple[int, str]:
-    """The exit code as a shell has it, and what was printed; 999 for a run that hangs."""
+    """Return the exit code as in a shell (999 for a run that hangs), and the output."""
     log = Path.cwd() / "log"
     log.unlink(missing_ok=True)
     return ended(processes.start(target, *words, log=log, env=env), log)
@@ -156,7 +156,7 @@ def trial(case: str, folder: Path) -> str:
 def judged(
     case: str, name: str, code: int, said: str, early: bool, done: bool, variant: str = "", twice: bool = False
 ) -> str:
-    """What went wrong with a run that was struck and with the one that goes on from it."""
+    """Return what went wrong in a run that received a signal, or in the run that resumed it."""
     number = getattr(signal, name)
     for word in ("Traceback", "Exception ignored", "Error:"):
         if word in said:
@@ -209,7 +209,7 @@ def anywhen_cases() -> list[str]:
 
 
 def anywhen_trial(case: str, folder: Path) -> str:
-    """A moment that a clock chooses: what it meets is found out afterwards."""
+    """Send a signal at a random time. The interrupted operation is determined afterwards."""
     name = case.rsplit(maxsplit=1)[-1]
     cold = case.startswith("cold")
     write_config()
@@ -359,7 +359,7 @@ def rank_cases() -> list[str]:
 
 
 def _both(path: str | None, env: dict[str, str] | None = None) -> tuple[int, str]:
-    """Two processes, as torchrun starts them; the larger code of them, and what both printed."""
+    """Run two processes as torchrun starts them. Return the larger exit code, and the output of both."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -388,7 +388,7 @@ def rank_trial(case: str, folder: Path) -> str:
 
 
 def _torchrun(case: str, folder: Path) -> str:
-    """The real one, that starts Pythons of its own; it passes a signal on to them and has a code of its own."""
+    """Run the real torchrun, which starts new Python processes, forwards signals to them and has its own exit code."""
     _, place, turn, name, _ = parts(case)
     script = folder / "program.py"
     script.write_text("from benchmarks.trust_rows.signals import plain\nplain(None, 2, False, 2)\n")
@@ -446,7 +446,7 @@ def transformers_cases() -> list[str]:
 
 
 def transformers_program(path: str | None = None) -> None:
-    """The same task with Hugging Face's Trainer, which saves on SIGTERM if it is asked to (enable_jit_checkpoint)."""
+    """Run the task with Hugging Face's Trainer, which saves on SIGTERM with enable_jit_checkpoint."""
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments
 

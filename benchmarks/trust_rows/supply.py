@@ -1,4 +1,4 @@
-"""What the package depends on: no allowed version has a hole that ``advisories.json`` knows; imports do nothing."""
+"""Row 11: no allowed version of a dependency has a vulnerability of ``advisories.json``; imports have no effects."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ IMPORTS = {
 
 @functools.cache
 def requirements() -> dict[str, list[Requirement]]:
-    """What pyproject.toml asks for, by name, its extras and what builds it included."""
+    """Return the requirements of pyproject.toml by name, including extras and build requirements."""
     whole = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     project = whole["project"]
     lines = [*project["dependencies"], *whole["build-system"]["requires"]]
@@ -43,7 +43,7 @@ def requirements() -> dict[str, list[Requirement]]:
 
 
 def pins(file: str) -> dict[str, Version]:
-    """The versions in a file of ``NAME==VERSION`` lines."""
+    """Return the versions in a file of ``NAME==VERSION`` lines."""
     lines = (ROOT / file).read_text("utf-8").splitlines()
     found = (line.partition("==") for line in lines if "==" in line and not line.startswith("#"))
     return {normal(name): Version(version.split()[0]) for name, _, version in found}
