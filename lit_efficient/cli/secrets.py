@@ -63,12 +63,18 @@ def masked(value: Any) -> Any:
             value = value.replace(secret, HIDDEN)
         for form, instead in _FORMS:
             value = form.sub(instead, value)
-        value = _NAMED.sub(_mask_named, value)
+        value = _mask_named(value)
     return value
 
 
-def _mask_named(found: re.Match[str]) -> str:
-    return found[1] + HIDDEN if names_a_secret(found[2]) else found[0]
+def _mask_named(text: str) -> str:
+    found = _NAMED.search(text)
+    while found:
+        if names_a_secret(found[2]):
+            text = text[: found.end(1)] + HIDDEN + text[found.end() :]
+        # A value may hold the next name: `data: Data.password: 12345678`.
+        found = _NAMED.search(text, found.end(1))
+    return text
 
 
 def print_error(message: str, code: int) -> int:

@@ -136,3 +136,7 @@ def test_a_run_has_the_secret_and_nothing_that_it_writes(capsys):
 def test_a_saved_config_asks_for_what_it_left_out(config):
     with pytest.raises(ConfigurationError, match="left a secret out; give it once more"):
         check_config(config)
+
+
+def test_a_secret_behind_two_names_is_masked() -> None:
+    assert masked("data: Data.password: 12345678 is no str") == "data: Data.password: *** is no str"
