@@ -1,4 +1,4 @@
-"""Non-finite guard: check gradients and learning rates for NaN and Inf before each optimizer step.
+"""Non-finite guard: stop the run, or skip the step, if a gradient is NaN, infinite or extremely large.
 
     max_i |g_i| < 1e16, over all gradients of the optimizer
 

@@ -121,8 +121,8 @@ class ConfigWins(Callback):
                 alone = _alone(config.scheduler, state, built["state"])
                 if alone:
                     raise CheckpointError(
-                        f"ckpt_path: the checkpoint was trained with another scheduler than {built['class']}: of their "
-                        f"states one alone has {', '.join(sorted(alone))}. {_ADVICE}"
+                        f"ckpt_path: the checkpoint's scheduler is not a {built['class']}: only one of the two states "
+                        f"has {', '.join(sorted(alone))}. {_ADVICE}"
                     )
         else:  # a scheduler of another class begins with its own state
             for index, (before, built) in enumerate(zip(self._then["schedulers"], self._now["schedulers"])):

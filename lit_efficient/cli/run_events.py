@@ -24,7 +24,7 @@ class RunEvents(Callback):
 
     Args:
         folder: Folder of the run.
-        lines: Log of the run.
+        lines: The `RunLog` that copies what the process prints into ``log.txt``.
         command: The command line, without secrets.
     """
 

@@ -63,7 +63,15 @@ def measured(card: Card) -> str:
 
 
 def excluded(card: Card, known: Mapping[tuple[str, str], str]) -> dict[str, str]:
-    """Return the reason for each class that excludes this one or is excluded, with the setting, if any, in the key."""
+    """Return why a card's class and other classes exclude each other.
+
+    Args:
+        card: Card of the class.
+        known: Reasons by pairs of names, as :func:`lit_efficient.catalog.pairs` returns them.
+
+    Returns:
+        Reasons by the other class's name, with the setting if the pair excludes each other only with a setting.
+    """
     found = {}
     for (a, b), text in known.items():
         if card.name in (a, b):

@@ -261,7 +261,11 @@ class LatentData(KeyedModule):
         return LatentStore(folder, thorough)
 
     def _measured(self) -> tuple[Tensor, Tensor]:
-        """Return the statistics without a cache: of the cache that these settings have, or else of some images."""
+        """Return the statistics for a run that does not use a cache.
+
+        They come from the cache on disk that has these settings, if there is one. Otherwise they are measured on a few
+        training images.
+        """
         # A run without a cache is to train in the latent space of the cached runs, so that their checkpoints fit.
         try:
             return self._open(thorough=False).statistics

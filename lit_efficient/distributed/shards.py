@@ -240,7 +240,9 @@ def check_shards(folder: Path) -> None:
     for index, place in read_metadata(folder).storage_data.items():
         file = folder / place.relative_path
         if not file.resolve().is_relative_to(folder.resolve()):
-            raise CheckpointError(f"{folder} names {place.relative_path!r}, which is outside of it")
+            raise CheckpointError(
+                f"{folder}: its .metadata names the file {place.relative_path!r}, which is outside of the folder"
+            )
         try:
             if not 0 <= place.offset <= place.offset + place.length <= file.stat().st_size:
                 raise DamagedError(f"{file} ends before {index.fqn}")

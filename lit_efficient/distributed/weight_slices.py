@@ -204,10 +204,11 @@ class _Reading:
 
 
 def stored_places(path: Path) -> dict[str, Path]:
-    """Return the file of each tensor in a folder.
+    """Return the file of each tensor in a safetensors file, or in a folder of such files.
 
     Raises:
-        CheckpointError: If there is no safetensors file, or several without an index, or the index is damaged.
+        CheckpointError: If there is no safetensors file, if there are several files without an index, or several
+            indexes, or if the index is damaged.
     """
     indexes: list[Path] = []
     files = [path]

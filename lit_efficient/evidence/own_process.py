@@ -95,7 +95,15 @@ class OwnProcess:
         self._receiver.close()
 
     def result(self, heard: Callable[[int], None] = lambda step: None, most_seconds: float | None = None) -> Any:
-        """Wait for the result. The arguments and errors are those of :func:`own_process`."""
+        """Wait for the task's result and return it.
+
+        Args:
+            heard: Function that gets each whole number that the task passes to ``tell``.
+            most_seconds: Time limit. The process is killed at the end of the context.
+
+        Raises:
+            TaskFailed: If the task fails, or if the time limit is reached.
+        """
         end = time.monotonic() + (most_seconds or math.inf)
         while time.monotonic() < end:
             try:

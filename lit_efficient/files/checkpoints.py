@@ -138,7 +138,7 @@ def load_verified(path: str | os.PathLike[str], verify: bool = True, mapped: boo
     """
     source = local_file(path)
     if source.is_dir():
-        raise CheckpointError(f"{source} is a folder: a sharded checkpoint, which only its strategy can load")
+        raise CheckpointError(f"{source} is a folder, and a file is needed here: it may be a sharded checkpoint")
     try:
         # The check and the load share one handle: another process may replace the file in between.
         with open(source, "rb") as file:

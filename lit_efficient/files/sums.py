@@ -57,7 +57,7 @@ def check_sums(path: str | os.PathLike[str] | None, below: str | None = None, we
         digest, _, name = line.partition("  ")
         file = sums.parent / name
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise CheckpointError(f"{sums} lists {name!r}, which is not in its folder")
+            raise CheckpointError(f"{sums} lists the path {name!r}, which leads out of its folder: it is refused")
         asked = place in (file, *file.parents) and (weights or file.suffix != ".safetensors")
         if asked and (not file.is_file() or sha256_of(file) != digest):
             raise CheckpointError(
@@ -75,7 +75,7 @@ def _check_indexes(folder: Path) -> None:
             continue  # the program that loads the index reports it
         for name in names:
             if Path(str(name)).name != name:
-                raise CheckpointError(f"{index} lists {name!r}, which is not in its folder")
+                raise CheckpointError(f"{index} lists the path {name!r}, which leads out of its folder: it is refused")
 
 
 def sha256_of(path: Path) -> str:

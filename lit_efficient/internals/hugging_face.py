@@ -30,7 +30,7 @@ def load_saved(path: Path) -> Any:
     for state in sorted(path.rglob("state.json")):
         for file in json.loads(state.read_text("utf-8")).get("_data_files", ()):
             if Path(file["filename"]).name != file["filename"]:
-                raise ConfigurationError(f"{state} lists {file['filename']!r}, which is not in its folder")
+                raise ConfigurationError(f"{state} lists {file['filename']!r}, which leads out of its folder")
     return datasets.load_from_disk(str(path))
 
 

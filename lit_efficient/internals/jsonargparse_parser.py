@@ -84,7 +84,10 @@ def _put_whole_numbers_first(action: argparse.Action) -> None:
 
 
 class ChecksEmptyValues:
-    """Mix-in for a parser that checks null, which jsonargparse takes for "not given": ``_check_value_key``."""
+    """Mix-in for a parser that refuses null where a type does not allow it, and plain values in place of a section.
+
+    Jsonargparse takes null for "not given". The mix-in overrides ``_check_value_key``.
+    """
 
     def _check_value_key(self, action: Any, value: Any, key: str, cfg: Any, append: bool = False) -> Any:
         hint = getattr(action, "_typehint", Any)

@@ -1,7 +1,8 @@
-"""Metrics that a module has logged, which Lightning does not save in checkpoints.
+"""Save and restore the metrics that a module has logged, which Lightning leaves out of checkpoints.
 
-``_logger_connector._callback_metrics`` and ``_first_loop_iter``, ``epoch_loop._results``, and of torchmetrics
-``_defaults``, ``_update_count``, ``_computed`` and ``_forward_cache``. Checked with lightning 2.6.6.
+Private attributes in use: ``_logger_connector._callback_metrics`` and ``_first_loop_iter``, ``epoch_loop._results``,
+and of torchmetrics ``_defaults``, ``_update_count``, ``_computed`` and ``_forward_cache``. Checked with lightning
+2.6.6.
 """
 
 from __future__ import annotations

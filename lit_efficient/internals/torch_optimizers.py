@@ -71,7 +71,10 @@ def mark_stepped(optimizer: Optimizer) -> None:
 
 @contextmanager
 def without_step_hooks(optimizer: Optimizer) -> Iterator[None]:
-    """Context in which steps run without the optimizer's step hooks: ``_optimizer_step_post_hooks``."""
+    """Context in which ``step`` runs without the optimizer's own pre and post hooks.
+
+    They are in ``_optimizer_step_pre_hooks`` and ``_optimizer_step_post_hooks``.
+    """
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     before = {name: getattr(optimizer, name) for name in names}
     for name in names:

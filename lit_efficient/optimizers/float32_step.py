@@ -145,7 +145,7 @@ def _count(optimizer: Any, *_: object) -> None:
 
 @functools.cache
 def _float32(base: type[Optimizer]) -> type[Optimizer]:
-    """Return a subclass of ``base`` with a step in float32. It has the name of ``base``."""
+    """Return a subclass of ``base``, with its name, that steps bfloat16 parameters as float32 copies."""
     inner = unhooked(base)  # hooks must run once a step, not once a piece
 
     @torch.no_grad()

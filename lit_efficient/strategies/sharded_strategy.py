@@ -572,6 +572,7 @@ def check_formats(module: nn.Module, units: list[nn.Module], wide: list[list[nn.
         formats = sorted({str(p.dtype).removeprefix("torch.") for p in trained})
         if len(formats) > 1:
             raise ConfigurationError(
-                f"ShardedStrategy: trained parameters of {what} are {' and '.join(formats)}, and a unit "
-                "must have one format: train them in one, or name smaller units with blocks="
+                f"ShardedStrategy: the trained parameters of {what} have the dtypes {' and '.join(formats)}, but "
+                "parameters that are gathered together need one dtype. Train them in one dtype, or name smaller units "
+                "with blocks="
             )

@@ -146,11 +146,15 @@ class Autoencoding(LightningModule):
         """Return images of the first validation batch, each followed by its reconstruction from the posterior's mean.
 
         Args:
-            num: Largest number of images in all. An even number of columns in a grid puts each pair side by side.
+            num: Number of images in all, of which half are reconstructions; at least one pair is returned. An even
+                number of columns in a grid puts each pair side by side.
             seed: Not used.
 
         Returns:
             [2 n, C, H, W] in [-1, 1], on the CPU.
+
+        Raises:
+            ConfigurationError: If no validation batch has been seen yet.
         """
         if self._shown is None:
             raise ConfigurationError("Autoencoding: sample_images shows images of the validation data: validate first")

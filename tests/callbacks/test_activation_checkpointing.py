@@ -305,7 +305,10 @@ def test_what_matches_nothing_is_refused() -> None:
 @pytest.mark.parametrize(
     ("techniques", "message"),
     [
-        ([ActivationCheckpointing(memory_budget=0.5), MaxBatchSize()], "decided by the first batch"),
+        (
+            [ActivationCheckpointing(memory_budget=0.5), MaxBatchSize()],
+            "chooses the recomputed blocks in the first batch",
+        ),
         (
             [
                 ActivationCheckpointing(save=["matmul"]),

@@ -141,7 +141,7 @@ def test_a_place_outside_a_missing_file_and_deepspeed_are_refused(folder: Path, 
     for place in metadata.storage_data.values():
         place.relative_path = "../outside.distcp"
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=r"names '\.\./outside\.distcp', which is outside of it"):
+    with pytest.raises(CheckpointError, match=r"names the file '\.\./outside\.distcp', which is outside of the folder"):
         check_shards(folder)
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "latest").write_text("global_step1")

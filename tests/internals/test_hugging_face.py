@@ -51,7 +51,7 @@ def test_a_saved_data_set_lists_its_files(tmp_path):
     assert hugging_face.load_saved(tmp_path / "saved")[0] == {"a": 1}
     state = tmp_path / "saved" / "state.json"
     state.write_text(state.read_text().replace(listed["filename"], "../other.arrow"))
-    with pytest.raises(ConfigurationError, match="which is not in its folder"):
+    with pytest.raises(ConfigurationError, match="which leads out of its folder"):
         hugging_face.load_saved(tmp_path / "saved")
 
 

@@ -1,9 +1,10 @@
 """Tables of images with the size and the hash of every image, which are computed once and cached.
 
-    folder = hash(contents of all files, image column, thoroughness)
-    sizes.npy [N, 2], digests.npy [N, 32], and unreadable images in manifest.json
+    folder = hash(names and contents of all files, image column, skip_unreadable)
+    sizes.npy [N, 2], digests.npy [N, 32], and with skip_unreadable the numbers of unreadable images in manifest.json
 
-Damaged images are found here, before training.
+With skip_unreadable every image is decoded, and unreadable ones are left out. Otherwise damaged images raise an error
+before training, as far as their headers and ends show it.
 
 Costs: reading every image once; of parquet files a second copy of the images on disk.
 """

@@ -2,9 +2,10 @@
 
 The spans come from the ``{% generation %}`` marks of the chat template. For a template without them, `turn_marks` adds
 marks to a copy: the assistant's turn is the text of its message without the beginning that the generation prompt would
-write. If a copy does not show the turns, each prefix of the conversation is rendered: turn i is the text of turns 0..i
-without the text of turns 0..i-1 with the generation prompt. Both must be prefixes of the whole text. If they are not,
-the row is malformed, or the template is refused if the same happens in a plain conversation.
+write. If the copy writes another text, or does not show where each message is, each prefix of the conversation is
+rendered instead: turn i is the text of turns 0..i without the text of turns 0..i-1 with the generation prompt. Both
+must be prefixes of the whole text. If they are not, the row is malformed. If they are not for a plain conversation of
+two questions and answers either, the template is refused.
 """
 
 import bisect

@@ -42,7 +42,7 @@ class Recomputed(BenchClaim):
 
 
 class Compiled(Claim):
-    """Compilation changes the loss and the gradients only by rounding."""
+    """Claim: a compiled step gives the same loss and gradients as the step without compilation, up to rounding."""
 
     name = "compiled"
     sentence = "compiled code computes the same values as without compilation"

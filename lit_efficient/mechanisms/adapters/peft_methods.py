@@ -263,7 +263,9 @@ def _check_rounded(root: Any) -> None:
 
 @torch.no_grad()
 def check_forward(root: nn.Module, context: Any, precision: str) -> None:
-    """Check that the layers can compute in a precision. A copy of each kind of layer is run once.
+    """Check that peft's adapter layers can compute in a precision, by running a copy of one layer of each kind.
+
+    Layers without ``in_features`` and sharded layers are not checked.
 
     Args:
         root: The network, with its final dtype.

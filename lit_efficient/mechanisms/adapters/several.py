@@ -23,14 +23,15 @@ _PLAIN = ("lora", "rslora")
 
 
 def check_fields(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of an adapter that is to be added, as :data:`FIELDS` names them.
+    """Check a further adapter, and return its settings with the keys :data:`FIELDS`.
 
     Args:
         name: Name of the adapter.
         fields: Arguments of LoRA that describe the adapter, such as those of its folder.
 
     Raises:
-        ConfigurationError: If the name cannot be part of a tensor's name, or the adapter changes the base.
+        ConfigurationError: If the name is no identifier, or if ``bias``, ``modules_to_save`` or ``variant`` would
+            change the base, which all adapters share.
     """
     if not name.isidentifier() or name == OWN:
         raise refusal("LoRA", "the name of an adapter beside", f"an identifier other than {OWN}", name)

@@ -22,7 +22,9 @@ from lit_efficient.surgery import own_draws
 
 
 def fold_statistics(vae: Any, mean: Tensor, std: Tensor) -> Any:
-    """Return a copy of an autoencoder of diffusers whose pipelines handle normalised latents correctly.
+    """Return a copy of a diffusers autoencoder that encodes to normalised latents and decodes normalised latents.
+
+    A pipeline of diffusers can use the copy with a network that was trained on normalised latents.
 
     Args:
         vae: An ``AutoencoderKL``, or another autoencoder if ``mean`` is 0 and ``std`` the same for all channels.
@@ -30,11 +32,12 @@ def fold_statistics(vae: Any, mean: Tensor, std: Tensor) -> Any:
         std: Standard deviation of the latents, [c].
 
     Returns:
-        The copy. With mean 0 and one std for all channels its weights are unchanged and ``scaling_factor`` holds the
-        std. Otherwise the weights hold the statistics and ``scaling_factor`` is 1.
+        The copy. With mean 0 and one std for all channels its weights are unchanged and ``scaling_factor`` is 1 / std.
+        Otherwise the statistics are in the weights of ``quant_conv`` and ``post_quant_conv``, which are added if they
+        are missing, and ``scaling_factor`` is 1.
 
     Raises:
-        ConfigurationError: For an autoencoder without such a convolution.
+        ConfigurationError: If the mean is not 0 or the stds differ, and the autoencoder is no ``AutoencoderKL``.
     """
     import diffusers
 

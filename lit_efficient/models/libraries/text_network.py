@@ -38,8 +38,8 @@ class CaptionReading:
 
     Args:
         tokenizer: a name on a hub, a folder or a ``tokenizer.json``; ``bytes`` for one token per byte. None is the
-            model's own, or bytes without ``name_or_path``.
-        subfolder: folder of the tokenizer in a pipeline: ``tokenizer``.
+            tokenizer of the encoder's ``name_or_path``, or ``bytes`` for an encoder without ``name_or_path``.
+        subfolder: folder of the tokenizer in a pipeline, such as ``tokenizer``.
         padding: whether the network sees the padding: ``hidden`` or ``seen``; ``auto`` is the setting of the encoder's
             own training, ``seen`` for CLIP and ``hidden`` for the others.
         padding_side: side of the padding.

@@ -74,7 +74,11 @@ def router_z_loss(logits: Tensor, real: Tensor | None = None) -> Tensor:
 
 
 def router_losses(call: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
-    """Return both losses, [2], for one entry of a mixture's ``side_terms``."""
+    """Return the load-balancing loss and the router z-loss of one recorded call of a router: [2].
+
+    Args:
+        call: Logits of the router, chosen experts, and mask of the tokens that are not padding or None.
+    """
     logits, chosen, real = call
     return torch.stack([load_balance_loss(logits, chosen, real), router_z_loss(logits, real)])
 
