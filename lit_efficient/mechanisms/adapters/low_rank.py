@@ -150,7 +150,7 @@ class LowRank(FollowsWeight, ReadsAdapted):
                 if len(share) != len(delta):
                     raise ConfigurationError(
                         f"LoRA: {self._layer_name()!r} got an input of shape {list(x.shape)}, but the adapters are "
-                        f"chosen for {len(share)} rows. Rows of the input must be rows of the batch: leave the layer "
+                        f"chosen for {len(share)} rows. Adapters are chosen for rows of the batch: leave the layer "
                         "out of targets, or mix the adapters by numbers"
                     )
                 delta = share.view(-1, *[1] * (delta.ndim - 1)) * delta
