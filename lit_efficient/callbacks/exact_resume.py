@@ -230,7 +230,11 @@ class ExactResume(Technique):
             self._cut = {"loop": loop, "epoch": trainer.current_epoch, "progress": self._progress(trainer)}
 
     def _keep_place(self, trainer: Trainer) -> None:
-        """Continue at the same row of the epoch if the interrupted run had more or fewer rows per step."""
+        """Continue at the same row of the epoch if the interrupted run had batches of another size.
+
+        The size is that of all processes together. The place is rounded down to a whole batch. If the order of rows
+        depends on the batch size, the number of batches stays the same instead.
+        """
         before = self._rows
         self._rows = 0
         loaders = self._loaders or []

@@ -241,7 +241,8 @@ def _step(trainer: Any, trials: Trials, batches: Iterator[Any], accumulate: int)
     """Run one optimizer step.
 
     Returns:
-        The loss of the step; NaN if a guard stopped it as diverged; ``None`` if ``training_step`` returned no loss.
+        The loss of the step; NaN if a guard stopped it as diverged; ``None`` if ``training_step`` returned no loss
+        or no token contributes to it.
     """
     watcher = _Losses()
     trainer.callbacks = [*trainer.callbacks, watcher]

@@ -49,6 +49,9 @@ _MORE_SIZES = {  # sizes in configs of transformers that grow with the width, an
 def width_factors(shape: tuple[int, ...], base: tuple[int, ...], looked_up: bool = False) -> tuple[float, float]:
     """Return muP's factors of a weight's standard deviation and rate, for Adam and without output multipliers.
 
+    With m times as many inputs the rate is divided by m, and the deviation by the root of m, or by m if the number of
+    outputs stays the same. Both factors are 1 if the number of inputs stays the same, and for an embedding.
+
     Args:
         shape: Shape of the weight: [outputs, inputs, ...], [words, features] of an embedding, or [features].
         base: Shape of the same weight in the network of the base width.
@@ -242,7 +245,7 @@ class WidthTransfer(OptimizerHooks, Technique):
 
 
 def _networks(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the supported networks and their names, without networks inside others."""
+    """Yield the name of each supported network and the network, without networks inside others."""
     found: list[str] = []
     for name, part in root.named_modules():
         hugging_face = hasattr(part, "config") and hasattr(type(part), "get_input_embeddings")

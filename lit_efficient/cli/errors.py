@@ -478,7 +478,7 @@ def _readable_types(text: str) -> str:
 
 
 def _subclasses(bases: Sequence[type]) -> list[str]:
-    """Return the names of all imported subclasses."""
+    """Return the names of all imported subclasses, direct or not, without private ones."""
     found: list[str] = []
     stack = list(bases)
     while stack:

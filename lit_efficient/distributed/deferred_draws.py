@@ -80,9 +80,7 @@ class _Note:
 
 
 class _Ordinary(TorchFunctionMode):
-    """Mode in which tensors on the meta device report that they are not there: torch's initialisers skip meta
-    tensors.
-    """
+    """Mode in which ``is_meta`` is False for all tensors, because torch's initialisers skip meta tensors."""
 
     def __torch_function__(self, func: Operation, types: object, args: Tree = (), kwargs: Tree = None) -> Tree:
         if func == _IS_META:

@@ -45,7 +45,7 @@ class FewBlocks(Callback):
         wrap_method(pl_module, "configure_model", _configure_model)
 
     def cut(self, module: nn.Module) -> None:
-        """Remove the other blocks from a network."""
+        """Remove all but the first ``keep`` blocks of each list, or nothing if ``only_above`` does not allow it."""
         lists = blocks_by_list(module)
         if self.only_above is not None:
             blocks = next(iter(lists.values()), [])

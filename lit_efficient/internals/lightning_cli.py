@@ -31,7 +31,10 @@ class OpenCLI(LightningCLI):
         super()._add_configure_optimizers_method_to_model(subcommand)
 
     def optimizer_keys(self, subcommand: str | None) -> set[str]:
-        """Return the parser's keys of optimizers and schedulers: ``_parser``, ``_optimizers``, ``_lr_schedulers``."""
+        """Return the config keys of optimizers and schedulers, such as ``optimizer``.
+
+        They are read from ``_optimizers`` and ``_lr_schedulers`` of the parser that ``_parser`` returns.
+        """
         parser = self._parser(subcommand)
         return {*parser._optimizers, *parser._lr_schedulers}
 

@@ -35,7 +35,7 @@ class KeyedModule(LightningDataModule):
 
     @property
     def source(self) -> Any:
-        """Object that describes parts, order and batches."""
+        """Object that has the data set, the indices of the parts and the batch size: here this module itself."""
         return self
 
     @property

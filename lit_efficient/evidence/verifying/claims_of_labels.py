@@ -306,7 +306,7 @@ def _computes_logits(call: Call, vocabulary: int) -> bool:
 
 
 def _calls_without_labels(bench: Bench, calls: Sequence[Call], tokens: TokenBatch) -> list[Call]:
-    """Call the network again without labels, and return the calls of its layers."""
+    """Call the network again without labels, so that it computes logits, and return the calls of its layers."""
     for call in calls:
         given = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
         if call.outermost and any(_holds(leaf, tokens) for leaf in given):

@@ -25,7 +25,7 @@ class IA3Scaled(Switchable):
     ia3_first: int  # index of the first scaled output; a layer of queries, keys and values has the queries before it
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's own output with the factors applied."""
+        """Return the layer's output, with its input or output multiplied by the factors unless the adapter is off."""
         if self.adapter_off:
             return super().forward(x)  # type: ignore[misc]
         if self.ia3_side == "input":

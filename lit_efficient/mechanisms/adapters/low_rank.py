@@ -191,7 +191,7 @@ class LowRank(FollowsWeight, ReadsAdapted):
 
 
 def _taken_by(a: Tensor, x: Tensor) -> Tensor:
-    """Return ``x`` with the dtype of ``a``. Under autocast, which casts both, ``x`` is returned unchanged."""
+    """Return ``x`` with the dtype of ``a``. Under autocast, which casts both, only float64 is cast."""
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         return x
     return x.to(a.dtype)
