@@ -51,7 +51,7 @@ def test_the_catalogue_lists_it_without_importing_it(tmp_path: Path) -> None:
     table, card, matrix, markdown = (done.stdout for done in said)
     below = table.partition("\nothers\n")[2].splitlines()
     assert below[0].split(maxsplit=1) == ["Clamp", "Clamp weights to [-bound, bound] after each step."]
-    assert "Clamp is a technique of clamp-kit 1.2" in table
+    assert "Clamp is a technique of the package clamp-kit 1.2" in table
     assert said[0].stderr == "note: LoRA of clamp-kit 1.2 is not used: the name is ours\n"
     assert card.startswith("Clamp   (slot trainer.callbacks)")
     assert "Clamp(bound: float=0.125)" in card

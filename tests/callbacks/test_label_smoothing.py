@@ -37,7 +37,10 @@ class LabelSmoothing(lit_efficient.LabelSmoothing):
 
             def record(logits: Tensor, labels: Tensor, **arguments: Any) -> Tensor:
                 loss = smoothed(logits, labels, **arguments)
+                # Torch finds its own function again by this name, for modes such as the fake GPU's.
+                F.cross_entropy = plain
                 expected = plain(logits, labels, **arguments, label_smoothing=self.epsilon)
+                F.cross_entropy = record
                 self.recorded.append(self.epsilon if torch.equal(loss, expected) else 0.0)
                 return loss
 

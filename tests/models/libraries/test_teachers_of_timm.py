@@ -61,7 +61,7 @@ def test_the_default_layer_aligns_positions_and_one_vector_is_refused():
         lambda: hidden.fit(HiddenAlignment(1, model, "head", hidden=8), hidden.batches(images=hidden.IMAGES)),
         lambda: latent.fit(LatentAlignment(model, "head")),
     ):
-        with pytest.raises(ConfigurationError, match=r"one vector for each image, .* name a layer of tokens or maps"):
+        with pytest.raises(ConfigurationError, match=r"one vector for each image, .* Name a layer of tokens or maps"):
             fit()
 
 
