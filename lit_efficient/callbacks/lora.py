@@ -251,7 +251,7 @@ class LoRA(AdapterTechnique):
         return dataclasses.replace(report, summary=f"{report.summary}; B learns at {self.lr_ratio:g} times the rate")
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """At the first batch, report whether the rank is large enough for the number of tokens in an epoch."""
+        """At the first batch, report whether the rank is large enough for the tokens of the run, an epoch's at most."""
         steps = trainer.max_steps if trainer.max_steps > 0 else inf
         batches = min(trainer.num_training_batches, steps * trainer.accumulate_grad_batches)
         if self._capacity_reported or batches == inf:

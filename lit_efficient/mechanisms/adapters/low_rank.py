@@ -508,10 +508,11 @@ def learned_tokens(batch: Any) -> int | None:
 
 
 def capacity_line(tokens: int, parameters: int, rank: int) -> str:
-    """Return a sentence that compares the information in an epoch of tokens with the capacity of the adapters.
+    """Return a sentence that compares the information in the tokens of a run with the capacity of the adapters.
 
     Args:
-        tokens: Number of tokens that contribute to the loss in an epoch.
+        tokens: Number of different tokens of the run that contribute to the loss: those of an epoch, or fewer in a
+            shorter run.
         parameters: Number of parameters of the adapters.
         rank: Rank of the adapters.
     """
@@ -520,6 +521,7 @@ def capacity_line(tokens: int, parameters: int, rank: int) -> str:
     if need > rank:
         verdict = f"too little: a rank of about {need} is enough, with less the loss falls more slowly"
     return (
-        f"about {tokens:,} tokens in an epoch contribute to the loss, with about one bit of information each; the "
-        f"adapters' {parameters:,} parameters store about {_BITS_PER_PARAMETER:g} bits each: {verdict}"
+        f"by the first batch, about {tokens:,} different tokens of this run contribute to the loss, with about one bit "
+        f"of information each; the adapters' {parameters:,} parameters store about "
+        f"{_BITS_PER_PARAMETER:g} bits each: {verdict}"
     )
