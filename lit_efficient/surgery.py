@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError, listed, refusal
+from lit_efficient.internals.torch_modules import StaysFloat32
 from lit_efficient.internals.torch_optimizers import HOOKS, is_counted, mark_counted, mark_stepped
 from lit_efficient.internals.torch_shards import is_sharded as is_sharded  # noqa: PLC0414 (also a name of this module)
 from lit_efficient.internals.torch_shards import local as local  # noqa: PLC0414
@@ -168,6 +169,24 @@ def _new_mixed(base: Any, *mixins: type) -> nn.Module:
     for mixin in mixins:
         base = _mixed(mixin, base)
     return base.__new__(base)
+
+
+class NewLayer(nn.Module):
+    """Mix-in of a layer with new weights. All of them train, without quantisation and adapters."""
+
+
+class WideLayer(StaysFloat32, NewLayer):
+    """Mix-in of a new layer that computes in float32 in a network of a narrower dtype."""
+
+    float32 = ("",)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the layer in the dtype of ``x``."""
+        own = next(self.parameters()).dtype
+        if x.dtype == own or torch.is_autocast_enabled(x.device.type):
+            return super().forward(x)
+        y: Tensor = super().forward(x.to(own))
+        return y.to(x.dtype)
 
 
 def match_modules(

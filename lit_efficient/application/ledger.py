@@ -3,6 +3,7 @@
 The ledger stays with the module, so that a second run does not transform it twice. The session ends with the run.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ class Session:
         reports: Reports of optimizer rewrites, by the technique's name.
         optimizers: Optimizers, only while they are rewritten: no deep copy of the module should contain them.
         schedulers: Learning-rate schedulers, only while optimizers are rewritten.
-        around_step: Functions that return contexts for ``training_step``, where it is wrapped.
+        around_step: Functions that return contexts for ``training_step``. Code that adds one wraps the method.
         at_end: Functions that are called with the module when the run ends.
         loss_is_checked: Whether the loss of a step was found to follow the loss protocol.
     """
@@ -79,11 +80,21 @@ def end_session(module: nn.Module) -> Session | None:
     return module.__dict__.pop(_SESSION, None)
 
 
-def function_around(module: nn.Module, method: str) -> Callable[..., Any]:
-    """Return the function that the present run has put around ``method`` of ``module`` last."""
-    session = session_of(module)
-    assert session is not None
-    return next(function for name, function in reversed(session.wraps) if name == method)
+def step_like(
+    inner: Callable[..., Any],
+    on_batch_and_index: Callable[..., Any],
+    on_batch: Callable[..., Any],
+    on_iterator: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Return the wrap of ``training_step`` that takes the arguments of ``inner``.
+
+    Lightning reads the signature of ``training_step`` to decide what to pass.
+    """
+    parameters = inspect.signature(inner).parameters
+    if "dataloader_iter" in parameters:
+        return on_iterator
+    several = len(parameters) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+    return on_batch_and_index if several else on_batch
 
 
 def reports_of(module: nn.Module, techniques: Iterable[Declaration] = ()) -> dict[str, Report]:

@@ -1,13 +1,12 @@
 """Loss hooks: weights for the losses of samples, and terms that are added to the loss, in each training step."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from torch import Tensor, nn
 
-from lit_efficient.application.ledger import Session, function_around, session_of
+from lit_efficient.application.ledger import session_of, step_like
 from lit_efficient.declaration import Hooks, Wrap, in_order, overrides, techniques_of
 from lit_efficient.errors import ConflictError
 from lit_efficient.internals.wraps import inner_method
@@ -66,28 +65,23 @@ class LossHooks(Hooks):
     def wraps(cls, trainer: Any, module: Any, techniques: Sequence[Any]) -> list[Wrap]:
         """Wrap ``training_step`` if a technique changes the loss."""
         changes = any(overrides(t, method) for t in techniques for method in ("sample_weights", "extra_loss"))
-        return [("training_step", training_step_like(module.training_step))] if changes else []
-
-
-def training_step_like(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the wrap with the arguments of ``inner``: Lightning reads the signature to decide what to pass."""
-    parameters = inspect.signature(inner).parameters
-    if "dataloader_iter" in parameters:
-        return _training_step_on_iterator
-    several = len(parameters) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
-    return _training_step if several else _training_step_on_batch
+        if not changes:
+            return []
+        step = step_like(module.training_step, _training_step, _training_step_on_batch, _training_step_on_iterator)
+        return [("training_step", step)]
 
 
 def _training_step(self: Any, batch: Any, batch_idx: int) -> Any:
-    return _changed_loss(self, batch, batch_idx)
+    return _changed_loss(self, inner_method(self, "training_step", _training_step), batch, batch_idx)
 
 
 def _training_step_on_batch(self: Any, batch: Any) -> Any:
-    return _changed_loss(self, batch)
+    return _changed_loss(self, inner_method(self, "training_step", _training_step_on_batch), batch)
 
 
 def _training_step_on_iterator(self: Any, dataloader_iter: Any) -> Any:
-    return _changed_loss(self, dataloader_iter)
+    inner = inner_method(self, "training_step", _training_step_on_iterator)
+    return _changed_loss(self, inner, dataloader_iter)
 
 
 def own_training_step(module: Any) -> Callable[..., Any]:
@@ -104,24 +98,18 @@ def _on_loss(module: Any, method: str) -> list[LossHooks]:
     return [t for t in techniques if isinstance(t, LossHooks) and overrides(t, method)]
 
 
-def _changed_loss(module: Any, *args: Any) -> Any:
+def _changed_loss(module: Any, step: Callable[..., Any], *args: Any) -> Any:
+    """Run ``step``, the module's own, with the changes that techniques make to its loss."""
     session = session_of(module)
     assert session is not None
-    with ExitStack() as contexts:
-        for around in session.around_step:
-            contexts.enter_context(around())
-        return _weighed_loss(module, session, *args)
-
-
-def _weighed_loss(module: Any, session: Session, *args: Any) -> Any:
     techniques = _on_loss(module, "sample_weights")
     weighers = [(type(t).__name__, lambda out, t=t: t.sample_weights(out, module)) for t in techniques]
     for technique in techniques:
         inside = technique.weigh_inside(module, lambda out: product(out, weighers))
         if inside is not None:
             with inside:
-                return _with_extra_losses(module, *args)
-    output = _with_extra_losses(module, *args)
+                return _with_extra_losses(module, step, *args)
+    output = _with_extra_losses(module, step, *args)
     if not weighers:
         return output
     weighed = weigh(output, weighers, type(module).__name__)
@@ -131,15 +119,15 @@ def _weighed_loss(module: Any, session: Session, *args: Any) -> Any:
     return weighed
 
 
-def _with_extra_losses(module: Any, *args: Any) -> Any:
-    """Run the module's own ``training_step`` and add the terms of techniques to its loss."""
+def _with_extra_losses(module: Any, step: Callable[..., Any], *args: Any) -> Any:
+    """Run ``step`` and add the terms of techniques to its loss."""
     techniques = _on_loss(module, "extra_loss")
     with ExitStack() as watching:
         for technique in techniques:
             context = technique.watch_step(module, args[0])
             if context is not None:
                 watching.enter_context(context)
-        output = inner_method(module, "training_step", function_around(module, "training_step"))(*args)
+        output = step(*args)
         if output is None:  # the step is skipped
             return None
         for technique in techniques:

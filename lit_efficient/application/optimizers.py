@@ -1,7 +1,8 @@
 """Optimizer hooks: techniques that rewrite optimizers, and that declare which parameters must be trained."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -10,8 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lit_efficient.application import configured_at, find_optimizers
-from lit_efficient.application.ledger import Session, session_of, start_session
-from lit_efficient.application.loss import training_step_like
+from lit_efficient.application.ledger import Session, session_of, start_session, step_like
 from lit_efficient.declaration import (
     Declaration,
     Hooks,
@@ -211,10 +211,36 @@ class _Learning:
         self.silent[id(optimizer)] = layers
         self.session.around_step.append(layers.observing)
         self.session.at_end.append(partial(_end_watch, layers))
-        if not any(name == "training_step" for name, _ in self.session.wraps):
-            wrap = training_step_like(module.training_step)
+        wrap = step_like(module.training_step, _training_step, _training_step_on_batch, _training_step_on_iterator)
+        if ("training_step", wrap) not in self.session.wraps:
             wrap_method(module, "training_step", wrap)
             self.session.wraps.append(("training_step", wrap))
+
+
+def _training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+    with _around_step(self):
+        return inner_method(self, "training_step", _training_step)(batch, batch_idx)
+
+
+def _training_step_on_batch(self: Any, batch: Any) -> Any:
+    with _around_step(self):
+        return inner_method(self, "training_step", _training_step_on_batch)(batch)
+
+
+def _training_step_on_iterator(self: Any, dataloader_iter: Any) -> Any:
+    with _around_step(self):
+        return inner_method(self, "training_step", _training_step_on_iterator)(dataloader_iter)
+
+
+@contextmanager
+def _around_step(module: Any) -> Iterator[None]:
+    """Enter the contexts of the session for one ``training_step``."""
+    session = session_of(module)
+    assert session is not None
+    with ExitStack() as contexts:
+        for around in session.around_step:
+            contexts.enter_context(around())
+        yield
 
 
 def _end_watch(layers: SilentLayers, module: nn.Module) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, listed
-from lit_efficient.internals.torch_fake import has_values
+from lit_efficient.internals.torch_dispatch import has_values
 from lit_efficient.internals.torch_fx import adds_to_input, adds_to_several, all_residual_ends
 from lit_efficient.mechanisms.blocks.block_map import find_blocks
 from lit_efficient.models.probes.signs_of_training import sign_of_training

@@ -40,7 +40,7 @@ from lit_efficient.mechanisms.adapters.quantized import (
     stored_bytes,
 )
 from lit_efficient.mechanisms.blocks.block_map import note_trained
-from lit_efficient.models.networks.expert_layers import ExpertLinear
+from lit_efficient.models.networks.grouped_linear import ExpertLinear
 from lit_efficient.models.probes.read_weights import cast_to, read_layers
 from lit_efficient.surgery import call_layers, expert_stacks, name_pattern, weights_wait
 from lit_efficient.technique import Technique

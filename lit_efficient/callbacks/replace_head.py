@@ -22,8 +22,8 @@ from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_number
 from lit_efficient.mechanisms.adapters.base import added_names, has_frozen_base
 from lit_efficient.mechanisms.blocks.block_map import find_blocks
-from lit_efficient.mechanisms.blocks.freezing import NewLayer, WideLayer, hold, release
-from lit_efficient.surgery import count, inputs_first, match_modules, mix_in
+from lit_efficient.mechanisms.blocks.freezing import hold, release
+from lit_efficient.surgery import NewLayer, WideLayer, count, inputs_first, match_modules, mix_in
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
 

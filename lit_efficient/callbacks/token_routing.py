@@ -28,10 +28,9 @@ from lit_efficient.internals.torch_dispatch import backward_runs
 from lit_efficient.internals.torch_modules import LoadsPartly, StaysFloat32
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.mechanisms.blocks.block_map import find_blocks
-from lit_efficient.mechanisms.blocks.freezing import NewLayer
 from lit_efficient.mechanisms.blocks.tokens import TokenAxes, find_axes, gather_tokens, scatter_tokens
 from lit_efficient.models.libraries.teachers import width_of
-from lit_efficient.surgery import mix_in, unmixed
+from lit_efficient.surgery import NewLayer, mix_in, unmixed
 from lit_efficient.technique import Technique
 
 

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from lit_efficient.application.optimizers import OptimizerHooks, schedulers_of
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
-from lit_efficient.internals.torch_fake import has_values
+from lit_efficient.internals.torch_dispatch import has_values
 from lit_efficient.internals.torch_fx import all_residual_ends
 from lit_efficient.models.networks.dit import DiT
 from lit_efficient.models.networks.gpt import GPT

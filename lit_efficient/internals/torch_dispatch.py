@@ -5,7 +5,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
 
@@ -17,6 +19,7 @@ __all__ = [
     "backward_runs",
     "changes_arguments",
     "fakes_are_made",
+    "has_values",
     "is_traceable_wrapper_subclass",
     "no_dispatch_modes",
     "operator_of",
@@ -39,6 +42,11 @@ def storage_id(storage: torch.UntypedStorage) -> int:
 def fakes_are_made() -> bool:
     """Return whether a fake tensor mode is active: ``torch._C._get_dispatch_mode``."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Return whether a tensor has values: it is neither a fake tensor nor on the meta device."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def saving_hooks() -> tuple[Any, Any] | None:

@@ -29,7 +29,6 @@ __all__ = [
     "FakeTensorMode",
     "detect_fake_mode",
     "forget_cached_fakes",
-    "has_values",
     "like_real_ones",
 ]
 
@@ -103,11 +102,6 @@ def _fake_kind(kind: Any) -> Any:
         return alias
 
     return type(kind.__name__, (kind, FakeTensor), {"__module__": kind.__module__, "detach": detach})
-
-
-def has_values(tensor: Tensor) -> bool:
-    """Return whether a tensor has values: it is neither a fake tensor nor on the meta device."""
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def forget_cached_fakes() -> None:

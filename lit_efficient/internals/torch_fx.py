@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node, Tracer
 
-from lit_efficient.internals.torch_fake import has_values
+from lit_efficient.internals.torch_dispatch import has_values
 
 _ADDS = ("add", "add_", "iadd", "sub", "sub_", "isub", "addcmul", "addcmul_")
 _SIZES = ("shape", "dtype", "device", "ndim", "size", "dim", "numel", "is_cuda", "requires_grad")

@@ -28,9 +28,8 @@ from lit_efficient.internals.torch_modules import LoadsPartly
 from lit_efficient.internals.wraps import temporarily
 from lit_efficient.losses.feature_matching import match_tokens, square_of, to_tokens
 from lit_efficient.mechanisms.averages.weights import placed_like, whole
-from lit_efficient.mechanisms.blocks.freezing import WideLayer
 from lit_efficient.models.libraries.teachers import Teacher, feature_of, name_of
-from lit_efficient.surgery import count, mix_in, own_draws
+from lit_efficient.surgery import WideLayer, count, mix_in, own_draws
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
 

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from lit_efficient.distributed.row_slices import ROW_POSITIONS
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.internals.torch_dispatch import no_dispatch_modes
-from lit_efficient.internals.torch_fake import has_values
+from lit_efficient.internals.torch_dispatch import has_values, no_dispatch_modes
 from lit_efficient.internals.torch_modules import held_beside, hook_owners
 from lit_efficient.mechanisms.rewind import Rewind
 from lit_efficient.models.generation.batched import arguments_of, longest_row

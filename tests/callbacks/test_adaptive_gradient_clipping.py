@@ -13,7 +13,7 @@ import lit_efficient
 from lit_efficient import ConfigurationError, ConflictError, LoRA, OptimizerInBackward, adaptive_clip
 from lit_efficient.callbacks.adaptive_gradient_clipping import input_dims
 from lit_efficient.mechanisms.averages.weights import whole
-from lit_efficient.models.networks.expert_layers import ExpertLinear
+from lit_efficient.models.networks.grouped_linear import ExpertLinear
 from lit_efficient.testing import Case, Run
 from tests.contract.row import Row
 from tests.support import Toy, assert_equal, data, trainer, weights

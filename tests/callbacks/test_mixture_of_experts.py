@@ -25,12 +25,10 @@ from lit_efficient.mechanisms.adapters.merge import dequantize_layers
 from lit_efficient.mechanisms.adapters.quantized import QuantizedExperts
 from lit_efficient.mechanisms.flops import FlopMeter
 from lit_efficient.mechanisms.side_terms import parts_of
-from lit_efficient.models.networks import expert_layers
+from lit_efficient.models.networks import grouped_linear
 from lit_efficient.models.networks.dit import DiT, DiTConfig
 from lit_efficient.models.networks.expert_layers import (
-    ExpertLinear,
     ExpertMixture,
-    GroupedLayer,
     add_mixture,
     balanced_bias,
     load_balance_loss,
@@ -38,6 +36,7 @@ from lit_efficient.models.networks.expert_layers import (
     router_z_loss,
 )
 from lit_efficient.models.networks.gpt import GPT, GPTConfig, SwiGLU
+from lit_efficient.models.networks.grouped_linear import ExpertLinear, GroupedLayer
 from lit_efficient.testing import Case, Run, check_resumes
 from tests.contract.effects import moved
 from tests.contract.row import Row
@@ -233,7 +232,7 @@ def test_slices_and_grouped_products_agree_and_are_counted_by_what_works_on_a_to
     results = []
     for groupable in (True, False):
         if not groupable:
-            monkeypatch.setattr(expert_layers, "_is_groupable", lambda *_: False)
+            monkeypatch.setattr(grouped_linear, "_is_groupable", lambda *_: False)
         mixture.zero_grad()
         with FlopMeter() as meter:
             y = mixture(x)

@@ -6,7 +6,8 @@ from tests.internals.leaning import leans_on
 
 @leans_on("torch", "torch._subclasses.fake_tensor", "torch_fake")
 def test_fakes_have_shapes_and_raise_where_they_are_read():
-    from lit_efficient.internals.torch_fake import DataDependentOutputException, FakeTensorMode, has_values
+    from lit_efficient.internals.torch_dispatch import has_values
+    from lit_efficient.internals.torch_fake import DataDependentOutputException, FakeTensorMode
 
     with FakeTensorMode():
         fake = torch.ones(2, 3) @ torch.ones(3, 4)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lit_efficient.mechanisms.adapters.disabled import Switchable
 from lit_efficient.mechanisms.adapters.quantized import is_quantized
-from lit_efficient.models.networks.expert_layers import GroupedLayer
+from lit_efficient.models.networks.grouped_linear import GroupedLayer
 from lit_efficient.surgery import home_of, mix_in, mix_out
 
 

@@ -29,7 +29,7 @@ from lit_efficient.internals.torch_modules import FollowsWeight
 from lit_efficient.mechanisms.adapters.experts import ReadsAdapted, seed_of
 from lit_efficient.mechanisms.adapters.int4 import codes_on_grid, dequantize_groups
 from lit_efficient.mechanisms.adapters.quantized import dequantize, is_conv1d, is_quantized
-from lit_efficient.models.networks.expert_layers import GroupedLayer
+from lit_efficient.models.networks.grouped_linear import GroupedLayer
 from lit_efficient.surgery import home_of, mix_in
 
 VARIANTS = ("lora", "rslora", "dora", "pissa", "qalora", "rounded")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lit_efficient.internals.bitsandbytes_cpu import read_any_rows
 from lit_efficient.mechanisms.adapters.int4 import Int4Linear, dequantize_groups
-from lit_efficient.models.networks.expert_layers import ExpertLinear, GroupedLayer, Groups, grouped_linear
+from lit_efficient.models.networks.grouped_linear import ExpertLinear, GroupedLayer, Groups, grouped_linear
 from lit_efficient.surgery import mix_in
 
 FORMATS = ("nf4", "fp4", "int8", "int4")

@@ -7,8 +7,7 @@ from torch import nn
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, kind_of
 from lit_efficient.mechanisms.blocks.block_map import BlockMap, is_inside
-from lit_efficient.mechanisms.blocks.freezing import NewLayer
-from lit_efficient.surgery import endings, expert_stacks, match_modules, name_pattern
+from lit_efficient.surgery import NewLayer, endings, expert_stacks, match_modules, name_pattern
 
 ALL_LINEAR = "all-linear"
 WITH_EXPERTS = "all-linear+experts"

@@ -9,36 +9,16 @@ to the first group that contains it.
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lit_efficient.declaration import HELD
 from lit_efficient.errors import ConfigurationError, listed, refusal
 from lit_efficient.internals.torch_layers import BatchNorm
-from lit_efficient.internals.torch_modules import StaysFloat32
 from lit_efficient.mechanisms.blocks.block_map import BlockMap, find_blocks, is_inside
-from lit_efficient.surgery import match_parameters, name_pattern, parents, reshard
+from lit_efficient.surgery import NewLayer, match_parameters, name_pattern, parents, reshard
 
 Groups = str | Sequence[str | Sequence[str]]  # "auto", or patterns from head to stem
 Rule = Callable[[str], int | None]  # dotted name of a tensor -> number of its group
-
-
-class NewLayer(nn.Module):
-    """Mix-in of a layer with new weights. All of them train, without quantisation and adapters."""
-
-
-class WideLayer(StaysFloat32, NewLayer):
-    """Mix-in of a new layer that computes in float32 in a network of a narrower dtype."""
-
-    float32 = ("",)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the output of the layer in the dtype of ``x``."""
-        own = next(self.parameters()).dtype
-        if x.dtype == own or torch.is_autocast_enabled(x.device.type):
-            return super().forward(x)
-        y: Tensor = super().forward(x.to(own))
-        return y.to(x.dtype)
 
 
 def hold(root: nn.Module, names: Iterable[str]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.internals.torch_fake import has_values
+from lit_efficient.internals.torch_dispatch import has_values
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map
 from lit_efficient.mechanisms.blocks.residual import Streams, find_streams
 from lit_efficient.models.probes.modes import evaluating

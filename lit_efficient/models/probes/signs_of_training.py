@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from lit_efficient.internals.hugging_face import source_of
-from lit_efficient.internals.torch_fake import has_values
+from lit_efficient.internals.torch_dispatch import has_values
 from lit_efficient.surgery import unmixed
 
 
