@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 import lit_efficient as le
-from lit_efficient.internals.torch_fake import has_values
+from lit_efficient.internals.torch_dispatch import has_values
 from lit_efficient.mechanisms.trials.memory import AllocationMeter, SavedTensors
 from tests.state_bytes import measure_state_bytes
 

@@ -8,6 +8,7 @@ from lit_efficient.internals.torch_dispatch import (
     HigherOrderOperator,
     changes_arguments,
     fakes_are_made,
+    has_values,
     operator_of,
     recomputes,
     truncated_draws,
@@ -155,3 +156,11 @@ def test_fakes_are_known_while_they_are_made():
     assert not fakes_are_made()
     with FakeTensorMode():
         assert fakes_are_made()
+
+
+@leans_on("torch", "torch._subclasses.fake_tensor.FakeTensor", "torch_dispatch")
+def test_fakes_and_tensors_on_meta_have_no_values():
+    with FakeTensorMode():
+        assert not has_values(torch.ones(2))
+    assert not has_values(torch.ones(2, device="meta"))
+    assert has_values(torch.ones(2))
