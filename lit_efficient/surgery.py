@@ -380,6 +380,7 @@ def _counted(step: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
+NEW_ROWS = "_lit_efficient_new_rows"  # attribute of a network with rows of new tokens: their ids
 WAITS = "_lit_efficient_weights"  # attribute of a network that was built empty: the source of its weights
 
 

@@ -52,6 +52,7 @@ from lit_efficient.mechanisms.adapters.targets import (
     other_targets,
 )
 from lit_efficient.mechanisms.adapters.technique import AdapterTechnique
+from lit_efficient.mechanisms.adapters.trained_rows import NEW, add_trained_rows, frozen_new_rows
 from lit_efficient.surgery import call_layers, count, expert_stacks, local, match_modules, weights_wait
 from lit_efficient.traits import Trait
 
@@ -79,6 +80,10 @@ class LoRA(AdapterTechnique):
             both at the same rate.
         bias: Biases that also train: ``none``, ``lora_only`` (biases of adapted layers) or ``all``.
         modules_to_save: Patterns of modules that train in full, such as a new head, and are saved in checkpoints.
+        trainable_token_indices: Ids of tokens whose rows of the embeddings and of the output head train, as in peft.
+            ``new`` means the rows that ``resize_vocabulary`` added and the tokens in ``chat.new_tokens`` of the data.
+            A model with such tokens needs a choice: this argument, or modules_to_save with both layers. An empty list
+            keeps the rows frozen.
         save_base: If true, checkpoints also hold the frozen weights.
         seed: Seed of the adapters' initial values, which are the same on all ranks.
         beside: Further adapters on the same base, as a mapping from name to folder (as in ``start_from``). They do
@@ -86,8 +91,8 @@ class LoRA(AdapterTechnique):
             the trained adapter, which is called ``default``; ``adapters_by_row`` chooses one for each row of a batch.
             Only for the variants lora and rslora.
         start_from: Folder of an adapter, saved by peft or by ``export --format peft``, from which training starts.
-            rank, alpha, targets, dropout, variant, bias and modules_to_save are read from the folder. If one of them
-            is also given, it must be the same.
+            rank, alpha, targets, dropout, variant, bias, modules_to_save and trainable_token_indices are read from the
+            folder. If one of them is also given, it must be the same.
 
     Raises:
         ConfigurationError: For an argument out of range, and for a pattern that matches no layer. The message lists
@@ -112,6 +117,7 @@ class LoRA(AdapterTechnique):
         lr_ratio: float | None = None,
         bias: str = "none",
         modules_to_save: list[str] | None = None,
+        trainable_token_indices: str | list[int] | None = None,
         save_base: bool = False,
         seed: int = 0,
         start_from: str | None = None,
@@ -126,6 +132,8 @@ class LoRA(AdapterTechnique):
         if dropout and variant == "rounded":
             raise refusal("LoRA", "dropout", "0 for variant rounded, which sums weight and adapter", dropout)
         check_choice("LoRA", "bias", bias, ("none", "lora_only", "all"))
+        if isinstance(trainable_token_indices, str):
+            check_choice("LoRA", "trainable_token_indices", trainable_token_indices, (NEW,))
         self.rank = rank
         self.alpha = alpha
         self.targets = targets
@@ -134,6 +142,7 @@ class LoRA(AdapterTechnique):
         self.lr_ratio = lr_ratio
         self.bias = bias
         self.modules_to_save = modules_to_save
+        self.trainable_token_indices = trainable_token_indices
         self.save_base = save_base
         self.seed = seed
         self.start_from = start_from
@@ -157,7 +166,7 @@ class LoRA(AdapterTechnique):
             if given == defaults[name]:
                 setattr(self, name, value)
             # Patterns are not compared: start_adapters compares the layers that they match.
-            elif name not in ("targets", "modules_to_save") and given != value:
+            elif name not in ("targets", "modules_to_save", "trainable_token_indices") and given != value:
                 raise refusal("LoRA", name, f"{value!r}, as in start_from, or left out", given)
         # These adapters depend on the base's weights, so that the technique must run after the weights are loaded.
         if self.variant in ("dora", "pissa") or not all(map(is_added, tensors)):
@@ -207,6 +216,8 @@ class LoRA(AdapterTechnique):
         trained = [p for part in adapted for key, p in part.named_parameters() if key.startswith("lora_")]
         for _, root in saved:
             trained += root.parameters()
+        if self.trainable_token_indices:
+            trained += add_trained_rows(module, self.trainable_token_indices, "LoRA: trainable_token_indices")
         if self.bias == "all":
             trained += [p for key, p in module.named_parameters() if key.rpartition(".")[2] == "bias"]
         elif self.bias == "lora_only":
@@ -220,6 +231,13 @@ class LoRA(AdapterTechnique):
             # Without a folder the tensors come from the checkpoint that is being resumed.
             tensors = read_adapter(folder)[1] if isinstance(folder, str) else None
             rest_beside(module, name, self._fields_beside[name], tensors)
+        left = frozen_new_rows(module, trained)
+        if left and self.trainable_token_indices is None:
+            raise ConfigurationError(
+                f"LoRA: the model has {len(left)} new tokens, ids {left[0]} to {left[-1]}, whose rows would stay "
+                "frozen at their initial values. Set trainable_token_indices: new, or modules_to_save with the "
+                "embeddings and the output head, or trainable_token_indices: [] to keep the rows frozen"
+            )
         freeze_base(module, trained, save_base=self.save_base)
         call_layers(module)
         return self._report(module, (*(name for name, _ in targets), *(name for name, _, _ in experts)))

@@ -212,7 +212,7 @@ class LanguageData(ChatDataModule):
         reader = self.reader(sources)
         for sentence in reader.formats:
             rank_zero_info(f"LanguageData: {sentence}, streamed")
-        encoder = ChatTokens(self.chat_tokenizer, self.chat.train_on, self.chat.untrained_end)
+        encoder = ChatTokens(self.chat_tokenizer, self.chat.train_on, self.chat.untrained_end, self.chat.new_tokens)
         if self.chat_tokenizer.chat_template is not None:
             problem = encoder.check_end_of_turn()
             if problem:

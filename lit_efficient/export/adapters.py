@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lit_efficient.application.recorded import arguments_behind, converters
@@ -30,6 +31,7 @@ from lit_efficient.mechanisms.adapters.peft_format import task_of, to_peft
 from lit_efficient.mechanisms.adapters.peft_saved import peft_files, write_peft_folder
 from lit_efficient.mechanisms.adapters.peft_vectors import fold_vectors, refuse_prefix, scaled_names, vectors_to_peft
 from lit_efficient.mechanisms.adapters.quantized import dequantize_entry, is_code, is_quantized, quantize_entry
+from lit_efficient.mechanisms.adapters.trained_rows import ROWS
 from lit_efficient.mechanisms.restore import Asked, Weights, wanted_weights, weights_of
 from lit_efficient.surgery import memory_of, unmixed
 
@@ -228,7 +230,10 @@ def _compare_with_peft(folder: Path, source: _Source, where: Fields, named: str 
     if rounded:
         note += ", compared on the base as the run quantised it: another base gives other outputs"
     dtype = str(run.network.dtype).removeprefix("torch.")
-    request = {"class": unmixed(run.network).__name__, "base": run.base, "dtype": dtype}
+    rows = None
+    if run.network.get_input_embeddings() is not None:
+        rows = run.network.get_input_embeddings().weight.shape[0]
+    request = {"class": unmixed(run.network).__name__, "base": run.base, "dtype": dtype, "rows": rows}
     write_base = None
     if named is None or run.base != named or rounded:
         write_base = partial(_write_base, run)
@@ -373,11 +378,30 @@ def merge_state(
     fold_vectors(state, checkpoint)  # after rounding, because the factors were trained on rounded weights
     for name, keys in experts.items():
         _merge_experts(state, name, keys, name in transposed, arguments)
+    if where:
+        _merge_rows(state, where)
     for name, kind in kinds.items():
         _merge_entry(state, name, kind, arguments)
         if grouped and not keep_int4:
             dequantize_entry(state, name, transposed=kind == "conv1d")
     return state
+
+
+def _merge_rows(state: dict[str, Tensor], where: Fields) -> None:
+    """Write trained rows into the weights. Tied weights stay tied."""
+    prefix = f"{where['root']}." if where["root"] else ""
+    ids = where["rows"] | {name: where["rows"][first] for name, first in where["row_ties"].items()}
+    merged: dict[object, Tensor] = {}
+    for name, own in ids.items():
+        key = f"{prefix}{name}.weight"
+        rows = state.pop(f"{prefix}{name}.{ROWS}")
+        if key not in state:
+            raise CheckpointError(f"export: the weight '{key}' is not in the checkpoint: name the base by --base")
+        weight = state[key]
+        place = memory_of(weight)
+        if place not in merged:
+            merged[place] = weight.index_copy(0, torch.tensor(own), rows.to(weight.dtype))
+        state[key] = merged[place]
 
 
 def _merge_experts(state: dict[str, Tensor], name: str, keys: list[str], transposed: bool, arguments: Fields) -> None:

@@ -143,7 +143,8 @@ def check_outputs(
         folder: The export.
         library: Library that loads the folder: transformers or peft.
         reference: Inputs and outputs of the trained model.
-        request: ``class``: the model's class. For peft also ``base``, the folder of the base model, and ``dtype``.
+        request: ``class``: the model's class. For peft also ``base``, the folder of the base model, ``dtype``, and
+            ``rows``, the number of rows of its embeddings.
         base: Function that writes the base model into a folder, if ``request["base"]`` is not the trained one.
 
     Returns:
@@ -216,6 +217,9 @@ def _answer(folder: Path, place: Path) -> dict[str, Any]:
 
         base = place / "base"
         base = kind.from_pretrained(base if base.is_dir() else request["base"], dtype=request["dtype"])
+        rows = request["rows"]
+        if rows is not None and rows > base.get_input_embeddings().weight.shape[0]:
+            base.resize_token_embeddings(rows)  # as AutoPeftModel does for a tokenizer with more tokens than rows
         model = PeftModel.from_pretrained(base, folder)
     ours = load_tensors(place / "ours.safetensors")["ours"]
     theirs = outputs_of(model.eval(), load_tensors(place / "batch.safetensors"))

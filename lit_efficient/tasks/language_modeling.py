@@ -40,6 +40,7 @@ from lit_efficient.models.networks.gpt import GPT, GPTConfig
 from lit_efficient.optimizers.fused_adamw import FusedAdamW
 from lit_efficient.optimizers.schedules import warmup_cosine
 from lit_efficient.protocol import builds_no_layers
+from lit_efficient.surgery import NEW_ROWS
 from lit_efficient.tasks.deferred_weights import weights_may_wait
 from lit_efficient.tasks.text_generation import BATCH_SIZE, as_chat, continuations
 from lit_efficient.tasks.token_metrics import TokenMetrics
@@ -123,6 +124,7 @@ class LanguageModeling(LightningModule):
         self.tokenizer_state: dict[str, Any] | None = None
         self.epoch_metrics = TokenMetrics()  # of the current validation or test epoch
         self._rows = DocumentRows(type(self).__name__)
+        self._new_ids: list[int] = []  # ids of the tokens that the data calls new
         # Of the batch that was transferred last: the number of labels, and of those that are not ignored.
         self._learned: tuple[int, int] | None = None
 
@@ -132,6 +134,7 @@ class LanguageModeling(LightningModule):
         self._rows = DocumentRows(type(self).__name__)  # techniques may have changed the network since the last run
         data = getattr(trainer_of(self), "datamodule", None)
         tokenizer = getattr(data, "chat_tokenizer", None) or getattr(data, "tokenizer", None)
+        self._new_ids = list(getattr(data, "new_ids", ()))
         if tokenizer is not None:
             self._adopt_tokenizer(pack_tokenizer(tokenizer, getattr(data, "stop_ids", ())), "the data")
 
@@ -165,12 +168,15 @@ class LanguageModeling(LightningModule):
     def configure_model(self) -> None:
         waits = self._builds_alone() and weights_may_wait(self)
         if isinstance(self.model, CausalLMConfig):
-            lacks = self.model.takes_vocabulary and self.tokenizer_state is None and trainer_of(self) is None
+            by_data = self.model.takes_vocabulary or self.model.resize_vocabulary
+            lacks = by_data and self.tokenizer_state is None and trainer_of(self) is None
             if self.network is None and not lacks:
                 from_data = {} if self.tokenizer_state is None else token_ids(self.tokenizer)
                 make = partial(causal_lm.build, self.model, from_data, self._replacing())
                 empty = causal_lm.build_empty(self.model, from_data) if waits else None
                 self.network = empty or (built_empty(make) if waits and self.model.draws_weights else make())
+                if not self.model.draws_weights:
+                    _note_new_rows(self.network, self._new_ids)
                 message = causal_lm.float32_advice(self.model)
                 if message:
                     rank_zero_info(f"{type(self).__name__}: {message}")
@@ -336,6 +342,7 @@ class LanguageModeling(LightningModule):
                 self.tokenizer_state = ours
         if self.network is None:
             self.network = self._rebuilt(saved["model"], checkpoint)
+            _note_new_rows(self.network, saved["model"].get("new_rows", ()))
         _check_same_network(_described(self.network), saved["model"])
 
     def _rebuilt(self, described: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> nn.Module:
@@ -433,11 +440,19 @@ class LanguageModeling(LightningModule):
         self.log_dict(figures, prog_bar=True, sync_dist=True)
 
 
+def _note_new_rows(network: nn.Module, ids: Sequence[int]) -> None:
+    """Add ids to those of the tokens that are new to the network, as :mod:`trained_rows` reads them."""
+    known = {*network.__dict__.get(NEW_ROWS, ()), *ids}
+    if known:
+        network.__dict__[NEW_ROWS] = sorted(known)
+
+
 def _described(network: nn.Module) -> dict[str, Any]:
     """Return the config of a network as primitives, for a checkpoint."""
     if isinstance(network, GPT):
         return asdict(network.config)
-    return {"hugging_face": network.config.to_json_string(use_diff=False)}  # type: ignore[operator, union-attr]
+    config = network.config.to_json_string(use_diff=False)  # type: ignore[operator, union-attr]
+    return {"hugging_face": config, "new_rows": network.__dict__.get(NEW_ROWS, [])}
 
 
 def _check_same_network(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:

@@ -92,6 +92,8 @@ class ChatArguments:
             template.
         untrained_end: Reaction to a chat template whose end-of-turn token does not contribute to the loss: ``refuse``
             raises an error, ``warn`` goes on with a warning, ``train`` lets the token contribute.
+        new_tokens: Tokens that the model does not know yet, such as ``<tool>``. Texts and messages may contain them,
+            each as one id. Those that the tokenizer lacks are added (see ``resize_vocabulary`` of the model).
     """
 
     owner: ClassVar[str]
@@ -99,8 +101,14 @@ class ChatArguments:
     template: str | None = None
     vocab_size: int = 2048
     untrained_end: OnUntrainedEnd = "refuse"
+    new_tokens: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        named = self.new_tokens
+        if isinstance(named, str) or not all(isinstance(token, str) and token.strip() for token in named):
+            raise refusal(self.owner, "chat.new_tokens", "a list of texts that are not empty", named)
+        if len({*named}) < len(named):
+            raise refusal(self.owner, "chat.new_tokens", "different tokens", named)
         check_number(self.owner, "chat.vocab_size", self.vocab_size, least=SMALLEST_VOCABULARY, whole=True)
         check_choice(self.owner, "chat.untrained_end", self.untrained_end, get_args(OnUntrainedEnd))
 

@@ -21,7 +21,7 @@ from typing import Any, Self
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_efficient.data.text.chat_formats import MalformedRow
-from lit_efficient.data.text.chat_tokenizer import fingerprint, train_chat_tokenizer
+from lit_efficient.data.text.chat_tokenizer import add_new_tokens, fingerprint, train_chat_tokenizer
 from lit_efficient.data.text.chat_tokens import ChatTokens, Encoded, OnUntrainedEnd, SplitRow
 from lit_efficient.data.text.document_store import FORMAT, DocumentWriter
 from lit_efficient.data.text.in_processes import in_processes
@@ -56,7 +56,7 @@ class Recipe:
     owner: str  # name of the DataModule, for messages
     sources: dict[str, list[Source]]  # sources of "train", and of "val" unless rows are held out
     reader: Callable[[list[Source]], Reader]  # makes the reader of sources
-    settings: dict[str, Any]  # settings of the reader, as JSON
+    settings: dict[str, Any]  # settings of the reader and ``new_tokens`` of `ChatTokens`, as JSON
     parts: tuple[str, ...]  # suffixes of the file names of a row's documents, one for each document
     tokenizer: Any  # tokenizer as of `load_chat_tokenizer`; an int trains a tokenizer with so many ids
     train_on: TrainOn  # as in `ChatTokens`
@@ -146,8 +146,11 @@ def prepare(recipe: Recipe, kind: str, cache_dir: str | None, thorough: bool) ->
 def _build(recipe: Recipe, target: Path) -> None:
     """Write all files of a cache into an empty folder."""
     threshold = recipe.threshold()
-    tokenizer = _trained_tokenizer(recipe, threshold) if recipe.trains else recipe.tokenizer
-    encoder = ChatTokens(tokenizer, recipe.train_on, recipe.untrained_end)
+    tokenizer = recipe.tokenizer
+    if recipe.trains:
+        tokenizer = _trained_tokenizer(recipe, threshold)
+        add_new_tokens(tokenizer, recipe.settings["new_tokens"])
+    encoder = ChatTokens(tokenizer, recipe.train_on, recipe.untrained_end, recipe.settings["new_tokens"])
     about: dict[str, Any] = {"made_from": recipe.made_from(), "formats": [], "malformed": {}, "end_warning": None}
     checked = False
     with _SplitWriter(target, recipe.parts) as writer:

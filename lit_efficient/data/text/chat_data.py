@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lit_efficient.data.text.arguments import ChatArguments, RowsArguments
 from lit_efficient.data.text.chat_cache import SPLITS, Recipe, prepare
-from lit_efficient.data.text.chat_tokenizer import load_chat_tokenizer
+from lit_efficient.data.text.chat_tokenizer import add_new_tokens, load_chat_tokenizer
 from lit_efficient.data.text.reading import Reader, RowCount
 from lit_efficient.data.text.rows import Source, open_sources, split_single_text
 from lit_efficient.data.text.truncation import Counts
@@ -103,6 +103,11 @@ class ChatDataModule(LightningDataModule):
     def stop_ids(self) -> list[int]:
         """Ids that end a text or a turn, at which generation stops; known after `setup`."""
         return sorted({self.chat_tokenizer.eos_token_id, self.report["end_of_turn"]} - {None})
+
+    @property
+    def new_ids(self) -> list[int]:
+        """Ids of ``chat.new_tokens``; known after `setup`."""
+        return [int(self.chat_tokenizer.convert_tokens_to_ids(token)) for token in self.chat.new_tokens]
 
     @property
     def pad_id(self) -> int:
@@ -196,9 +201,11 @@ class ChatDataModule(LightningDataModule):
         # These arguments change only which rows are read, and the hash of the content covers the rows.
         for name in ("max_malformed", "split", "val_split", "subset"):
             del settings[name]
+        settings["new_tokens"] = list(self.chat.new_tokens)
         tokenizer = self.chat.vocab_size
         if self.tokenizer_name is not None:
             tokenizer = load_chat_tokenizer(self.tokenizer_name, self.chat.template)
+            add_new_tokens(tokenizer, self.chat.new_tokens)
         recipe = Recipe(
             owner=self.owner,
             sources=self._open_sources(),

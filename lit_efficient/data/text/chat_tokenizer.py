@@ -10,7 +10,7 @@ unnoticed, and a checkpoint needs no file and no download.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,24 @@ def train_chat_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
         extra_special_tokens=[TURN_START, TURN_END],
         chat_template=CHATML,
     )
+
+
+def add_new_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
+    """Add the tokens that a tokenizer lacks, in place.
+
+    They are not special, so that decoding a generated text keeps them.
+
+    Raises:
+        ConfigurationError: If a token is one that the tokenizer needs for another purpose.
+    """
+    from tokenizers import AddedToken
+
+    taken = {str(token) for token in tokenizer.special_tokens_map.values() if isinstance(token, str)}
+    for token in tokens:
+        if token in taken:
+            raise refusal("data", "chat.new_tokens", "tokens without another purpose in the tokenizer", token)
+    known = tokenizer.get_vocab()
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens if token not in known])
 
 
 def read_template(given: str) -> str:

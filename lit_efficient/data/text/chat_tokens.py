@@ -11,11 +11,13 @@ probe conversation is checked before any data is read.
 """
 
 import functools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from lit_efficient.data.text.chat_formats import Document, MalformedRow, Message
 from lit_efficient.data.text.left_out import left_out
@@ -60,13 +62,18 @@ class ChatTokens:
             assistant turn, and the completion of a prompt with a completion. ``all``: all tokens.
         untrained_end: Reaction to a template whose end-of-turn token would not contribute to the loss: ``refuse``
             raises an error, ``warn`` keeps it so, ``train`` lets the token contribute.
+        new_tokens: Tokens of the tokenizer that texts and messages may contain, each as one id.
 
     Raises:
         ConfigurationError: If the tokenizer has no token that ends a text.
     """
 
     def __init__(
-        self, tokenizer: Any, train_on: TrainOn = "assistant", untrained_end: OnUntrainedEnd = "refuse"
+        self,
+        tokenizer: Any,
+        train_on: TrainOn = "assistant",
+        untrained_end: OnUntrainedEnd = "refuse",
+        new_tokens: Sequence[str] = (),
     ) -> None:
         if tokenizer.eos_token_id is None:
             raise ConfigurationError(
@@ -78,6 +85,9 @@ class ChatTokens:
         self.untrained_end = untrained_end
         added = tokenizer.added_tokens_decoder
         self.special_ids = {index for index, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+        # New tokens are content, also if the tokenizer calls them special.
+        self.special_ids -= {tokenizer.convert_tokens_to_ids(token) for token in new_tokens}
+        self.new_special = [str(token) for token in added.values() if token.special and str(token) in new_tokens]
         # The token for unknown text is no control token: any text may contain its spelling.
         control = {str(added[i]) for i in self.special_ids if i in added} - {tokenizer.unk_token}
         self.turns = TurnSpans(tokenizer, train_on, sorted(control))
@@ -257,7 +267,7 @@ class ChatTokens:
         """Return the tokens of each text. With ``plain``, special tokens in the text are tokenised as text."""
         if not texts:
             return []
-        found = self.tokenizer(
+        found = (self._plain if plain else self.tokenizer)(
             texts,
             add_special_tokens=plain,
             split_special_tokens=plain,
@@ -272,6 +282,19 @@ class ChatTokens:
             starts = np.maximum.accumulate(places[:, 0])
             tokens.append(_Tokens(np.asarray(ids, dtype=np.int64), starts, places[:, 1]))
         return tokens
+
+    @functools.cached_property
+    def _plain(self) -> Any:
+        """Tokenizer for texts. It differs from the given one if that calls new tokens special, and spells them out."""
+        if not self.new_special:
+            return self.tokenizer
+        from transformers import PreTrainedTokenizerFast
+
+        rules = json.loads(self.tokenizer.backend_tokenizer.to_str())
+        for token in rules["added_tokens"]:
+            if token["content"] in self.new_special:
+                token["special"] = False
+        return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(rules)))
 
     def _bytes(self, text: str, tokens: _Tokens) -> np.ndarray:
         """Return the bytes of text of each token [n]. A space that belongs to no token counts for the next token."""

@@ -99,7 +99,10 @@ class TurnSpans:
         for message in document.messages:
             spelled = self._control.search(message["content"])
             if spelled:
-                raise MalformedRow(f"the text of a turn spells the control token {spelled[0]!r}")
+                raise MalformedRow(
+                    f"the text of a turn spells the control token {spelled[0]!r} (name a token of your own in "
+                    "chat.new_tokens)"
+                )
 
     def _text_and_turns(self, document: Document) -> tuple[str, list[Turn]]:
         messages = document.messages

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lit_efficient.declaration import held
@@ -20,6 +21,7 @@ from lit_efficient.internals.torch_modules import FollowsWeight
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, refresh_squared
 from lit_efficient.mechanisms.adapters.peft_layers import peft_names
 from lit_efficient.mechanisms.adapters.quantized import is_quantized
+from lit_efficient.mechanisms.adapters.trained_rows import frozen_new_rows
 from lit_efficient.mechanisms.blocks.block_map import note_trained
 from lit_efficient.surgery import is_sharded, parents
 
@@ -30,7 +32,7 @@ _SAMPLES = 1024
 ADDED: tuple[str, ...] = (  # last components of the names of adapters' parameters
     *("lora_A", "lora_B", "lora_A0", "lora_B0", "lora_magnitude", "ia3"),
     *("prefix_keys", "prefix_values", "prefix_embedding", "prompt_embeddings"),
-    *("prefix_up", "prefix_up_bias", "prefix_out", "prefix_out_bias"),
+    *("prefix_up", "prefix_up_bias", "prefix_out", "prefix_out_bias", "trained_rows"),
 )
 _STACKED = ("lora_A_", "lora_B_")  # prefixes of the adapters of stacked experts and of further adapters of a layer
 
@@ -64,6 +66,10 @@ def freeze_base(module: nn.Module, trainable: Iterable[nn.Parameter], *, save_ba
         save_base: Keep the frozen parameters in checkpoints.
     """
     note_trained(module)
+    trainable = list(trainable)
+    left = frozen_new_rows(module, trainable)
+    if left:
+        rank_zero_warn(f"the rows of {len(left)} new tokens, ids {left[0]} to {left[-1]}, stay at their initial values")
     wanted = {id(parameter) for parameter in trainable}
     for parameter in module.parameters():
         if parameter.is_floating_point():  # quantised codes are integers and cannot require a gradient

@@ -190,7 +190,7 @@ class LowRank(FollowsWeight, ReadsAdapted):
         return values
 
 
-def _taken_by(a: Tensor, x: Tensor) -> Tensor:
+def taken_by(a: Tensor, x: Tensor) -> Tensor:
     """Return ``x`` with the dtype of ``a``. Under autocast, which casts both, only float64 is cast."""
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         return x
@@ -199,7 +199,7 @@ def _taken_by(a: Tensor, x: Tensor) -> Tensor:
 
 class _LowRankLinear(LowRank):
     def _low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        return F.linear(F.linear(_taken_by(a, x), a), b)
+        return F.linear(F.linear(taken_by(a, x), a), b)
 
 
 class _LowRankConv1D(_LowRankLinear):
@@ -261,7 +261,7 @@ class _LowRankConv2d(LowRank):
     padding_mode: str
 
     def _low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        x = _taken_by(a, x)
+        x = taken_by(a, x)
         if self.padding_mode == "zeros":
             x = F.conv2d(x, a, None, self.stride, self.padding, self.dilation)
         else:

@@ -32,6 +32,7 @@ from lit_efficient.mechanisms.adapters.peft_layers import networks, peft_names
 from lit_efficient.mechanisms.adapters.peft_methods import merge_peft
 from lit_efficient.mechanisms.adapters.quantized import dequantize, is_bitsandbytes, is_quantized, plain_layer
 from lit_efficient.mechanisms.adapters.targets import is_tied
+from lit_efficient.mechanisms.adapters.trained_rows import TrainedRows, fold_rows
 from lit_efficient.surgery import mix_in, mix_out
 
 
@@ -61,6 +62,8 @@ def merge_adapters(module: nn.Module, *, dtype: torch.dtype | None = None) -> nn
             _replace(module, name, plain_layer(part, part.adapted("weight")))
         elif isinstance(part, LowRankExperts):
             fold_experts(part)
+        elif isinstance(part, TrainedRows):
+            fold_rows(part)
         elif isinstance(part, IA3Scaled):
             if is_quantized(part):
                 _dequantize_base(module, name, part)

@@ -23,11 +23,13 @@ from lit_efficient.mechanisms.adapters.base import trained_names
 from lit_efficient.mechanisms.adapters.experts import LowRankExperts
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, kind_of
 from lit_efficient.mechanisms.adapters.quantized import is_conv1d
+from lit_efficient.mechanisms.adapters.trained_rows import ROWS, TrainedRows
 from lit_efficient.surgery import unmixed
 
 _OURS = {  # ends of peft's tensor names, and the corresponding names of this package
     ".lora_A.weight": "lora_A", ".lora_B.weight": "lora_B",
     ".lora_embedding_A": "lora_A", ".lora_embedding_B": "lora_B",
+    ".token_adapter.trainable_tokens_delta": ROWS,
     ".lora_magnitude_vector": "lora_magnitude", ".lora_magnitude_vector.weight": "lora_magnitude",
 }  # fmt: skip
 _PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")  # initialisations that do not change the base
@@ -73,7 +75,9 @@ def read_adapter(folder: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     elif config.get("use_rslora"):
         variant = "rslora"
     biases = {name for name in tensors if name.endswith(".bias") and config.get("bias", "none") != "none"}
-    whole = {name.rpartition(".")[0] for name in tensors if ".lora_" not in name and name not in biases} - {*layers}
+    by_rows = {name.removesuffix(f".{ROWS}") for name in tensors if name.endswith(f".{ROWS}")}
+    whole = {name.rpartition(".")[0] for name in tensors if ".lora_" not in name and name not in biases}
+    whole -= {*layers, *by_rows}
     return {
         "rank": config["r"],
         "alpha": config["lora_alpha"],
@@ -82,7 +86,21 @@ def read_adapter(folder: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "variant": variant,
         "bias": config.get("bias", "none"),
         "modules_to_save": [re.escape(name) for name in sorted(whole)] or None,
+        "trainable_token_indices": _row_ids(config.get("trainable_token_indices"), folder),
     }, tensors
+
+
+def _row_ids(given: list[int] | dict[str, list[int]] | None, folder: str) -> list[int] | None:
+    """Return the ids of the trained rows, which peft stores once, or for each layer."""
+    if not isinstance(given, dict):
+        return given
+    lists = list(given.values())
+    if any(one != lists[0] for one in lists):
+        raise ConfigurationError(
+            f"LoRA: start_from={folder} trains different rows in different layers, which LoRA does not support. Merge "
+            "the adapter into its base"
+        )
+    return lists[0]
 
 
 def _named(name: str, tensor: Tensor) -> tuple[str, Tensor]:
@@ -155,6 +173,8 @@ def placement(module: nn.Module) -> dict[str, Any]:
         - ``transposed``: names of the modules whose stacked weights are [E, in, out].
         - ``statistics``: names of BatchNorm layers, whose buffers change during training.
         - ``tied``: pairs of names in ``module``: an adapted weight, and another name of the same weight.
+        - ``rows``: ids of the trained rows by the name of each layer, and ``row_ties``: for further layers with the
+          same rows, the name of the first one.
         - ``auto_mapping``: class of a diffusers model, as peft's configurations name it, or None.
     """
     names = {name: part for name, part in module.named_modules() if isinstance(part, LowRank)}
@@ -176,9 +196,25 @@ def placement(module: nn.Module) -> dict[str, Any]:
         "transposed": [name.removeprefix(prefix) for name, part in experts.items() if part.lora_transposed],
         "statistics": [name for name, part in model.named_modules() if isinstance(part, BatchNorm)],
         "tied": [[first, name] for first, name in uses if first and first != name],
+        **_placed_rows(model),
         **described(model),
         "auto_mapping": diffusers_class(model),
     }
+
+
+def _placed_rows(model: nn.Module) -> dict[str, Any]:
+    """Return ``rows`` and ``row_ties`` of :func:`placement`."""
+    rows: dict[str, list[int]] = {}
+    ties: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, part in model.named_modules():
+        if isinstance(part, TrainedRows):
+            known = first.setdefault(id(part.trained_rows), name)
+            if known == name:
+                rows[name] = list(part.row_ids)
+            else:
+                ties[name] = known
+    return {"rows": rows, "row_ties": ties}
 
 
 def model_placement(module: nn.Module, names: Iterable[str]) -> dict[str, str | None]:

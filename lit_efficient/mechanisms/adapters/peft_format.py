@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.mechanisms.adapters.trained_rows import ROWS
 from lit_efficient.surgery import memory_of
 
 
@@ -63,6 +64,10 @@ def to_peft(
             inner = f"{name}{'.base_layer' * depth}"
             tensors[f"{inner}.lora_A.weight"] = a.flatten(0, 1)
             tensors[f"{inner}.lora_B.weight"] = b.permute(1, 2, 0).flatten(1)
+    for name in where["rows"]:
+        tensors[f"{name}.token_adapter.trainable_tokens_delta"] = own.pop(f"{name}.{ROWS}")
+    for name in where["row_ties"]:
+        del own[f"{name}.{ROWS}"]
     saved = {key.rpartition(".")[0] for key in own if _is_saved(key, where, arguments)}
     tied = {memory_of(own[key]) for key in own if key.rpartition(".")[0] in saved}
     # peft copies a tied weight for each of its layers, and ties the copies with ensure_weight_tying.
@@ -116,6 +121,8 @@ def _config(where: Mapping[str, Any], arguments: Mapping[str, Any], saved: list[
         "modules_to_save": saved or None,
         "inference_mode": True,
     }
+    if where["rows"]:
+        config["trainable_token_indices"] = where["rows"]
     if where.get("auto_mapping"):
         config["auto_mapping"] = where["auto_mapping"]
     if parameters:

@@ -30,13 +30,13 @@ def check_fields(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         fields: Arguments of LoRA that describe the adapter, such as those of its folder.
 
     Raises:
-        ConfigurationError: If the name is no identifier, or if ``bias``, ``modules_to_save`` or ``variant`` would
-            change the base, which all adapters share.
+        ConfigurationError: If the name is no identifier, or if ``bias``, ``modules_to_save``,
+            ``trainable_token_indices`` or ``variant`` would change the base, which all adapters share.
     """
     if not name.isidentifier() or name == OWN:
         raise refusal("LoRA", "the name of an adapter beside", f"an identifier other than {OWN}", name)
-    for key in ("bias", "modules_to_save", "variant"):
-        if fields.get(key) not in (None, "none", *_PLAIN):
+    for key in ("bias", "modules_to_save", "trainable_token_indices", "variant"):
+        if fields.get(key) and fields[key] not in ("none", *_PLAIN):
             raise ConfigurationError(
                 f"LoRA: the adapter {name!r} has {key}={fields[key]!r}, which changes the base for all adapters. Merge "
                 "this adapter into the base"

@@ -36,7 +36,7 @@ from lit_efficient.models.libraries.config_fields import (
     library_errors,
 )
 from lit_efficient.models.probes.read_weights import read_layers
-from lit_efficient.surgery import WAITS
+from lit_efficient.surgery import NEW_ROWS, WAITS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -61,7 +61,8 @@ class CausalLMConfig:
             in memory as a whole; the head stays in float. Only for weights that are loaded; use `QuantizeBase` for
             random ones.
         resize_vocabulary: add a row to embeddings and head for each token id of the data that the model lacks; a new
-            row starts as the mean of the others. LoRA freezes them unless ``modules_to_save`` names them.
+            row starts as the mean of the others. With LoRA, ``trainable_token_indices`` or ``modules_to_save`` lets
+            them train.
         attention: attention kernel by transformers' name: ``sdpa``, ``eager``, ``flash_attention_2``, ...; None is
             transformers' choice.
     """
@@ -330,6 +331,7 @@ def grow_vocabulary(model: "PreTrainedModel", size: int) -> None:
     for layer in filter(None, layers):
         for parameter in layer.parameters(recurse=False):
             parameter[rows:] = parameter[:rows].float().mean(0).to(parameter.dtype)
+    model.__dict__[NEW_ROWS] = list(range(rows, size))
 
 
 def _quantization(spec: CausalLMConfig, dtype: Any, config: "PretrainedConfig") -> Any:
