@@ -157,6 +157,10 @@ class PreferenceChat(ChatArguments):
 class LanguageStream:
     """Streaming of the training data of `LanguageData`.
 
+    Several sources, and the files of a folder, are interleaved in proportion to their numbers of rows, so that they end
+    together. Rows in lines are counted, from the first 64 MB of a larger file. A data set of the hub that does not
+    state its size counts like the average of the others.
+
     Args:
         enabled: Read ``train`` during training, again and again, without a cache. Needs ``tokenizer`` and ``val``.
         epoch_batches: Batches of an epoch, for each process.

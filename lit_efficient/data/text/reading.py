@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from typing import Any, Literal
 
@@ -14,6 +15,9 @@ from lit_efficient.errors import ConfigurationError
 _SHOWN = 20
 # Rows that decide the format of a source.
 _PEEKED = 100
+
+# Place of a row, and its example or the reason why it has none.
+Found = tuple[str, Example | MalformedRow]
 
 
 class Reader:
@@ -49,18 +53,36 @@ class Reader:
             self._sources.append((source, found))
             self.formats.append(sentence)
 
-    def __iter__(self) -> Iterator[tuple[str, Example | MalformedRow]]:
-        """Yield the place of every row, and its example or the reason why it has none."""
-        for source, kind in self._sources:
-            for place, row in islice(source.rows(), self._max_rows):
-                if isinstance(row, str):
-                    yield place, MalformedRow(row)
-                    continue
-                try:
-                    found: Example | MalformedRow = self._read(self._renamed(row), kind)
-                except MalformedRow as reason:
-                    found = reason
-                yield place, found
+    def __iter__(self) -> Iterator[Found]:
+        """Yield the rows of all sources, one source after another."""
+        for index in range(len(self._sources)):
+            yield from self.read(index)
+
+    def read(self, index: int) -> Iterator[Found]:
+        """Yield the rows of a source."""
+        source, kind = self._sources[index]
+        for place, row in islice(source.rows(), self._max_rows):
+            if isinstance(row, str):
+                yield place, MalformedRow(row)
+                continue
+            try:
+                found: Example | MalformedRow = self._read(self._renamed(row), kind)
+            except MalformedRow as reason:
+                found = reason
+            yield place, found
+
+    @cached_property
+    def estimates(self) -> list[float]:
+        """Estimated number of rows of each source. A source of unknown size counts like the average of the others."""
+        counts = []
+        for source, _ in self._sources:
+            count = source.count()
+            if count is not None and self._max_rows is not None:
+                count = min(count, self._max_rows)
+            counts.append(count)
+        known = [count for count in counts if count is not None]
+        average = sum(known) / len(known) if known else 1.0
+        return [average if count is None else float(count) for count in counts]
 
     def _read(self, row: Row, kind: Any) -> Example:
         return read_row(row, kind)

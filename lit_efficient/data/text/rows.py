@@ -53,6 +53,7 @@ class Source:
     name: str  # name that the user gave, or name of the file
     rows: Callable[[], Iterable[Row]]  # begins to read; the order is always the same
     digest: str  # hash of the content; "" for a stream, whose content is not known before it is read
+    count: Callable[[], int | None]  # estimates the number of rows; None if it is not known before they are read
     is_text: bool = False  # True if every row is the text of a file
     hint: str = ""  # sentence about a likely mistake, for the error if no row has the keys of any format
 
@@ -114,7 +115,7 @@ def _folder(path: Path, name: str) -> list[Source]:
 def _of_memory(name: str, rows: list[Content]) -> Source:
     """Return rows in memory as a source, with the places ``name:1``, ``name:2``, ..."""
     places = [(f"{name}:{number}", row) for number, row in enumerate(rows, 1)]
-    return Source(name, partial(iter, places), digest_of(rows))
+    return Source(name, partial(iter, places), digest_of(rows), partial(len, rows))
 
 
 def _stdlib_packages() -> Source:
@@ -126,7 +127,7 @@ def _stdlib_packages() -> Source:
     texts = read_texts((name, path) for name, path in files if "/" in name).files
     digest = digest_of([[text.path, text.digest] for text in texts])
     rows = [(f"{STDLIB_PACKAGES}:{text.path}", {"text": text.text}) for text in texts]
-    return Source(STDLIB_PACKAGES, partial(iter, rows), digest, is_text=True)
+    return Source(STDLIB_PACKAGES, partial(iter, rows), digest, partial(len, rows), is_text=True)
 
 
 def split_single_text(source: Source, held_out: float) -> tuple[Source, Source] | None:
@@ -155,7 +156,7 @@ def split_single_text(source: Source, held_out: float) -> tuple[Source, Source] 
 
 def _text_source(name: str, text: str) -> Source:
     rows = [(f"{name}:1", {"text": text})]
-    return Source(name, partial(iter, rows), digest_of([{"text": text}]), is_text=True)
+    return Source(name, partial(iter, rows), digest_of([{"text": text}]), partial(len, rows), is_text=True)
 
 
 # Files ---------------------------------------------------------------------------------------------------------------
@@ -220,7 +221,8 @@ def _file(path: Path, name: str) -> Source:
     hint = ""
     if reader is _table:
         hint = " The first row of a table names its columns: if this row is data, write names above it."
-    return Source(name, partial(_readable, reader, path, name), digest, reader is _whole_text, hint)
+    rows = partial(_readable, reader, path, name)
+    return Source(name, rows, digest, partial(_count, reader, path, name), reader is _whole_text, hint)
 
 
 def _readable(reader: Callable[[Path, str], Iterator[Row]], path: Path, name: str) -> Iterator[Row]:
@@ -228,6 +230,30 @@ def _readable(reader: Callable[[Path, str], Iterator[Row]], path: Path, name: st
         yield from reader(path, name)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise ConfigurationError(f"{path} cannot be read to its end: {error}.") from error
+
+
+def _count(reader: Callable[[Path, str], Iterator[Row]], path: Path, name: str) -> int:
+    """Return the number of rows of a file, estimated from its first part if the rows are lines of a large file."""
+    if reader is _whole_text:
+        return 1
+    if reader is _parquet:
+        from pyarrow import parquet
+
+        return int(parquet.read_metadata(path).num_rows)
+    if reader is _json_list:  # read as a whole in any case
+        return sum(1 for _ in reader(path, name))
+    with path.open("rb") as raw:
+        decompress = _COMPRESSED.get(path.suffix.lower())
+        file = raw if decompress is None else decompress(raw, "rb")
+        lines = 0
+        read = 0
+        while read < _LARGE:
+            chunk = file.read(1 << 20)
+            if not chunk:
+                return lines
+            lines += chunk.count(b"\n")
+            read += len(chunk)
+        return lines * path.stat().st_size // raw.tell()
 
 
 def _whole_text(path: Path, name: str) -> Iterator[Row]:
@@ -348,7 +374,7 @@ def _saved(path: Path, split: str) -> Source:
     for file in sorted(file for file in path.rglob("*") if file.is_file()):
         digest.update(file.relative_to(path).as_posix().encode())
         digest.update(bytes.fromhex(sha256_of(file)))
-    return Source(path.name, partial(_numbered, found, path.name), digest.hexdigest())
+    return Source(path.name, partial(_numbered, found, path.name), digest.hexdigest(), partial(len, found))
 
 
 def _hub(name: str, split: str, subset: str | None, streaming: bool) -> Source:
@@ -362,11 +388,17 @@ def _hub(name: str, split: str, subset: str | None, streaming: bool) -> Source:
             f"{name}: neither a file or folder here, nor a data set that could be loaded from the hub: {reason}"
         ) from error
     if streaming:
-        return Source(name, partial(streamed_rows, found, name), "")
+        return Source(name, partial(streamed_rows, found, name), "", partial(_told, found, split))
     digest = hashlib.sha256(fingerprint(found).encode())
     for entry in found.cache_files:
         digest.update(bytes.fromhex(sha256_of(Path(entry["filename"]))))
-    return Source(name, partial(_numbered, found, name), digest.hexdigest())
+    return Source(name, partial(_numbered, found, name), digest.hexdigest(), partial(len, found))
+
+
+def _told(found: Any, split: str) -> int | None:
+    """Return the number of rows that a streamed data set states, or None."""
+    splits = found.info.splits or {}
+    return splits[split].num_examples if split in splits else None
 
 
 def _numbered(rows: Iterable[Content], name: str) -> Iterator[Row]:

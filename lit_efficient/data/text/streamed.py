@@ -1,7 +1,8 @@
 """Streams: data that is read, tokenised and packed during training, without a cache, and resumed exactly.
 
-    part (rank, worker) takes every row whose number equals its own modulo ranks * workers; a buffer collects documents;
-    a full buffer is packed by best-fit-decreasing, and the packed rows are shuffled
+    sources are interleaved in proportion to their numbers of rows; a part (rank, worker) takes every row of a source
+    whose number equals its own modulo ranks * workers; a buffer collects documents; a full buffer is packed by
+    best-fit-decreasing, and the packed rows are shuffled
 
 A stream starts again at its end, so it never ends. An epoch is a number of batches, the same on every rank, so no rank
 waits for another at the end of an epoch. Everything is a function of the sources and the seed, so the state is one
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from lit_efficient.data.text.chat_formats import MalformedRow
 from lit_efficient.data.text.chat_tokens import ChatTokens, Encoded
 from lit_efficient.data.text.document_store import labels_of
+from lit_efficient.data.text.interleaving import interleave
 from lit_efficient.data.text.packing import pack_lengths
 from lit_efficient.data.text.pair_formats import Example
 from lit_efficient.data.text.reading import Reader, RowCount
@@ -62,6 +64,7 @@ class StreamedRows(IterableDataset[PackedRow]):
         seed: int,
     ) -> None:
         self.reader = reader
+        _ = reader.estimates  # counted here, and not in every worker
         self.encoder = encoder
         self.max_length = max_length
         self.truncation = truncation
@@ -100,16 +103,13 @@ class StreamedRows(IterableDataset[PackedRow]):
         """Yield the examples of this part in lists of ``buffer``, and at the end a shorter list, which may be empty."""
         self._rows_read = RowCount()
         waiting: list[tuple[str, Example]] = []
-        number = 0
-        for place, row in self.reader:
+        # Every process reads the whole stream and keeps its part, so no row is lost or read twice.
+        for is_ours, (place, row) in interleave(self.reader, part, parts):
             self._rows_read.rows += 1
             if isinstance(row, MalformedRow):
                 self._rows_read.refuse(place, row)
-                continue
-            # Every process reads the whole stream and keeps its part, so no row is lost or read twice.
-            if number % parts == part:
+            elif is_ours:
                 waiting.append((place, row))
-            number += 1
             if len(waiting) == self.buffer:
                 yield waiting
                 waiting = []
