@@ -78,6 +78,18 @@ def test_bytes_rounding_and_gradients(format: str, double: bool) -> None:
         assert torch.equal(twin(x), layer(x))
 
 
+def test_an_outlier_of_the_inputs_does_not_round_the_others_away_in_int8() -> None:
+    """The layer is the one that transformers makes: ``llm_int8_threshold`` is 6 there."""
+    torch.manual_seed(0)
+    linear = nn.Linear(256, 64)
+    x = torch.randn(8, 256)
+    x[:, 3] = 60.0
+    layer = quantize_linear(linear, "int8").eval()
+    exact = x @ dequantize(layer).T + linear.bias
+    assert (layer(x) - exact).abs().max() < 0.02  # without the threshold 0.24
+    assert layer.state.threshold == transformers.BitsAndBytesConfig(load_in_8bit=True).llm_int8_threshold
+
+
 @pytest.mark.parametrize("format", ["nf4", "fp4", "int8", "int4"])
 def test_checkpoints_of_both_kinds_load(format: str) -> None:
     x = torch.randn(4, 16)

@@ -1,7 +1,7 @@
 """Frozen 4-bit and 8-bit layers of bitsandbytes, extended so that they load the checkpoints that they save.
 
 nf4, fp4   w = absmax_block * table[code],  blocks of 64;  double_quant stores absmax in 8 bits, in blocks of 256
-int8       w = absmax_row * code / 127
+int8       w = absmax_row * code / 127;  columns with an input above 6 are multiplied in 16 bits, as in transformers
 """
 
 from typing import Any
@@ -14,6 +14,9 @@ from lit_efficient.internals.torch_modules import Loads, Moves
 from lit_efficient.mechanisms.adapters.int4 import check_input
 from lit_efficient.surgery import mix_in
 
+# transformers' default of llm_int8_threshold. Without it, the outliers of a real model's activations set the scale of a
+# row, and the other inputs are rounded away.
+_OUTLIER = 6.0
 _PIECE = 2**20  # number of weights that one call quantises, a multiple of the block size
 
 
@@ -33,7 +36,7 @@ def bitsandbytes_linear(
     sizes = (weight.shape[1], weight.shape[0], bias is not None)
     layer: Any
     if format == "int8":
-        layer = bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False, device="meta")
+        layer = bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=_OUTLIER, device="meta")
     else:
         layer = bnb.nn.Linear4bit(*sizes, quant_type=format, device="meta", compress_statistics=double_quant)
     layer.weight = _quantized_weight(weight.detach(), format, double_quant)
