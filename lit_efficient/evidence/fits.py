@@ -12,7 +12,6 @@ import contextlib
 import copy
 import hashlib
 import importlib.util
-import itertools
 import sys
 import sysconfig
 from abc import ABC, abstractmethod
@@ -29,6 +28,7 @@ from torch.utils.data import DataLoader
 
 from lit_efficient.declaration import techniques_of
 from lit_efficient.errors import ConfigurationError, check_number, refusal
+from lit_efficient.internals.contents import attributes, contents, length
 from lit_efficient.mechanisms.trials.batch_size import NAMES, places_of, set_at, value_at
 from lit_efficient.mechanisms.trials.probes import batch_size_of, resize
 
@@ -264,10 +264,10 @@ def _described(part: object, depth: int = 4) -> str:
     if isinstance(part, Mapping):
         return str({repr(name): _described(value, depth - 1) for name, value in part.items()})
     if isinstance(part, list | tuple | set | frozenset):
-        texts = [_described(one, depth - 1) for one in itertools.islice(part, _DESCRIBED_ITEMS)]
+        texts = [_described(one, depth - 1) for one in contents(part, _DESCRIBED_ITEMS)]
         if isinstance(part, set | frozenset):
             texts.sort()
-        return f"{len(part)} {texts}"
+        return f"{length(part)} {texts}"
     if isinstance(part, partial):
         return _described([part.func, part.args, part.keywords], depth)
     # The weights of modules are part of the identity already, and a trainer refers to everything.
@@ -275,7 +275,7 @@ def _described(part: object, depth: int = 4) -> str:
     if isinstance(part, torch.nn.Module):
         left_out.update(vars(torch.nn.Module()))
     found = {}
-    for name, value in getattr(part, "__dict__", {}).items():
+    for name, value in attributes(part).items():
         is_trainer = name.lstrip("_") == "trainer"
         if name not in left_out and not is_trainer and not isinstance(value, torch.nn.Module):
             found[name] = _described(value, depth - 1)

@@ -7,18 +7,16 @@ import enum
 import inspect
 import random
 import warnings
-from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from copy import copy
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node, Tracer
 
+from lit_efficient.internals.contents import contents, is_mutable, restorer
 from lit_efficient.internals.torch_dispatch import has_values
 
 _ADDS = ("add", "add_", "iadd", "sub", "sub_", "isub", "addcmul", "addcmul_")
@@ -151,34 +149,25 @@ def _snapshot(module: nn.Module) -> Callable[[], None]:
     """
     attributes = [(part, dict(vars(part))) for part in module.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
-    containers: dict[int, tuple[Any, Any]] = {}
+    containers: dict[int, tuple[object, Callable[[], None]]] = {}  # the objects stay alive, so that ids are unique
     stack: list[Any] = [value for _, values in attributes for value in values.values()]
     while stack:
         value = stack.pop()
-        if isinstance(value, dict | list | set | deque) and id(value) not in containers:
-            containers[id(value)] = value, copy(value)
-            stack += value.values() if isinstance(value, dict) else value
+        if is_mutable(value) and id(value) not in containers:
+            containers[id(value)] = value, restorer(value)
+            stack += contents(value)
 
     def put_back() -> None:
         for part, values in attributes:
             vars(part).clear()
             vars(part).update(values)
-        for value, before in containers.values():
-            if len(value) != len(before) or any(a is not b for a, b in zip(_flat(value), _flat(before))):
-                value.clear()
-                if isinstance(value, list | deque):
-                    value.extend(before)
-                else:
-                    value.update(before)
+        for _, restore in containers.values():
+            restore()
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
 
     return put_back
-
-
-def _flat(container: Any) -> Iterator[Any]:
-    return chain(container, container.values() if isinstance(container, dict) else ())
 
 
 @dataclass(frozen=True)

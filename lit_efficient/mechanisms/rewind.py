@@ -13,9 +13,8 @@ import copy
 import random
 import sys
 import types
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lit_efficient.internals.contents import attributes, contents, is_mutable, length, restorer
 from lit_efficient.internals.lightning_loops import DATA_FETCHER
 from lit_efficient.internals.torch_dispatch import is_traceable_wrapper_subclass
 
@@ -69,7 +69,7 @@ class Rewind:
         self._movers = _movers([*roots, *shallow])
         self._move_weights_home()
         for item in shallow:
-            self._undo.append(_undo_mapping(vars(item)))
+            self._undo.append(restorer(vars(item)))
         for item in reachable(roots, outside):
             self._record(item)
         self._random = random_states()
@@ -90,11 +90,10 @@ class Rewind:
         undo = _undo_for(item)
         if undo is not None:
             self._undo.append(undo)
-        if isinstance(item, Tensor):
+        if issubclass(type(item), Tensor):
             self.tensors.append(item)
         if _has_state(type(item)):
-            if hasattr(item, "__dict__"):
-                self._undo.append(_undo_mapping(vars(item)))
+            self._undo.append(restorer(attributes(item)))
             slots = _slots_of(item)
             if slots:
                 self._undo.append(_undo_slots(item, slots))
@@ -116,14 +115,11 @@ def reachable(roots: Iterable[object], outside: Callable[[type], bool] = lambda 
             continue
         seen[id(item)] = item
         yield item
-        if isinstance(item, Tensor):
+        if issubclass(kind, Tensor):
             stack.append(item.grad if item.is_leaf else None)
-        elif issubclass(kind, dict):
-            stack += [*item.keys(), *item.values()]
-        elif issubclass(kind, list | tuple | set | frozenset | deque):
-            stack += item
+        stack += contents(item)
         if _has_state(kind):
-            stack += vars(item).values() if hasattr(item, "__dict__") else ()
+            stack += attributes(item).values()
             stack += _slots_of(item).values()
 
 
@@ -134,7 +130,7 @@ def _movers(roots: list[object]) -> list[Any]:
     """
     movers: dict[int, Any] = {}
     for root in roots:
-        if isinstance(root, nn.Module):
+        if issubclass(type(root), nn.Module):
             for part in root.modules():
                 for value in vars(part).values():
                     if hasattr(type(value), "come_to_rest"):
@@ -156,44 +152,47 @@ def _has_state(kind: type) -> bool:
     return root not in sys.stdlib_module_names or root in _STDLIB or kind.__module__ == "__main__"
 
 
-def _slots_of(item: Any) -> dict[str, Any]:
-    return {name: getattr(item, name) for name in _slots(type(item)) if hasattr(item, name)}
+def _slots_of(item: Any) -> dict[types.MemberDescriptorType, Any]:
+    """Return the values of an object's slots, read without the object's own methods."""
+    values = {}
+    for slot in _slots(type(item)):
+        with suppress(AttributeError):  # the slot is not set
+            values[slot] = slot.__get__(item)
+    return values
 
 
-def _slots(kind: type) -> Iterator[str]:
+def _slots(kind: type) -> Iterator[types.MemberDescriptorType]:
     for base in kind.__mro__:
         names = base.__dict__.get("__slots__", ())
-        if isinstance(names, str):
-            names = (names,)
-        for name in names:
-            if not name.startswith("__"):
-                yield name
+        for name in (names,) if isinstance(names, str) else names:
+            # Python mangles the names of private slots.
+            private = name.startswith("__") and not name.endswith("__")
+            slot = base.__dict__.get(f"_{base.__name__.lstrip('_')}{name}" if private else name)
+            if isinstance(slot, types.MemberDescriptorType):
+                yield slot
 
 
 def _undo_for(item: Any) -> Callable[[], None] | None:
     """Return a function that restores the present content of a container, tensor, array or generator."""
-    if isinstance(item, Tensor):
+    kind = type(item)  # not isinstance, which asks a proxy for the class of its target
+    if issubclass(kind, Tensor):
         if item.device.type == "meta" or is_lazy(item):
             return None
         return _undo_tensor(item)
-    if isinstance(item, dict):
-        return _undo_mapping(item)
-    if isinstance(item, list):
-        return _undo_list(item)
-    if isinstance(item, set | deque):
-        return _undo_collection(item)
-    if isinstance(item, np.ndarray):
+    if is_mutable(item):
+        return restorer(item)
+    if issubclass(kind, np.ndarray):
         array = item.copy()
         return lambda: np.copyto(item, array) if item.flags.writeable else None
-    for kind, get, put in (
+    for generator, get, put in (
         (torch.Generator, "get_state", "set_state"),
         (random.Random, "getstate", "setstate"),
         (np.random.RandomState, "get_state", "set_state"),
     ):
-        if isinstance(item, kind):
+        if issubclass(kind, generator):
             state = getattr(item, get)()
             return lambda: getattr(item, put)(state)
-    if isinstance(item, np.random.Generator):
+    if issubclass(kind, np.random.Generator):
         state = item.bit_generator.state
         return lambda: setattr(item.bit_generator, "state", state)
     return None
@@ -224,56 +223,12 @@ def _undo_tensor(tensor: Tensor) -> Callable[[], None]:
     return undo
 
 
-def _undo_mapping(mapping: dict[Any, Any]) -> Callable[[], None]:
-    kept = dict(mapping)
-    # The methods of the base class, because a subclass may override them; an OrderedDict keeps its order by itself.
-    kind: Any = OrderedDict if isinstance(mapping, OrderedDict) else dict
-
+def _undo_slots(item: object, kept: dict[types.MemberDescriptorType, Any]) -> Callable[[], None]:
     def undo() -> None:
-        if not _same(mapping.keys(), kept.keys()) or not _same(mapping.values(), kept.values()):
-            kind.clear(mapping)
-            kind.update(mapping, kept)
+        for slot, value in kept.items():
+            slot.__set__(item, value)
 
     return undo
-
-
-def _undo_list(items: list[Any]) -> Callable[[], None]:
-    kept = list(items)
-
-    def undo() -> None:
-        if not _same(items, kept):
-            list.__setitem__(items, slice(None), kept)
-
-    return undo
-
-
-def _undo_collection(items: set[Any] | deque[Any]) -> Callable[[], None]:
-    kept = list(items)
-
-    def undo() -> None:
-        items.clear()
-        if isinstance(items, set):
-            items.update(kept)
-        else:
-            items.extend(kept)
-
-    return undo
-
-
-def _undo_slots(item: object, kept: dict[str, Any]) -> Callable[[], None]:
-    def undo() -> None:
-        for name, value in kept.items():
-            if getattr(item, name, None) is not value:
-                object.__setattr__(item, name, value)
-
-    return undo
-
-
-def _same(now: Iterable[object], then: Iterable[object]) -> bool:
-    """Return whether two collections hold the same objects in the same order."""
-    now = list(now)
-    then = list(then)
-    return len(now) == len(then) and all(a is b for a, b in zip(now, then))
 
 
 def random_states() -> dict[str, Any]:
@@ -307,15 +262,14 @@ def own_generators(*owners: Any, depth: int = 3) -> list[Any]:
     """
     found: dict[int, Any] = {}
     for owner in owners:
-        if isinstance(owner, torch.Generator | np.random.Generator | random.Random):
+        kind = type(owner)
+        if issubclass(kind, torch.Generator | np.random.Generator | random.Random):
             found[id(owner)] = owner
-        elif depth and not isinstance(owner, torch.Tensor | np.ndarray | str | bytes | type):
-            inside = [*getattr(owner, "__dict__", {}).values()]
+        elif depth and not issubclass(kind, torch.Tensor | np.ndarray | str | bytes | type):
+            inside = [*attributes(owner).values()]
             # A long collection holds data, and its search would take long.
-            if isinstance(owner, list | tuple) and len(owner) <= 64:
-                inside += owner
-            elif isinstance(owner, dict) and len(owner) <= 64:
-                inside += owner.values()
+            if issubclass(kind, list | tuple | dict) and length(owner) <= 64:
+                inside += contents(owner)
             for generator in own_generators(*inside, depth=depth - 1):
                 found[id(generator)] = generator
     return list(found.values())

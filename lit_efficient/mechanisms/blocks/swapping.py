@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.contents import attributes, contents
 from lit_efficient.internals.torch_dispatch import after_backward, is_traceable_wrapper_subclass, storage_id
 from lit_efficient.internals.torch_tensors import version as version_of
 from lit_efficient.internals.torch_trees import tree_leaves
@@ -72,15 +73,11 @@ def _extent(tensor: Tensor) -> int:
 
 def _tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
     """Yield the tensors in containers and plain objects, such as bitsandbytes' quantisation constants."""
-    if isinstance(value, Tensor):
+    kind = type(value)  # not isinstance, which asks a proxy for the class of its target
+    if issubclass(kind, Tensor):
         yield value
-    elif depth and not isinstance(value, nn.Module | type) and not callable(value):
-        items = [*getattr(value, "__dict__", {}).values()]
-        if isinstance(value, dict):
-            items = [*value.values(), *items]
-        elif isinstance(value, list | tuple):
-            items = [*value, *items]
-        for item in items:
+    elif depth and not issubclass(kind, nn.Module | type) and not callable(value):
+        for item in (*contents(value), *attributes(value).values()):
             yield from _tensors_in(item, depth - 1)
 
 

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lit_efficient.internals.contents import contents, length
 from lit_efficient.surgery import unmixed
 
 # Modules of these packages save what they carry.
@@ -76,8 +77,8 @@ def _snapshot(value: object) -> object:
         if value.is_meta or value.layout is not torch.strided:
             return None
         return _TensorContent(value)
-    if isinstance(value, tuple) or (isinstance(value, list) and len(value) <= _LONGEST_LIST):
-        return [_snapshot(item) for item in value]
+    if isinstance(value, tuple) or (isinstance(value, list) and length(value) <= _LONGEST_LIST):
+        return [_snapshot(item) for item in contents(value)]
     if isinstance(value, int | float | str):
         return value
     return None
