@@ -5,8 +5,11 @@ import sys
 if __name__ == "__main__":  # before any other import: the working directory may have a torch.py of another origin
     import os  # Python has imported it already
 
-    # Python put the working directory first; under `python -c`, by the name "".
-    _here = os.path.abspath("" if sys.flags.safe_path else sys.path.pop(0))
+    # Python put the working directory first; under `python -c`, by the name "". A program that calls runpy may have
+    # taken it out or have another first entry, which stays.
+    _here = os.getcwd()
+    if sys.path[:1] in ([""], [_here]) and not sys.flags.safe_path:
+        del sys.path[0]
     _parent = os.path.join(os.path.dirname(__file__), os.pardir)
     _checkout = os.path.isdir(_here) and os.path.samefile(_here, _parent)
     if _checkout or any(_word.replace("_", "-").startswith("--allow-import") for _word in sys.argv):

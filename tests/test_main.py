@@ -57,6 +57,16 @@ def test_it_runs_through_runpy_too(tmp_path):
     assert (done.returncode, done.stdout) == (0, f"lit_efficient {__version__}\n"), done.stderr
 
 
+def test_a_program_that_runs_it_keeps_its_search_path(tmp_path):
+    code = (
+        "import runpy, sys; sys.path[0] = '/of/the/program'; sys.argv[1:] = ['--version']\n"
+        "try: runpy.run_module('lit_efficient', run_name='__main__')\n"
+        "except SystemExit: print(sys.path[0])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.stdout.splitlines()[1:] == ["/of/the/program"], done.stderr
+
+
 @pytest.mark.parametrize("argv", [[], ["-h"], ["--help"], ["help"]])
 def test_help_says_what_it_is_and_gives_two_commands(argv, capsys):
     assert main(argv) == 0

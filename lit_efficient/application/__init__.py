@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lit_efficient.application.checkpoints import differences, keep_saving, on_load_checkpoint
@@ -78,7 +79,9 @@ def apply(module: nn.Module, techniques: Declaration | Iterable[Declaration]) ->
     if wrong:
         raise refusal("apply", "module and techniques", "instances, as MyModule() and LoRA()", wrong)
     done = start_ledger(module)
-    for technique in in_order(technique for technique in given if overrides(technique, "transform")):
+    acting = in_order(technique for technique in given if overrides(technique, "transform"))
+    _check_initialised(module, acting)
+    for technique in acting:
         record = technique.record()
         earlier = next((entry.record for entry in done if entry.record["name"] == record["name"]), None)
         if earlier is None:
@@ -94,6 +97,24 @@ def apply(module: nn.Module, techniques: Declaration | Iterable[Declaration]) ->
     if done:
         keep_saving(module)
     return {entry.record["name"]: entry.report for entry in done}
+
+
+def _check_initialised(module: nn.Module, techniques: Sequence[Declaration]) -> None:
+    """Refuse lazy layers: techniques read sizes and replace layers before the first batch decides the shapes.
+
+    Raises:
+        ConfigurationError: If there are ``techniques``, and a parameter or buffer has no shape yet.
+    """
+    named = [*module.named_parameters(), *module.named_buffers()]
+    lazy = [name for name, tensor in named if is_lazy(tensor)]
+    if techniques and lazy:
+        who = type(techniques[0]).__name__
+        owner = type(module.get_submodule(lazy[0].rpartition(".")[0])).__name__
+        raise ConfigurationError(
+            f"{who}: {len(lazy)} tensors of {type(module).__name__} have no shape before the first batch, first "
+            f"{lazy[0]!r} of {owner}. Give the layers their sizes, or run one batch through the network at the end of "
+            "configure_model (with torch.no_grad())"
+        )
 
 
 def _check_order(record: Mapping[str, Any], done: Sequence[Entry]) -> None:
@@ -218,7 +239,10 @@ def _check_batches(module: Any, data: Any) -> None:
 
 def _configure_model(self: Any) -> None:
     inner_method(self, "configure_model", _configure_model)()
-    apply(self, techniques_of(self.trainer))
+    techniques = techniques_of(self.trainer)
+    acting = [one for one in techniques if one.phase is not None or Trait.TRIES_STEPS in one.traits]
+    _check_initialised(self, in_order(acting))
+    apply(self, techniques)
     if not traits_of(self.trainer.strategy).shards_itself:
         check_sharded(self.trainer, self)
 

@@ -38,8 +38,8 @@ class ScheduleFree(OptimizerHooks, Technique):
         warmup_steps: Steps in which the rate grows linearly, at least 0. It only applies to a replaced AdamW.
 
     Raises:
-        ConfigurationError: For an argument out of range, or for an optimizer that is neither AdamW nor
-            ``ScheduleFreeAdamW``.
+        ConfigurationError: For an argument out of range, or for an optimizer that is neither AdamW, nor Adam
+            without weight decay, nor ``ScheduleFreeAdamW``.
     """
 
     phase = Phase.OPTIMIZER
@@ -60,15 +60,21 @@ class ScheduleFree(OptimizerHooks, Technique):
         count = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
         kind = type(optimizer)
         if kind is not ScheduleFreeAdamW:
-            if kind not in (torch.optim.AdamW, FusedAdamW):
+            if kind not in (torch.optim.AdamW, torch.optim.Adam, FusedAdamW):
                 raise ConfigurationError(
-                    f"ScheduleFree: {kind.__name__} has no schedule-free form. Use AdamW, FusedAdamW or "
-                    "ScheduleFreeAdamW"
+                    f"ScheduleFree: {kind.__name__} has no schedule-free form. Use AdamW, FusedAdamW, "
+                    "ScheduleFreeAdamW, or Adam without weight decay"
                 )
+            for group in optimizer.param_groups:
+                if kind is torch.optim.Adam and group["weight_decay"] and not group["decoupled_weight_decay"]:
+                    raise ConfigurationError(
+                        f"ScheduleFree: Adam(weight_decay={group['weight_decay']:g}) adds the decay to the gradient, "
+                        "which has no schedule-free form. Use AdamW, or weight_decay=0"
+                    )
             for flag in ("amsgrad", "maximize"):
                 if any(group.get(flag) for group in optimizer.param_groups):
                     raise ConfigurationError(
-                        f"ScheduleFree: AdamW({flag}=True) has no schedule-free form. Set {flag}=False"
+                        f"ScheduleFree: {kind.__name__}({flag}=True) has no schedule-free form. Set {flag}=False"
                     )
             become(optimizer, ScheduleFreeAdamW, warmup_steps=self.warmup_steps)
         return Report(f"{kind.__name__} without a schedule, {count:,} parameters averaged", parameters=count)

@@ -6,7 +6,7 @@ The stock command line builds the optimizer right after the module: before adapt
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ class OptimizerPlan:
 def attach(module: LightningModule, plan: OptimizerPlan) -> None:
     """Let ``module.configure_optimizers`` build the plan. Only this instance is changed."""
     module.__dict__["_lit_efficient_optimizers"] = plan
-    module.configure_optimizers = MethodType(_configure_optimizers, module)  # type: ignore[method-assign]
+    module.configure_optimizers = partial(_configure_optimizers, module)  # type: ignore[method-assign]
 
 
 def _configure_optimizers(module: LightningModule) -> Any:

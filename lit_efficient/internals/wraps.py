@@ -1,12 +1,12 @@
 """Wraps of methods of one object, which can be removed in any order.
 
-A wrap is a bound method in the object's ``__dict__``, and the method that it wraps is stored there too. Nothing is
-captured in a closure, so the wraps of a deep copy are independent. A wrap must be a plain function without
+A wrap is a ``functools.partial`` in the object's ``__dict__``, and the method that it wraps is stored there too.
+Nothing is captured in a closure, so the wraps of a deep copy are independent. A bound method would not survive a
+pickle, which looks it up on the object by the name of the function. A wrap must be a plain function without
 ``__wrapped__``, because Lightning reads ``__code__`` and follows ``__wrapped__`` to decide whether a hook is
 overridden, and reads the signature to decide which arguments to pass.
 """
 
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -41,7 +41,7 @@ def wrap_method(target: Any, name: str, function: Callable[..., Any]) -> None:
     wraps = target.__dict__.setdefault(_WRAPS, {}).setdefault(name, {})
     if function not in wraps:
         wraps[function] = target.__dict__.get(name, _ABSENT)
-        target.__dict__[name] = types.MethodType(function, target)
+        target.__dict__[name] = partial(function, target)
 
 
 def inner_method(target: Any, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from lit_efficient.internals.torch_optimizers import fused_devices, leave_unscaling
-from lit_efficient.optimizers.groups import parameter_groups
+from lit_efficient.optimizers.groups import parameter_groups, tensor_of
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -47,7 +47,7 @@ class FusedAdamW(torch.optim.AdamW):
     ) -> None:
         groups = parameter_groups(params, weight_decay, decay_norm_and_bias)
         devices = fused_devices()
-        tensors = [p for group in groups for p in group["params"]]
+        tensors = [tensor_of(p) for group in groups for p in group["params"]]
         fused = all(p.device.type in devices and p.is_floating_point() for p in tensors)
         super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused or None)
         leave_unscaling(self)

@@ -18,14 +18,20 @@ def decays(parameter: Tensor) -> bool:
     return parameter.ndim >= 2
 
 
+def tensor_of(entry: Any) -> Tensor:
+    """Return the parameter of an entry of a group, which torch's optimizers take with its name, too: (name, tensor)."""
+    tensor: Tensor = entry[1] if isinstance(entry, tuple) else entry
+    return tensor
+
+
 def parameter_groups(
     parameters: nn.Module | Iterable[Any], weight_decay: float, decay_norm_and_bias: bool = False
 ) -> Groups:
     """Return parameter groups for any ``torch.optim`` class in which only matrices decay. No group is empty.
 
     Args:
-        parameters: A module (all parameters that train, tied ones once), tensors, or groups (dicts), which keep their
-            options.
+        parameters: A module (all parameters that train, tied ones once), tensors, pairs of names and tensors
+            (``named_parameters()``), or groups (dicts), which keep their options.
         weight_decay: Weight decay of matrices in groups that do not set their own.
         decay_norm_and_bias: Apply the decay to tensors with fewer than two dimensions too. Groups are not split then.
     """
@@ -40,6 +46,6 @@ def parameter_groups(
         if decay_norm_and_bias:
             split.append({**options, "params": tensors})
         else:
-            split.append({**options, "params": [p for p in tensors if decays(p)]})
-            split.append({**options, "params": [p for p in tensors if not decays(p)], "weight_decay": 0.0})
+            split.append({**options, "params": [p for p in tensors if decays(tensor_of(p))]})
+            split.append({**options, "params": [p for p in tensors if not decays(tensor_of(p))], "weight_decay": 0.0})
     return [group for group in split if group["params"]]

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.internals.torch_optimizers import muon_rate, orthogonalised
 from lit_efficient.mechanisms.averages.weights import placed_like
-from lit_efficient.optimizers.groups import Groups, parameter_groups
+from lit_efficient.optimizers.groups import Groups, parameter_groups, tensor_of
 from lit_efficient.optimizers.spectra import upper_outlier_ratio
 from lit_efficient.optimizers.stepping import adamw, loss_of, with_gradient
 from lit_efficient.surgery import expert_stacks, is_sharded, local
@@ -264,7 +264,7 @@ def _is_hidden(p: Tensor, max_aspect_ratio: float) -> bool:
 def _split(group: dict[str, Any], max_aspect_ratio: float) -> Groups:
     """Split a group into one for Muon and one for AdamW, unless it contains ``"muon"``."""
     if "muon" in group:
-        for p in group["params"]:
+        for p in map(tensor_of, group["params"]):
             if group["muon"] and p.ndim not in (2, 3):
                 raise ConfigurationError(
                     f"MuonAdamW: Muon steps matrices and stacks of them, got a tensor of the shape {list(p.shape)}"
@@ -272,5 +272,5 @@ def _split(group: dict[str, Any], max_aspect_ratio: float) -> Groups:
         return [group]
     parts: Groups = [{**group, "params": [], "muon": True}, {**group, "params": [], "muon": False}]
     for p in group["params"]:
-        parts[0 if _is_hidden(p, max_aspect_ratio) else 1]["params"].append(p)
+        parts[0 if _is_hidden(tensor_of(p), max_aspect_ratio) else 1]["params"].append(p)
     return [part for part in parts if part["params"]]

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lit_efficient import ConfigurationError, ScheduleFree, ScheduleFreeAdamW
-from tests.support import Toy, assert_equal, data, trainer
+from tests.support import Toy, assert_equal, data, trainer, weights
 
 
 class Constant(Toy):
@@ -97,6 +97,28 @@ def test_an_exception_leaves_the_average_and_no_hook(hook: str) -> None:
     assert torch.equal(module.net.head.weight, optimizer.averages()[module.net.head.weight])
     assert "y" in optimizer.state[module.net.head.weight]
     assert not {"on_save_checkpoint", "_schedule_free_inner"} & module.__dict__.keys()
+
+
+class Adam(Constant):
+    decay = 0.0
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-2, weight_decay=self.decay)
+
+
+def test_adam_without_weight_decay_becomes_what_adamw_without_it_becomes() -> None:
+    class AdamW(Adam):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.0)
+
+    modules = [Adam(), AdamW()]
+    for module in modules:
+        trainer([ScheduleFree(1)], max_steps=3).fit(module, data(), data())
+    assert_equal(weights(modules[0]), weights(modules[1]))
+    decayed = Adam()
+    decayed.decay = 0.1
+    with pytest.raises(ConfigurationError, match=r"Adam\(weight_decay=0.1\) adds the decay to the gradient"):
+        trainer([ScheduleFree()]).fit(decayed, data(), data())
 
 
 def test_what_has_no_twin_is_refused() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 from typing import Any
 
 import lightning.pytorch as L
@@ -63,6 +64,19 @@ def test_copies_have_wraps_of_their_own() -> None:
     twin.name = "twin"
     unwrap_method(twin, "training_step", first)
     assert twin.training_step("!") == "second(twin!)"
+    assert module.training_step("!") == "second(first(own!))"
+
+
+def test_a_pickle_keeps_its_wraps_around_its_own_module() -> None:
+    module = Module()
+    wrap_method(module, "training_step", first)
+    wrap_method(module, "training_step", second)
+    twin = pickle.loads(pickle.dumps(module))
+    twin.name = "twin"
+    assert twin.training_step("!") == "second(first(twin!))"
+    unwrap_method(twin, "training_step", second)
+    unwrap_method(twin, "training_step", first)
+    assert "training_step" not in vars(twin)
     assert module.training_step("!") == "second(first(own!))"
 
 

@@ -47,6 +47,25 @@ def steps(module: nn.Module, optimizer: torch.optim.Optimizer, count: int, seed:
         optimizer.step()
 
 
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_names_of_parameters_are_taken_as_by_torch_and_change_nothing(kind: Any, grouped: bool) -> None:
+    nets = [network(), network()]
+    named = list(nets[0].named_parameters())
+    plain: list[Any] = list(nets[1].parameters())
+    given: list[Any] = [named, plain]
+    if grouped:
+        given = [[{"params": part[:2], "lr": 0.02}, {"params": part[2:]}] for part in given]
+    optimizers = [kind(one, lr=0.01, decay_norm_and_bias=False) for one in given]
+    for net, optimizer in zip(nets, map(ready, optimizers)):
+        steps(net, optimizer, 3)
+    assert_equal(weights(nets[0]), weights(nets[1]))
+    names = {id(p): name for name, p in named}
+    assert len(optimizers[0].param_groups) == len(optimizers[1].param_groups)
+    for group in optimizers[0].param_groups:
+        assert group["param_names"] == [names[id(p)] for p in group["params"]]
+
+
 def ready(optimizer: Any) -> Any:
     if isinstance(optimizer, ScheduleFreeAdamW):
         optimizer.train()
