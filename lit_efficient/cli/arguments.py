@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lit_efficient.cli.tree import SECTIONS, Table, list_of, merge, read_file, set_option, take_out
+from lit_efficient.cli.tree import SECTIONS, Table, list_of, merge, read_file, restated, set_option, take_out
 from lit_efficient.cli.words import RUNS, plain
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files import configs
@@ -28,6 +28,7 @@ class Command:
         configs: Paths of the configs.
         packages: Packages that ``--allow-import`` names.
         rest: Words that are no key of a config.
+        restated: Names of classes that were appended to a list which had them.
         unlikely: Dataclasses that the fields in the tree are not of; the check of names sets it.
     """
 
@@ -36,6 +37,7 @@ class Command:
     configs: list[str] = field(default_factory=list)
     packages: list[str] = field(default_factory=list)
     rest: list[str] = field(default_factory=list)
+    restated: list[str] = field(default_factory=list)
     unlikely: set[str] = field(default_factory=set)
 
 
@@ -71,7 +73,9 @@ def read_command(words: Sequence[str], defaults: Table | None = None) -> Command
             if not equals and not left:
                 raise ConfigurationError(f"{name} needs the name of a config, or a file")
             path = configs.find(value if equals else left.pop(0))
-            command.tree = merge(command.tree, read_config(path))
+            given = read_config(path)
+            command.restated += restated(command.tree, given)
+            command.tree = merge(command.tree, given)
             command.configs.append(path)
         elif name.startswith("--") and key.partition(".")[0].rstrip("+-") in KEYS and not key.endswith(".help"):
             if not equals and not (left and _is_value(left[0])):
@@ -80,6 +84,8 @@ def read_command(words: Sequence[str], defaults: Table | None = None) -> Command
             if key in SECTIONS and os.path.isfile(text):
                 command.tree = merge(command.tree, _with_sections(Table({key: text}), ""))
             else:
+                if key.endswith("+"):
+                    command.restated += restated(command.tree, set_option(Table(), key, text))
                 command.tree = set_option(command.tree, key, text)
         elif name.endswith(".help") and not equals and left and _is_value(left[0]):
             command.rest.append(f"{name}={left.pop(0)}")

@@ -149,6 +149,8 @@ class LitEfficientCLI(OpenCLI):
         preflight.check_config(self.config_dump)
         remember(self.config_dump)
         self.config_dump = masked(self.config_dump)  # for records: the parts are built from `self.config`
+        for name in dict.fromkeys(self._command.restated if self._command else ()):
+            rank_zero_info(f"{name} was given twice: it is used once, and arguments that were given later win")
         if preflight.go_offline_without_key(self.config_dump):
             rank_zero_info("W&B: no API key, so this run is recorded offline; `wandb sync` uploads it later.")
         self._resume()

@@ -82,7 +82,9 @@ def _lines_of(error: BaseException) -> list[str] | None:
         return [f"a DataLoader worker ended while it handed over a batch ({error}): {_FEWER_WORKERS}"]
     twice = re.match(r"Found more than one stateful .* `(\w+)`", str(error))
     if twice:
-        return [f"trainer.callbacks: {twice[1]} stands there twice, and both keep their state under one name"]
+        return [
+            f"trainer.callbacks: {twice[1]} is listed twice, and both keep their state under one name; keep one of them"
+        ]
     if not isinstance(error, RuntimeError):
         return None
     message = str(error)

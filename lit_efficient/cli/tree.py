@@ -4,12 +4,14 @@ The tree consists of :class:`Table` for a mapping, lists, and plain values. The 
 
 * a mapping is merged key by key; any other value replaces the earlier one;
 * ``callbacks+: [EMA]`` appends to a list, ``callbacks-: [EMA]`` takes classes out of it;
+* a class that cannot occur twice and is appended once more takes the new arguments in addition to its earlier ones;
 * a class that replaces another class keeps the arguments that the new class takes, too;
 * a mapping that describes another model than the earlier one replaces it.
 
 Nothing is imported here for what a config names.
 """
 
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -18,6 +20,7 @@ from typing import NamedTuple
 import yaml
 
 from lit_efficient import PUBLIC
+from lit_efficient.catalog import registered
 from lit_efficient.cli.signatures import ENVIRONMENTS, SHORT, annotation_of, full_name, names_in, signature
 from lit_efficient.errors import ConfigurationError, did_you_mean
 from lit_efficient.internals.jsonargparse_parser import YAML_LOADER
@@ -343,10 +346,63 @@ def _merge(before: Table, now: Table, in_arguments: bool) -> Table:
     for text in appended:  # after what is taken out
         items = _named(now[f"{text}+"], "" if in_arguments else leaf(text))
         target = text if text in result else f"{text}+"
-        if target in result or not in_arguments:  # else it may be a key of a mapping, as "c++"
+        if leaf(text) in LISTS and not in_arguments:
+            items = _appended(as_list(result.get(target)), as_list(items))
+        elif target in result or not in_arguments:  # else it may be a key of a mapping, as "c++"
             items = [*as_list(result.get(target)), *as_list(items)]
         result.put(target, items, now.places.get(f"{text}+"))
     return result
+
+
+def _appended(before: list[object], items: list[object]) -> list[object]:
+    """Append items to a list of classes. An item that is there already moves to the end, and takes the new arguments.
+
+    Options that follow an appended class are about the last item of the list.
+    """
+    kept = list(before)
+    added: list[object] = []
+    for item in items:
+        same = _same(kept, item)
+        if same is None:
+            added.append(item)
+            continue
+        kept = [one for one in kept if one is not same]
+        added.append(_merged_class(same, item) if isinstance(same, Table) and isinstance(item, Table) else item)
+    return [*kept, *added]
+
+
+def _same(items: list[object], item: object) -> object | None:
+    """Return the item of a list that cannot be there together with ``item``, or ``None``.
+
+    A class of this package, or one that is registered as a technique, can be in a trainer once. Any other can occur
+    with different arguments.
+    """
+    path = _path(item)
+    is_single = path.startswith("lit_efficient.") or path in _registered_paths()
+    return next((one for one in items if one == item or (is_single and _path(one) == path)), None)
+
+
+@functools.cache
+def _registered_paths() -> set[str]:
+    return {one.path for known in registered().values() for one in known}
+
+
+def restated(before: Table, now: Table) -> list[str]:
+    """Return the names of the classes that a config appends to a list of the trainer which has them already."""
+    earlier = before.get("trainer")
+    later = now.get("trainer")
+    if not isinstance(earlier, Table) or not isinstance(later, Table):
+        return []
+    found = []
+    for key in LISTS:
+        removed = [class_name(name) for name in as_list(later.get(f"{key}-"))]
+        there = [
+            one for one in as_list(earlier.get(key, earlier.get(f"{key}+"))) if class_name(_path(one)) not in removed
+        ]
+        for item in as_list(_named(later.get(f"{key}+"), key)):
+            if _same(there, item) is not None:
+                found.append(class_name(_path(item)))
+    return found
 
 
 def as_list(value: object) -> list[object]:

@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from lit_efficient.cli.arguments import read_command
+from lit_efficient.cli.checkpoint import flat
 from lit_efficient.cli.tree import Place, Table, merge, place_of, plain_data, read_text
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.files.configs import known
 
 SGD = "optimizer: {class_path: SGD, init_args: {lr: 0.1, momentum: 0.9}}"
 
@@ -113,3 +115,48 @@ def test_environments_have_short_names() -> None:
     path = "lightning.pytorch.plugins.environments.SLURMEnvironment"
     assert plain_data(read_command(words).tree) == {"trainer": {"plugins+": [{"class_path": path}]}}
     assert plain_data(read_command([*words, "--without=SLURMEnvironment"]).tree) == {"trainer": {"plugins+": []}}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "expected", "said"),
+    [
+        ("[EMA, LoRA]", "[EMA]", [("EMA", None), ("LoRA", None)], ["EMA"]),
+        (
+            "[{class_path: LoRA, init_args: {rank: 4, alpha: 8}}, EMA]",
+            "[{class_path: LoRA, init_args: {rank: 2}}]",
+            [("EMA", None), ("LoRA", {"rank": 2, "alpha": 8})],
+            ["LoRA"],
+        ),
+        ("[EMA]", "[PowerEMA]", [("EMA", None), ("PowerEMA", None)], []),
+        ("[LearningRateMonitor]", "[LearningRateMonitor]", [("LearningRateMonitor", None)], ["LearningRateMonitor"]),
+        (  # a class of another package may be there with several settings
+            "[ModelCheckpoint]",
+            "[{class_path: ModelCheckpoint, init_args: {monitor: x}}]",
+            [("ModelCheckpoint", None), ("ModelCheckpoint", {"monitor": "x"})],
+            [],
+        ),
+    ],
+)
+def test_a_class_that_is_appended_again_is_there_once(
+    before: str, now: str, expected: list[tuple[str, object]], said: list[str]
+) -> None:
+    Path("one.yaml").write_text(f"trainer: {{callbacks: {before}}}")
+    Path("two.yaml").write_text(f"trainer: {{callbacks+: {now}}}")
+    for words in (["-c", "two.yaml"], ["--trainer.callbacks+", now]):
+        command = read_command(["fit", "-c", "one.yaml", *words])
+        found = plain_data(command.tree)["trainer"]["callbacks"]
+        names = [(str(one["class_path"]).rpartition(".")[2], one.get("init_args")) for one in found]
+        assert sorted(names, key=str) == sorted(expected, key=str)
+        assert command.restated == said
+    more = read_command(["fit", "-c", "one.yaml", "-c", "two.yaml", "--trainer.callbacks.mine", "3"]).tree
+    changed = plain_data(more)["trainer"]["callbacks"][-1]  # as everywhere, options are about what was appended last
+    assert now.strip("[]{}").partition("class_path: ")[2].partition(",")[0] in str(changed)
+    assert changed["init_args"]["mine"] == "3"
+
+
+def test_an_overlay_that_is_appended_twice_is_the_overlay_once() -> None:
+    overlays = [name for name, path in known().items() if path.parent.name in ("techniques", "loggers")]
+    assert len(overlays) > 70
+    for name in overlays:
+        once, twice = (read_command(["fit", "-c", "language_model", *["-c", name] * count]) for count in (1, 2))
+        assert flat(plain_data(once.tree)) == flat(plain_data(twice.tree)), name
