@@ -69,7 +69,8 @@ def last_word(trainer: Trainer, commands: Sequence[str]) -> str:
     if last:
         lines.append(f"  last checkpoint  {short(last)}")
     for logger in _wandb(trainer):
-        url = getattr(logger.experiment, "url", None)
+        offline = getattr(logger.experiment, "offline", False)  # W&B would warn that such a run has no URL
+        url = None if offline else getattr(logger.experiment, "url", None)
         if url:
             lines.append(f"  W&B run          {url}")
     return "\n".join([*lines, "Next:", *(f"  {command}" for command in commands)])

@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_efficient.internals.import_noise import silence_imports
 from lit_efficient.internals.torch_dispatch import no_dispatch_modes
+
+silence_imports()  # all code that imports bitsandbytes for its layers imports this module first
 
 
 def keep_unpacked(network: nn.Module) -> None:
