@@ -6,7 +6,7 @@
 #   benchmarks/pretrained.sh qwen           runs one: qwen, sd15 or taesd (after sd15)
 #   LIMIT="--trainer.max_steps 2" benchmarks/pretrained.sh qwen     with further options of fit
 #
-# Needs the hub, pip install 'lit-efficient[llm,diffusion]', and for sd15 a GPU of 8 GB or patience.
+# Needs the hub, pip install -e '.[llm,diffusion]', and for sd15 a GPU of 8 GB or patience.
 set -euo pipefail
 configs=$(cd "$(dirname "$0")/pretrained" && pwd)
 run() { python -m lit_efficient "$@"; }

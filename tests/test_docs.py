@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import inspect
 import re
+import tomllib
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,30 @@ def test_names_of_others_in_the_tables_of_migration_exist() -> None:
     homes = (callbacks, cli, plugins)
     for name in names(tables["Plain Lightning"]) - {"torch", "load_from_checkpoint"}:
         assert any(hasattr(home, name) for home in homes) or name == "TorchCheckpointIO", name
+
+
+def test_no_name_without_a_counterpart_is_that_of_a_technique() -> None:
+    rows = [row for part in page("migrating.md").split("\n## ")[1:] for row in rows_of(part)]
+    without = [row[0] for row in rows if row[1].startswith("none")]
+    assert len(without) >= 5
+    ours = {name.lower() for name in lit_efficient.PUBLIC}
+    assert [name for cell in without for name in re.findall(r"`(\w+)`", cell) if name.lower() in ours] == []
+
+
+def test_nothing_is_installed_from_an_index_before_a_release() -> None:
+    """There is no such package on an index: a checkout is installed, with its extras."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    assert "(unreleased)" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+    texts = [*DOCUMENTS, *configs.known().values(), *(ROOT / "benchmarks").rglob("*.sh"), ROOT / "CHANGELOG.md"]
+    texts += [*(ROOT / "benchmarks").rglob("*.yaml"), *(ROOT / "examples").iterdir(), ROOT / "SECURITY.md"]
+    said = 0
+    for path in filter(Path.is_file, texts):
+        text = path.read_text("utf-8", errors="replace")
+        assert not re.search(r"(pip|uv)3? (install|add)[^\n&|]*lit[-_]efficient", text), path
+        for names in re.findall(r"-e '\.\[([\w,]+)\]'", text):
+            assert set(names.split(",")) <= set(extras), path
+            said += 1
+    assert said >= 7
 
 
 def test_keys_of_ours_in_the_tables_of_migration_exist() -> None:

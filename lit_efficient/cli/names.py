@@ -50,7 +50,9 @@ def elsewhere(owner: str, name: str) -> str:
         name: The option.
     """
     here = json.loads(Path(__file__).parent.with_name("names_elsewhere.json").read_text("utf-8"))
-    found = here.get(f"{owner}.{name}", here.get(name))
+    found = here.get(f"{owner}.{name}", here.get(name, ""))
+    if found.startswith("none, "):
+        return f": it has no counterpart here{found.removeprefix('none')}"
     return f": here it is {found}" if found else ""
 
 

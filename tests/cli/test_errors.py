@@ -5,18 +5,34 @@ import json
 import os
 import re
 import threading
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
+import lightning.pytorch
 import pytest
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping
+from transformers import TrainingArguments
 
 import lit_efficient
-from lit_efficient import PUBLIC, LanguageData, LanguageModeling
+from lit_efficient import (
+    PUBLIC,
+    CausalLMConfig,
+    DiffusionProcess,
+    GPTConfig,
+    LanguageData,
+    LanguageModeling,
+    LatentData,
+    LatentDiffusion,
+    Preference,
+    RewardModeling,
+)
 from lit_efficient.__main__ import main
 from lit_efficient.catalog import PACKAGE
 from lit_efficient.cli import arguments
 from lit_efficient.cli.preflight import check_devices, check_monitors
+from lit_efficient.data.text import arguments as text_arguments
 from lit_efficient.errors import ConfigurationError
 from tests.cli.toy_runs import fit, refused
 from tests.support_cli import Recorder, ToyModel
@@ -389,21 +405,82 @@ def test_processes_of_torchrun_that_would_each_train_alone_are_refused(capsys, m
     assert "torchrun has started 2 processes, and devices times num_nodes is 1" in said
 
 
+ELSEWHERE = json.loads((PACKAGE / "names_elsewhere.json").read_text("utf-8"))
+# Fields of the configs of TRL 1.16.0 that transformers' TrainingArguments does not have: SFT, DPO, reward, model.
+OF_TRL = """
+model_init_kwargs trust_remote_code router_aux_loss_coef chat_template_path dataset_text_field dataset_kwargs
+dataset_num_proc eos_token max_length truncation_mode shuffle_dataset packing packing_strategy padding_free
+pad_to_multiple_of eval_packing completion_only_loss assistant_only_loss loss_type activation_offloading pad_token
+disable_dropout precompute_ref_log_probs precompute_ref_batch_size loss_weights ld_alpha f_divergence_type
+f_alpha_divergence_coef label_smoothing beta use_weighting discopop_tau sync_ref_model ref_model_mixup_alpha
+ref_model_sync_steps center_rewards_coefficient model_name_or_path model_revision dtype attn_implementation use_peft
+lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters lora_modules_to_save lora_task_type
+use_rslora use_dora load_in_8bit load_in_4bit bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage
+"""
+OURS = {"label_smoothing": Preference, "beta": Preference, "dtype": CausalLMConfig}  # named as there
+
+
 def test_names_elsewhere_lead_to_what_is_here():
-    """Each begins with an option of a part that exists, or of the class in front of its dot."""
-    table = json.loads((PACKAGE / "names_elsewhere.json").read_text("utf-8"))
-    parts = {"trainer": Trainer, "model": LanguageModeling, "data": LanguageData}
-    own = {"ckpt_path", "seed_everything", "optimizer", "lr_scheduler", "class_path", "--without"}
-    for name, here in table.items():
+    """Each begins with an option of a part that exists, or of the class in front of its dot, or says that none does."""
+    own = {"ckpt_path", "seed_everything", "optimizer", "lr_scheduler", "class_path", "--without", "--quiet"}
+    own |= {"fit", "validate", "predict"}
+    of_data = {field.name for kind in vars(text_arguments).values() if is_dataclass(kind) for field in fields(kind)}
+    parts = {
+        "trainer": (Trainer,),
+        "model": (LanguageModeling, Preference, RewardModeling, LatentDiffusion),
+        "data": (LanguageData, LatentData),
+    }
+    inner = {"model": (CausalLMConfig, GPTConfig), "schedule": (DiffusionProcess,)}
+    for name, here in ELSEWHERE.items():
         owner, _, old = name.rpartition(".")
         first, *rest = re.split(r"[ ,:]+", here)
-        part, _, option = first.rpartition(".")
-        holder = parts.get(part) or getattr(lit_efficient, owner or (rest or ["no"])[-1], None)
-        known = set(inspect.signature(holder).parameters) if holder else own
-        assert (option or first) in known or (first in {*PUBLIC, "ModelCheckpoint"} and "trainer.callbacks" in here), (
-            name
-        )
+        if first == "none":
+            assert here.startswith("none, because "), name
+            continue
+        part, _, option = first.partition(".")
+        option, _, field = option.partition(".")
+        holders = parts.get(part) if option else None
+        if holders is None:
+            named = getattr(lit_efficient, owner or (rest or ["no"])[-1], None)
+            holders = (named,) if named else ()
+            option = option or part
+        known = {one for holder in holders for one in inspect.signature(holder).parameters} or own
+        is_class = first in {*PUBLIC, "ModelCheckpoint", "EarlyStopping"} and "in trainer.callbacks" in here
+        assert option in known | own or is_class, name
+        if field:
+            below = {one for kind in inner.get(option, ()) for one in inspect.signature(kind).parameters} or of_data
+            assert field.partition(".")[0] in below, name
         assert not owner or old not in known, name
+        for kind, option in re.findall(r"^([A-Z]\w+) in trainer.callbacks,(?: whose| with) ([a-z_]+)", here):
+            found = getattr(lit_efficient, kind, None) or getattr(lightning.pytorch.callbacks, kind)
+            assert option in {*inspect.signature(found).parameters, "trainer"}, f"{name}: {kind} has no {option}"
+        for kind, option in re.findall(r"\bas ([A-Z]\w+) with ([a-z_]+)", here):
+            places = (lit_efficient, torch.optim, lightning.pytorch.strategies, lightning.pytorch.loggers)
+            found = next(getattr(place, kind) for place in places if hasattr(place, kind))
+            passed = {"bucket_cap_mb", "broadcast_buffers"}  # DDPStrategy gives them to DistributedDataParallel
+            assert option in {*inspect.signature(found).parameters, *passed}, f"{name}: {kind} has no {option}"
+
+
+def test_every_argument_of_hugging_faces_trainers_is_answered():
+    names = {field.name for field in fields(TrainingArguments)} | set(OF_TRL.split())
+    assert len(names) > 160
+    assert sorted(names - set(ELSEWHERE) - set(OURS)) == []
+    for name, kind in OURS.items():
+        assert name in inspect.signature(kind).parameters
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--tf32", "no option 'tf32': here it is FastMatmul in trainer.callbacks"),
+        ("--trainer.warmup_ratio", "no option 'trainer.warmup_ratio': here it is lr_scheduler, as WarmupCosine"),
+        ("--data.dataloader_pin_memory", "no option 'dataloader_pin_memory': here it is data.pin_memory"),
+        ("--model.push_to_hub", "no option 'push_to_hub': it has no counterpart here, because runs are not uploaded"),
+    ],
+)
+def test_a_name_of_another_trainer_is_answered(option, said, capsys):
+    assert main(["fit", "-c", "language_model", option, "1"]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_fields_of_another_class_replace_those_of_an_earlier_config(capsys, tmp_path):
