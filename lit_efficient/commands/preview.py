@@ -2,6 +2,7 @@
 
 Builds only the data of a config, without model and trainer. Shows which tokens contribute to the loss ("trained"),
 which are masked or padding, where packed documents begin, what was truncated, and whether the end of a turn is trained.
+The ids are shown as well, because a control token and a text that spells it look the same.
 """
 
 import argparse
@@ -26,6 +27,7 @@ _STYLES = {
     "warning": "\033[1;31m",
 }
 _RESET = "\033[0m"
+_IDS_SHOWN = 32  # of each document
 # Control characters that would move the cursor or change colours; line breaks and tabs are allowed.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -63,27 +65,51 @@ def figures(batch: dict[str, Tensor], kinds: Kinds, stop_ids: Sequence[int]) -> 
 
 
 def rendered(batch: dict[str, Tensor], kinds: Kinds, tokenizer: Any, colour: bool, most: int) -> Iterator[str]:
-    """Yield lines that show at most ``most`` tokens of each row; without colours, trained text is in «»."""
+    """Yield lines that show at most ``most`` tokens of each row; without colours, trained text in «»."""
+    control = _control_ids(tokenizer)
     for row, ids in enumerate(batch["input_ids"].tolist()):
         yield paint(f"=== row {row + 1} of the batch", "boundary", colour)
         line = ""
         number = 0
+        shown: list[int] = []  # ids of the document
         for kind, begins, part in _runs(ids[:most], kinds, row):
             if begins:
                 number += 1
                 if number > 1:
                     yield line
+                    yield ids_line(shown, control)
                     yield paint(f"--- document {number} of the row", "boundary", colour)
                     line = ""
+                    shown = []
             if kind == PADDED:
                 line += paint(f"[padded: {int(kinds.padded[row].sum())} tokens]", PADDED, colour)
                 break
+            shown += part
             text = tokenizer.decode(part, skip_special_tokens=False)
             text = _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)  # as an escape sequence
             line += paint(text, kind, colour)
         yield line
+        yield ids_line(shown, control)
         if len(ids) > most:
             yield f"... {len(ids) - most} more tokens (--tokens {len(ids)} shows all)"
+
+
+def ids_line(ids: Sequence[int], control: set[int]) -> str:
+    """Return the first ids of a document, control tokens in brackets, and the numbers of both."""
+    found = [f"[{i}]" if i in control else str(i) for i in ids]
+    line = " ".join(found[:_IDS_SHOWN])
+    if len(ids) > _IDS_SHOWN:
+        line += " ..."
+    return f"ids      {line}   ({len(ids)} ids, {sum(i in control for i in ids)} control tokens in [])"
+
+
+def _control_ids(tokenizer: Any) -> set[int]:
+    """Return the ids of the special tokens of a tokenizer, of transformers or of the tokenizers library."""
+    if hasattr(tokenizer, "added_tokens_decoder"):
+        added = tokenizer.added_tokens_decoder
+    else:
+        added = tokenizer.get_added_tokens_decoder()
+    return {index for index, token in added.items() if token.special}
 
 
 def _runs(ids: list[int], kinds: Kinds, row: int) -> Iterator[tuple[str, bool, list[int]]]:

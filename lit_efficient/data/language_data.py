@@ -212,7 +212,7 @@ class LanguageData(ChatDataModule):
         reader = self.reader(sources)
         for sentence in reader.formats:
             rank_zero_info(f"LanguageData: {sentence}, streamed")
-        encoder = ChatTokens(self.chat_tokenizer, self.chat.train_on, self.chat.untrained_end, self.chat.new_tokens)
+        encoder = ChatTokens(self.chat_tokenizer, **self.encoding())
         if self.chat_tokenizer.chat_template is not None:
             problem = encoder.check_end_of_turn()
             if problem:
@@ -226,6 +226,7 @@ class LanguageData(ChatDataModule):
             self.stream.buffer,
             self.rows.max_malformed,
             self.seed,
+            self.chat.rendered,
         )
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lit_efficient.application.recorded import arguments_behind, converters
+from lit_efficient.data.text.chat_tokenizer import declare_class, save_tokenizer
 from lit_efficient.distributed.shards import read_checkpoint
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice
 from lit_efficient.export.check import check_outputs, check_tensors, difference, digests, outputs_of, reference_of
@@ -144,6 +145,7 @@ def _merged(source: _Source, check: bool) -> _Export:
     reference = reference_of(run.network) if check else None
     root = run.root
     held = run.held
+    base = run.network.config.name_or_path
     model, said = merged_model(run)
     kind = type(model).__name__
     # The only reference to the model: `write` takes it, so that it is freed before the check loads its own copy.
@@ -155,9 +157,10 @@ def _merged(source: _Source, check: bool) -> _Export:
     def write(folder: Path) -> None:
         stop = _save_tokenizer(checkpoint, folder)
         model = models.pop()
-        if stop:  # generation must end at the end of a turn, which the model's configuration does not know
-            model.generation_config.eos_token_id = stop
+        _stop_at(model, stop)
         model.save_pretrained(folder, max_shard_size=_SHARD)
+        if base and (folder / "tokenizer_config.json").is_file():
+            declare_class(folder, base)
 
     def compare(folder: Path) -> str:
         if reference is None:
@@ -327,13 +330,22 @@ def _write_base(run: Trained, place: Path) -> None:
 
 def _save_tokenizer(checkpoint: Checkpoint, folder: Path) -> list[int]:
     """Write the tokenizer of a ``LanguageModeling`` checkpoint, if it has one; return the token ids that end a turn."""
-    from lit_efficient.data.text.chat_tokenizer import save_tokenizer
-
     packed = checkpoint.get("language_modeling", {}).get("tokenizer")
     if packed is None:
         return []
     save_tokenizer(packed, folder)
     return list(packed["stop"])
+
+
+def _stop_at(model: Any, stop: Sequence[int]) -> None:
+    """Add token ids to those at which ``generate`` stops. The base may stop at further tokens, such as tool calls."""
+    own = model.generation_config.eos_token_id
+    if own is None:
+        own = []
+    known = list(own) if isinstance(own, list) else [own]
+    added = [token for token in stop if token not in known]
+    if added:
+        model.generation_config.eos_token_id = known + added
 
 
 def merge_state(

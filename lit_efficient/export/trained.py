@@ -19,7 +19,7 @@ from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.export.check import refuse_own_layers
 from lit_efficient.files.checkpoints import Checkpoint, Fields
 from lit_efficient.files.sums import check_sums
-from lit_efficient.internals.hugging_face import from_config
+from lit_efficient.internals.hugging_face import from_config, take_generation
 from lit_efficient.internals.hugging_face_loading import empty_from_config
 from lit_efficient.mechanisms.adapters.merge import dequantize_layers, merge_adapters, whole_state, without_adapters
 from lit_efficient.mechanisms.adapters.peft_layers import plain_name
@@ -110,7 +110,9 @@ def _own(checkpoint: Checkpoint, base: str | None, random: bool) -> tuple[Any, s
         if random or not lost:
             make = from_config if lost else empty_from_config
             with own_draws():
-                return _built(entries, where, make), where["root"], None
+                model = _built(entries, where, make)
+            take_generation(model, where.get("generation"))
+            return model, where["root"], None
         base = where.get("base")
         if base is None:
             raise ConfigurationError(
@@ -118,6 +120,7 @@ def _own(checkpoint: Checkpoint, base: str | None, random: bool) -> tuple[Any, s
                 f"{len(lost)} of its weights, first {lost[0]!r} (LoRA(save_base=True) keeps them)"
             )
     model = _loaded(base, where)
+    take_generation(model, where.get("generation"))
     root = _root_in(state, model) if config is None else where["root"]
     return model, root, base
 

@@ -94,6 +94,23 @@ def causal_model_of(config: Any) -> Any:
     return AutoModelForCausalLM._model_mapping.get(type(config), None)
 
 
+def generation_json(network: object) -> str | None:
+    """Return the settings of ``generate`` of a transformers model as JSON, without defaults; None for other models.
+
+    The configuration of a model does not contain them.
+    """
+    settings: Any = getattr(network, "generation_config", None)
+    return None if settings is None else str(settings.to_json_string(use_diff=True))
+
+
+def take_generation(network: Any, settings: str | None) -> None:
+    """Set the settings of ``generate`` of a transformers model to those of :func:`generation_json`."""
+    from transformers import GenerationConfig
+
+    if settings is not None:
+        network.generation_config = GenerationConfig.from_dict(json.loads(settings))
+
+
 def fingerprint(dataset: Any) -> str:
     """Return the fingerprint of a data set: ``datasets.Dataset._fingerprint``."""
     return str(dataset._fingerprint)

@@ -25,7 +25,7 @@ from lit_efficient.distributed.row_slices import ROW_POSITIONS, mean_over_rows
 from lit_efficient.distributed.weight_slices import built_empty
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_number, refusal
 from lit_efficient.files.records import rebuild
-from lit_efficient.internals.hugging_face import masks_unread
+from lit_efficient.internals.hugging_face import generation_json, masks_unread, take_generation
 from lit_efficient.internals.hugging_face_loading import Replacing
 from lit_efficient.internals.lightning_loops import arrives_unchanged
 from lit_efficient.internals.lightning_metrics import logs_in_bar
@@ -325,6 +325,7 @@ class LanguageModeling(LightningModule):
         checkpoint[_CHECKPOINT_KEY] = {
             "task": self.loads_as,
             "model": _described(self._built()),
+            "generation": generation_json(self._built()),
             "tokenizer": self.tokenizer_state,
         }
 
@@ -343,6 +344,7 @@ class LanguageModeling(LightningModule):
         if self.network is None:
             self.network = self._rebuilt(saved["model"], checkpoint)
             _note_new_rows(self.network, saved["model"].get("new_rows", ()))
+            take_generation(self.network, saved["generation"])
         _check_same_network(_described(self.network), saved["model"])
 
     def _rebuilt(self, described: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> nn.Module:

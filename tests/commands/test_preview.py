@@ -50,6 +50,17 @@ def test_a_text_cannot_send_commands_to_the_terminal() -> None:
     assert paint("x\ny", "trained", True) == "\033[1;32mx\033[0m\n\033[1;32my\033[0m"
 
 
+def test_a_control_token_and_a_text_that_spells_it_have_different_ids() -> None:
+    made = tokenizer()
+    text = "<|im_start|>user"
+    for split, expected in ((False, f"ids      [{made.convert_tokens_to_ids('<|im_start|>')}] "), (True, "ids      ")):
+        ids = torch.tensor([made(text, split_special_tokens=split)["input_ids"]])
+        lines = list(rendered({"input_ids": ids}, kinds_of({"input_ids": ids, "labels": ids}), made, False, 100))
+        assert lines[1] == f"«{text}»"
+        assert lines[2].startswith(expected)
+        assert lines[2].endswith(f"({ids.numel()} ids, {int(not split)} control tokens in [])")
+
+
 def config(tmp_path: Path, template: str = CHATML, **changes) -> str:
     tokenizer(template).save_pretrained(str(tmp_path / "tok"))
     write_rows(tmp_path / "data.jsonl")
@@ -82,6 +93,8 @@ def test_a_config_is_previewed_without_model_trainer_or_run(
     assert all(re.fullmatch(r"(w\d+ ?)+<\|im_end\|>", piece) for piece in learned)
     assert text.count("--- document") == len(learned) - 1
     assert "user\nSay" in text
+    start = tokenizer().convert_tokens_to_ids("<|im_start|>")
+    assert text.count(f"ids      [{start}] ") == len(learned)
     assert re.search(r"batch    1 x 64 tokens: \d+ trained \(\d+\.\d%\), \d+ masked .*, \d+ padded", text)
     assert f"{len(learned)} of {len(learned)} runs of trained tokens end with a stop token" in text
     assert "packed into rows that are " in text

@@ -60,7 +60,7 @@ def test_configs_run_as_their_headers_say_and_so_does_what_they_print(
         assert torch.equal(tensor, state["state_dict"][f"network.{name}"]), name
     theirs = load_chat_tokenizer("runs/llm/base")
     assert len(theirs) == base.config.vocab_size
-    assert theirs.chat_template == state["language_modeling"]["tokenizer"]["chat_template"]
+    assert theirs.chat_template == state["language_modeling"]["tokenizer"]["files"]["chat_template.jinja"]
 
     for name in tuned:
         fit_and_follow(capsys, small(FOLDER / f"{name}.yaml", data=asked))

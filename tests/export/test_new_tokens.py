@@ -65,7 +65,7 @@ def rows(folder: Path) -> str:
 def data_of(folder: Path, tokenizer: str, source: str, new: Any = NEW) -> LanguageData:
     return LanguageData(
         train=source, tokenizer=tokenizer, max_length=64, batch_size=2, val_fraction=0.2, pack=False,
-        cache_dir=str(folder / "cache"), chat=LanguageChat(new_tokens=new),
+        cache_dir=str(folder / "cache"), chat=LanguageChat(rendered=False, new_tokens=new),
     )  # fmt: skip
 
 

@@ -55,7 +55,7 @@ class LanguageRows(RowsArguments):
     """
 
     owner = "LanguageData"
-    keys = sorted({key for keys in KEYS.values() for key in keys} | {"input", "system", "tools"})
+    keys = sorted({key for keys in KEYS.values() for key in keys} | {"functions", "input", "system", "tools"})
 
     format: Literal["auto"] | Format = "auto"
 
@@ -73,7 +73,7 @@ class PreferenceRows(RowsArguments):
     """
 
     owner = "PreferenceData"
-    keys = ("prompt", "chosen", "rejected", "system", "tools")
+    keys = ("prompt", "chosen", "rejected", "functions", "system", "tools")
 
     strings_as: StringsAs = "text"
 
@@ -94,6 +94,11 @@ class ChatArguments:
             raises an error, ``warn`` goes on with a warning, ``train`` lets the token contribute.
         new_tokens: Tokens that the model does not know yet, such as ``<tool>``. Texts and messages may contain them,
             each as one id. Those that the tokenizer lacks are added (see ``resize_vocabulary`` of the model).
+        rendered: true: texts hold the chat template already. Their control tokens become ids, as of
+            ``tokenizer(text, add_special_tokens=False)``, nothing is added, and a long text is cut as a conversation.
+            false: control tokens in texts are tokenised as text. null: also, but a warning reports them, and more than
+            ``rows.max_malformed`` of the texts with control tokens are an error. Conversations are rendered here in
+            each case.
     """
 
     owner: ClassVar[str]
@@ -102,6 +107,7 @@ class ChatArguments:
     vocab_size: int = 2048
     untrained_end: OnUntrainedEnd = "refuse"
     new_tokens: Sequence[str] = ()
+    rendered: bool | None = None
 
     def __post_init__(self) -> None:
         named = self.new_tokens

@@ -22,14 +22,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_efficient.data.text.chat_formats import MalformedRow
 from lit_efficient.data.text.chat_tokenizer import add_new_tokens, fingerprint, train_chat_tokenizer
-from lit_efficient.data.text.chat_tokens import ChatTokens, Encoded, OnUntrainedEnd, SplitRow
+from lit_efficient.data.text.chat_tokens import ChatTokens, Encoded, SplitRow
 from lit_efficient.data.text.document_store import FORMAT, DocumentWriter
 from lit_efficient.data.text.in_processes import in_processes
 from lit_efficient.data.text.pair_formats import Example
 from lit_efficient.data.text.reading import Reader, RowCount
+from lit_efficient.data.text.rendered import TextCount
 from lit_efficient.data.text.rows import Source
 from lit_efficient.data.text.text_files import unit_hash
-from lit_efficient.data.text.turn_spans import TrainOn
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.cache import MANIFEST, cache_folder, prepared_folder, read_manifest, seal
 from lit_efficient.files.file_hashes import broken_seal
@@ -56,11 +56,10 @@ class Recipe:
     owner: str  # name of the DataModule, for messages
     sources: dict[str, list[Source]]  # sources of "train", and of "val" unless rows are held out
     reader: Callable[[list[Source]], Reader]  # makes the reader of sources
-    settings: dict[str, Any]  # settings of the reader and ``new_tokens`` of `ChatTokens`, as JSON
+    settings: dict[str, Any]  # settings of the reader, as JSON
     parts: tuple[str, ...]  # suffixes of the file names of a row's documents, one for each document
     tokenizer: Any  # tokenizer as of `load_chat_tokenizer`; an int trains a tokenizer with so many ids
-    train_on: TrainOn  # as in `ChatTokens`
-    untrained_end: OnUntrainedEnd  # as in `ChatTokens`
+    encoding: dict[str, Any]  # arguments of `ChatTokens` after the tokenizer
     val_fraction: float  # share of the rows that is held out if there are no sources for validation
     seed: int  # seed of the choice of the rows held out
 
@@ -73,8 +72,7 @@ class Recipe:
         """Return the recipe as JSON."""
         settings = {
             **self.settings,
-            "train_on": self.train_on,
-            "untrained_end": self.untrained_end,
+            **self.encoding,
             "seed": self.seed,
             "val_fraction": None if "val" in self.sources else self.val_fraction,
             "vocab_size": self.tokenizer if self.trains else None,
@@ -149,10 +147,11 @@ def _build(recipe: Recipe, target: Path) -> None:
     tokenizer = recipe.tokenizer
     if recipe.trains:
         tokenizer = _trained_tokenizer(recipe, threshold)
-        add_new_tokens(tokenizer, recipe.settings["new_tokens"])
-    encoder = ChatTokens(tokenizer, recipe.train_on, recipe.untrained_end, recipe.settings["new_tokens"])
+        add_new_tokens(tokenizer, recipe.encoding["new_tokens"])
+    encoder = ChatTokens(tokenizer, **recipe.encoding)
     about: dict[str, Any] = {"made_from": recipe.made_from(), "formats": [], "malformed": {}, "end_warning": None}
     checked = False
+    texts = TextCount()
     with _SplitWriter(target, recipe.parts) as writer:
         for name, sources in recipe.sources.items():
             reader = recipe.reader(sources)
@@ -170,6 +169,7 @@ def _build(recipe: Recipe, target: Path) -> None:
                         writer.add(split, [])
                     else:
                         writer.add(split, found)
+                        texts.add(place, found)
             about["malformed"][name] = asdict(seen)
             writer.counts[name].malformed = seen.malformed
     tokenizer.save_pretrained(str(target / "tokenizer"))
@@ -178,7 +178,10 @@ def _build(recipe: Recipe, target: Path) -> None:
     chats = has_turns or "train" not in recipe.sources or len(recipe.parts) > 1
     about["left_out"] = dict(writer.left_out)
     about["counts"] = {split: asdict(count) for split, count in writer.counts.items()}
-    about["end_of_turn"] = encoder.end_of_turn if chats and tokenizer.chat_template is not None else None
+    about["texts"] = asdict(texts)
+    about["end_of_turn"] = texts.end
+    if chats and tokenizer.chat_template is not None:
+        about["end_of_turn"] = encoder.end_of_turn
     seal(target, FORMAT, about)
 
 

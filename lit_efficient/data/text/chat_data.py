@@ -14,6 +14,7 @@ from lit_efficient.data.text.arguments import ChatArguments, RowsArguments
 from lit_efficient.data.text.chat_cache import SPLITS, Recipe, prepare
 from lit_efficient.data.text.chat_tokenizer import add_new_tokens, load_chat_tokenizer
 from lit_efficient.data.text.reading import Reader, RowCount
+from lit_efficient.data.text.rendered import TextCount
 from lit_efficient.data.text.rows import Source, open_sources, split_single_text
 from lit_efficient.data.text.truncation import Counts
 from lit_efficient.data.text.turn_spans import TrainOn
@@ -63,6 +64,10 @@ class ChatDataModule(LightningDataModule):
         if tokenizer is None and chat.template is not None:
             raise ConfigurationError(
                 f"{self.owner}: chat.template needs a tokenizer. The tokenizer that is trained here uses ChatML."
+            )
+        if tokenizer is None and chat.rendered:
+            raise ConfigurationError(
+                f"{self.owner}: chat.rendered needs the tokenizer whose control tokens the texts hold."
             )
         if not train or (val is not None and not val):
             raise ConfigurationError(f"{self.owner}: train and val must name at least one source (or val be null)")
@@ -129,6 +134,9 @@ class ChatDataModule(LightningDataModule):
             message = RowCount(**found).check(name, self.rows.max_malformed)
             if message:
                 rank_zero_warn(f"{self.owner}: {message}")
+        warning = TextCount(**report["texts"]).check(self.owner, self.chat.rendered, self.rows.max_malformed)
+        if warning:
+            rank_zero_warn(f"{self.owner}: {warning}")
         if report["end_warning"]:
             rank_zero_warn(f"{self.owner}: {report['end_warning']}: a model trained on it may never stop")
         if report["left_out"]:
@@ -151,6 +159,15 @@ class ChatDataModule(LightningDataModule):
     def test_dataloader(self) -> Any:
         """Return the loader of the validation rows: there is no third split."""
         return self.val_dataloader()
+
+    def encoding(self) -> dict[str, Any]:
+        """Return the arguments of `ChatTokens` after the tokenizer."""
+        return {
+            "train_on": self.train_on,
+            "untrained_end": self.chat.untrained_end,
+            "new_tokens": list(self.chat.new_tokens),
+            "rendered": bool(self.chat.rendered),
+        }
 
     @abstractmethod
     def summary(self, counts: dict[str, int]) -> str:
@@ -201,7 +218,6 @@ class ChatDataModule(LightningDataModule):
         # These arguments change only which rows are read, and the hash of the content covers the rows.
         for name in ("max_malformed", "split", "val_split", "subset"):
             del settings[name]
-        settings["new_tokens"] = list(self.chat.new_tokens)
         tokenizer = self.chat.vocab_size
         if self.tokenizer_name is not None:
             tokenizer = load_chat_tokenizer(self.tokenizer_name, self.chat.template)
@@ -213,8 +229,7 @@ class ChatDataModule(LightningDataModule):
             settings=settings,
             parts=self.parts,
             tokenizer=tokenizer,
-            train_on=self.train_on,
-            untrained_end=self.chat.untrained_end,
+            encoding=self.encoding(),
             val_fraction=self.val_fraction,
             seed=self.seed,
         )

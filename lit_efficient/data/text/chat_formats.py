@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, listed
 
 Format = Literal["messages", "sharegpt", "alpaca", "completion", "text"]
 Message = dict[str, Any]
@@ -30,6 +30,15 @@ KEYS: dict[str, tuple[str, ...]] = {
     "alpaca": ("instruction", "output"),
     "completion": ("prompt", "completion"),
     "text": ("text",),
+}
+# Further keys that a row of a format may have.
+_TOOLS = ("tools", "functions", "system")
+_FURTHER: dict[str, tuple[str, ...]] = {
+    "messages": _TOOLS,
+    "sharegpt": _TOOLS,
+    "alpaca": (*_TOOLS, "input"),
+    "completion": _TOOLS,
+    "text": (),
 }
 ROLES = ("system", "user", "assistant", "tool")
 _ROLE_OF = {
@@ -109,6 +118,9 @@ def recognise(rows: Iterable[Row], where: str, hint: str = "", among: Iterable[s
             f"columns, as in columns: {{prompt: question, completion: answer}}.{hint}"
         )
     sentence = f"{where}: format {best}, by the keys {', '.join(KEYS[best])}"
+    unread = [name for name in seen if name not in KEYS[best] + _FURTHER[best]]
+    if unread:
+        sentence += f"; not read: {listed(keys_shown(unread), 5)}"
     also = [name for name, count in votes.items() if count and name != best]
     if also:
         sentence += f" (set format to read it as {' or '.join(also)})"
@@ -144,17 +156,15 @@ def read_row(row: Row, kind: Format) -> Document:
     """
     assert kind in get_args(Format)
     check_keys(row, KEYS[kind])
-    tools = _tools(row.get("tools"))
+    tools = _tools(row)
     if kind == "text":
         return Document(text=_text(row, "text"))
     if kind == "alpaca":
-        return Document(messages=_alpaca(row))
+        return Document(messages=_alpaca(row), tools=tools)
     if kind == "completion":
         return _completion(row, tools)
     (key,) = KEYS[kind]
-    messages = _messages(row[key], key)
-    if kind == "sharegpt" and messages[0]["role"] != "system":
-        messages = (*system_message(row), *messages)
+    messages = _behind_system(row, _messages(row[key], key))
     _check_turns(messages)
     return Document(messages=messages, tools=tools)
 
@@ -167,18 +177,55 @@ def system_message(row: Row) -> tuple[Message, ...]:
     return ()
 
 
-def _tools(value: Any) -> tuple[Any, ...]:
-    """Return descriptions of tools, from a list or, as in many data sets, from the JSON text of a list."""
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise MalformedRow(f"tools is a text that is no JSON: {error}") from error
+def _behind_system(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Return messages with the row's key "system" before them, unless they begin with a system message."""
+    if messages[0]["role"] == "system":
+        return messages
+    return (*system_message(row), *messages)
+
+
+def _tools(row: Row) -> tuple[Any, ...]:
+    """Return descriptions of tools: the key "tools", or "functions", as OpenAI called it before."""
+    value = _of_json(row.get("tools"), "tools")
     if value in (None, "", [], {}):
-        return ()
+        functions = _listed(_of_json(row.get("functions"), "functions"), "functions")
+        value = [{"type": "function", "function": function} for function in functions]
+    return tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(_listed(value, "tools")))
+
+
+def _tool(value: Any, name: str) -> Mapping[str, Any]:
+    """Return the description of a tool. The whole, or its parameters, may be the JSON text of an object."""
+    tool = _object(_of_json(value, name), name)
+    if "function" in tool:
+        return {**tool, "function": _tool(tool["function"], f"{name}.function")}
+    if isinstance(tool.get("parameters"), str):
+        return {**tool, "parameters": _object(_of_json(tool["parameters"], f"{name}.parameters"), f"{name}.parameters")}
+    return tool
+
+
+def _of_json(value: Any, name: str) -> Any:
+    """Return a value that may be given as its JSON text, as in tables whose rows have different keys."""
+    if not isinstance(value, str) or not value.strip():
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise MalformedRow(f"{name} is a text that is no JSON: {error}") from error
+
+
+def _listed(value: Any, name: str) -> list[Any]:
+    """Return a list; an empty one for a value that is missing or empty."""
+    if value in (None, "", [], {}):
+        return []
     if not isinstance(value, list):
-        raise MalformedRow(f"tools is {_kind(value)}, not a list")
-    return tuple(value)
+        raise MalformedRow(f"{name} is {_kind(value)}, not a list")
+    return value
+
+
+def _object(value: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise MalformedRow(f"{name} is {_kind(value)}, not an object")
+    return value
 
 
 def _alpaca(row: Row) -> tuple[Message, ...]:
@@ -198,7 +245,7 @@ def _completion(row: Row, tools: tuple[Any, ...]) -> Document:
     if isinstance(prompt, list) != isinstance(completion, list):
         raise MalformedRow(f"prompt is {_kind(prompt)} and completion {_kind(completion)}: both must be of one kind")
     if isinstance(prompt, list):
-        asked = _messages(prompt, "prompt")
+        asked = _behind_system(row, _messages(prompt, "prompt"))
         messages = (*asked, *_messages(completion, "completion"))
         _check_turns(messages)
         return Document(messages=messages, given_turns=len(asked), tools=tools)
@@ -221,19 +268,38 @@ def _message(turn: object, name: str) -> Message:
     role = turn.get("role", turn.get("from"))
     if not isinstance(role, str) or role.lower() not in _ROLE_OF:
         raise MalformedRow(f"{name} has the role {role!r}; known roles are {', '.join(sorted(_ROLE_OF))}")
-    # Arrow adds the keys of other rows with null as their value, which a template would print.
+    # A null means the same as an absent key, and a template would print it.
     kept = {key: value for key, value in turn.items() if key not in ("role", "from", "value") and value is not None}
+    calls = _calls(kept, name)
+    if calls:
+        kept["tool_calls"] = calls
     content = turn.get("content", turn.get("value"))
     if isinstance(content, list):
         content = "".join(_part(part, name) for part in content)
     # A turn that only calls tools has no text.
-    if content is None and kept.get("tool_calls"):
+    if content is None and calls:
         content = ""
     if kept.get("weight", 1) not in (0, 1):
         raise MalformedRow(f"{name} has the weight {kept['weight']!r}, which must be 1 (with loss) or 0 (without)")
     if not isinstance(content, str):
         raise MalformedRow(f"{name} has no text: its content is {_kind(content)}")
     return {**kept, "role": _ROLE_OF[role.lower()], "content": content}
+
+
+def _calls(turn: dict[str, Any], name: str) -> list[Any]:
+    """Return the tool calls of a turn, which may be JSON texts. OpenAI's former "function_call" is taken out of it."""
+    calls = _listed(_of_json(turn.get("tool_calls"), f"{name}.tool_calls"), f"{name}.tool_calls")
+    function = turn.pop("function_call", None)
+    if function and not calls:
+        calls = [{"type": "function", "function": function}]
+    read = []
+    for index, one in enumerate(calls):
+        where = f"{name}.tool_calls[{index}]"
+        call = _object(_of_json(one, where), where)
+        if "function" in call:
+            call = {**call, "function": _object(_of_json(call["function"], where), f"{where}.function")}
+        read.append(call)
+    return read
 
 
 def _part(part: object, name: str) -> str:

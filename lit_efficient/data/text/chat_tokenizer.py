@@ -3,13 +3,15 @@
 `load_chat_tokenizer` and `train_chat_tokenizer` return a fast tokenizer of transformers, with a chat template if it has
 one. No code of a tokenizer is run.
 
-A checkpoint holds the tokenizer as primitives: its JSON (https://huggingface.co/docs/tokenizers) and, for a tokenizer
-of transformers, its special tokens and chat template. So weights are never used with the tokens of another tokenizer
-unnoticed, and a checkpoint needs no file and no download.
+A checkpoint holds the tokenizer as texts: its JSON (https://huggingface.co/docs/tokenizers) and, for a tokenizer of
+transformers, the other files that ``save_pretrained`` writes. So weights are never used with the tokens of another
+tokenizer unnoticed, a checkpoint needs no file and no download, and an exported tokenizer keeps the class, the side of
+the padding, the largest length and all other settings of the original.
 """
 
 import hashlib
 import json
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,9 @@ CHATML = (
 )
 # Names of the end of a text in a bare tokenizer.json.
 _ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>")
-_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+_JSON = "tokenizer.json"
+# Options with which transformers loaded a tokenizer, which it writes into tokenizer_config.json.
+_LOADING = ("cache_dir", "is_local", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
 
 
 def load_chat_tokenizer(name: str, chat_template: str | None = None) -> Any:
@@ -120,10 +124,11 @@ def read_template(given: str) -> str:
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """Return a hash of all that decides the ids of a text: vocabulary, rules, special tokens and template."""
-    # The template is included, because it decides the text that is tokenised.
-    about = [tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map, tokenizer.chat_template]
-    return hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()
+    """Return a hash of a tokenizer with all of its settings and its template.
+
+    Settings that change no id of a text are included, because a run takes its tokenizer from the cache.
+    """
+    return hashlib.sha256(json.dumps(pack_tokenizer(tokenizer), sort_keys=True).encode()).hexdigest()
 
 
 def pack_tokenizer(tokenizer: Any, stop: Iterable[int] = ()) -> dict[str, Any]:
@@ -143,37 +148,84 @@ def pack_tokenizer(tokenizer: Any, stop: Iterable[int] = ()) -> dict[str, Any]:
     # Strings and numbers only: a checkpoint is loaded with weights_only=True.
     packed: dict[str, Any] = {"json": backend.to_str(), "stop": sorted(stop)}
     if backend is not tokenizer:
-        special = {name: getattr(tokenizer, name, None) for name in _SPECIAL}
-        packed["special"] = {name: str(token) for name, token in special.items() if token}
-        packed["chat_template"] = tokenizer.chat_template
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+            packed["files"] = _texts_in(Path(folder))
     return packed
+
+
+def _texts_in(folder: Path) -> dict[str, str]:
+    """Return the texts of the files in a folder by their relative paths, except the tokenizer's JSON."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != _JSON)
+    texts = {path.relative_to(folder).as_posix(): path.read_text("utf-8") for path in files}
+    settings = json.loads(texts["tokenizer_config.json"])
+    kept = {name: value for name, value in settings.items() if name not in _LOADING}
+    return texts | {"tokenizer_config.json": json.dumps(kept, indent=2, ensure_ascii=False) + "\n"}
 
 
 def unpack_tokenizer(packed: Mapping[str, Any]) -> Any:
     """Return the tokenizer that `pack_tokenizer` packed, of the same kind."""
     from tokenizers import Tokenizer
 
-    backend = Tokenizer.from_str(packed["json"])
-    if "special" not in packed:
-        return backend
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **packed["special"])
-    tokenizer.chat_template = packed["chat_template"]
-    return tokenizer
+    if "files" not in packed:
+        return Tokenizer.from_str(packed["json"])
+    with tempfile.TemporaryDirectory() as folder:
+        save_tokenizer(packed, folder)
+        return _pretrained(folder)
 
 
 def save_tokenizer(packed: Mapping[str, Any], folder: str | Path) -> None:
-    """Write a packed tokenizer as files that ``AutoTokenizer.from_pretrained`` loads."""
+    """Write a packed tokenizer as files that ``AutoTokenizer.from_pretrained`` loads.
+
+    Raises:
+        ConfigurationError: If the name of a file leads out of the folder.
+    """
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = unpack_tokenizer(packed)
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+    backend = Tokenizer.from_str(packed["json"])
+    if "files" not in packed:
         ends = {}
-        if tokenizer.token_to_id(END_OF_TEXT) is not None:
+        if backend.token_to_id(END_OF_TEXT) is not None:
             ends = {"eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends)
-    tokenizer.save_pretrained(str(folder))
+        PreTrainedTokenizerFast(tokenizer_object=backend, **ends).save_pretrained(str(folder))
+        return
+    root = Path(folder).resolve()
+    for name, text in packed["files"].items():
+        path = (root / name).resolve()
+        if not path.is_relative_to(root):
+            raise ConfigurationError(f"tokenizer: the checkpoint has a file {name!r}, which leads out of its folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+    backend.save(str(root / _JSON))
+
+
+def declare_class(folder: Path, base: str) -> None:
+    """Name the class of a saved tokenizer as its base names it, if the tokenizer then loads as before.
+
+    For some models transformers replaces the class that ``tokenizer_config.json`` names, and saves the other name.
+
+    Args:
+        folder: Folder of a model with its tokenizer.
+        base: Name or folder of the model's base.
+    """
+    from transformers import AutoTokenizer
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    path = folder / "tokenizer_config.json"
+    saved = path.read_text("utf-8")
+    settings = json.loads(saved)
+    try:
+        declared = get_tokenizer_config(base, local_files_only=True).get("tokenizer_class")
+    except (OSError, ValueError):
+        return
+    if declared in (None, settings["tokenizer_class"]):
+        return
+    path.write_text(json.dumps(settings | {"tokenizer_class": declared}, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    whole = json.loads((folder / _JSON).read_text("utf-8"))
+    if json.loads(loaded.backend_tokenizer.to_str()) != whole:
+        path.write_text(saved, "utf-8")
 
 
 def token_ids(tokenizer: Any) -> dict[str, int]:

@@ -39,6 +39,9 @@ class Encoded:
     turns: int = 0  # number of turns that contribute to the loss
     ended: int = 0  # number of these whose end contributes, too
     left_out: Mapping[str, int] = field(default_factory=dict)  # see `left_out.left_out`
+    is_text: bool = False  # True for a text, False for a conversation
+    control: str = ""  # first control token that a text spells
+    end: int | None = None  # special token that ends a rendered text
 
 
 SplitRow = tuple[str, str, Example | MalformedRow]
@@ -63,6 +66,8 @@ class ChatTokens:
         untrained_end: Reaction to a template whose end-of-turn token would not contribute to the loss: ``refuse``
             raises an error, ``warn`` keeps it so, ``train`` lets the token contribute.
         new_tokens: Tokens of the tokenizer that texts and messages may contain, each as one id.
+        rendered: Texts hold the chat template already: their control tokens become ids, and nothing is added. Else
+            control tokens in a text are tokenised as text.
 
     Raises:
         ConfigurationError: If the tokenizer has no token that ends a text.
@@ -74,6 +79,7 @@ class ChatTokens:
         train_on: TrainOn = "assistant",
         untrained_end: OnUntrainedEnd = "refuse",
         new_tokens: Sequence[str] = (),
+        rendered: bool = False,
     ) -> None:
         if tokenizer.eos_token_id is None:
             raise ConfigurationError(
@@ -83,13 +89,17 @@ class ChatTokens:
         self.tokenizer = tokenizer
         self.train_on = train_on
         self.untrained_end = untrained_end
+        self.rendered = rendered
         added = tokenizer.added_tokens_decoder
         self.special_ids = {index for index, token in added.items() if token.special} | set(tokenizer.all_special_ids)
         # New tokens are content, also if the tokenizer calls them special.
         self.special_ids -= {tokenizer.convert_tokens_to_ids(token) for token in new_tokens}
         self.new_special = [str(token) for token in added.values() if token.special and str(token) in new_tokens]
-        # The token for unknown text is no control token: any text may contain its spelling.
-        control = {str(added[i]) for i in self.special_ids if i in added} - {tokenizer.unk_token}
+        control = {str(added[i]) for i in self.special_ids if i in added}
+        # The token for unknown text is no control token, because any text may contain its spelling. But GPT-2 and
+        # others have one token for it and for the end of a text.
+        if tokenizer.unk_token not in (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token):
+            control.discard(tokenizer.unk_token)
         self.turns = TurnSpans(tokenizer, train_on, sorted(control))
 
     @functools.cached_property
@@ -201,7 +211,7 @@ class ChatTokens:
                 found[index] = reason
         for (index, text, turns), tokens in zip(chats, self._tokens([text for _, text, _ in chats])):
             found[index] = replace(self._chat(text, turns, tokens), left_out=left_out(documents[index], text))
-        for (index, _), tokens in zip(texts, self._tokens([text for _, text in texts], plain=True)):
+        for (index, _), tokens in zip(texts, self._tokens([text for _, text in texts], not self.rendered)):
             found[index] = self._text(documents[index], tokens)
         return found
 
@@ -252,16 +262,29 @@ class ChatTokens:
         return None
 
     def _text(self, document: Document, tokens: _Tokens) -> Encoded:
-        """Return the tokens of a text, which ends with the token that ends a text."""
+        """Return the tokens of a text. One that is not rendered ends with the token that ends a text."""
         ids = tokens.ids
         sizes = self._bytes(document.text, tokens)
-        if not len(ids) or ids[-1] != self.tokenizer.eos_token_id:
+        if not self.rendered and (not len(ids) or ids[-1] != self.tokenizer.eos_token_id):
             ids = np.append(ids, self.tokenizer.eos_token_id)
             sizes = np.append(sizes, 0)
         trained = np.ones(len(ids), dtype=bool)
         if document.given and self.train_on != "all":
             trained[: _first_token(document.text, document.given, tokens)] = False
-        return Encoded(ids, trained, sizes, cuttable=bool(trained.all()))
+        found = Encoded(ids, trained, sizes, is_text=True, control=self.turns.control_token_in(document.text))
+        if not self.rendered:
+            return replace(found, cuttable=bool(trained.all()))
+        end = self._last_control(document.text, tokens)
+        return replace(found, turns=1, ended=int(end is not None), end=end)
+
+    def _last_control(self, text: str, tokens: _Tokens) -> int | None:
+        """Return the special token that ends a text, with only white space after it; None if there is none."""
+        for index in reversed(range(len(tokens.ids))):
+            if int(tokens.ids[index]) in self.special_ids:
+                return int(tokens.ids[index])
+            if text[tokens.starts[index] : tokens.stops[index]].strip():
+                return None
+        return None
 
     def _tokens(self, texts: list[str], plain: bool = False) -> list[_Tokens]:
         """Return the tokens of each text. With ``plain``, special tokens in the text are tokenised as text."""

@@ -17,7 +17,6 @@ from lit_efficient.data.text.chat_formats import (
     check_keys,
     keys_shown,
     read_row,
-    system_message,
 )
 from lit_efficient.errors import ConfigurationError
 
@@ -110,14 +109,17 @@ def read_pair(row: Row, kind: PairFormat, strings_as: StringsAs = "text") -> Pai
     if chosen == rejected:
         raise MalformedRow("chosen and rejected are the same")
     for name, document in (("chosen", chosen), ("rejected", rejected)):
-        if document.messages and document.messages[-1]["role"] != "assistant":
+        if not document.messages:
+            continue
+        last = document.messages[-1]
+        if last["role"] != "assistant":
             raise MalformedRow(f"the last turn of {name} is not the assistant's")
-        if document.messages and not document.messages[-1]["content"].strip():
+        if not (last["content"].strip() or last.get("tool_calls")):
             raise MalformedRow(f"the last turn of {name} is empty")
     # The loss compares the two answers under one prompt.
     if chosen.messages[:-1] != rejected.messages[:-1]:
         raise MalformedRow("chosen and rejected differ before the last turn, so their answers cannot be compared")
-    if len(chosen.messages) == 1:
+    if chosen.messages and all(message["role"] == "system" for message in chosen.messages[:-1]):
         raise MalformedRow("there is no turn before the answers")
     return Pair(chosen, rejected)
 
@@ -138,7 +140,8 @@ def _side(row: Row, side: str, prompt: object, strings_as: StringsAs) -> Documen
         raise MalformedRow(f"{side} is a {type(answer).__name__}, neither a text nor a list of turns")
     turns = _turns_before(row, prompt, answer) + answer
     try:
-        return read_row({"messages": turns, "tools": row.get("tools")}, "messages")
+        about = {key: row.get(key) for key in ("tools", "functions", "system")}
+        return read_row({"messages": turns, **about}, "messages")
     except MalformedRow as reason:
         raise MalformedRow(f"{side}: {reason}") from None
 
@@ -152,7 +155,7 @@ def _turns_before(row: Row, prompt: object, answer: list[Any]) -> list[Any]:
     if not isinstance(prompt, str):
         raise MalformedRow(f"prompt is a {type(prompt).__name__}, neither a text nor a list of turns")
     if len(answer) == 1:
-        return [*system_message(row), {"role": "user", "content": prompt}]
+        return [{"role": "user", "content": prompt}]
     # A conversation may include the prompt already. If it does not, it belongs to another prompt.
     for turn in answer:
         content = turn.get("content", turn.get("value")) if isinstance(turn, Mapping) else None

@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lit_efficient.data.text.arrow_rows import Content, rows_of
 from lit_efficient.data.text.python_instructions import instructions, preferences
 from lit_efficient.data.text.text_files import EXCLUDE, find_files, read_texts, standard_library
 from lit_efficient.errors import ConfigurationError, listed, refusal
@@ -41,7 +42,6 @@ _TABS = (".tsv", ".tab")
 _COMPRESSED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".lzma": lzma.open}
 READ = f"files that end with {', '.join(ROW_SUFFIXES + TEXT_SUFFIXES)}, compressed or not ({', '.join(_COMPRESSED)})"
 
-Content = dict[str, Any]
 Row = tuple[str, Content | str]
 """Place of a row ("data.jsonl:17"), and its keys and values, or the reason why it cannot be read."""
 
@@ -346,7 +346,7 @@ def _parquet(path: Path, name: str) -> Iterator[Row]:
     except pyarrow.ArrowException as error:
         raise ConfigurationError(f"{path} is no parquet file: {error}") from error
     with file:
-        rows = (row for batch in file.iter_batches(batch_size=1024) for row in batch.to_pylist())
+        rows = (row for batch in file.iter_batches(batch_size=1024) for row in rows_of(batch))
         yield from _numbered(rows, name)
 
 
@@ -374,7 +374,7 @@ def _saved(path: Path, split: str) -> Source:
     for file in sorted(file for file in path.rglob("*") if file.is_file()):
         digest.update(file.relative_to(path).as_posix().encode())
         digest.update(bytes.fromhex(sha256_of(file)))
-    return Source(path.name, partial(_numbered, found, path.name), digest.hexdigest(), partial(len, found))
+    return Source(path.name, partial(table_rows, found, path.name), digest.hexdigest(), partial(len, found))
 
 
 def _hub(name: str, split: str, subset: str | None, streaming: bool) -> Source:
@@ -388,11 +388,11 @@ def _hub(name: str, split: str, subset: str | None, streaming: bool) -> Source:
             f"{name}: neither a file or folder here, nor a data set that could be loaded from the hub: {reason}"
         ) from error
     if streaming:
-        return Source(name, partial(streamed_rows, found, name), "", partial(_told, found, split))
+        return Source(name, partial(table_rows, found, name), "", partial(_told, found, split))
     digest = hashlib.sha256(fingerprint(found).encode())
     for entry in found.cache_files:
         digest.update(bytes.fromhex(sha256_of(Path(entry["filename"]))))
-    return Source(name, partial(_numbered, found, name), digest.hexdigest(), partial(len, found))
+    return Source(name, partial(table_rows, found, name), digest.hexdigest(), partial(len, found))
 
 
 def _told(found: Any, split: str) -> int | None:
@@ -401,15 +401,16 @@ def _told(found: Any, split: str) -> int | None:
     return splits[split].num_examples if split in splits else None
 
 
-def _numbered(rows: Iterable[Content], name: str) -> Iterator[Row]:
+def _numbered(rows: Iterable[Content | str], name: str) -> Iterator[Row]:
     for number, row in enumerate(rows, 1):
         yield f"{name}, row {number}", row
 
 
-def streamed_rows(found: Any, name: str) -> Iterator[Row]:
-    """Yield all rows of a streamed data set.
+def table_rows(found: Any, name: str) -> Iterator[Row]:
+    """Yield all rows of a data set of Hugging Face, streamed or not.
 
-    Iterating over the data set itself would give each worker of a loader only a part of the rows.
+    Iterating over a streamed data set itself would give each worker of a loader only a part of the rows.
     """
-    rows = (dict(zip(batch, values)) for batch in found.iter(batch_size=64) for values in zip(*batch.values()))
-    yield from _numbered(rows, name)
+    # As Arrow's tables, because the decoded rows do not tell which nulls Arrow added.
+    batches = found.with_format("arrow").iter(batch_size=64)
+    yield from _numbered((row for batch in batches for row in rows_of(batch)), name)

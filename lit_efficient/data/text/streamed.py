@@ -27,6 +27,7 @@ from lit_efficient.data.text.interleaving import interleave
 from lit_efficient.data.text.packing import pack_lengths
 from lit_efficient.data.text.pair_formats import Example
 from lit_efficient.data.text.reading import Reader, RowCount
+from lit_efficient.data.text.rendered import TextCount
 from lit_efficient.data.text.truncation import Counts, Side, cut, facts
 from lit_efficient.distributed.ranks import place_among_ranks
 from lit_efficient.distributed.seeds import mix_seed
@@ -50,6 +51,7 @@ class StreamedRows(IterableDataset[PackedRow]):
         buffer: Number of documents that are packed and shuffled together, in each worker.
         max_malformed: Largest share of malformed rows. With a larger share the stream raises an error.
         seed: Seed of the order.
+        rendered: Choice of the user about control tokens in texts, as in `TextCount.check`.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class StreamedRows(IterableDataset[PackedRow]):
         buffer: int,
         max_malformed: float,
         seed: int,
+        rendered: bool | None = None,
     ) -> None:
         self.reader = reader
         _ = reader.estimates  # counted here, and not in every worker
@@ -72,10 +75,12 @@ class StreamedRows(IterableDataset[PackedRow]):
         self.buffer = buffer
         self.max_malformed = max_malformed
         self.seed = seed
+        self.rendered = rendered
         # Rank and ranks, set by the main process: workers may not know.
         self.place: tuple[int, int] | None = None
         self.counts = Counts()
         self._rows_read = RowCount()  # of this pass over the stream
+        self._texts = TextCount()  # of this pass
         self._has_warned = False
 
     def __iter__(self) -> Iterator[PackedRow]:
@@ -102,6 +107,7 @@ class StreamedRows(IterableDataset[PackedRow]):
     def _buffers(self, part: int, parts: int) -> Iterator[list[tuple[str, Example]]]:
         """Yield the examples of this part in lists of ``buffer``, and at the end a shorter list, which may be empty."""
         self._rows_read = RowCount()
+        self._texts = TextCount()
         waiting: list[tuple[str, Example]] = []
         # Every process reads the whole stream and keeps its part, so no row is lost or read twice.
         for is_ours, (place, row) in interleave(self.reader, part, parts):
@@ -120,6 +126,7 @@ class StreamedRows(IterableDataset[PackedRow]):
         if not self._rows_read.rows:
             return
         messages = [self._rows_read.check("train", self.max_malformed)]
+        messages.append(self._texts.check("LanguageData", self.rendered, self.max_malformed))
         if self.counts.truncated:
             messages.append(f"{self.counts.truncated} documents were truncated (max_length = {self.max_length})")
         if self.counts.dropped:
@@ -137,10 +144,13 @@ class StreamedRows(IterableDataset[PackedRow]):
                 self._rows_read.refuse(place, found)
             else:
                 documents += found
+                self._texts.add(place, found)
         about = np.array([facts(document) for document in documents], np.int64).reshape(-1, 5)
         pieces = cut(about, self.max_length, self.truncation, self.counts)
         if self._rows_read.rows >= _ENOUGH_ROWS:
             self._rows_read.check("train", self.max_malformed)
+        if self._texts.texts >= _ENOUGH_ROWS and not self.rendered:
+            self._texts.check("LanguageData", self.rendered, self.max_malformed)
         items = []
         for number, start, stop in zip(pieces.document.tolist(), pieces.start.tolist(), pieces.stop.tolist()):
             document = documents[number]

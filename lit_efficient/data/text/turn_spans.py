@@ -17,6 +17,7 @@ from typing import Any, Literal
 from lit_efficient.data.text.chat_formats import Document, MalformedRow, Message
 from lit_efficient.data.text.left_out import call_texts, occurs, without_thoughts
 from lit_efficient.data.text.template_limits import limited
+from lit_efficient.data.text.tool_calls import as_template_reads, control_texts
 from lit_efficient.data.text.turn_marks import Placed, place_messages
 from lit_efficient.errors import ConfigurationError
 
@@ -92,16 +93,18 @@ class TurnSpans:
             raise MalformedRow("it holds no assistant text that contributes to the loss")
         return encodable(text), turns
 
+    def control_token_in(self, text: str) -> str:
+        """Return the first control token that a text spells, or an empty text."""
+        found = None if self._control is None else self._control.search(text)
+        return "" if found is None else found[0]
+
     def _check_control_tokens(self, document: Document) -> None:
         """Refuse turns with control tokens in their text: tokenised, these would end the turn or begin a forged one."""
-        if self._control is None:
-            return
-        for message in document.messages:
-            spelled = self._control.search(message["content"])
+        for where, text in control_texts(document):
+            spelled = self.control_token_in(text)
             if spelled:
                 raise MalformedRow(
-                    f"the text of a turn spells the control token {spelled[0]!r} (name a token of your own in "
-                    "chat.new_tokens)"
+                    f"{where} spells the control token {spelled!r} (name a token of your own in chat.new_tokens)"
                 )
 
     def _text_and_turns(self, document: Document) -> tuple[str, list[Turn]]:
@@ -161,9 +164,13 @@ class TurnSpans:
 
     def rendered(self, messages: Sequence[Message], tools: Sequence[Any], prompt: bool = False) -> str:
         """Return the text that the template writes for messages, with the generation prompt if ``prompt``."""
-        with limited(self.tokenizer.get_chat_template(tools=list(tools) or None)):
+        template = str(self.tokenizer.get_chat_template(tools=list(tools) or None))
+        with limited(template):
             text = self.tokenizer.apply_chat_template(
-                list(messages), list(tools) or None, tokenize=False, add_generation_prompt=prompt
+                self._read_by(template, messages, tools),
+                list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=prompt,
             )
         return str(text)
 
@@ -175,7 +182,7 @@ class TurnSpans:
 
         with limited(self.template):
             rendered: Any = render_jinja_template(  # annotated as returning a text
-                conversations=[list(document.messages)],
+                conversations=[self._read_by(self.template, document.messages, document.tools)],
                 tools=list(document.tools) or None,
                 chat_template=self.template,
                 return_assistant_tokens_mask=True,
@@ -187,7 +194,12 @@ class TurnSpans:
     def _placed(self, messages: Sequence[Message], tools: Sequence[Any], prompt: bool = False) -> Placed | None:
         template = str(self.tokenizer.get_chat_template(tools=list(tools) or None))
         with limited(template):
-            return place_messages(template, messages, tools, self.tokenizer.special_tokens_map, prompt=prompt)
+            read = self._read_by(template, messages, tools)
+            return place_messages(template, read, tools, self.tokenizer.special_tokens_map, prompt=prompt)
+
+    def _read_by(self, template: str, messages: Sequence[Message], tools: Sequence[Any]) -> list[Message]:
+        """Return messages with their tool calls in the form that the template reads."""
+        return as_template_reads(template, messages, tools, self.tokenizer.special_tokens_map)
 
     def _turns_by_marked_copy(self, document: Document, text: str, wanted: list[int]) -> list[Turn]:
         """Return the wanted turns by a copy of the template with marks; nothing if the copy does not show them."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.files.sums import check_sums
 from lit_efficient.files.tensors import load_tensors
+from lit_efficient.internals.hugging_face import generation_json
 from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.mechanisms.adapters.base import trained_names
 from lit_efficient.mechanisms.adapters.experts import LowRankExperts
@@ -229,16 +230,23 @@ def model_placement(module: nn.Module, names: Iterable[str]) -> dict[str, str | 
 
 
 def described(model: nn.Module) -> dict[str, str | None]:
-    """Return the ``config`` in JSON, ``class``, ``dtype`` and ``base`` (the source) of a transformers model.
+    """Return the ``config`` and the settings of ``generation`` in JSON, and ``class``, ``dtype`` and ``base`` (the
+    source) of a transformers model.
 
     The values are None for other models.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "model_type"):
-        return {"config": None, "class": None, "base": None, "dtype": None}
+        return dict.fromkeys(("config", "class", "base", "dtype", "generation"))
     dtype = str(model.dtype).removeprefix("torch.")
     name = config.name_or_path or None
-    return {"config": _json_of(config), "class": unmixed(model).__name__, "base": name, "dtype": dtype}
+    return {
+        "config": _json_of(config),
+        "class": unmixed(model).__name__,
+        "base": name,
+        "dtype": dtype,
+        "generation": generation_json(model),
+    }
 
 
 def _json_of(config: Any) -> str:

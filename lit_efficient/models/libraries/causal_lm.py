@@ -23,7 +23,7 @@ from lit_efficient.errors import CheckpointError, ConfigurationError, check_choi
 from lit_efficient.files.checkpoints import missing_folder
 from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.bitsandbytes_cpu import keep_unpacked
-from lit_efficient.internals.hugging_face import causal_model_of, from_config
+from lit_efficient.internals.hugging_face import causal_model_of, from_config, take_generation
 from lit_efficient.internals.hugging_face_loading import Replacing, empty_from_config, replacing_config
 from lit_efficient.internals.torch_fake import detect_fake_mode
 from lit_efficient.internals.torch_modules import exchange
@@ -298,6 +298,9 @@ def build_empty(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None
         return None
     dtypes = {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
     model.__dict__[WAITS] = Waiting(str(folder), dtypes)
+    settings = folder / "generation_config.json"
+    if settings.is_file():  # `from_pretrained` reads it
+        take_generation(model, settings.read_text("utf-8"))
     keep_unpacked(model)
     return model.train()
 

@@ -175,11 +175,6 @@ def test_a_template_whose_turns_cannot_be_told_apart_is_refused() -> None:
             [ASK, TURNS[2], RESULT, TURNS[4]],
             "omits turn 3, of the role tool",
         ),
-        (
-            CONTINUES,
-            [ASK, {**CALL, "tool_calls": [{"function": {"name": "sum", "arguments": {"x": 2}}}]}],
-            r"raises an error: can only concatenate str \(not .dict.\)",
-        ),
     ],
 )
 def test_what_a_template_would_lose_is_a_malformed_row(template: str, messages: list, reason: str) -> None:

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule
 
 from lit_efficient.callbacks.exact_resume import ExactResume
 from lit_efficient.data.text.arguments import LanguageRows, LanguageStream
-from lit_efficient.data.text.rows import streamed_rows
+from lit_efficient.data.text.rows import table_rows
 from lit_efficient.data.text.streamed import StreamLoader
 from lit_efficient.errors import ConfigurationError
 from tests.data.test_language_data import answers, chat, language_data, ready, write_rows
@@ -152,13 +152,13 @@ class EveryWorkerReadsAll(torch.utils.data.IterableDataset):
         self.found = found
 
     def __iter__(self):
-        return (row["n"] for _, row in streamed_rows(self.found, "s"))
+        return (row["n"] for _, row in table_rows(self.found, "s"))
 
 
 def test_a_hugging_face_stream_is_not_divided_twice() -> None:
     import datasets
 
     found = datasets.Dataset.from_list([{"n": i} for i in range(6)]).to_iterable_dataset(num_shards=2)
-    assert [place for place, _ in streamed_rows(found, "s")][:2] == ["s, row 1", "s, row 2"]
+    assert [place for place, _ in table_rows(found, "s")][:2] == ["s, row 1", "s, row 2"]
     loader = torch.utils.data.DataLoader(EveryWorkerReadsAll(found), None, num_workers=2)
     assert sorted(loader) == sorted([*range(6), *range(6)])
