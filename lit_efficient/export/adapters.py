@@ -20,6 +20,7 @@ from lit_efficient.data.text.chat_tokenizer import declare_class, save_tokenizer
 from lit_efficient.distributed.shards import read_checkpoint
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice
 from lit_efficient.export.check import check_outputs, check_tensors, difference, digests, outputs_of, reference_of
+from lit_efficient.export.padding import grow_for_padding, pad_tokenizer, padding_for, set_padding
 from lit_efficient.export.trained import Trained, base_state, fold, merged_model, trained
 from lit_efficient.files.atomic_file import check_new_folder, write_folder
 from lit_efficient.files.checkpoints import Checkpoint, Fields
@@ -34,6 +35,7 @@ from lit_efficient.mechanisms.adapters.peft_vectors import fold_vectors, refuse_
 from lit_efficient.mechanisms.adapters.quantized import dequantize_entry, is_code, is_quantized, quantize_entry
 from lit_efficient.mechanisms.adapters.trained_rows import ROWS
 from lit_efficient.mechanisms.restore import Asked, Weights, wanted_weights, weights_of
+from lit_efficient.models.networks.reward import is_classifier
 from lit_efficient.surgery import memory_of, unmixed
 
 FORMATS = ("peft", "merged", "safetensors")
@@ -110,7 +112,9 @@ class _Source:
         return self.checkpoint.get("lit_efficient", {})
 
     def trained(self) -> Trained:
-        return trained(self.checkpoint, self.path, self.weights, self.base)
+        run = trained(self.checkpoint, self.path, self.weights, self.base)
+        set_padding(run.network, self.checkpoint)
+        return run
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,7 @@ def _merged(source: _Source, check: bool) -> _Export:
     held = run.held
     base = run.network.config.name_or_path
     model, said = merged_model(run)
+    grow_for_padding(model)
     kind = type(model).__name__
     # The only reference to the model: `write` takes it, so that it is freed before the check loads its own copy.
     models = [model]
@@ -155,9 +160,13 @@ def _merged(source: _Source, check: bool) -> _Export:
     omitted = f"; {len(left)} tensors outside of {root!r} are left out, first {left[0]!r}" if left else ""
 
     def write(folder: Path) -> None:
-        stop = _save_tokenizer(checkpoint, folder)
         model = models.pop()
-        _stop_at(model, stop)
+        stop = _save_tokenizer(checkpoint, folder)
+        if is_classifier(model):
+            if stop:
+                pad_tokenizer(folder, model.config.get_text_config().pad_token_id)
+        else:
+            _stop_at(model, stop)
         model.save_pretrained(folder, max_shard_size=_SHARD)
         if base and (folder / "tokenizer_config.json").is_file():
             declare_class(folder, base)
@@ -189,6 +198,13 @@ def _peft(source: _Source, check: bool) -> _Export:
         adapters = peft_files(own, state)
         write_one = write_peft_folder
     named, about = _base_of(source, where)
+    pad = None
+    remark = ""
+    if about.get("task_type") == "SEQ_CLS" and "language_modeling" in checkpoint:
+        from transformers import AutoConfig
+
+        pad = padding_for(AutoConfig.for_model(**json.loads(where["config"])), checkpoint)
+        remark = f"; load the base with num_labels=1, and set its config.pad_token_id to {pad}"
 
     def write(folder: Path) -> None:
         for name, (tensors, config) in adapters.items():
@@ -197,14 +213,16 @@ def _peft(source: _Source, check: bool) -> _Export:
                 place = folder / name
                 place.mkdir(exist_ok=True)
             write_one(place, tensors, config | about)
-        _save_tokenizer(checkpoint, folder)
+        stop = _save_tokenizer(checkpoint, folder)
+        if stop and pad is not None:
+            pad_tokenizer(folder, pad)
 
     def compare(folder: Path) -> str:
         if len(adapters) > 1:
             return f"not checked: the checkpoint has {len(adapters)} adapters, {', '.join(adapters)}"
         return _compare_with_peft(folder, source, where, named)
 
-    return _Export(held, write, compare)
+    return _Export(held, write, compare, remark)
 
 
 def _base_of(source: _Source, where: Fields) -> tuple[str | None, dict[str, str]]:
@@ -225,6 +243,8 @@ def _base_of(source: _Source, where: Fields) -> tuple[str | None, dict[str, str]
 def _compare_with_peft(folder: Path, source: _Source, where: Fields, named: str | None) -> str:
     run, note = _on_base(source, named)
     reference = None
+    if run is not None:
+        set_padding(run.network, source.checkpoint)
     if run is not None and hasattr(run.network, "save_pretrained"):
         reference = reference_of(run.network)
     if run is None or reference is None or where.get("root", run.root) != run.root:
@@ -237,6 +257,8 @@ def _compare_with_peft(folder: Path, source: _Source, where: Fields, named: str 
     if run.network.get_input_embeddings() is not None:
         rows = run.network.get_input_embeddings().weight.shape[0]
     request = {"class": unmixed(run.network).__name__, "base": run.base, "dtype": dtype, "rows": rows}
+    if is_classifier(run.network):
+        request["pad"] = run.network.config.get_text_config().pad_token_id
     write_base = None
     if named is None or run.base != named or rounded:
         write_base = partial(_write_base, run)

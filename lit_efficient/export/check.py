@@ -143,8 +143,8 @@ def check_outputs(
         folder: The export.
         library: Library that loads the folder: transformers or peft.
         reference: Inputs and outputs of the trained model.
-        request: ``class``: the model's class. For peft also ``base``, the folder of the base model, ``dtype``, and
-            ``rows``, the number of rows of its embeddings.
+        request: ``class``: the model's class. For peft also ``base``, the folder of the base model, ``dtype``,
+            ``rows``, the number of rows of its embeddings, and for a reward model ``pad``, the id of its padding.
         base: Function that writes the base model into a folder, if ``request["base"]`` is not the trained one.
 
     Returns:
@@ -216,10 +216,14 @@ def _answer(folder: Path, place: Path) -> dict[str, Any]:
         from peft import PeftModel
 
         base = place / "base"
-        base = kind.from_pretrained(base if base.is_dir() else request["base"], dtype=request["dtype"])
+        base = base if base.is_dir() else request["base"]
+        fields = {"num_labels": 1} if "pad" in request else {}
+        base = kind.from_pretrained(base, dtype=request["dtype"], **fields)
         rows = request["rows"]
         if rows is not None and rows > base.get_input_embeddings().weight.shape[0]:
             base.resize_token_embeddings(rows)  # as AutoPeftModel does for a tokenizer with more tokens than rows
+        if "pad" in request:
+            base.config.get_text_config().pad_token_id = request["pad"]
         model = PeftModel.from_pretrained(base, folder)
     ours = load_tensors(place / "ours.safetensors")["ours"]
     theirs = outputs_of(model.eval(), load_tensors(place / "batch.safetensors"))

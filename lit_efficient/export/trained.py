@@ -81,7 +81,15 @@ def trained(
     holder = _hold(model, root)
     state, held = weights_of(checkpoint, weights)
     prefix = f"{root}." if root else ""
-    replay(holder, checkpoint)
+    try:
+        replay(holder, checkpoint)
+    except ConfigurationError as error:
+        if all(name.startswith(prefix) for name in state):
+            raise
+        raise ConfigurationError(
+            f"export: this format holds only {root!r}, and the run's techniques also acted outside of it: {error}. Use "
+            "format safetensors"
+        ) from error
     try:
         holder.load_state_dict({name: tensor for name, tensor in state.items() if name.startswith(prefix)})
     except RuntimeError as error:
@@ -201,11 +209,17 @@ def merged_model(run: Trained) -> tuple[Any, str]:
     config = copy.deepcopy(run.network.config)
     embedding = run.network.get_input_embeddings()
     head = run.network.get_output_embeddings()
-    if embedding is not None and head is not None and embedding.weight is not head.weight:
+    if embedding is not None and hasattr(head, "weight") and embedding.weight is not head.weight:
         # The configuration may tie them, and an adapter was merged into only one of them.
         config.tie_word_embeddings = False
     model = _empty(run.network, config)
     own = whole_state(run.network)
+    beside = {name for name, _ in run.network.named_parameters()} - {*model.state_dict()}
+    if beside:
+        raise ConfigurationError(
+            f"export: {type(model).__name__} of transformers has no {sorted(beside)[0]!r}, which was trained: use "
+            "format safetensors"
+        )
     model.load_state_dict({name: own[name] for name in model.state_dict()}, assign=True)
     model.generation_config = getattr(run.network, "generation_config", None)
     return model, said

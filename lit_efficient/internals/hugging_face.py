@@ -111,6 +111,13 @@ def take_generation(network: Any, settings: str | None) -> None:
         network.generation_config = GenerationConfig.from_dict(json.loads(settings))
 
 
+def classifier_of(config: Any) -> Any:
+    """Return the class for sequence classification of a config, or ``None``, as :func:`causal_model_of`."""
+    from transformers import AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification._model_mapping.get(type(config), None)
+
+
 def fingerprint(dataset: Any) -> str:
     """Return the fingerprint of a data set: ``datasets.Dataset._fingerprint``."""
     return str(dataset._fingerprint)

@@ -54,7 +54,7 @@ class PairTask(LanguageModeling):
         fresh = self.network is None
         super().configure_model()
         if fresh and self.network is not None:
-            self._begin(self.network)
+            self.network = self._begin(self.network)
 
     def configure_callbacks(self) -> list[Callback]:
         """Return no callbacks, because the loss is a mean over pairs and not over tokens."""
@@ -64,11 +64,12 @@ class PairTask(LanguageModeling):
         """Return the number of pairs in a batch, by which `TokenWeightedAccumulation` weights batches."""
         return len(batch["chosen_input_ids"])
 
-    def _begin(self, network: nn.Module) -> None:
+    def _begin(self, network: nn.Module) -> nn.Module:
+        """Return the network with the weights of ``start_from``."""
         # Without a trainer, a checkpoint is being loaded. Only a checkpoint of adapters needs the start, and it is
         # checked later that it is the right one.
         if self.start_from is None or (trainer_of(self) is None and not Path(self.start_from).is_file()):
-            return
+            return network
         try:
             start, _ = load_language_model(self.start_from)
         except LitEfficientError as error:
@@ -85,14 +86,14 @@ class PairTask(LanguageModeling):
             raise CheckpointError(
                 f"{type(self).__name__}: start_from {self.start_from} does not fit the model here: {reason}"
             ) from error
+        return network
 
     def _builds_alone(self) -> bool:
         return self.start_from is None and type(self).configure_model is PairTask.configure_model
 
     def _rebuilt(self, described: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> nn.Module:
         network = super()._rebuilt(described, checkpoint)
-        self._begin(network)
-        return network
+        return self._begin(network)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         """Return the mean loss over pairs, and the loss of each pair ``[B]`` for techniques that reweight samples."""

@@ -16,7 +16,6 @@ from lit_efficient.losses.preference import reward_loss
 from lit_efficient.models.libraries.causal_lm import CausalLMConfig
 from lit_efficient.models.networks import reward
 from lit_efficient.models.networks.gpt import GPTConfig
-from lit_efficient.surgery import weights_wait
 from lit_efficient.tasks.language_modeling import _DEFAULT_MODEL
 from lit_efficient.tasks.pair_task import PairTask
 from lit_efficient.tasks.pairs import Comparison, joined, pairs_of
@@ -30,7 +29,7 @@ class RewardModeling(PairTask):
     Batches have ``input_ids`` and ``attention_mask`` ``[B, T]``, each with the prefixes ``chosen_`` and ``rejected_``,
     and optionally ``margin`` ``[B]``, the amount by which the chosen reward should be higher. The language model's head
     is removed. The layer ``score`` is initialised to zero, so the loss starts at log 2. With LoRA, set
-    ``modules_to_save: [score]``.
+    ``modules_to_save: [score]``. ``export`` writes a folder for ``AutoModelForSequenceClassification``.
 
     Logs ``loss``, ``accuracy``, ``margin``, ``rewards/chosen`` and ``rewards/rejected`` under ``train/``, ``val/`` and
     ``test/``. Prediction returns rewards ``[B]`` for batches with ``input_ids``, and differences ``[B]`` for pairs. The
@@ -62,20 +61,25 @@ class RewardModeling(PairTask):
         check_number("RewardModeling", "centering", centering, least=0)
         self.centering = centering
         self.save_hyperparameters({"centering": centering})
-        self.score: nn.Linear | None = None
+
+    @property
+    def score(self) -> nn.Linear:
+        """Linear layer that maps hidden states to rewards, a part of the network."""
+        layer = self._built().get_submodule("score")
+        assert isinstance(layer, nn.Linear)
+        return layer
 
     def on_fit_start(self) -> None:
-        score = self._score()
-        if not all(parameter.requires_grad for name, parameter in score.named_parameters() if name == "weight"):
+        if not all(parameter.requires_grad for name, parameter in self.score.named_parameters() if name == "weight"):
             raise ConfigurationError(
                 "RewardModeling: the layer score is zero and frozen: set modules_to_save=['score'] of the adapters"
             )
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Return the rewards ``[B]`` of texts ``[B, T]``. Without a mask, no token is padding."""
+        """Return the rewards ``[B]`` of texts ``[B, T]`` with padding on either side; none without a mask."""
         if attention_mask is None:
             attention_mask = input_ids.new_ones(input_ids.shape)
-        rewards: Tensor = self._score()(reward.last_hidden_states(self._built(), input_ids, attention_mask))
+        rewards: Tensor = self.score(reward.last_hidden_states(self._built(), input_ids, attention_mask))
         return rewards[:, 0].float()
 
     def compare(self, batch: Mapping[str, Tensor]) -> Comparison:
@@ -108,16 +112,5 @@ class RewardModeling(PairTask):
             )
         super().on_load_checkpoint(checkpoint)
 
-    def _begin(self, network: nn.Module) -> None:
-        super()._begin(network)
-        reward.drop_head(network)
-        device = None
-        if not weights_wait(network):
-            device = next(network.parameters()).device
-        self.score = nn.Linear(reward.hidden_size(network), 1, bias=False, device=device)
-        nn.init.zeros_(self.score.weight)
-
-    def _score(self) -> nn.Linear:
-        self._built()
-        assert self.score is not None
-        return self.score
+    def _begin(self, network: nn.Module) -> nn.Module:
+        return reward.with_score(super()._begin(network))

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from lit_efficient import EMA, IA3, CausalLMConfig, CheckpointAverage, LanguageModeling, LoRA, RewardModeling
+from lit_efficient import EMA, IA3, CausalLMConfig, CheckpointAverage, LanguageModeling, LoRA
 from lit_efficient.export import adapters
 from lit_efficient.export.check import difference
 from lit_efficient.files.checkpoints import save_atomically
@@ -327,20 +327,33 @@ def test_a_model_that_trained_whole_under_another_name_is_merged_as_it_is(
     assert not (tmp_path / "no").exists()
 
 
+class Scored(L.LightningModule):
+    """A module of one's own with a layer beside the model of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = base_of("gpt2")
+        self.score = nn.Linear(32, 1, bias=False)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.score(self.network(input_ids=batch).logits).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
 def test_what_trained_beside_the_model_is_not_left_out_silently(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base_of("gpt2").save_pretrained(tmp_path / "base")
-    module = RewardModeling(CausalLMConfig(str(tmp_path / "base")), learning_rate=0.05, warmup_steps=0)
-    sides = {"input_ids": IDS[0], "attention_mask": torch.ones(8, dtype=torch.long)}
-    rows = [{f"{side}_{key}": value for side in ("chosen", "rejected") for key, value in sides.items()}] * 4
-    trainer = L.Trainer(callbacks=[LoRA(rank=2, modules_to_save=["score"])], **QUIET, max_epochs=1)
-    trainer.fit(module, torch.utils.data.DataLoader(rows, 4), torch.utils.data.DataLoader(rows, 4))
+    lora = LoRA(rank=2, modules_to_save=["score"], save_base=True)
+    trainer = L.Trainer(callbacks=[lora], **QUIET, max_epochs=1)
+    trainer.fit(Scored(), torch.utils.data.DataLoader(IDS, 4))
     trainer.save_checkpoint(tmp_path / "a.ckpt")
-    assert export([str(tmp_path / "a.ckpt"), "--format", "merged", "--output", str(tmp_path / "out")]) == 2
-    assert (
-        "holds only 'network', and 1 parameters outside of it trained, first 'score.weight'" in capsys.readouterr().err
-    )
+    arguments = [str(tmp_path / "a.ckpt"), "--format", "merged", "--output", str(tmp_path / "out")]
+    assert export([*arguments, "--base", str(tmp_path / "base")]) == 2
+    said = capsys.readouterr().err
+    assert "holds only 'network', and the run's techniques also acted outside of it: LoRA: modules_to_save" in said
     folder = made(tmp_path / "a.ckpt", tmp_path / "peft", "peft")
     assert "base_model.model.score.weight" in load_file(folder / "adapter_model.safetensors")
 

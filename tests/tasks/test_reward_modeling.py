@@ -23,12 +23,25 @@ def test_the_last_token_is_found_on_either_side_of_filling() -> None:
     assert last_positions(mask).tolist() == [1, 3, 3, 0]
 
 
+def test_padding_on_the_left_gives_the_scores_of_padding_on_the_right(tmp_path: Path) -> None:
+    for config in (GPT_TOY, saved(tmp_path, "gpt2"), saved(tmp_path)):
+        task = RewardModeling(config)
+        task.configure_model()
+        torch.nn.init.normal_(task.eval().score.weight)
+        batch = pairs(4)
+        ids, mask = batch["rejected_input_ids"], batch["rejected_attention_mask"]
+        right = task(ids, mask)
+        order = [[*range(int(m.sum()), len(m)), *range(int(m.sum()))] for m in mask]
+        places = torch.tensor(order)
+        torch.testing.assert_close(task(ids.gather(1, places), mask.gather(1, places)), right)
+        assert right.std() > 0.01
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
 def test_rewards_are_those_of_a_classifier_of_transformers(family: str, tmp_path: Path) -> None:
     task = RewardModeling(saved(tmp_path, family))
     task.configure_model()
     task.eval()
-    assert task.score is not None
     theirs: Any = AutoModelForSequenceClassification.from_pretrained(saved(tmp_path, family).name_or_path, num_labels=1)
     theirs.config.pad_token_id = 2
     with torch.no_grad():
@@ -111,7 +124,6 @@ def test_margins_and_a_start_from_a_language_model(tmp_path: Path) -> None:
     assert sft.network is not None
     assert task.network is not None
     assert torch.equal(task.network.get_parameter("embedding.weight"), sft.network.get_parameter("embedding.weight"))
-    assert task.score is not None
     torch.nn.init.ones_(task.score.weight)
     task.log = lambda *args, **options: None  # type: ignore[method-assign]
     batch = pairs(3)

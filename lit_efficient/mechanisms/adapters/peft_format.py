@@ -141,6 +141,8 @@ def task_of(where: Mapping[str, Any]) -> str | None:
         return "SEQ_2_SEQ_LM"
     if kind.endswith(("ForCausalLM", "LMHeadModel")):
         return "CAUSAL_LM"
+    if kind.endswith("ForSequenceClassification"):
+        return "SEQ_CLS"
     return None
 
 
