@@ -27,6 +27,7 @@ from lit_efficient.errors import DivergedError, check_choice, check_number, list
 from lit_efficient.files.checkpoints import is_floating
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_shards import largest_of_all
+from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.optimizers.in_backward import InBackward
 from lit_efficient.surgery import is_sharded, local
 
@@ -81,6 +82,9 @@ class NonFiniteGuard(Callback):
     next bad step or the end of the run finds, or if optimizer states are not finite at the end of the run. Such a run
     can only be resumed from an earlier checkpoint.
 
+    The message names the cause, if it is known: values in the batch that are not finite, or what the module returns
+    from a method ``explain_not_finite() -> str | None``.
+
     Args:
         action: ``raise`` stops with an error that names the parameters. ``skip`` skips the step with a warning.
         max_consecutive: Largest number of consecutive steps that ``skip`` skips, at least 1. One more stops the run.
@@ -99,6 +103,7 @@ class NonFiniteGuard(Callback):
         self.max_consecutive = max_consecutive
         self.skipped = 0
         self._consecutive = 0
+        self._batch: Any = None  # the current batch, to find the cause of a gradient that is not finite
         self._largest: dict[Tensor, Tensor] = {}  # largest magnitudes of gradients that the backward pass has freed
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -142,6 +147,9 @@ class NonFiniteGuard(Callback):
             what = f"beyond {LIMIT:g}"
         culprits = _culprits(pl_module, {p: [gradient] for p, gradient in gradients.items()})
         where = f"at step {trainer.global_step} gradients are {what} in {culprits}"
+        cause = self._cause(pl_module)
+        if cause:
+            where += f", because {cause}"
         if self.action == "raise" and not scales:
             weights = "were stepped with zeros for these gradients" if freed else "are those before the step"
             raise DivergedError(f"NonFiniteGuard: {where}; the weights {weights}")
@@ -149,6 +157,25 @@ class NonFiniteGuard(Callback):
             raise DivergedError(f"NonFiniteGuard: {where}, after {self._consecutive - 1} consecutive skipped steps")
         rank_zero_warn(f"NonFiniteGuard: {where}; the step is skipped")
         optimizer.zero_grad()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._batch = batch
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._batch = None
+
+    def _cause(self, module: Any) -> str | None:
+        """Return what was not finite before the gradients: the batch, or what the module reports; None if unknown.
+
+        A module reports it with a method ``explain_not_finite() -> str | None``.
+        """
+        batch = self._batch if isinstance(self._batch, Mapping) else {"": self._batch}
+        for name, part in batch.items():
+            values = [value for value in tree_leaves(part) if is_floating(value)]
+            if not largest(values) < math.inf:
+                return f"the batch holds values that are not finite{f' ({name})' if name else ''}"
+        explain = getattr(module, "explain_not_finite", None)
+        return explain() if callable(explain) else None
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._check_weights(trainer, pl_module)

@@ -34,7 +34,7 @@ def run(argv: Sequence[str]) -> int:
 
     check_new_folder(output, "tokenizer")
     check_number("tokenizer", "vocab_size", arguments.vocab_size, least=257, whole=True)
-    check_number("tokenizer", "val_fraction", arguments.val_fraction, above=0, below=1)
+    check_number("tokenizer", "val_fraction", arguments.val_fraction, least=0, below=1)
     from lit_efficient.data.text.superbpe import bytes_per_token, train_superbpe
     from lit_efficient.data.text.token_cache import train_tokenizer
 

@@ -1,4 +1,4 @@
-"""Your own images: folders, local Hugging Face data sets and parquet files, as batches of one shape each.
+"""Your own images: folders, local Hugging Face data sets, parquet files and tars, as batches of one shape each.
 
     encoded bytes -> upright, opaque, 8 bits -> the largest crop with the bucket's aspect ratio -> resampled, in [-1, 1]
 
@@ -25,8 +25,8 @@ from lit_efficient.data.images.image_module import ImageModule, hold_out
 from lit_efficient.data.images.image_store import StoredImages
 from lit_efficient.data.images.image_tables import ImageSplits
 from lit_efficient.data.images.image_view import ImageView
-from lit_efficient.data.images.keyed_images import KeyedImageFiles, classes_of, collected, drop_single_class
-from lit_efficient.errors import ConfigurationError, check_number, refusal
+from lit_efficient.data.images.keyed_images import KeyedImageFiles, classes_of, collected, drop_single_class, repeats_of
+from lit_efficient.errors import ConfigurationError, check_number
 
 
 class ImageData(ImageModule):
@@ -38,8 +38,8 @@ class ImageData(ImageModule):
     and if the data has them "labels" [B] and "captions", a list.
 
     Args:
-        train: Folder of images, or of one folder for each split; folder of ``save_to_disk``, .arrow or .parquet files;
-            one such file; or a list of several.
+        train: Folder of images, or of one folder for each split; folder of ``save_to_disk``, .arrow, .parquet or .tar
+            (WebDataset) files; one such file; or a list of several.
         val: Images for validation, named in the same way. null: ``val_fraction`` of ``train`` is held out.
         test: Images for the test, named in the same way. null: ``test_fraction`` of ``train`` is held out; if it is 0,
             the test uses the validation images.
@@ -50,6 +50,7 @@ class ImageData(ImageModule):
             damaged image stops the run with an error that names it.
         scores: Network and real images that generated images are compared with.
         val_fraction: Share of ``train`` held out for validation if ``val`` is null, by a hash of each image's content.
+            0: train on all images, without validation.
         test_fraction: Share of ``train`` held out for the test if ``test`` is null.
         batch_size: Images in a batch, for each process.
         num_workers: Worker processes of a loader.
@@ -83,8 +84,6 @@ class ImageData(ImageModule):
         super().__init__(batch_size, num_workers, seed, view.variants, pin_memory)
         check_number("ImageData", "val_fraction", val_fraction, least=0, below=1)
         check_number("ImageData", "test_fraction", test_fraction, least=0, below=1)
-        if val is None and val_fraction == 0.0:
-            raise refusal("ImageData", "val_fraction", "above 0 unless val names images", val_fraction)
         check_number("ImageData", "val_fraction + test_fraction", val_fraction + test_fraction, below=1)
         self.train = train
         self.val = val
@@ -185,14 +184,18 @@ class ImageData(ImageModule):
         val, test, train = hold_out(digests, self.seed, fractions)
         val_end = len(digests) + sum(len(store) for store in stores["val"])
         test_end = val_end + sum(len(store) for store in stores["test"])
-        self.train_index = train
+        repeats = repeats_of(stores["train"])
+        self.train_index = [index for index in train for _ in range(repeats[index])]
         self.val_index = list(range(len(digests), val_end)) or val
         self.test_index = list(range(val_end, test_end)) or test or list(self.val_index)
-        for use, index in (("train", self.train_index), ("validate", self.val_index)):
+        needed = [("train", self.train_index)]
+        if self.val or self.val_fraction:
+            needed.append(("validate", self.val_index))
+        for use, index in needed:
             if not index:
                 raise ConfigurationError(
                     f"ImageData: no image is left to {use} on: {len(digests)} images, of which {len(set(digests))} "
-                    "differ, are too few to hold some out. Name other images as val."
+                    "differ, are too few to hold some out. Name other images as val, or set val_fraction: 0."
                 )
 
     def _log_shapes(self) -> None:

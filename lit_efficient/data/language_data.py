@@ -31,7 +31,7 @@ from lit_efficient.data.text.rows import STDLIB_INSTRUCTIONS, Source, open_sourc
 from lit_efficient.data.text.streamed import StreamedRows, StreamLoader
 from lit_efficient.data.text.truncation import Counts, Pieces, cut
 from lit_efficient.errors import ConfigurationError, refusal
-from lit_efficient.mechanisms.order.keyed_batch_sampler import loading
+from lit_efficient.mechanisms.order.keyed_batch_sampler import loading, no_loaders
 
 
 @dataclass(eq=False)
@@ -71,7 +71,8 @@ class LanguageData(ChatDataModule):
         pack: Pack several documents into a row. false: one padded document in each row.
         batch_size: Rows in a training batch, for each process.
         val_batch_size: Rows in a validation batch. null: ``batch_size``.
-        val_fraction: Share of the rows held out for validation if ``val`` is null, in (0, 1).
+        val_fraction: Share of the rows held out for validation if ``val`` is null, at least 0 and below 1. 0: train on
+            all rows, without validation.
         num_workers: Worker processes of a loader. 0 is fastest for memory-mapped tokens.
         pin_memory: Place batches for a CUDA device in pinned memory, which allows asynchronous copies.
         seed: Seed of the choice of the rows held out.
@@ -122,9 +123,10 @@ class LanguageData(ChatDataModule):
             pin_memory=pin_memory,
         )
         # A stream is read once and in order: a tokenizer or a split would need a pass before training.
-        if stream.enabled and (tokenizer is None or val is None):
+        if stream.enabled and (tokenizer is None or (val is None and val_fraction)):
             raise ConfigurationError(
-                "LanguageData: stream.enabled needs a tokenizer and val, because neither comes from a stream. Set both."
+                "LanguageData: stream.enabled needs a tokenizer and val, because neither comes from a stream. Set "
+                "both, or val_fraction: 0 in the place of val to train without validation."
             )
         self.pack = pack
         self.stream = stream
@@ -148,8 +150,10 @@ class LanguageData(ChatDataModule):
             **loading(self),
         )
 
-    def val_dataloader(self) -> DataLoader[Any]:
+    def val_dataloader(self) -> Any:
         assert self.val_rows is not None
+        if not len(self.val_rows):
+            return no_loaders(self)
         collate = partial(collate_rows, pack=self.pack, length=self.max_length, pad_id=self.pad_id, count_bytes=True)
         return DataLoader(self.val_rows, self.val_batch_size, collate_fn=collate, **loading(self))
 
@@ -190,7 +194,7 @@ class LanguageData(ChatDataModule):
 
     def _adopt(self, found: dict[str, PackedDocuments]) -> None:
         for split in self.cached:
-            if not len(found[split]):
+            if not len(found[split]) and (split == "train" or self.validates):
                 use = "train" if split == "train" else "validate"
                 raise ConfigurationError(
                     f"LanguageData: nothing is left to {use} on: all {self.report['counts'][split]['rows']} rows are "

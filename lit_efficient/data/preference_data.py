@@ -24,7 +24,7 @@ from lit_efficient.data.text.reading import PairReader, Reader
 from lit_efficient.data.text.rows import STDLIB_PREFERENCES, Source
 from lit_efficient.data.text.truncation import Counts, TooLong, cut_pairs
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.mechanisms.order.keyed_batch_sampler import loading
+from lit_efficient.mechanisms.order.keyed_batch_sampler import loading, no_loaders
 
 Side = tuple[np.ndarray, np.ndarray]
 
@@ -71,7 +71,8 @@ class PreferenceData(ChatDataModule):
         max_length: Largest number of tokens of a prompt with an answer.
         batch_size: Pairs in a training batch, for each process.
         val_batch_size: Pairs in a validation batch. null: ``batch_size``.
-        val_fraction: Share of the prompts held out for validation if ``val`` is null, in (0, 1).
+        val_fraction: Share of the prompts held out for validation if ``val`` is null, at least 0 and below 1. 0: train
+            on all pairs, without validation.
         num_workers: Worker processes of a loader. 0 is fastest for memory-mapped tokens.
         pin_memory: Place batches for a CUDA device in pinned memory, which allows asynchronous copies.
         seed: Seed of the choice of the prompts held out.
@@ -125,7 +126,9 @@ class PreferenceData(ChatDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         return self._loader(self.train_pairs, self.batch_size, training=True)
 
-    def val_dataloader(self) -> DataLoader[Any]:
+    def val_dataloader(self) -> Any:
+        if not self.val_pairs:
+            return no_loaders(self)
         return self._loader(self.val_pairs, self.val_batch_size, training=False)
 
     def summary(self, counts: dict[str, int]) -> str:
@@ -148,7 +151,10 @@ class PreferenceData(ChatDataModule):
         return PairRows(folder, split, self.max_length, self.chat.too_long, counts)
 
     def _adopt(self, found: dict[str, PairRows]) -> None:
-        for split, use, needed in (("train", "train (batch_size)", self.batch_size), ("val", "validate", 1)):
+        wanted = [("train", "train (batch_size)", self.batch_size)]
+        if self.validates:
+            wanted.append(("val", "validate", 1))
+        for split, use, needed in wanted:
             if len(found[split]) < needed:
                 raise ConfigurationError(
                     f"PreferenceData: at least {needed} pairs are needed to {use} on, got {len(found[split])}: the "

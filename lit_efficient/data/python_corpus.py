@@ -8,7 +8,7 @@ has about 400 files, 8 MB and 2.3 million tokens, which take 13 CPU-seconds once
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from lit_efficient.data.text.text_files import find_files, read_texts, split_tex
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.files.cache import cache_folder, prepared_folder, read_manifest
 from lit_efficient.files.file_hashes import broken_seal
-from lit_efficient.mechanisms.order.keyed_batch_sampler import loading
+from lit_efficient.mechanisms.order.keyed_batch_sampler import loading, no_loaders
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -79,7 +79,8 @@ class PythonCorpus(LightningDataModule):
         val_batch_size: Windows in a validation batch. null: ``batch_size``.
         num_workers: Worker processes of a loader. 0 is fastest for memory-mapped tokens.
         pin_memory: Place batches for a CUDA device in pinned memory, which allows asynchronous copies.
-        val_fraction: Approximate share of the files for validation, in (0, 1). A single file is cut instead.
+        val_fraction: Approximate share of the files for validation, at least 0 and below 1. A single file is cut
+            instead. 0: train on all files, without validation.
         files: Files to read.
         tokenizer_file: ``tokenizer.json`` to use instead of training a tokenizer, such as that of another run whose
             training is continued on new text. Its size replaces ``vocab_size``.
@@ -112,7 +113,7 @@ class PythonCorpus(LightningDataModule):
         check_number("PythonCorpus", "batch_size", batch_size, least=1, whole=True)
         check_number("PythonCorpus", "val_batch_size", val_batch_size, least=1, whole=True, null=True)
         check_number("PythonCorpus", "num_workers", num_workers, least=0, whole=True)
-        check_number("PythonCorpus", "val_fraction", val_fraction, above=0, below=1)
+        check_number("PythonCorpus", "val_fraction", val_fraction, least=0, below=1)
         if any("\0" in prompt or not prompt for prompt in prompts):
             raise refusal("PythonCorpus", "prompts", "texts that are not empty", list(prompts))
         self._vocab_size = vocab_size
@@ -154,7 +155,7 @@ class PythonCorpus(LightningDataModule):
         manifest = read_manifest(self._folder)
         text = f"{manifest['train_files']} files to train on, {manifest['val_files']} to validate on"
         left_out = []
-        for key, reason in (("duplicates", "duplicates"), ("unreadable", "not UTF-8")):
+        for key, reason in (("duplicates", "duplicates"), ("unreadable", "not UTF-8"), ("empty", "empty")):
             names = manifest[key]
             if names:
                 left_out.append(f"{len(names)} {reason} (such as {names[0]})")
@@ -168,7 +169,8 @@ class PythonCorpus(LightningDataModule):
         folder = self._folder or self._prepare(thorough=False)
         self._folder = folder
         tokenizer = token_cache.load_tokenizer(folder / "tokenizer.json")
-        tokens = {split: token_cache.open_tokens(folder, split) for split in ("train", "val")}
+        splits = ("train", "val") if self.val_fraction else ("train",)
+        tokens = {split: token_cache.open_tokens(folder, split) for split in splits}
         for split, ids in tokens.items():
             if len(ids) <= self.sequence_length:
                 raise ConfigurationError(
@@ -177,7 +179,9 @@ class PythonCorpus(LightningDataModule):
                     f"val_fraction ({self.val_fraction})."
                 )
         self._tokenizer = tokenizer
-        self.val_windows = TokenWindows(tokens["val"], self.sequence_length, token_cache.bytes_of_tokens(tokenizer))
+        if self.val_fraction:
+            token_bytes = token_cache.bytes_of_tokens(tokenizer)
+            self.val_windows = TokenWindows(tokens["val"], self.sequence_length, token_bytes)
         windows = TokenWindows(tokens["train"], self.sequence_length)
         if len(windows) < self.batch_size:
             allowed = f"at most the number of training windows, {len(windows)}"
@@ -188,11 +192,12 @@ class PythonCorpus(LightningDataModule):
         assert self.train_windows is not None
         return DataLoader(self.train_windows, self.batch_size, shuffle=True, drop_last=True, **loading(self))
 
-    def val_dataloader(self) -> DataLoader:
-        assert self.val_windows is not None
+    def val_dataloader(self) -> Any:
+        if self.val_windows is None:
+            return no_loaders(self)
         return DataLoader(self.val_windows, self.val_batch_size, **loading(self))
 
-    def test_dataloader(self) -> DataLoader:
+    def test_dataloader(self) -> Any:
         """Return the loader of the validation windows: there is no third split."""
         return self.val_dataloader()
 
@@ -227,6 +232,7 @@ class PythonCorpus(LightningDataModule):
                 "val_files": len(val),
                 "duplicates": texts.duplicates,
                 "unreadable": texts.unreadable,
+                "empty": texts.empty,
             }
             token_cache.write_token_cache(target, tokenizer, train, val, about)
 

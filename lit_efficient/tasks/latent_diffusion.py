@@ -155,6 +155,10 @@ class LatentDiffusion(LatentGenerator):
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         self._evaluate("test", batch, batch_idx)
 
+    def explain_not_finite(self) -> str | None:
+        """Return the reason why the last batch has no finite loss, if it is the autoencoder."""
+        return None if self.codec is None else self.codec.explain_not_finite()
+
     def on_validation_epoch_start(self) -> None:
         self._by_noise.reset()
         self._prompts.begin()

@@ -80,6 +80,7 @@ def with_posterior(batch: dict[str, Any], codec: LatentCodec | None) -> dict[str
     logvars = [part[1] for part in parts if part[1] is not None]
     if logvars:
         encoded["logvar"] = torch.cat(logvars)
+    codec.note_finite(encoded["mean"], encoded.get("logvar"))
     return encoded
 
 

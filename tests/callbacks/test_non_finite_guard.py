@@ -198,3 +198,18 @@ def test_beside_a_gradient_scaler_it_stops_what_no_scale_can_mend():
 def test_bad_arguments(arguments, message):
     with pytest.raises(ConfigurationError, match=message):
         NonFiniteGuard(**arguments)
+
+
+def test_a_batch_that_is_not_finite_is_named_as_the_cause():
+    class Named(Explodes):
+        def training_step(self, batch, batch_idx):
+            return self.good(batch["values"]).sum()
+
+        def train_dataloader(self):
+            return DataLoader([{"index": 0, "values": torch.tensor([value])} for value in (1.0, math.nan)])
+
+    with pytest.raises(DivergedError, match=r"because the batch holds values that are not finite \(values\)"):
+        fit(Named(), NonFiniteGuard())
+    with pytest.raises(DivergedError) as error:
+        fit(Explodes(1), NonFiniteGuard())
+    assert "because" not in str(error.value)

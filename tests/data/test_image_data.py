@@ -4,7 +4,9 @@ import hashlib
 import json
 import os
 import pickle
+import warnings
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -409,3 +411,40 @@ def test_what_was_found_is_said(tmp_path, caplog):
 def test_a_view_says_what_it_may_be(field, value) -> None:
     with pytest.raises(ConfigurationError, match=rf"ImageData: view.{field} must be .*, got "):
         ImageView(**{field: value})
+
+
+def test_all_images_train_without_a_validation_part(tmp_path):
+    data = opened(write(tmp_path, [f"{n}.png" for n in range(4)]), val_fraction=0, batch_size=2)
+    module = Learner(data)
+    fitting = pl.Trainer(accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False)
+    fitting.fit(module, data)
+    assert fitting.global_step == 4
+    assert sorted(number_of(data.dataset[(index, 0)]["images"]) for index in data.train_index) == [0, 1, 2, 3]
+    with pytest.raises(ConfigurationError, match="nothing is held out to test on, because val_fraction is 0"):
+        fitting.test(module, data)
+
+
+def test_images_of_shapes_that_do_not_fill_a_batch_are_reported_with_their_weight(tmp_path):
+    write(tmp_path, [f"{n}.png" for n in range(11)])
+    data = opened(tmp_path, {"buckets": AspectBuckets(8, 2.0)}, val_fraction=0, batch_size=6)
+    with pytest.warns(UserWarning, match="a batch has one shape and its loss is a mean") as caught:
+        loader = data.train_dataloader()
+    # Each image of a batch of n counts 1/n, of a full batch 1/6.
+    weights = {index: [] for index in data.train_index}
+    for epoch in range(60):
+        loader.sampler.set_epoch(epoch)
+        for batch in loader:
+            for index in batch["index"].tolist():
+                weights[index].append(6 / len(batch["index"]))
+    of_shape = {}
+    for index, found in weights.items():
+        of_shape.setdefault(data.bucket_of(index), []).append(np.mean(found))
+    means = {shape: np.mean(found) for shape, found in of_shape.items()}
+    shape = max(means, key=means.get)
+    heavy = sum(len(of_shape[each]) for each in means if means[each] > 1.499)
+    said = str(caught[0].message)
+    assert f"{heavy} of 11 images count up to {means[shape]:.1f} times" in said
+    assert f"(such as {shape} with {len(of_shape[shape])})" in said
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opened(tmp_path, {"buckets": AspectBuckets(8, 2.0)}, val_fraction=0, batch_size=1).train_dataloader()

@@ -369,7 +369,7 @@ def test_a_tokenizer_is_trained_on_the_training_rows_alone(tmp_path: Path) -> No
     [
         ({"max_length": 1}, "max_length must be a whole number of at least 2, got 1"),
         ({"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
-        ({"val_fraction": 1.0}, "val_fraction must be above 0 and below 1, got 1.0"),
+        ({"val_fraction": 1.0}, "val_fraction must be at least 0 and below 1, got 1.0"),
         ({"tokenizer": None, "chat": LanguageChat(template="chatml")}, "chat.template needs a tokenizer"),
         ({"train": []}, "must name at least one source"),
         ({"stream": LanguageStream(enabled=True)}, "stream.enabled needs a tokenizer and val"),
@@ -475,3 +475,39 @@ def test_processes_write_the_cache_that_one_writes_byte_for_byte(
         places = [int(place.rpartition(":")[2]) for place, _ in data.report["malformed"]["train"]["shown"]]
     assert found[0] == found[1]
     assert places == [4, 21, 42, 43, 89]
+
+
+def test_all_rows_train_without_a_validation_part(tmp_path: Path) -> None:
+    whole = ready(language_data(tmp_path, val_fraction=0, pack=False, batch_size=1))
+    held = ready(language_data(tmp_path, pack=False, batch_size=1))
+    parts = [*answers(held, held.train_dataloader()), *answers(held, held.val_dataloader())]
+    assert sorted(answers(whole, whole.train_dataloader())) == sorted(parts)
+    fitting = trainer(max_epochs=1, max_steps=-1)
+    config = GPTConfig(whole.vocab_size, dim=8, depth=1, num_heads=1, max_length=64)
+    fitting.fit(LanguageModeling(config), whole)
+    assert fitting.global_step == COUNT
+    with pytest.raises(ConfigurationError, match="nothing is held out to validate on, because val_fraction is 0"):
+        fitting.validate(LanguageModeling(config), whole)
+
+
+def test_an_empty_text_is_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: Any) -> None:
+    (tmp_path / "texts").mkdir()
+    for number in range(36):
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"The text number {number} is about {number * 7}. " * 4)
+    settings: dict[str, Any] = {"train": str(tmp_path / "texts"), "val_fraction": 0, "tokenizer": str(tmp_path / "tok")}
+    without = ready(language_data(tmp_path, **settings))
+    (tmp_path / "texts" / "empty.txt").touch()
+    caplog.set_level("INFO")
+    data = ready(language_data(tmp_path, **settings))
+    assert "1 empty texts for train are left out, the first is empty.txt" in caplog.text + capsys.readouterr().err
+    assert data.report["counts"]["train"]["tokens"] == without.report["counts"]["train"]["tokens"]
+    # Half of the lines of WikiText are empty.
+    lines = ["", *(f"line {number} of the text" for number in range(20)), "  "]
+    (tmp_path / "lines.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
+    rows = ready(language_data(tmp_path, **settings | {"train": str(tmp_path / "lines.jsonl")}))
+    assert rows.report["empty"]["train"] == {"count": 2, "first": "lines.jsonl:1"}
+    assert rows.report["counts"]["train"]["rows"] == 20
+    for file in (tmp_path / "texts").iterdir():
+        file.write_text("\n")
+    with pytest.raises(ConfigurationError, match="the text is empty, and so are all 37 texts"):
+        ready(language_data(tmp_path, **settings))

@@ -241,7 +241,7 @@ def test_the_librarys_pairs_prefer_and_reject_every_body_once() -> None:
     ("arguments", "message"),
     [
         ({"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
-        ({"val_fraction": 1.0}, "val_fraction must be above 0 and below 1, got 1.0"),
+        ({"val_fraction": 1.0}, "val_fraction must be at least 0 and below 1, got 1.0"),
         ({"chat": PreferenceChat(template="chatml")}, "chat.template needs a tokenizer"),
         ({"train": []}, "must name at least one source"),
     ],

@@ -247,7 +247,7 @@ def test_a_large_vocabulary_takes_wider_ids(tmp_path: Path) -> None:
         ({"vocab_size": 256}, "vocab_size must be a whole number of at least 257, got 256"),
         ({"sequence_length": 0}, "sequence_length must be a whole number of at least 1, got 0"),
         ({"val_batch_size": 0}, "val_batch_size must be a whole number of at least 1 or null, got 0"),
-        ({"val_fraction": 1.0}, "val_fraction must be above 0 and below 1, got 1.0"),
+        ({"val_fraction": 1.0}, "val_fraction must be at least 0 and below 1, got 1.0"),
         ({"paths": []}, r"files.paths must be null, or at least one file or folder, got \[\]"),
         ({"prompts": [""]}, "prompts must be texts"),
     ],
@@ -323,3 +323,14 @@ def test_a_few_files_of_the_standard_library(tmp_path: Path) -> None:
 def test_files_are_chosen_by_texts(field, value) -> None:
     with pytest.raises(ConfigurationError, match=rf"PythonCorpus: files.{field} must be a list of texts, got "):
         CorpusFiles(**{field: value})
+
+
+def test_all_files_train_without_a_validation_part(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "source")
+    (tmp_path / "source" / "empty.py").touch()
+    data = ready(corpus(tmp_path, val_fraction=0))
+    files = read_texts(find_files([tmp_path / "source"], [".py"], []))
+    assert files.empty == ["empty.py"]
+    ids = np.asarray(token_cache.open_tokens(data._folder, "train"))
+    assert data.tokenizer.decode(ids.tolist()) == "".join(file.text for file in files.files)
+    assert data.val_dataloader() == []

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import diffusers
 import lightning.pytorch as L
 import pytest
 import torch
@@ -21,10 +22,13 @@ from lit_efficient import (
     HiddenAlignment,
     LatentData,
     LatentDiffusion,
+    LoRA,
+    NonFiniteGuard,
     PhotoCrops,
     Samples,
     TeacherFeatures,
 )
+from lit_efficient.errors import DivergedError
 from tests.data.images.toy_images import ToyImages
 from tests.data.test_latent_cache import WORDS
 
@@ -181,3 +185,25 @@ def test_latents_of_others_train_as_the_cache_that_they_were(tmp_path):
     encoded.setup("fit")
     encoded.train_index = [order.tolist().index(index) for index in images.train_index]
     assert distance(fitted(encoded), expected) == 0.0
+
+
+def test_an_autoencoder_that_overflows_is_named_instead_of_the_gradients(tmp_path):
+    vae = diffusers.AutoencoderKL(**{key: value for key, value in KL.config_fields.items() if key[0] != "_"})
+    with torch.no_grad():
+        for part in vae.encoder.modules():
+            if isinstance(part, torch.nn.GroupNorm):
+                part.weight.fill_(3e4)  # within float16, products are not
+    vae.register_to_config(force_upcast=False)
+    vae.save_pretrained(tmp_path / "vae")
+    images = PhotoCrops(resolution=8, scales=[2.0], crops=4, batch_size=24, judge_steps=0)
+
+    def fit(dtype: str) -> None:
+        spec = DiffusersModelConfig(str(tmp_path / "vae"), dtype=dtype)
+        data = LatentData(images, spec, cached=False, statistics="declared")
+        callbacks = [LoRA(rank=2), NonFiniteGuard()]
+        fitted(data, 2, callbacks, replace(NETWORK, num_classes=2))
+
+    with pytest.raises(DivergedError, match="because the frozen autoencoder AutoencoderKL returned latents") as error:
+        fit("float16")
+    assert "float16 overflows in it, so set autoencoder.dtype to float32" in str(error.value)
+    fit("float32")

@@ -4,15 +4,17 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from lit_efficient.errors import ConfigurationError, refusal
+from lit_efficient.errors import ConfigurationError, check_choice, refusal
 
 AUTO = "auto"
 Label = int | str
+Subfolders = Literal["auto", "classes", "repeats"]
 _USUAL = {
     "image": ("image", "img", "picture", "jpg", "png"),
-    "label": ("label", "labels", "class", "category"),
-    "caption": ("text", "caption", "captions", "prompt"),
+    "label": ("label", "labels", "class", "category", "cls"),
+    "caption": ("text", "caption", "captions", "prompt", "txt"),
 }
 
 
@@ -25,11 +27,19 @@ class ImageColumns:
         label: Column of the labels, which are numbers or names. ``auto``: the column with a usual name, or the
             subfolders. null: no labels.
         caption: Column of the captions. ``auto``: the column with a usual name, or the .txt files. null: no captions.
+        subfolders: Meaning of the subfolders of a folder of images. ``classes``: their names are labels. ``repeats``:
+            they are named ``10_cat`` as for kohya's scripts: an epoch shows each image 10 times, ``cat`` is the
+            caption of images without a .txt file, and there are no labels. ``auto``: classes, and an error if all
+            names could be meant in the other way.
     """
 
     image: str = AUTO
     label: str | None = AUTO
     caption: str | None = AUTO
+    subfolders: Subfolders = "auto"
+
+    def __post_init__(self) -> None:
+        check_choice("ImageColumns", "subfolders", self.subfolders, ("auto", "classes", "repeats"))
 
 
 def chosen_column(kind: str, wanted: str | None, names: Sequence[str], where: str) -> str | None:

@@ -3,6 +3,7 @@
     <class>/<image>                   labels, if all images are in subfolders
     metadata.jsonl or metadata.csv    ImageFolder of Hugging Face: file_name (relative to its folder) and columns
     <image>.txt or <image>.caption    captions, as kohya's scripts write them
+    10_<concept>/<image>              with ``subfolders: repeats``, as for kohya's scripts
 
 A single subfolder, over all folders that are used together, is not a class.
 """
@@ -11,6 +12,7 @@ import csv
 import io
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,10 @@ from lit_efficient.data.images.image_columns import (
     check_label,
     chosen_column,
 )
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, listed
 
 _CAPTION_SUFFIXES = (".txt", ".caption")
+_REPEATED = re.compile(r"(\d+)_(.*\S.*)")
 _METADATA = ("metadata.jsonl", "metadata.csv")
 
 
@@ -54,6 +57,7 @@ class FolderTable:
         self.label_names: list[str] | None = None
         self.by_subfolder = False
         self.captions: list[str] | None = None
+        self.repeats: list[int] | None = None
         self._root = root
         self.files = sorted(images, key=Path.as_posix)
         metadata: list[Path] = []
@@ -65,6 +69,8 @@ class FolderTable:
             notes = [self._read_metadata(sorted(metadata), columns, others)]
         else:
             notes = self._read_names(columns)
+        if columns.subfolders == "repeats":
+            notes.append(self._read_repeats())
         self.note = ", ".join([f"{root}: {len(self)} images", *notes])
 
     def __len__(self) -> int:
@@ -143,20 +149,49 @@ class FolderTable:
                     f"ImageData: columns.{kind} is {wanted!r}, but {self._root} holds no metadata.jsonl or "
                     "metadata.csv with columns."
                 )
-        notes = []
+        notes: list[str] = []
         inside = [path.parts[len(self._root.parts) :] for path in self.files]
+        if columns.subfolders == "repeats":
+            if columns.caption is not None:
+                concepts = [_repeated(parts[0])[1] for parts in inside]
+                found = _caption_files(self.files, concepts)
+                self.captions = [text if isinstance(text, str) else _one_line(text) for text in found]
+            return notes
         if columns.label is not None and all(len(parts) > 1 for parts in inside):
+            names = {parts[0] for parts in inside}
+            if columns.subfolders == "auto" and len(names) > 1 and all(map(_REPEATED.fullmatch, names)):
+                raise ConfigurationError(
+                    f"ImageData: the subfolders of {self._root} ({listed(sorted(names), 3)}) may be classes, or "
+                    "repeats and concepts as for kohya's scripts. Set columns.subfolders to classes or to repeats."
+                )
             self.labels = [parts[0] for parts in inside]
             self.by_subfolder = True
-            count = len(set(self.labels))
+            count = len(names)
             notes.append(f"labels: its {count} subfolders" if count > 1 else "one subfolder")
         if columns.caption is not None:
             files = _caption_files(self.files)
             if files:
-                # Captions of several lines become one line, as in other trainers.
-                self.captions = [" ".join(_text_of(file).split()) for file in files]
+                self.captions = [_one_line(file) for file in files]
                 notes.append(f"captions: the {files[0].suffix} files beside them")
         return notes
+
+    def _read_repeats(self) -> str:
+        """Take the repeats of each image from the name of its subfolder. Return a note for the log."""
+        found = [_repeated(path.parts[len(self._root.parts)]) for path in self.files]
+        self.repeats = [number for number, _ in found]
+        times = [f"{number} times {concept}" for number, concept in sorted(set(found))]
+        return f"an epoch shows the images {listed(times, 8)}"
+
+
+def _repeated(name: str) -> tuple[int, str]:
+    """Return the repeats and the concept that the name of a subfolder states."""
+    matched = _REPEATED.fullmatch(name)
+    if matched is None or not int(matched[1]):
+        raise ConfigurationError(
+            f"ImageData: {name} is not named like 10_cat, with repeats of at least 1. Rename it, or set "
+            "columns.subfolders: classes."
+        )
+    return int(matched[1]), matched[2].strip()
 
 
 def _metadata_of(folder: Path) -> list[Path]:
@@ -195,21 +230,28 @@ def _text_of(file: Path) -> str:
         raise ConfigurationError(f"ImageData: {file} cannot be read as UTF-8 text: {error}.") from error
 
 
-def _caption_files(images: Sequence[Path]) -> list[Path]:
-    """Return the caption file beside each image; nothing if no image has one.
+def _one_line(file: Path) -> str:
+    """Return the caption in a file. Several lines become one, as in other trainers."""
+    return " ".join(_text_of(file).split())
+
+
+def _caption_files(images: Sequence[Path], concepts: Sequence[str] = ()) -> list[Any]:
+    """Return the caption file beside each image, or the image's concept; nothing if there are neither.
 
     Raises:
         ConfigurationError: If some images have a caption file and others have none.
     """
     # Each folder is listed once, because a look at every possible file is slow on network disks.
     names_in = {folder: set(os.listdir(folder)) for folder in {image.parent for image in images}}
-    found = []
+    found: list[Path | str] = []
     missing = []
-    for image in images:
+    for number, image in enumerate(images):
         beside = [image.with_suffix(s) for s in _CAPTION_SUFFIXES if image.stem + s in names_in[image.parent]]
         files = [file for file in beside if file.is_file()]
         if files:
             found.append(files[0])
+        elif concepts:
+            found.append(concepts[number])
         else:
             missing.append(image)
     if found and missing:

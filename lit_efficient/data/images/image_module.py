@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from lit_efficient.data.images.image_source import KeyedImages, collate_images
 from lit_efficient.errors import ConfigurationError, check_number
-from lit_efficient.mechanisms.order.keyed_batch_sampler import Key, module_loader
+from lit_efficient.mechanisms.order.keyed_batch_sampler import Key, module_loader, no_loaders
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 from lit_efficient.mechanisms.preloaded import Preloaded
 
@@ -46,14 +47,17 @@ class KeyedModule(LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         return self._loader(self.source.train_index, training=True)
 
-    def val_dataloader(self) -> DataLoader[Any]:
-        return self._loader(self.source.val_index)
+    def val_dataloader(self) -> Any:
+        return self._loader_of_part(self.source.val_index)
 
-    def test_dataloader(self) -> DataLoader[Any]:
-        return self._loader(self.source.test_index)
+    def test_dataloader(self) -> Any:
+        return self._loader_of_part(self.source.test_index)
 
-    def predict_dataloader(self) -> DataLoader[Any]:
+    def predict_dataloader(self) -> Any:
         return self.test_dataloader()
+
+    def _loader_of_part(self, index: list[int]) -> Any:
+        return self._loader(index) if index else no_loaders(self)
 
     def _loader(self, index: list[int], training: bool = False) -> DataLoader[Any]:
         source = self.source
@@ -66,7 +70,7 @@ class KeyedModule(LightningDataModule):
             items = self._kept
             variants = source.variants if training else 1
             items.add([(i, variant) for i in index for variant in range(variants)])
-        return module_loader(
+        loader = module_loader(
             self.trainer,
             items,
             index,
@@ -79,6 +83,10 @@ class KeyedModule(LightningDataModule):
             num_workers=source.num_workers,
             pin_memory=getattr(source, "pin_memory", True),
         )
+        uneven = loader.sampler.uneven_weights() if training else None  # type: ignore[attr-defined]
+        if uneven:
+            rank_zero_warn(f"{type(source).__name__}: {uneven}")
+        return loader
 
 
 class ImageModule(KeyedModule):

@@ -1,8 +1,12 @@
-"""Hugging Face data sets on the local disk, and parquet files, as encoded images with labels and captions.
+"""Hugging Face data sets on the local disk, parquet files and tars, as encoded images with labels and captions.
 
-The image column is an ``Image``, bytes, or {"bytes", "path"}. No code of a data set is run, and nothing is decoded.
+The image column is an ``Image``, bytes, or {"bytes", "path"}. A tar is read as WebDataset: a sample is the files with
+one name, and each suffix is a column (``jpg``, ``txt``, ``cls``; ``json.caption`` is an entry of a .json file).
+
+No code of a data set is run, and nothing is decoded.
 """
 
+import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +21,7 @@ from lit_efficient.data.images.image_columns import (
     file_in,
     image_column,
 )
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, listed
 from lit_efficient.files.tables import map_table
 from lit_efficient.internals.hugging_face import load_saved
 
@@ -26,11 +30,12 @@ class SavedTable:
     """Table of a Hugging Face data set on the local disk; an `ImageTable`.
 
     Args:
-        path: Folder written by ``save_to_disk``, folder of .arrow or .parquet files, or one such file.
+        path: Folder written by ``save_to_disk``, folder of .arrow, .parquet or .tar files, or one such
+            file.
         split: Split to read, if the data set has several.
         columns: Names of the columns.
-        files: The .arrow or .parquet files. Empty: the folder was written by ``save_to_disk``.
-        cache_dir: Folder for the copy of parquet files.
+        files: The .arrow, .parquet or .tar files. Empty: the folder was written by ``save_to_disk``.
+        cache_dir: Folder for the copy of parquet and tar files.
     """
 
     def __init__(
@@ -50,6 +55,8 @@ class SavedTable:
         caption = chosen_column("caption", columns.caption, names, str(path))
         if caption is not None:
             self.captions = [check_caption(value, self.place(row), caption) for row, value in enumerate(rows[caption])]
+            if files and files[0].suffix == ".tar":  # a text file ends with a newline
+                self.captions = [text.strip() for text in self.captions]
         self._folder = path if path.is_dir() else path.parent
         self._rows = _undecoded(rows, self.image)
         self.files = list(files) or [Path(entry["filename"]) for entry in self._rows.cache_files]
@@ -88,6 +95,11 @@ def _opened(path: Path, split: str, files: Sequence[Path], cache_dir: str | None
 
     if files and files[0].suffix == ".parquet":
         return map_table("ImageData", "parquet", files, cache_dir)
+    if files and files[0].suffix == ".tar":
+        for file in files:
+            _check_folders(file)
+        rows = map_table("ImageData", "webdataset", files, cache_dir).flatten()  # makes json.caption of an entry
+        return rows.remove_columns([name for name in ("__key__", "__url__") if name in rows.features])
     if files:
         return datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
     rows = load_saved(path)
@@ -98,6 +110,20 @@ def _opened(path: Path, split: str, files: Sequence[Path], cache_dir: str | None
             )
         return rows[split]
     return rows
+
+
+def _check_folders(file: Path) -> None:
+    """Refuse a tar whose images are in several folders: their names may be classes, which WebDataset does not have."""
+    try:
+        with tarfile.open(file) as archive:
+            folders = {str(Path(member.name).parent) for member in archive if member.isfile()}
+    except (OSError, tarfile.TarError) as error:
+        raise ConfigurationError(f"ImageData: {file} cannot be read as a tar: {error}.") from error
+    if len(folders) > 1:
+        raise ConfigurationError(
+            f"ImageData: {file} holds the folders {listed(sorted(folders), 3)}, whose names may be classes. Unpack it "
+            f"(mkdir {file.stem}; tar -xf {file.name} -C {file.stem}), and name the new folder."
+        )
 
 
 def _image_column(rows: Any, wanted: str, where: str) -> str:

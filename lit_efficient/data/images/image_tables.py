@@ -1,4 +1,4 @@
-"""Folders, Hugging Face data sets and parquet files as tables of encoded images, with labels and captions.
+"""Folders, Hugging Face data sets, parquet files and tars as tables of encoded images, with labels and captions.
 
 The order of the rows depends on names alone.
 """
@@ -76,10 +76,12 @@ def open_table(name: str, split: str, columns: ImageColumns, cache_dir: str | No
         ConfigurationError: If there is no such table, it is empty, or a column is missing.
     """
     path = Path(name).expanduser()
-    if path.is_file() and path.suffix in (".parquet", ".arrow"):
+    if path.is_file() and path.suffix in (".parquet", ".arrow", ".tar"):
         return SavedTable(path, split, columns, [path], cache_dir)
     if path.is_file():
-        raise ConfigurationError(f"ImageData: {name} is a file that is neither .parquet nor .arrow. Name its folder.")
+        packed = name.lower().endswith((".zip", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".7z", ".rar"))
+        advice = "Unpack it, and name the folder" if packed else "Name its folder"
+        raise ConfigurationError(f"ImageData: {name} is a file that is neither .parquet, .arrow nor .tar. {advice}.")
     if not path.is_dir():
         raise ConfigurationError(f"ImageData: no such folder or file: {name} (looked for {path.absolute()}).")
     # These folders also hold .arrow files, so they must be recognised first.
@@ -87,12 +89,14 @@ def open_table(name: str, split: str, columns: ImageColumns, cache_dir: str | No
         return SavedTable(path, split, columns)
     files = _files_in(path)
     found = {"images": [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]}
-    for suffix in (".parquet", ".arrow"):
+    for suffix in (".parquet", ".arrow", ".tar"):
         found[suffix] = [file for file in files if file.suffix == suffix]
     kinds = [kind for kind, listed in found.items() if listed]
     if not kinds:
         suffixes = ", ".join(IMAGE_SUFFIXES)
-        raise ConfigurationError(f"ImageData: the folder {name} holds no image ({suffixes}), .parquet or .arrow file.")
+        raise ConfigurationError(
+            f"ImageData: the folder {name} holds no image ({suffixes}), .parquet, .arrow or .tar file."
+        )
     if len(kinds) > 1:
         raise ConfigurationError(f"ImageData: the folder {name} holds {' and '.join(kinds)}. Name one kind of files.")
     if kinds[0] == "images":

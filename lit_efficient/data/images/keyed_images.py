@@ -87,6 +87,15 @@ def drop_single_class(stores: Sequence[StoredImages]) -> None:
             table.labels = None
 
 
+def repeats_of(stores: Sequence[StoredImages]) -> list[int]:
+    """Return how often an epoch shows each image of the stores."""
+    repeats: list[int] = []
+    for store in stores:
+        found = store.of_readable(store.table.repeats) if isinstance(store.table, FolderTable) else None
+        repeats += found or [1] * len(store)
+    return repeats
+
+
 def collected(stores: Sequence[StoredImages], kind: Literal["labels", "captions"]) -> list[Any] | None:
     """Return labels or captions of all stores; None if no store has them.
 

@@ -90,8 +90,11 @@ class Recipe:
         return unit_hash(json.dumps([self.seed, *row.identity], sort_keys=True, default=str))
 
     def threshold(self) -> float:
-        """Return the threshold of the split. Rows with a lower rank are held out: at least one, and never all."""
-        if "val" in self.sources:
+        """Return the threshold of the split. Rows with a lower rank are held out: at least one, and never all.
+
+        With a ``val_fraction`` of 0 no row is held out.
+        """
+        if "val" in self.sources or self.val_fraction == 0:
             return 0.0
         ranks = set()
         for _, row in self.reader(self.sources["train"]):
@@ -99,7 +102,8 @@ class Recipe:
                 ranks.add(self.rank(row))
         if len(ranks) < 2:
             raise ConfigurationError(
-                f"{self.owner}: {len(ranks)} different rows cannot be split into training and validation. Set val."
+                f"{self.owner}: {len(ranks)} different rows cannot be split into training and validation. Set "
+                "val, or val_fraction: 0 to train without validation."
             )
         # A threshold above the lowest rank holds out at least one row, and one that does not exceed the highest rank
         # leaves at least one row for training.
@@ -149,7 +153,8 @@ def _build(recipe: Recipe, target: Path) -> None:
         tokenizer = _trained_tokenizer(recipe, threshold)
         add_new_tokens(tokenizer, recipe.encoding["new_tokens"])
     encoder = ChatTokens(tokenizer, **recipe.encoding)
-    about: dict[str, Any] = {"made_from": recipe.made_from(), "formats": [], "malformed": {}, "end_warning": None}
+    about: dict[str, Any] = {"made_from": recipe.made_from(), "formats": [], "malformed": {}, "empty": {}}
+    about["end_warning"] = None
     checked = False
     texts = TextCount()
     with _SplitWriter(target, recipe.parts) as writer:
@@ -171,6 +176,7 @@ def _build(recipe: Recipe, target: Path) -> None:
                         writer.add(split, found)
                         texts.add(place, found)
             about["malformed"][name] = asdict(seen)
+            about["empty"][name] = asdict(reader.empty)
             writer.counts[name].malformed = seen.malformed
     tokenizer.save_pretrained(str(target / "tokenizer"))
     has_turns = any(count.turns for count in writer.counts.values())

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lit_efficient.data.text.arguments import ChatArguments, RowsArguments
 from lit_efficient.data.text.chat_cache import SPLITS, Recipe, prepare
 from lit_efficient.data.text.chat_tokenizer import add_new_tokens, load_chat_tokenizer
-from lit_efficient.data.text.reading import Reader, RowCount
+from lit_efficient.data.text.reading import Empty, Reader, RowCount
 from lit_efficient.data.text.rendered import TextCount
 from lit_efficient.data.text.rows import Source, open_sources, split_single_text
 from lit_efficient.data.text.truncation import Counts
@@ -59,7 +59,7 @@ class ChatDataModule(LightningDataModule):
         check_number(self.owner, "max_length", max_length, least=2, whole=True)
         check_number(self.owner, "batch_size", batch_size, least=1, whole=True)
         check_number(self.owner, "val_batch_size", val_batch_size, least=1, whole=True, null=True)
-        check_number(self.owner, "val_fraction", val_fraction, above=0, below=1)
+        check_number(self.owner, "val_fraction", val_fraction, least=0, below=1)
         check_number(self.owner, "num_workers", num_workers, least=0, whole=True)
         if tokenizer is None and chat.template is not None:
             raise ConfigurationError(
@@ -120,6 +120,11 @@ class ChatDataModule(LightningDataModule):
         pad = self.chat_tokenizer.pad_token_id
         return int(self.chat_tokenizer.eos_token_id if pad is None else pad)
 
+    @property
+    def validates(self) -> bool:
+        """False if all rows are to train on."""
+        return self.val is not None or self.val_fraction > 0
+
     def check_model(self) -> None:
         """Raise an error if the model of the run cannot read rows of this length."""
         check_length(self, "max_length", self.max_length)
@@ -130,6 +135,9 @@ class ChatDataModule(LightningDataModule):
         _, report = self._open(self._folder)
         for sentence in report["formats"]:
             rank_zero_info(f"{self.owner}: {sentence}")
+        for name, found in report["empty"].items():
+            if found["count"]:
+                rank_zero_info(f"{self.owner}: {Empty(**found).message(name)}")
         for name, found in report["malformed"].items():
             message = RowCount(**found).check(name, self.rows.max_malformed)
             if message:
@@ -207,7 +215,7 @@ class ChatDataModule(LightningDataModule):
                 for entry in entries:
                     sources[name] += open_sources(entry, split=split, subset=self.rows.subset)
         # A book is one row: held-out rows would leave nothing to train on.
-        if list(sources) == ["train"] and len(sources["train"]) == 1:
+        if self.validates and list(sources) == ["train"] and len(sources["train"]) == 1:
             parts = split_single_text(sources["train"][0], self.val_fraction)
             if parts is not None:
                 return {"train": [parts[0]], "val": [parts[1]]}

@@ -20,6 +20,23 @@ _PEEKED = 100
 Found = tuple[str, Example | MalformedRow]
 
 
+@dataclass
+class Empty:
+    """Number of texts without content, and the place of the first one."""
+
+    count: int = 0
+    first: str = ""
+
+    def add(self, place: str) -> None:
+        """Count a text."""
+        self.count += 1
+        self.first = self.first or place
+
+    def message(self, what: str) -> str:
+        """Return a message about the texts. ``what`` is their purpose, "train" or "val"."""
+        return f"{self.count:,} empty texts for {what} are left out, the first is {self.first}"
+
+
 class Reader:
     """Rows of sources as examples, from the beginning at each iteration.
 
@@ -44,6 +61,8 @@ class Reader:
         self._max_rows = max_rows
         self.formats: list[str] = []
         """Sentences about the recognised formats, one for each source."""
+        self.empty = Empty()
+        """Texts without content that the last iteration has left out."""
         self._sources: list[tuple[Source, Any]] = []
         for source in sources:
             if source.is_text or any(True for _ in source.rows()):
@@ -54,19 +73,38 @@ class Reader:
             self.formats.append(sentence)
 
     def __iter__(self) -> Iterator[Found]:
-        """Yield the rows of all sources, one source after another."""
+        """Yield the rows of all sources, one source after another.
+
+        Raises:
+            ConfigurationError: If all rows are texts without content.
+        """
+        self.empty = Empty()
+        yielded = False
         for index in range(len(self._sources)):
-            yield from self.read(index)
+            for found in self.read(index):
+                yielded = True
+                yield found
+        if self.empty.count and not yielded:
+            raise ConfigurationError(
+                f"{self.empty.first}: the text is empty, and so are all {self.empty.count} texts. Name others."
+            )
 
     def read(self, index: int) -> Iterator[Found]:
-        """Yield the rows of a source."""
+        """Yield the rows of a source.
+
+        Texts without content are left out and counted: folders of files and data sets of lines usually hold some.
+        """
         source, kind = self._sources[index]
         for place, row in islice(source.rows(), self._max_rows):
             if isinstance(row, str):
                 yield place, MalformedRow(row)
                 continue
+            renamed = self._renamed(row)
+            if kind == "text" and _is_blank(renamed.get("text")):
+                self.empty.add(place)
+                continue
             try:
-                found: Example | MalformedRow = self._read(self._renamed(row), kind)
+                found: Example | MalformedRow = self._read(renamed, kind)
             except MalformedRow as reason:
                 found = reason
             yield place, found
@@ -113,6 +151,10 @@ class Reader:
             if name in row:
                 result[key] = row[name]
         return result
+
+
+def _is_blank(value: object) -> bool:
+    return isinstance(value, str) and not value.strip()
 
 
 class PairReader(Reader):

@@ -26,7 +26,7 @@ from lit_efficient.data.text.document_store import labels_of
 from lit_efficient.data.text.interleaving import interleave
 from lit_efficient.data.text.packing import pack_lengths
 from lit_efficient.data.text.pair_formats import Example
-from lit_efficient.data.text.reading import Reader, RowCount
+from lit_efficient.data.text.reading import Empty, Reader, RowCount
 from lit_efficient.data.text.rendered import TextCount
 from lit_efficient.data.text.truncation import Counts, Side, cut, facts
 from lit_efficient.distributed.ranks import place_among_ranks
@@ -108,6 +108,7 @@ class StreamedRows(IterableDataset[PackedRow]):
         """Yield the examples of this part in lists of ``buffer``, and at the end a shorter list, which may be empty."""
         self._rows_read = RowCount()
         self._texts = TextCount()
+        self.reader.empty = Empty()
         waiting: list[tuple[str, Example]] = []
         # Every process reads the whole stream and keeps its part, so no row is lost or read twice.
         for is_ours, (place, row) in interleave(self.reader, part, parts):
@@ -127,6 +128,8 @@ class StreamedRows(IterableDataset[PackedRow]):
             return
         messages = [self._rows_read.check("train", self.max_malformed)]
         messages.append(self._texts.check("LanguageData", self.rendered, self.max_malformed))
+        if self.reader.empty.count:
+            messages.append(self.reader.empty.message("train"))
         if self.counts.truncated:
             messages.append(f"{self.counts.truncated} documents were truncated (max_length = {self.max_length})")
         if self.counts.dropped:

@@ -38,6 +38,7 @@ class Texts:
     files: list[TextFile]
     duplicates: list[str]  # content as of another file
     unreadable: list[str]  # no UTF-8 text
+    empty: list[str]  # nothing but white space
 
 
 def standard_library() -> Path:
@@ -91,11 +92,15 @@ def read_texts(files: Iterable[tuple[str, Path]]) -> Texts:
     seen: set[str] = set()
     duplicates = []
     unreadable = []
+    empty = []
     for relative, path in files:
         try:
             content = path.read_bytes()
         except OSError as error:
             raise ConfigurationError(f"paths: {path} cannot be read: {error}.") from error
+        if not content.strip():
+            empty.append(relative)
+            continue
         # A file that occurs twice could be on both sides of the split.
         digest = hashlib.sha256(content).hexdigest()
         if digest in seen:
@@ -107,22 +112,28 @@ def read_texts(files: Iterable[tuple[str, Path]]) -> Texts:
         except UnicodeDecodeError:
             unreadable.append(relative)
             continue
-        if text.strip():
+        if text.strip():  # also without the white space that is not ASCII
             kept.append(TextFile(relative, text, digest))
-    return Texts(kept, duplicates, unreadable)
+        else:
+            empty.append(relative)
+    return Texts(kept, duplicates, unreadable, empty)
 
 
 def split_texts(files: list[TextFile], fraction: float, seed: int) -> tuple[list[str], list[str]]:
     """Return training and validation texts. Neither is empty unless a single file has less than two characters.
+
+    With a ``fraction`` of 0 all files are for training.
 
     A file is for validation if the hash of (seed, path), as a number in [0, 1), is below ``fraction``. If no file is,
     the file with the smallest number is. A single file is cut instead, and its last part is the validation text.
 
     Args:
         files: At least one file.
-        fraction: Approximate share of the files for validation, in (0, 1).
+        fraction: Approximate share of the files for validation, at least 0 and below 1.
         seed: Seed of the split.
     """
+    if fraction == 0:
+        return [file.text for file in files], []
     if len(files) == 1:
         text = files[0].text
         end = min(len(text) - 1, math.ceil(len(text) * (1 - fraction)))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 # Part of every key; raise it when the meaning of the files changes.
-FORMAT = 2
+FORMAT = 3
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, special: Sequence[str] = (END_OF_TEXT,)) -> "Tokenizer":

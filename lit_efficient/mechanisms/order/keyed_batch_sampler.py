@@ -16,6 +16,7 @@ Source of the search in BucketPlaces: ``select`` of bit vectors, Clark (1996), h
 
 import copy
 import math
+import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -38,6 +39,7 @@ Key = tuple[int, int]
 
 _BLOCK = 4096  # positions that BucketPlaces searches one by one
 _COUNTED_AT_ONCE = 2**20
+_UNEVEN = 1.5  # weight of an image, relative to one in a full batch, above which it is reported
 
 
 def variant_of(seed: int, epoch: int, index: int, variants: int) -> int:
@@ -143,7 +145,8 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
     not replace it under DDP. ``ExactResume`` resumes in the middle of an epoch with the same batches.
 
     Args:
-        index: Indices of the images, each once. A ``range`` is not turned into a list if all images have one shape.
+        index: Indices of the images. An index that occurs several times is shown several times in an epoch. A
+            ``range`` is not turned into a list if all images have one shape.
         batch_size: Number of keys in a batch of each rank.
         bucket_of: Function from the index of an image to its shape (height, width). A batch has one shape. ``None``:
             all images have the same shape.
@@ -292,6 +295,26 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
     def __len__(self) -> int:
         return self._length
 
+    def uneven_weights(self) -> str | None:
+        """Return a sentence about buckets whose images count more than others, or None.
+
+        The loss of a batch is a mean over its images. In an incomplete batch each image counts more: over an epoch
+        those of a bucket with n images count ``ceil(n / size) * size / n`` times as much as in full batches.
+        """
+        size = self._step_size
+        weights = {bucket: math.ceil(count / size) * size / count for bucket, count in self._bucket_counts().items()}
+        heavy = {bucket: weight for bucket, weight in weights.items() if weight >= _UNEVEN}
+        if self._buckets is None or self.drop_last or not heavy:
+            return None
+        counts = self._bucket_counts()
+        most = max(heavy, key=lambda bucket: heavy[bucket])
+        return (
+            f"{sum(counts[bucket] for bucket in heavy):,} of {len(self.index):,} images count up to "
+            f"{heavy[most]:.1f} times as much as the others: a batch has one shape and its loss is a mean, and "
+            f"{len(heavy)} of {len(counts)} shapes do not fill their batches of {size} (such as {most} with "
+            f"{counts[most]}). A smaller batch_size or fewer shapes make them more even"
+        )
+
     def resized(self, batch_size: int) -> "KeyedBatchSampler":
         """Return a copy with another batch size."""
         other = copy.copy(self)
@@ -333,6 +356,23 @@ def pins(trainer: Any, wanted: bool) -> bool:
 def loading(module: Any) -> dict[str, Any]:
     """Return the ``DataLoader`` arguments that all loaders of a data module share."""
     return {"num_workers": module.num_workers, "pin_memory": pins(module.trainer, module.pin_memory)}
+
+
+def no_loaders(module: Any) -> list[Any]:
+    """Return the loaders of a part that holds nothing: none, with which a fit runs without validation.
+
+    Raises:
+        ConfigurationError: If the trainer does not fit. It would measure nothing.
+    """
+    use = getattr(module.trainer, "state", None)
+    if use is not None and use.fn is not None and use.fn.value != "fit":
+        raise ConfigurationError(
+            f"{type(module).__name__}: nothing is held out to {use.fn.value} on, because val_fraction is 0. Name other "
+            "data as val, or set val_fraction above 0."
+        )
+    # Lightning asks whether this was the intention, which val_fraction: 0 has said.
+    warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
+    return []
 
 
 class KeyedBatches(Dataset[list[Any]]):

@@ -33,6 +33,7 @@ from lit_efficient.models.libraries.config_fields import (
     check_names_class,
     check_values,
     check_whole,
+    files_variant,
     library_errors,
 )
 from lit_efficient.models.probes.read_weights import read_layers
@@ -237,6 +238,7 @@ def build(
                 spec.name_or_path or "",
                 config=config,
                 revision=spec.revision,
+                variant=files_variant(spec.name_or_path or "", "CausalLMConfig"),
                 dtype=dtype,
                 use_safetensors=True,
                 trust_remote_code=False,

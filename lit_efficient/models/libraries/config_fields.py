@@ -4,6 +4,7 @@ import contextlib
 import copy
 import difflib
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,39 @@ from torch import nn
 from lit_efficient.errors import ConfigurationError, LitEfficientError, did_you_mean, is_out_of_memory, refusal
 from lit_efficient.internals.hugging_face import from_config
 
+_WEIGHTS = re.compile(r"(?:model|diffusion_pytorch_model)(?:\.(?P<variant>\w+))?(?:-\d+-of-\d+)?\.safetensors")
 _MOST = 2**32
 # A model with fewer layers and parameters than these is built quickly, and passes in any case.
 _LAYERS = 1_000
 _PARAMETERS = 2**26
 _LAYER_BYTES = 64  # bytes of files per layer: less than the names of its tensors take
 _PER_BYTE = 8  # parameters per byte of the files: formats of one bit
+
+
+def files_variant(folder: str | Path, who: str) -> str | None:
+    """Return the ``variant`` with which Hugging Face's loaders find the weights of a folder, such as ``fp16``.
+
+    ``model.fp16.safetensors`` has the variant ``fp16``. The result is None if the folder has weights without a
+    variant, or no weights, or is no folder.
+
+    Args:
+        folder: Folder of a model.
+        who: Class that reads the folder, for messages.
+
+    Raises:
+        ConfigurationError: If there are several variants and no weights without one.
+    """
+    place = Path(folder).expanduser()
+    matched = [_WEIGHTS.fullmatch(path.name) for path in place.glob("*.safetensors")] if place.is_dir() else []
+    found = sorted({match["variant"] or "" for match in matched if match})
+    if not found or found[0] == "":
+        return None
+    if len(found) > 1:
+        raise ConfigurationError(
+            f"{who}: {place} has the weights in {len(found)} variants ({', '.join(found)}), and none without a "
+            "variant. Keep the files of one variant."
+        )
+    return found[0]
 
 
 @contextlib.contextmanager

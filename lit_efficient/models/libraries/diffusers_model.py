@@ -26,6 +26,7 @@ from lit_efficient.errors import (
     refusal,
 )
 from lit_efficient.files.sums import check_sums
+from lit_efficient.files.tensors import map_tensors
 from lit_efficient.internals.hugging_face import keeps_float32
 from lit_efficient.models.libraries.causal_lm import Primitive
 from lit_efficient.models.libraries.config_fields import (
@@ -33,6 +34,7 @@ from lit_efficient.models.libraries.config_fields import (
     check_names_class,
     check_values,
     check_whole,
+    files_variant,
     unusual,
 )
 from lit_efficient.surgery import WAITS
@@ -41,6 +43,16 @@ if TYPE_CHECKING:
     from diffusers import ModelMixin
 
 _OWNER = "DiffusersModelConfig"
+# Beginning of a tensor's name in a checkpoint of one file -> pipeline of diffusers; the first that occurs counts.
+_PIPELINES = {
+    "conditioner.embedders.1.": "StableDiffusionXLPipeline",
+    "conditioner.embedders.0.model.": "StableDiffusionXLImg2ImgPipeline",
+    "model.diffusion_model.joint_blocks.": "StableDiffusion3Pipeline",
+    "joint_blocks.": "StableDiffusion3Pipeline",
+    "model.diffusion_model.double_blocks.": "FluxPipeline",
+    "double_blocks.": "FluxPipeline",
+    "cond_stage_model.": "StableDiffusionPipeline",
+}
 
 
 @dataclass(frozen=True)
@@ -131,6 +143,7 @@ def build(spec: DiffusersModelConfig) -> "ModelMixin":
             spec.name_or_path,
             subfolder=spec.subfolder or None,
             revision=spec.revision,
+            variant=files_variant(Path(str(spec.name_or_path), spec.subfolder), _OWNER),
             torch_dtype=dtype,
             use_safetensors=True,
             **changed,
@@ -229,11 +242,30 @@ def model_class(name: str) -> Any:
     return kind
 
 
+def _single_file(path: Path) -> ConfigurationError:
+    """Return the error for a checkpoint in one file, such as those of civitai: its configuration is on a hub."""
+    pipeline = "StableDiffusionXLPipeline"
+    if path.suffix == ".safetensors":
+        names = list(map_tensors(path).keys())
+        for key, kind in _PIPELINES.items():
+            if any(name.startswith(key) for name in names):
+                pipeline = kind
+                break
+    return ConfigurationError(
+        f"{_OWNER}: name_or_path: {path} is a checkpoint in one file, and a folder of diffusers is needed. Convert it "
+        f'once (diffusers downloads the configurations): python -c "from diffusers import {pipeline} as P; '
+        f"P.from_single_file('{path}').save_pretrained('{path.stem}')\"  and set name_or_path: {path.stem} with "
+        "subfolder: unet, transformer or vae."
+    )
+
+
 def _stored(spec: DiffusersModelConfig) -> dict[str, Any]:
     from diffusers import ModelMixin
     from diffusers.configuration_utils import ConfigMixin
 
     name = str(spec.name_or_path)
+    if Path(name).expanduser().is_file():
+        raise _single_file(Path(name).expanduser())
     if not Path(name).expanduser().is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ConfigurationError(f"{_OWNER}: name_or_path: there is no folder {name}.")
     check_sums(name, spec.subfolder, weights=False)

@@ -21,6 +21,7 @@ from torch import Tensor
 from lit_efficient.errors import CheckpointError, ConfigurationError, refusal
 from lit_efficient.files.cache import digest_of
 from lit_efficient.files.known_facts import content_key, known_facts, note_facts
+from lit_efficient.internals.torch_dispatch import has_values
 from lit_efficient.internals.torch_tensors import version, widest_float
 from lit_efficient.models.libraries.autoencoders import (
     AutoencoderSpec,
@@ -191,6 +192,7 @@ class LatentCodec:
 
     def __init__(self, autoencoder: "ImageAutoencoder | AutoencoderOnDisk", mean: Tensor, std: Tensor) -> None:
         self.held: Any = autoencoder if isinstance(autoencoder, AutoencoderOnDisk) else _frozen(autoencoder)
+        self._finite: Tensor | None = None
         self._fingerprints: dict[tuple[str, int], str] = {}
         self.image_channels = autoencoder.image_channels
         self.latent_channels = autoencoder.latent_channels
@@ -256,6 +258,22 @@ class LatentCodec:
             ConfigurationError: For images of other channels, or whose sides are no multiples of ``factor``.
         """
         return self.normalize(*self.moments(images))
+
+    def note_finite(self, mean: Tensor, logvar: Tensor | None) -> None:
+        """Remember whether encoded moments are finite, without waiting for the device."""
+        finite = mean.isfinite().all()
+        if logvar is not None:
+            finite = finite & logvar.isfinite().all()
+        self._finite = finite
+
+    def explain_not_finite(self) -> str | None:
+        """Return a clause that names the autoencoder if its last latents were not finite, else None."""
+        if self._finite is None or not has_values(self._finite) or bool(self._finite):
+            return None
+        network = getattr(self.autoencoder, "network", self.autoencoder)
+        dtype = str(next(network.parameters()).dtype).removeprefix("torch.")
+        advice = "" if dtype == "float32" else f": {dtype} overflows in it, so set autoencoder.dtype to float32"
+        return f"the frozen autoencoder {type(network).__name__} returned latents that are not finite{advice}"
 
     def normalize(self, mean: Tensor, logvar: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Map posterior moments [B, c, h, w] of the autoencoder to those of the normalised latents; None stays None."""

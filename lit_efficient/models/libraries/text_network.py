@@ -21,6 +21,7 @@ from lit_efficient.models.libraries.config_fields import (
     check_names,
     check_names_class,
     check_values,
+    files_variant,
     library_errors,
 )
 from lit_efficient.surgery import moved, own_draws
@@ -332,6 +333,7 @@ def _loaded(spec: TextEncoderConfig, config: "PretrainedConfig") -> nn.Module:
         config=config,
         subfolder=spec.subfolder,
         revision=spec.revision,
+        variant=files_variant(f"{spec.name_or_path}/{spec.subfolder}", _OWNER),
         dtype=getattr(torch, spec.dtype),
         use_safetensors=True,
         trust_remote_code=False,

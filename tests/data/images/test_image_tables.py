@@ -1,7 +1,12 @@
 """Tests of image tables: each layout of files gives the same images, labels and captions."""
 
+import io
 import json
 import pickle
+import re
+import shutil
+import subprocess
+import tarfile
 
 import datasets
 import pyarrow
@@ -348,3 +353,53 @@ def test_a_class_that_is_not_trained_on_is_an_error(tmp_path):
     write(tmp_path / "val", ["cat/0.png", "emu/1.png"])
     with pytest.raises(ConfigurationError, match=r"the label 'emu' is not among the 2 classes .* \(cat, dog\)"):
         opened(tmp_path / "train", val=str(tmp_path / "val"))
+
+
+def test_folders_of_kohya_are_asked_about_or_read_as_repeats(tmp_path):
+    write(tmp_path, ["3_red cat/0.png", "3_red cat/1.png", "1_dog/2.png"], [None, "a cat, sitting", None])
+    with pytest.raises(ConfigurationError, match=r"\(1_dog, 3_red cat\) may be classes, or repeats"):
+        opened(tmp_path, val_fraction=0)
+    data = opened(tmp_path, val_fraction=0, columns=ImageColumns(subfolders="repeats"))
+    shown = [number_of(item["images"]) for item in map(data.dataset.__getitem__, [(i, 0) for i in data.train_index])]
+    assert sorted(shown) == [0, 0, 0, 1, 1, 1, 2]
+    assert data.num_classes == 0
+    captions = {number_of(data.dataset[(i, 0)]["images"]): data.dataset[(i, 0)]["captions"] for i in range(3)}
+    assert captions == {0: "red cat", 1: "a cat, sitting", 2: "dog"}
+    in_batches = [index for batch in data.train_dataloader() for index in batch["index"].tolist()]
+    assert sorted(in_batches) == sorted(data.train_index)
+    (tmp_path / "1_dog" / "2.txt").write_text("a dog")
+    (tmp_path / "3_red cat" / "0.txt").write_text("a cat")
+    classes = opened(tmp_path, val_fraction=0, columns=ImageColumns(subfolders="classes"))
+    assert classes.class_names == ["1_dog", "3_red cat"]
+    assert len(classes.train_index) == 3
+    write(tmp_path, ["cats/3.png"])
+    with pytest.raises(ConfigurationError, match="cats is not named like 10_cat"):
+        opened(tmp_path, val_fraction=0, columns=ImageColumns(subfolders="repeats"))
+
+
+def test_a_tar_of_images_is_read_as_webdataset(tmp_path):
+    with tarfile.open(tmp_path / "shard.tar", "w") as archive:
+        for number in range(COUNT):
+            parts = {"png": encoded(picture(number)), "txt": f"{CAPTIONS[number]}\n".encode()}
+            for suffix, content in {**parts, "cls": str(number % 2).encode()}.items():
+                member = tarfile.TarInfo(f"{number:03}.{suffix}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+    assert contents(opened(tmp_path / "shard.tar", cache_dir=str(tmp_path / "cache"))) == EXPECTED
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shard.tar").rename(tmp_path / "shards" / "shard.tar")
+    assert contents(opened(tmp_path / "shards", cache_dir=str(tmp_path / "cache"))) == EXPECTED
+
+
+def test_a_tar_of_folders_is_refused_with_the_line_that_unpacks_it(tmp_path, monkeypatch):
+    write(tmp_path, [f"{'dog' if n % 2 else 'cat'}/{n}.png" for n in range(COUNT)])
+    with tarfile.open(tmp_path / "pets.tar", "w") as archive:
+        for name in ("cat", "dog"):
+            archive.add(tmp_path / name, name)
+            shutil.rmtree(tmp_path / name)
+    with pytest.raises(ConfigurationError, match=r"whose names may be classes\. Unpack it") as refused:
+        opened(tmp_path / "pets.tar")
+    monkeypatch.chdir(tmp_path)
+    command = re.search(r"\((mkdir .*)\)", str(refused.value))[1]
+    subprocess.run(command, shell=True, check=True)
+    assert contents(opened(tmp_path / "pets")) == {number: (name, None) for number, (name, _) in NAMED.items()}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from lit_efficient import ConfigurationError
 from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig, build, from_fields, resolve
@@ -89,3 +92,39 @@ def test_a_pipelines_folder_asks_for_the_subfolder(folder: str) -> None:
         build(DiffusersModelConfig(folder))
     with pytest.raises(ConfigurationError, match="subfolder: nothing"):
         build(DiffusersModelConfig(folder, subfolder="nothing"))
+
+
+def test_weights_of_one_variant_are_found_by_their_files(folder: str, tmp_path: Path) -> None:
+    config = DiffusersModelConfig(folder, subfolder="vae", dtype="float16")
+    build(config).save_pretrained(tmp_path / "half" / "vae", variant="fp16")
+    theirs = diffusers.AutoencoderKL.from_pretrained(tmp_path / "half", subfolder="vae", variant="fp16").state_dict()
+    ours = build(DiffusersModelConfig(str(tmp_path / "half"), subfolder="vae")).state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor.float(), theirs[name].float()) for name, tensor in ours.items())
+    build(config).save_pretrained(tmp_path / "half" / "vae", variant="ema")
+    with pytest.raises(ConfigurationError, match=r"2 variants \(ema, fp16\), and none without a variant"):
+        build(DiffusersModelConfig(str(tmp_path / "half"), subfolder="vae"))
+    build(DiffusersModelConfig(folder, subfolder="vae")).save_pretrained(tmp_path / "half" / "vae")
+    assert build(DiffusersModelConfig(str(tmp_path / "half"), subfolder="vae"))
+
+
+@pytest.mark.parametrize(
+    ("key", "pipeline"),
+    [
+        ("conditioner.embedders.1.model.ln_final.weight", "StableDiffusionXLPipeline"),
+        ("cond_stage_model.transformer.text_model.final_layer_norm.weight", "StableDiffusionPipeline"),
+        ("model.diffusion_model.double_blocks.0.img_attn.proj.weight", "FluxPipeline"),
+    ],
+)
+def test_a_checkpoint_in_one_file_is_refused_with_the_line_that_converts_it(
+    key: str, pipeline: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({key: torch.zeros(1)}, file)
+    with pytest.raises(ConfigurationError, match="is a checkpoint in one file") as refused:
+        build(DiffusersModelConfig(str(file)))
+    code = re.search(r'python -c "(.*)"', str(refused.value))
+    assert code is not None
+    compile(code[1], "line", "exec")
+    assert f"from diffusers import {pipeline} as P; P.from_single_file('{file}')" in code[1]
+    assert callable(getattr(diffusers, pipeline).from_single_file)
