@@ -50,7 +50,7 @@ def next_steps(trainer: Trainer, allowed: Sequence[str], program: str, interrupt
         lost = _base_is_lost(trainer.lightning_module)
         own = () if lost else getattr(trainer.lightning_module, "commands_after_fit", ())
         commands += [f"{COMMAND} {command.format(ckpt=short(best), output=output)}" for command in own]
-        commands += [f"{program} {verb}{given} --ckpt_path {short(best)}" for verb in _evaluations(trainer)]
+        commands += [f"{program} {verb}{given} --ckpt_path {short(best)}" for verb in evaluations(trainer)]
         output = short(Path(folder, f"export_{trainer.global_step}"))
         kind = " --format peft" if lost else ""
         commands.append(f"{COMMAND} export {short(best)}{kind} --output {output}")
@@ -128,7 +128,7 @@ def _wandb(trainer: Trainer) -> list[WandbLogger]:
     return [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
 
 
-def _evaluations(trainer: Trainer) -> list[str]:
+def evaluations(trainer: Trainer) -> list[str]:
     """Return the subcommands for which the module and its data have something to run."""
     module = trainer.lightning_module
     sources = [source for source in (module, getattr(trainer, "datamodule", None)) if source is not None]
@@ -139,9 +139,16 @@ def _evaluations(trainer: Trainer) -> list[str]:
     }
     found = []
     for verb, (step, loader) in hooks.items():
-        if is_overridden(step, module) and any(is_overridden(loader, source) for source in sources):
+        giving = [source for source in sources if is_overridden(loader, source)]
+        if is_overridden(step, module) and giving and not _is_empty(trainer, giving[-1], loader):
             found.append(verb)
     return found
+
+
+def _is_empty(trainer: Trainer, source: Any, loader: str) -> bool:
+    """Return whether a source has no loaders of a kind, as data of which nothing is held out."""
+    held_out_nothing = not sum(trainer.num_val_batches) and trainer.limit_val_batches != 0
+    return held_out_nothing and getattr(source, loader)() == []
 
 
 def _twice_as_long(trainer: Trainer) -> str:

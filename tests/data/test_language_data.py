@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lit_efficient import CausalLMConfig, GPTConfig, LanguageModeling, PythonCorpus
+from lit_efficient.cli.next_steps import evaluations
 from lit_efficient.data.language_data import LanguageData
 from lit_efficient.data.text import chat_cache, in_processes
 from lit_efficient.data.text.arguments import LanguageChat, LanguageRows, LanguageStream
@@ -486,6 +487,7 @@ def test_all_rows_train_without_a_validation_part(tmp_path: Path) -> None:
     config = GPTConfig(whole.vocab_size, dim=8, depth=1, num_heads=1, max_length=64)
     fitting.fit(LanguageModeling(config), whole)
     assert fitting.global_step == COUNT
+    assert evaluations(fitting) == []
     with pytest.raises(ConfigurationError, match="nothing is held out to validate on, because val_fraction is 0"):
         fitting.validate(LanguageModeling(config), whole)
 

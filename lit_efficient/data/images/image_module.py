@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader
 
 from lit_efficient.data.images.image_source import KeyedImages, collate_images
@@ -85,7 +85,7 @@ class KeyedModule(LightningDataModule):
         )
         uneven = loader.sampler.uneven_weights() if training else None  # type: ignore[attr-defined]
         if uneven:
-            rank_zero_warn(f"{type(source).__name__}: {uneven}")
+            rank_zero_info(f"{type(source).__name__}: {uneven}")
         return loader
 
 

@@ -300,7 +300,7 @@ def broken(folder, kind):
 @pytest.mark.parametrize(
     ("kind", "columns", "message"),
     [
-        ("empty", {}, r"holds no image \(\.jpg, .*\), \.parquet or \.arrow file"),
+        ("empty", {}, r"holds no image \(\.jpg, .*\), \.parquet, \.arrow or \.tar file"),
         ("mixed", {}, r"holds images and \.parquet\. Name one kind"),
         ("sidecar", {}, r"1 of 8 images have no caption beside them, the first is .*4\.png.*columns.caption: null"),
         ("plain", {"label": "kind"}, r"columns.label is 'kind', but .* holds no metadata\.jsonl"),
@@ -327,7 +327,7 @@ def test_paths_that_are_nothing(tmp_path):
     (tmp_path / "b.parquet").write_bytes(b"no")
     for name, message in (
         ("there", "no such folder or file: .*there"),
-        ("a.zip", r"is a file that is neither \.parquet nor \.arrow"),
+        ("a.zip", r"is a file that is neither \.parquet, \.arrow nor \.tar\. Unpack it, and name the folder"),
         ("b.parquet", "b.parquet, or another of the 1 files, cannot be read as parquet"),
     ):
         with pytest.raises(ConfigurationError, match=message):
