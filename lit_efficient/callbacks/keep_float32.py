@@ -22,7 +22,8 @@ from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.internals.torch_modules import StaysFloat32
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
-from lit_efficient.surgery import call_layers, count, expert_stacks, match_modules, mix_in
+from lit_efficient.mechanisms.router_balance import routers
+from lit_efficient.surgery import call_layers, count, match_modules, mix_in
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
 
@@ -67,25 +68,6 @@ def norms(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         called_norm = "norm" in type(module).__name__.lower() and not list(module.children())
         if isinstance(module, nn.LayerNorm | nn.RMSNorm) or (called_norm and all(p.ndim < 2 for p in own)):
             yield name, module
-
-
-def routers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the names and modules of routers, which choose between experts.
-
-    A router is a leaf module next to the experts whose weight is a matrix with one row for each expert.
-    """
-    sizes = {name: part.get_parameter(keys[0]).shape[0] for name, part, keys in expert_stacks(root)}
-    for name, module in root.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(part) for part in module}) == 1:
-            sizes.setdefault(name, len(module))
-    for name, experts in sizes.items():
-        parent = name.rpartition(".")[0]
-        for key, sibling in root.get_submodule(parent).named_children():
-            weight = dict(sibling.named_parameters(recurse=False)).get("weight")
-            if weight is None or list(sibling.children()):
-                continue
-            if weight.ndim == 2 and weight.shape[0] == experts and weight.is_floating_point():
-                yield f"{parent}.{key}".lstrip("."), sibling
 
 
 def positions(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:

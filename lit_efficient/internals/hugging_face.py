@@ -4,7 +4,9 @@ Checked with transformers 5.23, diffusers 0.42 and datasets 5.2.
 """
 
 import copy
+import inspect
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,6 +87,50 @@ def masks_unread(device: torch.device) -> Iterator[None]:
 def _documents(position_ids: Tensor) -> Tensor:
     """Return the index of the document of each token, [B, T]. A document starts where positions restart."""
     return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
+
+
+def balancing_module(network: nn.Module) -> Any:
+    """Return the Python module with the balancing loss of a network's experts, ``load_balancing_loss_func``, or None.
+
+    Techniques may have mixed classes of their own into the network's class.
+    """
+    for kind in type(network).__mro__:
+        home = sys.modules.get(kind.__module__)
+        if hasattr(home, "load_balancing_loss_func"):
+            return home
+    return None
+
+
+@contextmanager
+def balancing_over(network: nn.Module, real: Tensor | None) -> Iterator[None]:
+    """Context in which the balancing loss of a network's experts counts ``real`` [B, T] tokens only, or all.
+
+    transformers passes the attention mask of the call to ``load_balancing_loss_func``.
+    """
+    home = balancing_module(network)
+    own = home.load_balancing_loss_func
+    signature = inspect.signature(own)
+
+    def over_real(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["attention_mask"] = real
+        return own(*bound.args, **bound.kwargs)
+
+    with temporarily(home, load_balancing_loss_func=over_real):
+        yield
+
+
+def records_routers(network: nn.Module) -> bool:
+    """Return whether a model of transformers has modules whose outputs are the logits of routers.
+
+    ``_can_record_outputs`` names their classes. The model may have none of them, if all of its layers are dense.
+    """
+    kinds: set[Any] = set()
+    for part in network.modules():
+        recorded = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", [])
+        for item in recorded if isinstance(recorded, list) else [recorded]:
+            kinds.add(getattr(item, "target_class", item))
+    return any(isinstance(part, tuple(kinds)) for part in network.modules())
 
 
 def causal_model_of(config: Any) -> Any:

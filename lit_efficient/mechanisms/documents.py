@@ -23,6 +23,7 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_dispatch import has_values, no_dispatch_modes
 from lit_efficient.internals.torch_modules import held_beside, hook_owners
 from lit_efficient.mechanisms.rewind import Rewind
+from lit_efficient.mechanisms.router_balance import unasked
 from lit_efficient.models.generation.batched import arguments_of, longest_row
 from lit_efficient.models.networks.document_attention import causal_throughout, document_starts, read_starts
 from lit_efficient.models.networks.gpt import GPT
@@ -107,7 +108,7 @@ class DocumentRows:
             ConfigurationError: If tokens attend to later tokens, if documents of a row cannot be isolated, or if rows
                 are cut into slices and documents are not isolated by the attention alone.
         """
-        plain: _Inputs = {} if isinstance(network, GPT) else {"use_cache": False}
+        plain: _Inputs = {} if isinstance(network, GPT) else {"use_cache": False, **unasked(network)}
         packed = ROW_POSITIONS in batch or _packed(network, batch)
         # The test does not wait for the first packed batch: processes may get it in different steps, and the test is
         # collective.

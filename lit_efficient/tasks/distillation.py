@@ -223,7 +223,9 @@ class Distillation(LanguageModeling):
         teacher = None
         if weight:
             teacher = self._teacher_of(batch, chosen, self._vocabulary(head.rows))
-        hidden, output = self._hidden_states(network, batch)
+        balance = self._balance()
+        with balance.computing(network, batch, targets) as asked:
+            hidden, output = self._hidden_states(network, batch, asked)
         flat = chunked_losses(
             head,
             hidden.flatten(0, 1)[chosen],
@@ -240,12 +242,11 @@ class Distillation(LanguageModeling):
         else:
             empty = torch.zeros_like(targets, dtype=flat.loss.dtype)
             losses = TokenLosses(*(empty.masked_scatter(learned, part) for part in flat))
-        router_loss = getattr(output, "aux_loss", None)
-        if router_loss is not None:
-            router_loss = router_loss * network.config.get_text_config().router_aux_loss_coef  # type: ignore[operator, union-attr]
-        return losses, targets, router_loss
+        return losses, targets, balance.loss(output)
 
-    def _hidden_states(self, network: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
+    def _hidden_states(
+        self, network: nn.Module, batch: Mapping[str, Tensor], further: Mapping[str, bool] | None = None
+    ) -> tuple[Tensor, Any]:
         if network is self.network:
             inputs = self._rows.arguments(network, batch, self._agree)
         else:  # without agreement of the processes: only one of them runs the teacher that fills a cache
@@ -254,7 +255,7 @@ class Distillation(LanguageModeling):
             check_head(network, {"input_ids": batch["input_ids"]})
             self._checked.add(id(network))
         with masks_unread(self.device):
-            hidden, output = hidden_states(network, inputs)
+            hidden, output = hidden_states(network, {**inputs, **(further or {})})
         return hidden.view(*batch["input_ids"].shape, -1), output
 
     def _looked_up(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

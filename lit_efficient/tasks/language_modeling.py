@@ -33,6 +33,7 @@ from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.losses.next_token import IGNORE, sample_means, targets_of, token_losses
 from lit_efficient.mechanisms.documents import DocumentRows
+from lit_efficient.mechanisms.router_balance import RouterBalance
 from lit_efficient.models.generation.sampling import Sampling
 from lit_efficient.models.libraries import causal_lm
 from lit_efficient.models.libraries.causal_lm import CausalLMConfig, learned_positions, positions_of
@@ -66,6 +67,11 @@ class LanguageModeling(LightningModule):
     document of a packed row) are passed to the network. Before the first batch, a probe checks that the network is
     causal, and finds out how it separates the documents of a row. If it cannot, packed rows raise an error.
 
+    For a mixture of experts of transformers, the balancing loss of its routers is added to the loss and logged as
+    ``train/router_loss``, with the coefficient of its configuration. Padding does not count.
+    ``config_fields: {output_router_logits: false}`` leaves it out. A log line names architectures for which
+    transformers computes none.
+
     Random weights are drawn on the device of the run, so a GPU and a CPU give different weights for one seed.
 
     Logs ``train/loss``, and ``loss``, ``perplexity`` and (for batches with ``num_bytes`` ``[B]``) ``bits_per_byte``
@@ -90,6 +96,7 @@ class LanguageModeling(LightningModule):
     loads_as: ClassVar[str] = "LanguageModeling"  # public class as which checkpoints of this task are loaded
     trains_on: ClassVar[tuple[str, ...]] = ("tokens",)
     takes_slices: ClassVar[bool] = True  # supports rows whose length is split over processes
+    lacks_balance: ClassVar[str | None] = None  # reason why the balancing loss of routers cannot be added
     commands_after_fit: ClassVar[tuple[str, ...]] = ("generate --ckpt {ckpt} --prompt 'Once upon a time'",)
 
     def __init__(
@@ -124,6 +131,7 @@ class LanguageModeling(LightningModule):
         self.tokenizer_state: dict[str, Any] | None = None
         self.epoch_metrics = TokenMetrics()  # of the current validation or test epoch
         self._rows = DocumentRows(type(self).__name__)
+        self._routers: tuple[nn.Module, RouterBalance] | None = None
         self._new_ids: list[int] = []  # ids of the tokens that the data calls new
         # Of the batch that was transferred last: the number of labels, and of those that are not ignored.
         self._learned: tuple[int, int] | None = None
@@ -180,6 +188,8 @@ class LanguageModeling(LightningModule):
                 message = causal_lm.float32_advice(self.model)
                 if message:
                     rank_zero_info(f"{type(self).__name__}: {message}")
+            if self.network is not None:
+                self._check_routers()
             return
         offered = getattr(getattr(trainer_of(self), "datamodule", None), "vocab_size", None)
         wanted = self.model.vocab_size
@@ -197,6 +207,13 @@ class LanguageModeling(LightningModule):
                 f"LanguageModeling: the network was built for {self.network.config.vocab_size} token ids, but the data "
                 f"has {offered}"
             )
+
+    def _check_routers(self) -> None:
+        """Say why routers of experts train without a balancing loss, before a fit."""
+        message = self._balance().message
+        trainer = trainer_of(self)
+        if message and trainer is not None and trainer.training:
+            rank_zero_info(message)
 
     def configure_optimizers(self) -> Any:
         """Return AdamW over the parameters that train, with `warmup_cosine` over the steps of the run."""
@@ -229,7 +246,7 @@ class LanguageModeling(LightningModule):
             logged = mean_over_rows(losses, targets)
         self.log("train/loss", logged, prog_bar=logs_in_bar(loss))
         output = {"loss": loss, "sample_loss": sample_loss}
-        if router_loss is not None:  # of a mixture of experts whose config sets output_router_logits
+        if router_loss is not None:
             self.log("train/router_loss", router_loss)
             output |= {"loss": loss + router_loss, "extra_loss": router_loss}
         return output
@@ -413,7 +430,10 @@ class LanguageModeling(LightningModule):
         arranged = targets.reshape(inputs["input_ids"].shape)
         counted = self._learned
         self._learned = None
-        with nullcontext() if isinstance(network, GPT) else masks_unread(targets.device):
+        balance = self._balance()
+        masks = nullcontext() if isinstance(network, GPT) else masks_unread(targets.device)
+        with masks, balance.computing(network, batch, targets) as asked:
+            inputs |= asked
             if hasattr(network, "token_losses"):  # from ChunkedCrossEntropy, which defers the logits
                 known = None
                 if counted is not None and counted[0] == targets.numel():  # this is the batch that was counted
@@ -424,10 +444,21 @@ class LanguageModeling(LightningModule):
             else:
                 output = network(**inputs)
                 losses = token_losses(output.logits, arranged)
-        router_loss = getattr(output, "aux_loss", None)
-        if router_loss is not None:
-            router_loss = router_loss * network.config.get_text_config().router_aux_loss_coef
-        return losses.view_as(targets), targets, router_loss
+        return losses.view_as(targets), targets, balance.loss(output)
+
+    def _balance(self) -> RouterBalance:
+        """Return the balancing loss of the routers of the network, if it has any."""
+        if self._routers is None or self._routers[0] is not self.network:
+            network = self._built()
+            made = RouterBalance(type(self).__name__, network, self._wants_balance(), self.lacks_balance)
+            self._routers = network, made
+        return self._routers[1]
+
+    def _wants_balance(self) -> bool | None:
+        if isinstance(self.model, GPTConfig):
+            return None
+        wanted = (self.model.config_fields or {}).get("output_router_logits")
+        return None if wanted is None else bool(wanted)
 
     def _agree(self, decision: bool) -> bool:
         """Return whether a decision is true on all processes, which must call the network in the same way."""

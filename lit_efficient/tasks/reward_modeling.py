@@ -46,6 +46,7 @@ class RewardModeling(PairTask):
     """
 
     loads_as = "RewardModeling"
+    lacks_balance = "rewards are computed from hidden states, without the network's own loss"
     commands_after_fit: ClassVar[tuple[str, ...]] = ()  # it cannot generate text
 
     def __init__(
