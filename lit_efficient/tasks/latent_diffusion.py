@@ -34,7 +34,7 @@ from lit_efficient.losses.diffusion_sampling import Sampler, SamplerName
 from lit_efficient.losses.noise_process import DiffusionProcess, Schedule
 from lit_efficient.losses.timesteps import Distribution, TimestepSampling, check_sampling, sample_timesteps
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights
-from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
+from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig, declared_prediction
 from lit_efficient.models.libraries.dit_to_diffusers import diffusers_fields
 from lit_efficient.models.networks.class_token import join_token, split_token
 from lit_efficient.models.networks.condition import Condition
@@ -129,6 +129,8 @@ class LatentDiffusion(LatentGenerator):
         super().setup(stage)
         if stage == "fit" and isinstance(self.backbone, DiTConfig):
             _warn_about_export(self.backbone)
+        if stage == "fit" and isinstance(self.backbone, DiffusersModelConfig):
+            _check_target(self.backbone, self.prediction)
         if stage == "fit" and self.codec is not None and self.text_encoder is None and self.shape.takes_text:
             allowed = "0 without a text encoder, which embeds the empty caption: add one to the data (text_encoder)"
             check("label_dropout", self.label_dropout, allowed, self.label_dropout == 0.0)
@@ -273,6 +275,18 @@ class LatentDiffusion(LatentGenerator):
         latents = self.sample(**asked, generator=torch.Generator().manual_seed(FIXED_SEED))
         for name, value in score(self._decode(latents), labels).items():
             self.log(f"{stage}/{name}", value, prog_bar=name == "sample_accuracy", sync_dist=True)
+
+
+def _check_target(spec: DiffusersModelConfig, prediction: Prediction) -> None:
+    """Raise an error for another target than that of the pipeline from which the network comes."""
+    declared = declared_prediction(spec)
+    if declared in (None, prediction):
+        return
+    raise ConfigurationError(
+        f"LatentDiffusion: prediction must be {declared!r}, got {prediction!r}: the scheduler of {spec.name_or_path} "
+        f"says that its network predicts {declared!r}. To train another target on purpose, name the network's own "
+        f"folder without subfolder (name_or_path: {spec.described})."
+    )
 
 
 def _warn_about_export(config: DiTConfig) -> None:
