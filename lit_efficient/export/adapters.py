@@ -26,6 +26,7 @@ from lit_efficient.files.atomic_file import check_new_folder, write_folder
 from lit_efficient.files.checkpoints import Checkpoint, Fields
 from lit_efficient.files.sums import write_sums
 from lit_efficient.files.tensors import save_tensors
+from lit_efficient.internals.hugging_face import generation_json
 from lit_efficient.mechanisms.adapters.diffusers_lora import write_diffusers_lora
 from lit_efficient.mechanisms.adapters.int4 import codes_on_grid, dequantize_groups, shifted_zeros
 from lit_efficient.mechanisms.adapters.low_rank import ON_INT4, merged_matrix, scale_of
@@ -167,7 +168,7 @@ def _merged(source: _Source, check: bool) -> _Export:
                 pad_tokenizer(folder, model.config.get_text_config().pad_token_id)
         else:
             _stop_at(model, stop)
-        model.save_pretrained(folder, max_shard_size=_SHARD)
+        _save_model(model, folder)
         if base and (folder / "tokenizer_config.json").is_file():
             declare_class(folder, base)
 
@@ -359,8 +360,23 @@ def _save_tokenizer(checkpoint: Checkpoint, folder: Path) -> list[int]:
     return list(packed["stop"])
 
 
+def _save_model(model: Any, folder: Path) -> None:
+    """Write a model as ``save_pretrained`` does, with the settings of ``generate`` as they are.
+
+    transformers loads settings of older bases that it refuses to save.
+    """
+    settings = generation_json(model) if model.can_generate() else None
+    if settings is not None:
+        model.generation_config = type(model.generation_config)()
+    model.save_pretrained(folder, max_shard_size=_SHARD)
+    if settings is not None:
+        (folder / "generation_config.json").write_text(settings, "utf-8")
+
+
 def _stop_at(model: Any, stop: Sequence[int]) -> None:
     """Add token ids to those at which ``generate`` stops. The base may stop at further tokens, such as tool calls."""
+    if model.generation_config is None:  # of a model that does not generate
+        return
     own = model.generation_config.eos_token_id
     if own is None:
         own = []

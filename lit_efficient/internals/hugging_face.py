@@ -146,7 +146,7 @@ def generation_json(network: object) -> str | None:
     The configuration of a model does not contain them.
     """
     settings: Any = getattr(network, "generation_config", None)
-    return None if settings is None else str(settings.to_json_string(use_diff=True))
+    return None if settings is None else str(settings.to_json_string(use_diff=True, keys_to_pop=["compile_config"]))
 
 
 def take_generation(network: Any, settings: str | None) -> None:

@@ -15,6 +15,7 @@ from lit_efficient.data.text.chat_tokenizer import fingerprint, load_chat_tokeni
 from lit_efficient.data.text.chat_tokenizer import save_tokenizer as write
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.export.adapters import export_checkpoint
+from lit_efficient.models.libraries.causal_lm import build, build_empty
 from tests.data.text.model_tokenizers import FAMILIES, make
 from tests.mechanisms.adapters.decoders import SIZES, Language
 from tests.support import QUIET
@@ -175,6 +176,27 @@ def test_an_export_is_the_base_with_other_weights(name: str, lora: bool, tmp_pat
         named = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
         assert named["base_model_name_or_path"] == str(tmp_path / "base")
         assert named["task_type"] == "CAUSAL_LM"
+
+
+def test_a_model_whose_weights_are_read_later_has_the_settings_of_its_base(tmp_path: Path) -> None:
+    """As with FSDP, where each process reads its shards."""
+    base_of("llama-3.1", tmp_path / "base")
+    spec = CausalLMConfig(str(tmp_path / "base"))
+    waiting = build_empty(spec)
+    assert waiting is not None
+    assert waiting.generation_config.to_dict() == build(spec).generation_config.to_dict()
+    assert waiting.generation_config.temperature == GENERATION["temperature"]
+
+
+def test_settings_that_transformers_would_not_write_are_kept(tmp_path: Path) -> None:
+    """Older bases set a temperature without sampling, which transformers loads and refuses to save."""
+    base_of("llama-3.1", tmp_path / "base")
+    path = tmp_path / "base" / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"do_sample": False}))
+    checkpoint = trained(tmp_path, "llama-3.1", [])
+    export_checkpoint(checkpoint, tmp_path / "merged", "merged", check=False)
+    found = differences(tmp_path / "base", tmp_path / "merged", ["generation_config.json"])
+    assert found.keys() <= {"generation_config.json: do_sample"}  # False is the default, which is not written
 
 
 @pytest.mark.parametrize("save_base", [False, True])
