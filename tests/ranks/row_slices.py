@@ -173,7 +173,7 @@ def numbers_memory_and_refusals() -> None:
         assert 0.45 < held[1] / held[0] < 0.56, held
     share_rows(None)
     cases: list[tuple[Any, Any, str]] = [
-        ([NEFTune()], OURS, "NEFTune cannot work on slices: its noise goes by how long a text is"),
+        ([NEFTune()], OURS, "NEFTune cannot work on slices: its noise depends on the length of each text"),
         ([SelectiveBackprop()], OURS, "SelectiveBackprop cannot work on slices: samples are chosen"),
         ([], GEMMA, "mixes tokens not only by torch's causal attention"),
     ]
