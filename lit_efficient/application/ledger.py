@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
@@ -123,5 +124,5 @@ def log_reports(trainer: Any, reports: Mapping[str, Report]) -> None:
             figures[f"techniques/{name}/{key}"] = value
     for logger in trainer.loggers:
         logger.log_hyperparams(figures)
-        if type(logger).__name__ == "WandbLogger" and trainer.is_global_zero:
+        if isinstance(logger, WandbLogger) and trainer.is_global_zero:
             logger.experiment.summary.update(figures)

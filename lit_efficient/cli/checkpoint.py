@@ -1,8 +1,7 @@
 """``--ckpt_path``: the checkpoint is checked before anything is built, and its config is compared with the run's."""
 
 import os
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 
 from lit_efficient.cli.defaults import default_part
 from lit_efficient.cli.run_folder import checkpoints
+from lit_efficient.cli.tree import flat
 from lit_efficient.distributed.shards import check_shards
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.checkpoints import DamagedError, load_verified
@@ -171,33 +171,6 @@ def changes_said(path: str, changed: Mapping[str, tuple[Any, Any]], kept: Mappin
     if len(lines) > _SHOWN:
         lines[_SHOWN - 1 :] = [f"and {len(lines) - _SHOWN + 1} more"]
     return "\n  ".join([f"{path} was trained with other settings; the config wins:", *lines])
-
-
-def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the values of a config by dotted key. A class in a list is a part of the key: ``callbacks.EMA.decay``."""
-    if isinstance(tree, Mapping) and "class_path" in tree:
-        arguments = {**(tree.get("init_args") or {}), **(tree.get("dict_kwargs") or {})}
-        return {f"{prefix}.class_path": tree["class_path"], **flat(arguments, prefix)}
-    found: dict[str, Any] = {}
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            found |= flat(value, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(tree, list) and tree and all(isinstance(item, Mapping) and "class_path" in item for item in tree):
-        for name, item in zip(numbered(str(item["class_path"]).rpartition(".")[2] for item in tree), tree):
-            found |= flat(item, f"{prefix}.{name}")
-    else:
-        found[prefix] = list(tree) if isinstance(tree, tuple) else tree
-    return found
-
-
-def numbered(names: Iterable[str]) -> list[str]:
-    """Return names in which a second one of a kind is ``name#2``."""
-    counts: Counter[str] = Counter()
-    result = []
-    for name in names:
-        counts[name] += 1
-        result.append(name if counts[name] == 1 else f"{name}#{counts[name]}")
-    return result
 
 
 def check_optimizer(checkpoint: Mapping[str, Any]) -> None:

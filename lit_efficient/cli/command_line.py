@@ -24,6 +24,7 @@ from lit_efficient.cli import checkpoint, optimizers, preflight
 from lit_efficient.cli.advice import MemoryAdvice
 from lit_efficient.cli.arguments import Command, read_command
 from lit_efficient.cli.defaults import (
+    BeginWandb,
     CheckSharding,
     SaveRunConfig,
     add_default_parts,
@@ -50,6 +51,7 @@ from lit_efficient.files.checkpoints import state_of
 from lit_efficient.files.runs import real
 from lit_efficient.internals.jsonargparse_parser import spelt_for, subcommands
 from lit_efficient.internals.lightning_cli import OpenCLI
+from lit_efficient.internals.lightning_wandb import begin_late
 from lit_efficient.internals.wraps import wrap_method
 from lit_efficient.traits import Trait, has_trait
 
@@ -258,7 +260,7 @@ class LitEfficientCLI(OpenCLI):
         add_default_parts(trainer, self.subcommand, optimizer, self.folder, self.checked)
         trainer["callbacks"] += [CheckSharding(), MemoryAdvice(), MixedPrecisionAdvice()]
         if self.subcommand == "fit":
-            trainer["callbacks"].append(ConfigWins(self.config_dump, self.changed))
+            trainer["callbacks"] += [ConfigWins(self.config_dump, self.changed), BeginWandb()]
         if self.folder:
             program, words = self._typed
             self.events = RunEvents(self.folder, self.log, f"{program} {shlex.join(redacted(words))}")
@@ -282,9 +284,10 @@ class LitEfficientCLI(OpenCLI):
             wrap_method(made.strategy, "setup_environment", setup_environment)
         setattr(made.strategy, "save_checkpoint", partial(masking, made.strategy.save_checkpoint))  # noqa: B010
         for logger in made.loggers:
-            setattr(logger, "log_hyperparams", partial(masking, logger.log_hyperparams))  # noqa: B010
             if isinstance(logger, WandbLogger):
                 hide_words()
+                begin_late(logger, masked)
+            setattr(logger, "log_hyperparams", partial(masking, logger.log_hyperparams))  # noqa: B010
         if self.folder and self.folder.goes_on and made.is_global_zero:
             for logger in made.loggers:
                 keep_rows(logger, self.folder.step)

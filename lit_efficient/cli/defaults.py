@@ -21,12 +21,13 @@ import lit_efficient
 from lit_efficient.application import check_sharded
 from lit_efficient.cli.run_folder import LAST, LastCheckpoint, RunFolder
 from lit_efficient.cli.secrets import masked
-from lit_efficient.cli.tree import DEFAULTS, class_name
+from lit_efficient.cli.tree import DEFAULTS, by_option, class_name
 from lit_efficient.declaration import techniques_of
 from lit_efficient.distributed.ranks import report_waiting
 from lit_efficient.distributed.shards import sum_shards
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.atomic_file import replacing
+from lit_efficient.internals.lightning_wandb import LateWandbLogger
 from lit_efficient.internals.wraps import inner_method
 from lit_efficient.technique import warn_of_rounding
 
@@ -176,6 +177,15 @@ class CheckSharding(Callback):
             warn_of_rounding(trainer, pl_module)
 
 
+class BeginWandb(Callback):
+    """Begins the runs of W&B with the first batch of a fit, when all checks have passed."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            if isinstance(logger, LateWandbLogger):
+                logger.begin()
+
+
 class SaveRunConfig(SaveConfigCallback):
     """Writes the config of a fit into its folder, and logs it where the logger shows configs.
 
@@ -196,7 +206,9 @@ class SaveRunConfig(SaveConfigCallback):
         if shown != whole:
             text = yaml.safe_dump(shown, sort_keys=False)
         for logger in trainer.loggers:
-            if not isinstance(logger, TensorBoardLogger | CSVLogger):
+            if isinstance(logger, LateWandbLogger):
+                logger.log_config(by_option(shown))
+            elif not isinstance(logger, TensorBoardLogger | CSVLogger):
                 logger.log_hyperparams(shown)
         if stage == "fit":
             self.saved = Path(trainer.default_root_dir, self.config_filename)

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lit_efficient.cli.defaults import SaveRunConfig, callbacks_of
 from lit_efficient.cli.run_folder import LastCheckpoint
 from lit_efficient.distributed.shards import is_deepspeeds
+from lit_efficient.internals.lightning_wandb import LateWandbLogger
 from lit_efficient.mechanisms.adapters.base import leaves_base_out
 
 COMMAND = "python -m lit_efficient"
@@ -125,7 +126,9 @@ def _of_loggers(trainer: Trainer) -> list[str]:
 
 
 def _wandb(trainer: Trainer) -> list[WandbLogger]:
-    return [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
+    """Return the loggers of W&B whose runs have begun."""
+    begun = [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
+    return [logger for logger in begun if not isinstance(logger, LateWandbLogger) or logger.has_begun]
 
 
 def evaluations(trainer: Trainer) -> list[str]:

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lit_efficient.cli.checkpoint import numbered
+from lit_efficient.cli.tree import numbered
 from lit_efficient.errors import CheckpointError
 from lit_efficient.mechanisms.trials.rate_range import set_rate
 from lit_efficient.optimizers.rates import nested_schedulers

@@ -13,9 +13,10 @@ Nothing is imported here for what a config names.
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -123,6 +124,43 @@ def plain_data(value: object) -> object:
     if isinstance(value, list):
         return [plain_data(item) for item in value]
     return value
+
+
+def by_option(config: Any) -> Any:
+    """Return a config with its values below the names of its options: ``callbacks.EMA.decay`` for a class in a list.
+
+    A class has its arguments beside its ``class_path``. A second class of a kind is ``name#2``.
+    """
+    if isinstance(config, Mapping) and "class_path" in config:
+        arguments = {**(config.get("init_args") or {}), **(config.get("dict_kwargs") or {})}
+        return {"class_path": config["class_path"], **by_option(arguments)}
+    if isinstance(config, Mapping):
+        return {str(key): by_option(value) for key, value in config.items()}
+    if isinstance(config, list) and config and all(isinstance(one, Mapping) and "class_path" in one for one in config):
+        names = numbered(class_name(one["class_path"]) for one in config)
+        return {name: by_option(one) for name, one in zip(names, config)}
+    return list(config) if isinstance(config, tuple) else config
+
+
+def flat(config: Any) -> dict[str, Any]:
+    """Return the values of a config by dotted key, as :func:`by_option` names them."""
+    found: dict[str, Any] = {}
+    for key, value in by_option(config).items():
+        if isinstance(value, Mapping):
+            found |= {f"{key}.{name}": one for name, one in flat(value).items()}
+        else:
+            found[key] = value
+    return found
+
+
+def numbered(names: Iterable[str]) -> list[str]:
+    """Return names in which a second one of a kind is ``name#2``."""
+    counts: Counter[str] = Counter()
+    result = []
+    for name in names:
+        counts[name] += 1
+        result.append(name if counts[name] == 1 else f"{name}#{counts[name]}")
+    return result
 
 
 # Reading -------------------------------------------------------------------------------------------------------------

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from lit_efficient.cli.arguments import read_command
-from lit_efficient.cli.checkpoint import flat
-from lit_efficient.cli.tree import Place, Table, merge, place_of, plain_data, read_text
+from lit_efficient.cli.tree import Place, Table, flat, merge, place_of, plain_data, read_text
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.configs import known
 
