@@ -132,7 +132,8 @@ def by_option(config: Any) -> Any:
     A class has its arguments beside its ``class_path``. A second class of a kind is ``name#2``.
     """
     if isinstance(config, Mapping) and "class_path" in config:
-        arguments = {**(config.get("init_args") or {}), **(config.get("dict_kwargs") or {})}
+        arguments = {key: value for key, value in config.items() if key not in SPEC}
+        arguments |= {**(config.get("init_args") or {}), **(config.get("dict_kwargs") or {})}
         return {"class_path": config["class_path"], **by_option(arguments)}
     if isinstance(config, Mapping):
         return {str(key): by_option(value) for key, value in config.items()}
@@ -144,10 +145,14 @@ def by_option(config: Any) -> Any:
 
 def flat(config: Any) -> dict[str, Any]:
     """Return the values of a config by dotted key, as :func:`by_option` names them."""
+    return _flat(by_option(config))
+
+
+def _flat(named: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for key, value in by_option(config).items():
+    for key, value in named.items():
         if isinstance(value, Mapping):
-            found |= {f"{key}.{name}": one for name, one in flat(value).items()}
+            found |= {f"{key}.{name}": one for name, one in _flat(value).items()}
         else:
             found[key] = value
     return found
