@@ -277,7 +277,7 @@ _TRAINER = (
 def _look(trainer: Any, module: Any, batch: Any) -> dict[str, Any]:
     import torch
 
-    from lit_efficient.cli.checkpoint import flat, numbered
+    from lit_efficient.cli.tree import flat, numbered
 
     callbacks = [one for one in trainer.callbacks if type(one).__name__ not in ("RunEvents", "RunFolder", "ConfigWins")]
     names = numbered(type(one).__name__ for one in callbacks)
