@@ -4,14 +4,22 @@
 
 If documents attend to each other, document A changes the logits of document B about as much as B's own first tokens do.
 If they do not, A changes nothing, whether A is replaced or left out. The arguments that isolate documents differ
-between networks, so several are tried in order. The test runs once. It costs two to eight calls with five rows of at
-most 16 tokens and, for packed rows, two calls with one row of their length, because some layers combine only distant
-tokens. Weights, buffers, counters, modes and random states are restored.
+between networks, so several are tried in order.
+
+The test runs once, and training changes the weights. Initial weights may mix tokens so little that the leak looks like
+rounding. Therefore the gradient of B's logits for the tokens of A must also be exactly zero
+(`lit_efficient.models.probes.dependence`): with the network's weights, in eval mode and in its own mode, and with noise
+in the place of gates, biases and weights of zero. The rows of tables that B's tokens read must not depend on A.
+
+The test costs up to sixteen calls with five rows of at most 16 tokens, half of them with a backward pass. For packed
+rows it adds a few calls with one row of their length, because some layers combine only distant tokens. Weights,
+buffers, counters, modes and random states are restored.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +35,7 @@ from lit_efficient.mechanisms.router_balance import unasked
 from lit_efficient.models.generation.batched import arguments_of, longest_row
 from lit_efficient.models.networks.document_attention import causal_throughout, document_starts, read_starts
 from lit_efficient.models.networks.gpt import GPT
+from lit_efficient.models.probes.dependence import Lookups, lookups
 from lit_efficient.models.probes.modes import evaluating, whole_precision
 
 _ROW = 16  # tokens of a probe row
@@ -117,8 +126,8 @@ class DocumentRows:
             self._tested = network
             self._way = _usual_way(network)
         elif self._tested is not network or untested:
-            with _undisturbed(network, batch["input_ids"].device):
-                probe = _Probe(network, batch["input_ids"].device, plain)
+            with _undisturbed(network, batch["input_ids"].device) as in_training:
+                probe = _Probe(network, batch["input_ids"].device, plain, in_training)
                 if self._tested is not network:
                     self._way = None
                     self._refusal = None
@@ -159,11 +168,16 @@ class DocumentRows:
                 f"{self.owner}: could not test whether tokens of {probe.name} attend to later tokens or to other "
                 "documents of their row: no token changes the logits after it, or the logits are not finite"
             )
-        if not agree(probe.sees_later <= probe.tolerance):
+        # Both parts on every process, because each may run collective calls.
+        reads_later = probe.reads_later()
+        if not agree(probe.sees_later <= probe.tolerance and not reads_later):
             option = "config_fields: {is_decoder: true}, or " if hasattr(probe.network.config, "is_decoder") else ""
+            how = ""
+            if probe.sees_later <= probe.tolerance:
+                how = " with the present weights. Training would change that, because the gradient is not zero"
             raise ConfigurationError(
                 f"{self.owner}: {probe.name} is not causal: a later token changes the logits of a token by "
-                f"{probe.sees_later:.2g} of the change by an earlier token, so each token would be predicted from "
+                f"{probe.sees_later:.2g} of the change by an earlier token{how}, so each token would be predicted from "
                 f"itself. Use {option}a decoder"
             )
 
@@ -174,6 +188,12 @@ class DocumentRows:
         for name, way in WAYS.items():
             leak, reason = probe.leak(way, length)
             if agree(leak <= probe.tolerance):
+                if probe.undecided:
+                    rank_zero_warn(
+                        f"{self.owner}: whether {probe.name} isolates packed documents was measured with its present "
+                        f"weights only, because it could not be differentiated ({probe.undecided}). Training may "
+                        "change the answer. Giving each document its own row avoids this: data.init_args.pack=false"
+                    )
                 if agree(probe.takes_starts(way, length)):
                     return by_starts
                 if way is not by_positions:
@@ -187,12 +207,22 @@ class DocumentRows:
 
 
 class _Probe:
-    """Logits of a network for five rows of two documents: A B, A' B, A B', B A, and A B with another last token."""
+    """Logits of a network for five rows of two documents: A B, A' B, A B', B A, and A B with another last token.
 
-    def __init__(self, network: nn.Module, device: torch.device, plain: _Inputs) -> None:
+    Args:
+        network: The network, in eval mode.
+        device: Device of its inputs.
+        plain: Further arguments of each call.
+        in_training: Parts of the network that are in training mode outside of the test.
+    """
+
+    def __init__(
+        self, network: nn.Module, device: torch.device, plain: _Inputs, in_training: Sequence[nn.Module]
+    ) -> None:
         self.network: Any = network
         self.name = type(network).__name__
         self.plain = plain
+        self.in_training = in_training
         self.tolerance = _EXACT if whole_precision(network, device) else _COARSE
         length = min(_ROW, longest_row(network))
         self.first = length * 7 // 16  # number of tokens of A
@@ -219,9 +249,11 @@ class _Probe:
         # effect on later logits at all.
         self.plain_logits: list[tuple[dict[str, Tensor], Tensor]] = []
         states: list[dict[str, Tensor]] = [{}]
-        noise = _noise_for_zeros(network)
-        if noise:
-            states.append(noise)
+        zeros = _noise_for_zeros(network)
+        if zeros:
+            states.append(zeros)
+        self.noise = zeros | _noise_for_vectors(network)
+        self.undecided = ""  # reason why gradients could not be computed
         for state in states:
             logits = self._logits({"input_ids": self.rows}, state)
             if self._effect(logits) > 1e-6 * float(_norms(logits).max()):
@@ -236,11 +268,83 @@ class _Probe:
             cases: list[tuple[dict[str, Tensor], Tensor | None]] = [*self.plain_logits] or [({}, None)]
             leaks = [self._near(way, state, plain) for state, plain in cases]
             if max(leaks) <= self.tolerance and length > _ROW:
-                leaks += [self._far(way, length, state, plain) for state, plain in self.plain_logits[:1]]
+                leaks += [self._far(way, length, state, plain) for state, plain in self.plain_logits]
+            if max(leaks) <= self.tolerance and self._reads_other(way, length):
+                return float("inf"), (
+                    f"a document changes the next one by {max(leaks):.2g} of that document's own effect with the "
+                    "present weights. Training would change that, because the gradient is not zero"
+                )
         except Exception as error:  # networks raise different errors for arguments that they do not take
             message = str(error).strip().splitlines()[0] if str(error) else repr(error)
             return float("inf"), f"the network fails ({message})"
         return max(leaks), f"a document changes the next one by {max(leaks):.2g} of that document's own effect"
+
+    def reads_later(self) -> bool:
+        """Return whether the logits of tokens depend on later tokens by any path, however small its weight."""
+        count, length = self.rows.shape
+        index = torch.arange(length, device=self.rows.device)
+        ends = torch.arange(1, count + 1, device=self.rows.device)[:, None] * length // (count + 1)
+        for found in self._lookups({"input_ids": self.rows}, index < ends):
+            if found.gradients is not None and bool((found.gradients * (index >= ends)).any()):
+                return True
+        return False
+
+    def _reads_other(self, way: Callable[[Any, Tensor, Tensor], _Inputs], length: int) -> bool:
+        """Return whether documents depend on the document before them by any path, however small its weight."""
+        index = torch.arange(self.rows.shape[1], device=self.rows.device)
+        begins = torch.full((len(self.rows), 1), self.first, device=self.rows.device)
+        begins[3] = self.rows.shape[1] - self.first
+        for found in self._lookups(way(self.network, self.rows, self.positions), index >= begins):
+            if found.gradients is not None and bool((found.gradients * (index < begins)).any()):
+                return True
+            if any(self._read_elsewhere(indices) for indices in found.indices):
+                return True
+        if length <= _ROW:
+            return False
+        length = min(length, longest_row(self.network))
+        # In the network's own mode, in which it recomputes activations if it is told to.
+        far = self._attempt(partial(self._long, way, length, {}, 0), (1, length), None, training=True)
+        if far is None or far.gradients is None:
+            return False
+        return bool(far.gradients[0, : _first_of(length)].any())
+
+    def _read_elsewhere(self, indices: Tensor) -> bool:
+        """Return whether B's tokens look up other rows of a table if A precedes them, or if A changes."""
+        size = indices.shape[1] - self.first
+        alone = indices[min(3, len(indices) - 1), :size]
+        return any(not torch.equal(row[self.first :], alone) for row in indices[:2])
+
+    def _lookups(self, inputs: _Inputs, chosen: Tensor) -> Iterator[Lookups]:
+        """Yield the lookups of calls with the network's weights, with noise, and in its own mode."""
+        shape = (self.rows.shape[0], self.rows.shape[1])
+        cases: list[tuple[dict[str, Tensor], bool]] = [({}, False), (self.noise, False)]
+        if self.in_training:
+            cases.append(({}, True))
+        for state, training in cases:
+            found = self._attempt(partial(self._logits, inputs, state), shape, chosen, training)
+            if found is not None:
+                yield found
+                if found.gradients is None and not state:
+                    self.undecided = "its logits have no finite gradient for what tokens look up in tables"
+
+    def _attempt(
+        self, call: Callable[[], Tensor], shape: tuple[int, int], chosen: Tensor | None, training: bool
+    ) -> Lookups | None:
+        """Return the lookups of a call, or None if it cannot be differentiated. `undecided` then holds the reason.
+
+        Raises:
+            Exception: If the network fails in training mode, in which it would fail in the next step, too.
+        """
+        failed = None
+        with _in_training(self.in_training if training else ()):
+            try:
+                return lookups(call, shape, chosen)
+            except Exception as error:  # networks raise different errors, such as for operators without a gradient
+                self.undecided = str(error).strip().partition("\n")[0] or type(error).__name__
+                failed = error
+            if training and not isinstance(failed, torch.OutOfMemoryError):
+                call()
+        return None
 
     def takes_starts(self, way: Callable[[Any, Tensor, Tensor], _Inputs], length: int) -> bool:
         """Return whether the starts of documents isolate them as well as ``way`` does."""
@@ -258,7 +362,9 @@ class _Probe:
             state, plain = self.plain_logits[0]
             expected = self._long(way, length, state, 0)
             logits = self._long(by_starts, length, state, 0)
-            return float(_norms(expected - logits).median()) / self._effect(plain) <= self.tolerance
+            if float(_norms(expected - logits).median()) / self._effect(plain) > self.tolerance:
+                return False
+            return not self._reads_other(by_starts, length)
         except Exception:  # networks raise different errors for arguments that they do not take
             return False
 
@@ -284,7 +390,7 @@ class _Probe:
     def _long(self, way: Any, length: int, state: dict[str, Tensor], shift: int) -> Tensor:
         """Return the logits of the last tokens of a row of two documents. ``shift`` changes the tokens of the first."""
         length = min(length, longest_row(self.network))
-        first = length * 7 // 16 | 1  # odd, so that it is no multiple of the chunks that layers form
+        first = _first_of(length)
         index = torch.arange(length, device=self.rows.device)
         positions = torch.where(index < first, index, index - first)[None]
         tokens = _tokens(self.network).to(self.rows.device)
@@ -321,6 +427,14 @@ def _usual_way(network: Any) -> Callable[[Any, Tensor, Tensor], _Inputs]:
     return by_starts
 
 
+def _first_of(length: int) -> int:
+    """Return the number of tokens of the first document of a long row.
+
+    It is odd, so that it is no multiple of the chunks that layers form.
+    """
+    return length * 7 // 16 | 1
+
+
 def _norms(logits: Tensor) -> Tensor:
     return torch.linalg.vector_norm(logits, dim=-1)
 
@@ -350,6 +464,18 @@ def _noise_for_zeros(network: nn.Module) -> dict[str, Tensor]:
     return noise
 
 
+def _noise_for_vectors(network: nn.Module) -> dict[str, Tensor]:
+    """Return noise for the parameters with at most one axis, by name.
+
+    They are gates, biases, decays and scales. Some close a path at first: a sigmoid of a large negative number.
+    """
+    noise = {}
+    for name, p in network.named_parameters():
+        if type(p) is nn.Parameter and p.is_floating_point() and p.ndim < 2:
+            noise[name] = torch.arange(p.numel()).mul(2.4).sin().to(p).view_as(p)
+    return noise
+
+
 def _packed(network: nn.Module, batch: Mapping[str, Tensor]) -> bool:
     """Return whether a batch has rows with several documents."""
     if "position_ids" not in batch:
@@ -361,9 +487,25 @@ def _packed(network: nn.Module, batch: Mapping[str, Tensor]) -> bool:
 
 
 @contextmanager
-def _undisturbed(network: nn.Module, device: torch.device) -> Iterator[None]:
-    """Context for calls of a network in eval mode, eagerly and without gradients, that leave no trace."""
+def _in_training(parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Run the body with some modules of a network that is in eval mode in training mode."""
+    for part in parts:
+        part.training = True
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.training = False
+
+
+@contextmanager
+def _undisturbed(network: nn.Module, device: torch.device) -> Iterator[list[nn.Module]]:
+    """Context for calls of a network in eval mode, eagerly and without gradients, that leave no trace.
+
+    The value is the list of the parts that were in training mode, or recompute their activations in that mode alone.
+    """
     parts: list[Any] = list(network.modules())
+    in_training = [part for part in parts if part.training or getattr(part, "gradient_checkpointing", False)]
     # Owners of forward hooks may count calls or update metrics, such as callbacks.
     for owner in hook_owners(network):
         parts.append(owner)
@@ -380,8 +522,9 @@ def _undisturbed(network: nn.Module, device: torch.device) -> Iterator[None]:
     try:
         eagerly = torch.compiler.set_stance("force_eager")
         # Without dispatch modes, so that meters do not count these calls.
-        with evaluating(network), torch.no_grad(), autocast, eagerly, no_dispatch_modes():
-            yield
+        # Validation runs in inference mode, in which nothing can be differentiated.
+        with torch.inference_mode(False), evaluating(network), torch.no_grad(), autocast, eagerly, no_dispatch_modes():
+            yield in_training
     finally:
         record.restore()
 

@@ -1,0 +1,89 @@
+"""Tokens on which the logits of a language model depend, whatever the size of its weights.
+
+    g[s] = d/de[s] of the sum over t of c[t] . logits[t]    e[s]: what token s looks up in tables; c[t]: fixed numbers
+
+If no path leads from token s to the logits t, g[s] is exactly zero, because masks multiply by zero. A small weight on
+the path makes g[s] small, but not zero. The difference of two runs cannot tell a small weight from rounding. Gradients
+do not show discrete choices, such as a selection of tokens. Two runs do.
+
+Costs: one forward and one backward pass, with the activations of the given rows and no gradients of weights
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+@dataclass(frozen=True)
+class Lookups:
+    """Lookups of tokens in tables during one call of a network.
+
+    Args:
+        indices: Rows of the tables that each token looks up, ``[B or 1, T, n]``, one tensor a lookup.
+        gradients: Largest absolute gradient for what each token looked up, ``[B, T]``; None if a gradient is not
+            finite, or if the logits depend on no lookup.
+    """
+
+    indices: list[Tensor]
+    gradients: Tensor | None
+
+
+class _Recording(TorchFunctionMode):
+    """Mode that records lookups, and makes their results leaves of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[Tensor, Tensor]] = []  # indices and results
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function is not F.embedding or not isinstance(result, Tensor):
+            return result
+        leaf = result.detach().requires_grad_()
+        self.found.append((args[0] if args else kwargs["input"], leaf))
+        return leaf.clone()  # networks may scale what they looked up in place
+
+
+def lookups(call: Callable[[], Tensor], shape: tuple[int, int], chosen: Tensor | None = None) -> Lookups:
+    """Return the lookups of a call, with the gradients of the logits of some tokens.
+
+    Args:
+        call: Function that calls the network and returns logits, of all tokens or of some.
+        shape: Rows and tokens of the call, ``(B, T)``.
+        chosen: True for the tokens whose logits are differentiated, in the shape of the logits without their last
+            axis. None: all logits.
+    """
+    batch, length = shape
+    with torch.enable_grad(), _Recording() as recording:
+        logits = call()
+        found = list(recording.found)
+        leaves = [leaf for index, leaf in found if index.numel() % (batch * length) == 0]
+        gradients: tuple[Tensor | None, ...] = ()
+        if leaves and logits.requires_grad:
+            # Numbers of both signs that do not repeat, so that sums over the vocabulary or over tokens do not cancel.
+            factors = torch.arange(logits.numel(), device=logits.device).mul(2.4).sin().view_as(logits)
+            if chosen is not None:
+                factors = factors * chosen[..., None]
+            gradients = torch.autograd.grad((logits.float() * factors).sum(), leaves, allow_unused=True)
+    indices = []
+    for index, _ in found:
+        if index.numel() % (batch * length) == 0:
+            indices.append(index.reshape(batch, length, -1))
+        elif index.shape[-1:] == (length,) and index.numel() == length:  # positions, for all rows
+            indices.append(index.reshape(1, length, 1))
+    sizes = [_whole(g).detach().float().abs().reshape(batch, length, -1).amax(-1) for g in gradients if g is not None]
+    if not sizes:
+        return Lookups(indices, None)
+    largest = torch.stack(sizes).amax(0)
+    usable = bool(largest.isfinite().all()) and bool(largest.any())
+    return Lookups(indices, largest if usable else None)
+
+
+def _whole(tensor: Any) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole
