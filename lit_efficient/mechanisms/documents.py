@@ -9,7 +9,8 @@ between networks, so several are tried in order.
 The test runs once, and training changes the weights. Initial weights may mix tokens so little that the leak looks like
 rounding. Therefore the gradient of B's logits for the tokens of A must also be exactly zero
 (`lit_efficient.models.probes.dependence`): with the network's weights, in eval mode and in its own mode, and with noise
-in the place of gates, biases and weights of zero. The rows of tables that B's tokens read must not depend on A.
+in the place of gates, biases and weights of zero. The rows of tables that B's tokens read must not depend on A. Where
+a network cannot be differentiated, such as in shards, the leak must not exceed rounding that is measured.
 
 The test costs up to sixteen calls with five rows of at most 16 tokens, half of them with a backward pass. For packed
 rows it adds a few calls with one row of their length, because some layers combine only distant tokens. Weights,
@@ -37,13 +38,20 @@ from lit_efficient.models.networks.document_attention import causal_throughout, 
 from lit_efficient.models.networks.gpt import GPT
 from lit_efficient.models.probes.dependence import Lookups, lookups
 from lit_efficient.models.probes.modes import evaluating, whole_precision
+from lit_efficient.surgery import is_sharded
 
 _ROW = 16  # tokens of a probe row
 # Largest leak that counts as rounding, in float32 and in 16 bits. Over all architectures of transformers, networks that
 # isolate documents leak 0 to 1e-4 in float32 and up to 0.06 in bfloat16; the others leak 0.08 to 8.
 _EXACT = 5e-3
 _COARSE = 0.07
+# Gates and biases are no longer. Some strategies keep all weights of a layer in one vector.
+_LONGEST_VECTOR = 1 << 20
 _Inputs = dict[str, Any]
+_Values = list[tuple[Tensor, Tensor]]  # tensors, and the values that replace theirs during a call
+
+
+_Way = Callable[[Any, Tensor, Tensor], _Inputs]
 
 
 def by_positions(network: Any, input_ids: Tensor, position_ids: Tensor) -> _Inputs:
@@ -81,6 +89,10 @@ def by_starts(network: Any, input_ids: Tensor, position_ids: Tensor) -> _Inputs:
     return by_positions(network, input_ids, position_ids) | {"attention_mask": starts}
 
 
+def _without_isolation(network: Any, input_ids: Tensor, position_ids: Tensor) -> _Inputs:
+    return {"input_ids": input_ids}
+
+
 WAYS = {"position_ids": by_positions, "a block-diagonal mask": by_mask, "lengths of documents": by_lengths}
 
 
@@ -96,7 +108,7 @@ class DocumentRows:
     def __init__(self, owner: str) -> None:
         self.owner = owner
         self._tested: nn.Module | None = None  # the network of the results below
-        self._way: Callable[[Any, Tensor, Tensor], _Inputs] | None = None  # isolates documents
+        self._way: _Way | None = None  # isolates documents
         self._refusal: ConfigurationError | None = None  # raised if a batch is packed
 
     def arguments(
@@ -181,19 +193,11 @@ class DocumentRows:
                 f"itself. Use {option}a decoder"
             )
 
-    def _find(
-        self, probe: "_Probe", length: int, agree: Callable[[bool], bool]
-    ) -> Callable[[Any, Tensor, Tensor], _Inputs]:
+    def _find(self, probe: "_Probe", length: int, agree: Callable[[bool], bool]) -> _Way:
         reasons = []
         for name, way in WAYS.items():
             leak, reason = probe.leak(way, length)
             if agree(leak <= probe.tolerance):
-                if probe.undecided:
-                    rank_zero_warn(
-                        f"{self.owner}: whether {probe.name} isolates packed documents was measured with its present "
-                        f"weights only, because it could not be differentiated ({probe.undecided}). Training may "
-                        "change the answer. Giving each document its own row avoids this: data.init_args.pack=false"
-                    )
                 if agree(probe.takes_starts(way, length)):
                     return by_starts
                 if way is not by_positions:
@@ -247,13 +251,13 @@ class _Probe:
         self.positions = positions.to(device)
         # Weights that replace the network's own, and the logits without any isolation. A pair is kept if tokens have an
         # effect on later logits at all.
-        self.plain_logits: list[tuple[dict[str, Tensor], Tensor]] = []
-        states: list[dict[str, Tensor]] = [{}]
+        self.plain_logits: list[tuple[_Values, Tensor]] = []
+        states: list[_Values] = [[]]
         zeros = _noise_for_zeros(network)
         if zeros:
             states.append(zeros)
-        self.noise = zeros | _noise_for_vectors(network)
-        self.undecided = ""  # reason why gradients could not be computed
+        self.noise = zeros + _noise_for_vectors(network)
+        self.differentiates = not _gathers_weights(network)
         for state in states:
             logits = self._logits({"input_ids": self.rows}, state)
             if self._effect(logits) > 1e-6 * float(_norms(logits).max()):
@@ -262,10 +266,10 @@ class _Probe:
         later = [self._most(logits[0, :-1] - logits[4, :-1], logits) for _, logits in self.plain_logits]
         self.sees_later = max(later, default=0.0)
 
-    def leak(self, way: Callable[[Any, Tensor, Tensor], _Inputs], length: int) -> tuple[float, str]:
+    def leak(self, way: _Way, length: int) -> tuple[float, str]:
         """Return the leak from A to B in rows of up to ``length`` tokens, and a clause that describes it."""
         try:
-            cases: list[tuple[dict[str, Tensor], Tensor | None]] = [*self.plain_logits] or [({}, None)]
+            cases: list[tuple[_Values, Tensor | None]] = [*self.plain_logits] or [([], None)]
             leaks = [self._near(way, state, plain) for state, plain in cases]
             if max(leaks) <= self.tolerance and length > _ROW:
                 leaks += [self._far(way, length, state, plain) for state, plain in self.plain_logits]
@@ -284,27 +288,38 @@ class _Probe:
         count, length = self.rows.shape
         index = torch.arange(length, device=self.rows.device)
         ends = torch.arange(1, count + 1, device=self.rows.device)[:, None] * length // (count + 1)
-        for found in self._lookups({"input_ids": self.rows}, index < ends):
-            if found.gradients is not None and bool((found.gradients * (index >= ends)).any()):
-                return True
-        return False
+        decided = False
+        try:
+            for found in self._lookups({"input_ids": self.rows}, index < ends):
+                if found.gradients is not None:
+                    decided = True
+                    if bool((found.gradients * (index >= ends)).any()):
+                        return True
+        except Exception:  # in training some networks, such as Reformer, take only rows of one length
+            return False
+        return not decided and self._differs(_without_isolation, 4, slice(0, -1))
 
-    def _reads_other(self, way: Callable[[Any, Tensor, Tensor], _Inputs], length: int) -> bool:
+    def _reads_other(self, way: _Way, length: int) -> bool:
         """Return whether documents depend on the document before them by any path, however small its weight."""
         index = torch.arange(self.rows.shape[1], device=self.rows.device)
         begins = torch.full((len(self.rows), 1), self.first, device=self.rows.device)
         begins[3] = self.rows.shape[1] - self.first
+        decided = False
         for found in self._lookups(way(self.network, self.rows, self.positions), index >= begins):
-            if found.gradients is not None and bool((found.gradients * (index < begins)).any()):
-                return True
             if any(self._read_elsewhere(indices) for indices in found.indices):
                 return True
+            if found.gradients is not None:
+                decided = True
+                if bool((found.gradients * (index < begins)).any()):
+                    return True
+        if not decided:
+            return self._differs(way, 1, slice(self.first, None))
         if length <= _ROW:
             return False
         length = min(length, longest_row(self.network))
         # In the network's own mode, in which it recomputes activations if it is told to.
-        far = self._attempt(partial(self._long, way, length, {}, 0), (1, length), None, training=True)
-        if far is None or far.gradients is None:
+        far = self._attempt(partial(self._long, way, length, [], 0), (1, length), None, training=True)
+        if far is None or far.gradients is None:  # no memory for its activations: the two runs above decide
             return False
         return bool(far.gradients[0, : _first_of(length)].any())
 
@@ -314,23 +329,40 @@ class _Probe:
         alone = indices[min(3, len(indices) - 1), :size]
         return any(not torch.equal(row[self.first :], alone) for row in indices[:2])
 
+    def _differs(self, way: _Way, changed: int, kept: slice) -> bool:
+        """Return whether the tokens ``kept`` have other logits in the row ``changed`` than in the first row.
+
+        For a network that cannot be differentiated here. A difference counts if it exceeds that by other rows in the
+        batch, which may be rounded otherwise. Without such rounding it must be zero.
+        """
+        others = [i for i in range(1, len(self.rows)) if i != changed]
+        batch = self.rows.clone()
+        batch[others] = batch[others].roll(1, 1)
+        for state in ([], self.noise):
+            logits = self._logits(way(self.network, self.rows, self.positions), state)
+            again = self._logits(way(self.network, batch, self.positions), state)
+            rounding = (logits - again)[[0, changed]].abs().max()
+            if bool((logits[0, kept] - logits[changed, kept]).abs().max() > 4 * rounding):
+                return True
+        return False
+
     def _lookups(self, inputs: _Inputs, chosen: Tensor) -> Iterator[Lookups]:
         """Yield the lookups of calls with the network's weights, with noise, and in its own mode."""
-        shape = (self.rows.shape[0], self.rows.shape[1])
-        cases: list[tuple[dict[str, Tensor], bool]] = [({}, False), (self.noise, False)]
+        if not self.differentiates:
+            return
+        cases: list[tuple[_Values, bool]] = [([], False), (self.noise, False)]
         if self.in_training:
-            cases.append(({}, True))
+            cases.append(([], True))
         for state, training in cases:
-            found = self._attempt(partial(self._logits, inputs, state), shape, chosen, training)
+            with _replaced(state):  # until the backward pass has ended, which may recompute the forward pass
+                found = self._attempt(partial(self._logits, inputs, []), tuple(self.rows.shape), chosen, training)
             if found is not None:
                 yield found
-                if found.gradients is None and not state:
-                    self.undecided = "its logits have no finite gradient for what tokens look up in tables"
 
     def _attempt(
-        self, call: Callable[[], Tensor], shape: tuple[int, int], chosen: Tensor | None, training: bool
+        self, call: Callable[[], Tensor], shape: tuple[int, ...], chosen: Tensor | None, training: bool
     ) -> Lookups | None:
-        """Return the lookups of a call, or None if it cannot be differentiated. `undecided` then holds the reason.
+        """Return the lookups of a call, or None if it cannot be differentiated, such as for operators without gradient.
 
         Raises:
             Exception: If the network fails in training mode, in which it would fail in the next step, too.
@@ -339,14 +371,13 @@ class _Probe:
         with _in_training(self.in_training if training else ()):
             try:
                 return lookups(call, shape, chosen)
-            except Exception as error:  # networks raise different errors, such as for operators without a gradient
-                self.undecided = str(error).strip().partition("\n")[0] or type(error).__name__
+            except Exception as error:  # networks raise different errors
                 failed = error
             if training and not isinstance(failed, torch.OutOfMemoryError):
                 call()
         return None
 
-    def takes_starts(self, way: Callable[[Any, Tensor, Tensor], _Inputs], length: int) -> bool:
+    def takes_starts(self, way: _Way, length: int) -> bool:
         """Return whether the starts of documents isolate them as well as ``way`` does."""
         if self.blind or isinstance(self.network, GPT):
             return False
@@ -368,7 +399,7 @@ class _Probe:
         except Exception:  # networks raise different errors for arguments that they do not take
             return False
 
-    def _near(self, way: Any, state: dict[str, Tensor], plain: Tensor | None) -> float:
+    def _near(self, way: Any, state: _Values, plain: Tensor | None) -> float:
         """Return the leak in the probe rows: with A replaced, and without A."""
         logits = self._logits(way(self.network, self.rows, self.positions), state)
         if plain is None:
@@ -378,7 +409,7 @@ class _Probe:
         alone = plain[3, : len(logits[3]) - self.first]
         return max(self._most(second - after_other, plain), self._most(second - alone, plain))
 
-    def _far(self, way: Any, length: int, state: dict[str, Tensor], plain: Tensor) -> float:
+    def _far(self, way: Any, length: int, state: _Values, plain: Tensor) -> float:
         """Return the leak at the last tokens of a long row.
 
         The median over tokens is used, because rounding may choose other experts for single tokens.
@@ -387,7 +418,7 @@ class _Probe:
         after_other = self._long(way, length, state, 1)
         return float(_norms(logits - after_other).median()) / self._effect(plain)
 
-    def _long(self, way: Any, length: int, state: dict[str, Tensor], shift: int) -> Tensor:
+    def _long(self, way: Any, length: int, state: _Values, shift: int) -> Tensor:
         """Return the logits of the last tokens of a row of two documents. ``shift`` changes the tokens of the first."""
         length = min(length, longest_row(self.network))
         first = _first_of(length)
@@ -399,12 +430,13 @@ class _Probe:
         logits = self._call(way(self.network, row, positions) | last, state)
         return logits.reshape(-1, logits.shape[-1])[-min(_ROW, length - first) :].float()
 
-    def _logits(self, inputs: _Inputs, state: dict[str, Tensor]) -> Tensor:
+    def _logits(self, inputs: _Inputs, state: _Values) -> Tensor:
         return self._call(inputs, state).float().reshape(*self.rows.shape, -1)
 
-    def _call(self, inputs: _Inputs, state: dict[str, Tensor]) -> Tensor:
+    def _call(self, inputs: _Inputs, state: _Values) -> Tensor:
         inputs = {**self.plain, **inputs}
-        output = torch.func.functional_call(self.network, state, (), inputs) if state else self.network(**inputs)
+        with _replaced(state):
+            output = self.network(**inputs)
         logits: Tensor = output if isinstance(output, Tensor) else output.logits
         return logits
 
@@ -418,13 +450,23 @@ class _Probe:
         return float(_norms(difference).max()) / self._effect(logits)
 
 
-def _usual_way(network: Any) -> Callable[[Any, Tensor, Tensor], _Inputs]:
+def _usual_way(network: Any) -> _Way:
     """Return the way that isolates documents in most networks, for a network that cannot be tested."""
     adds_keys = any(getattr(part, "adds_keys", False) for part in network.modules())  # prefixes have no start
     if isinstance(network, GPT) or adds_keys or not causal_throughout(network, min(longest_row(network), 1 << 20)):
         return by_positions
     read_starts()
     return by_starts
+
+
+def _gathers_weights(network: nn.Module) -> bool:
+    """Return whether a strategy gathers weights for each call: torch's FSDP, of either version, or DeepSpeed's ZeRO 3.
+
+    They free the weights at the end of a backward pass, in the middle of the step that runs this test.
+    """
+    marks = ("reshard", "_fsdp_wrapped_module")
+    by_parts = any(hasattr(part, mark) for part in network.modules() for mark in marks)
+    return by_parts or any(is_sharded(p) or hasattr(p, "ds_id") for p in network.parameters())
 
 
 def _first_of(length: int) -> int:
@@ -452,28 +494,50 @@ def _tokens(network: Any) -> Tensor:
     return usual[:: max(1, len(usual) // _ROW)]
 
 
-def _noise_for_zeros(network: nn.Module) -> dict[str, Tensor]:
-    """Return noise for the parameters that are entirely zero, by name.
+def _noise_for_zeros(network: nn.Module) -> _Values:
+    """Return noise for the parameters that are entirely zero.
 
     Zero weights of a new network may hide paths between tokens, in all of its layers or in one kind of them.
     """
-    noise = {}
-    for name, p in network.named_parameters():
-        if type(p) is nn.Parameter and p.is_floating_point() and p.numel() and not p.any():
-            noise[name] = torch.linspace(-0.1, 0.1, p.numel()).to(p).sin_().view_as(p)
+    noise = []
+    for p in _plain_weights(network):
+        if not p.any():
+            noise.append((p, torch.linspace(-0.1, 0.1, p.numel()).to(p).sin_().view_as(p)))
     return noise
 
 
-def _noise_for_vectors(network: nn.Module) -> dict[str, Tensor]:
-    """Return noise for the parameters with at most one axis, by name.
+def _noise_for_vectors(network: nn.Module) -> _Values:
+    """Return noise for the parameters with at most one axis.
 
     They are gates, biases, decays and scales. Some close a path at first: a sigmoid of a large negative number.
     """
-    noise = {}
-    for name, p in network.named_parameters():
-        if type(p) is nn.Parameter and p.is_floating_point() and p.ndim < 2:
-            noise[name] = torch.arange(p.numel()).mul(2.4).sin().to(p).view_as(p)
+    noise = []
+    for p in _plain_weights(network):
+        if p.ndim < 2 and p.numel() <= _LONGEST_VECTOR:
+            noise.append((p, torch.arange(p.numel()).mul(2.4).sin().to(p).view_as(p)))
     return noise
+
+
+def _plain_weights(network: nn.Module) -> Iterator[Tensor]:
+    """Yield the parameters that hold one number for each weight, and of sharded ones the shard of this process."""
+    for p in network.parameters():
+        local: Any = p.to_local() if hasattr(p, "to_local") else p
+        plain = type(local) in (nn.Parameter, Tensor) and not local.is_inference()
+        if plain and local.is_floating_point() and local.numel():
+            yield local.detach()
+
+
+@contextmanager
+def _replaced(values: _Values) -> Iterator[None]:
+    """Run the body with other values in some tensors."""
+    own = [tensor.clone() for tensor, _ in values]
+    for tensor, value in values:
+        tensor.copy_(value)  # detached tensors, so that this is not recorded
+    try:
+        yield
+    finally:
+        for (tensor, _), before in zip(values, own, strict=True):
+            tensor.copy_(before)
 
 
 def _packed(network: nn.Module, batch: Mapping[str, Tensor]) -> bool:

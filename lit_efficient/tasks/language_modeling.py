@@ -36,7 +36,13 @@ from lit_efficient.mechanisms.documents import DocumentRows
 from lit_efficient.mechanisms.router_balance import RouterBalance
 from lit_efficient.models.generation.sampling import Sampling
 from lit_efficient.models.libraries import causal_lm
-from lit_efficient.models.libraries.causal_lm import CausalLMConfig, learned_positions, positions_of
+from lit_efficient.models.libraries.causal_lm import (
+    CausalLMConfig,
+    learned_positions,
+    positions_of,
+    resolve,
+    rotary_length,
+)
 from lit_efficient.models.networks.gpt import GPT, GPTConfig
 from lit_efficient.optimizers.fused_adamw import FusedAdamW
 from lit_efficient.optimizers.schedules import warmup_cosine
@@ -168,6 +174,14 @@ class LanguageModeling(LightningModule):
         if isinstance(self.model, GPTConfig):
             return self.model.max_length
         return positions_of(self.model) if self.network is None else learned_positions(self.network)
+
+    @property
+    def rotary_length(self) -> int | None:
+        """Number of positions for which a Hugging Face model's rotary embedding is made, or ``None`` without an end."""
+        if not isinstance(self.model, CausalLMConfig):
+            return None
+        network: Any = self.network
+        return rotary_length(resolve(self.model) if network is None else network.config)
 
     def num_tokens(self, batch: dict[str, Tensor]) -> int:
         """Return the number of tokens in a batch that contribute to the loss."""

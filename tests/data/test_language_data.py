@@ -1,5 +1,6 @@
 import json
 import json.decoder
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,29 @@ def test_rows_longer_than_the_model_reads_are_refused_before_they_are_tokenised(
     assert not (tmp_path / "cache").exists()
     longest = LanguageModeling(GPTConfig(dim=16, depth=1, num_heads=2, max_length=64))
     trainer(max_steps=1, limit_val_batches=0).fit(longest, datamodule=data)
+
+
+def test_rows_longer_than_a_rotary_embedding_is_made_for_are_mentioned(tmp_path: Path) -> None:
+    """The rows are computed all the same. A scaling that is made for them says nothing."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 32}
+
+    def said(length: int, **fields: Any) -> list[str]:
+        model = CausalLMConfig(config_fields={"model_type": "llama", **sizes, **fields})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            data = language_data(tmp_path, max_length=length)
+            trainer(max_steps=1, limit_val_batches=0).fit(LanguageModeling(model), datamodule=data)
+        return [str(one.message) for one in caught if "rotary positions" in str(one.message)]
+
+    longer = said(64)
+    assert longer
+    assert "max_length is 64" in longer[0]
+    assert "made for 32 (max_position_embeddings)" in longer[0]
+    assert not said(32)
+    scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    assert not said(64, rope_parameters=scaled)
+    assert not said(64, max_position_embeddings=64)
 
 
 def test_another_template_is_another_mask_and_another_cache(tmp_path: Path) -> None:

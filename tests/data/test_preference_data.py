@@ -205,6 +205,20 @@ def test_malformed_rows_are_counted_shown_and_refused_above_the_threshold(tmp_pa
         PreferenceData(**options, rows=PreferenceRows(max_malformed=0.2)).prepare_data()
 
 
+def test_rows_that_are_all_malformed_are_shown_before_the_split_is_refused(tmp_path: Path, words: str) -> None:
+    """The split of no row says nothing about the reason."""
+    turns = {
+        "chosen": [*ASK, _says("a"), _user("b"), _says("c")],
+        "rejected": [*ASK, _says("d"), _user("b"), _says("e")],
+    }
+    source = _file(tmp_path, [turns] * 6)
+    with pytest.raises(ConfigurationError) as refused:
+        PreferenceData(train=source, tokenizer=words, batch_size=2, cache_dir=str(tmp_path)).prepare_data()
+    assert "6 of 6 rows for train are malformed" in str(refused.value)
+    assert "differ before the last turn" in str(refused.value)
+    assert "The remaining 0 different rows cannot be split" in str(refused.value)
+
+
 def test_own_names_of_keys_and_a_source_for_validation(tmp_path: Path, words: str) -> None:
     rows = [{"question": f"Is {i} two?", "yes": "Of course.", "no": "Done."} for i in range(4)]
     source = _file(tmp_path, rows)

@@ -97,13 +97,19 @@ class Recipe:
         if "val" in self.sources or self.val_fraction == 0:
             return 0.0
         ranks = set()
-        for _, row in self.reader(self.sources["train"]):
-            if not isinstance(row, MalformedRow):
+        seen = RowCount()
+        for place, row in self.reader(self.sources["train"]):
+            seen.rows += 1
+            if isinstance(row, MalformedRow):
+                seen.refuse(place, row)
+            else:
                 ranks.add(self.rank(row))
         if len(ranks) < 2:
+            message = f"{len(ranks)} different rows cannot be split into training and validation"
+            if seen.malformed:  # the reason why there are so few
+                message = f"{seen.described('train')}\nThe remaining {message}"
             raise ConfigurationError(
-                f"{self.owner}: {len(ranks)} different rows cannot be split into training and validation. Set "
-                "val, or val_fraction: 0 to train without validation."
+                f"{self.owner}: {message}. Set val, or val_fraction: 0 to train without validation."
             )
         # A threshold above the lowest rank holds out at least one row, and one that does not exceed the highest rank
         # leaves at least one row for training.

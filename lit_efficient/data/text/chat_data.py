@@ -258,3 +258,11 @@ def check_length(data: LightningDataModule, name: str, length: int) -> None:
     if isinstance(most, int) and length > most:
         allowed = f"at most what the model reads, max_length = {most} of {type(module).__name__}'s model"
         raise refusal(type(data).__name__, name, allowed, length)
+    rotary = getattr(module, "rotary_length", None)
+    if isinstance(rotary, int) and length > rotary:
+        rank_zero_warn(
+            f"{type(data).__name__}: {name} is {length}, and the rotary positions of {type(module).__name__}'s model "
+            f"are made for {rotary} (max_position_embeddings). A trained model has not learned later positions, and "
+            f"other programs refuse or cut longer texts. Set {name} to at most {rotary}, or extend the model with "
+            f"config_fields: {{max_position_embeddings: {length}}} and rope_parameters that scale a trained model"
+        )

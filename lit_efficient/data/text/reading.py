@@ -214,13 +214,18 @@ class RowCount:
         """
         if not self.malformed:
             return None
-        share = self.malformed / self.rows
-        lines = [f"{self.malformed} of {self.rows} rows for {what} are malformed ({share:.2%}):"]
+        message = self.described(what)
+        if self.malformed > most * self.rows:
+            raise ConfigurationError(
+                f"{message}\nmax_malformed allows {most:.2%}: repair the rows, or raise it to leave them out."
+            )
+        return message
+
+    def described(self, what: str) -> str:
+        """Return the numbers of rows and of malformed rows, and the reasons of the first ones."""
+        lines = [f"{self.malformed} of {self.rows} rows for {what} are malformed ({self.malformed / self.rows:.2%}):"]
         for place, reason in self.shown[:5]:
             lines.append(f"  {place}: {reason}")
         if self.malformed > 5:
             lines.append(f"  and {self.malformed - 5} more")
-        if self.malformed > most * self.rows:
-            lines.append(f"max_malformed allows {most:.2%}: repair the rows, or raise it to leave them out.")
-            raise ConfigurationError("\n".join(lines))
         return "\n".join(lines)

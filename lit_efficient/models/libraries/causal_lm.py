@@ -414,3 +414,28 @@ def learned_positions(network: Any) -> int | None:
                 kept = part.padding_idx + 1
             return part.num_embeddings - int(getattr(part, "offset", kept))
     return None
+
+
+def rotary_length(config: Any) -> int | None:
+    """Return the number of positions for which a model's rotary embedding is made, or ``None`` without such an end.
+
+    A rotary embedding computes any position, so that longer rows do not fail. Dynamic scaling is made for longer rows.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> rotary_length(LlamaConfig(max_position_embeddings=64))
+        64
+        >>> scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+        >>> rotary_length(LlamaConfig(max_position_embeddings=64, rope_parameters=scaled)) is None
+        True
+    """
+    text = config.get_text_config()
+    rotary = getattr(text, "rope_parameters", None)
+    if not rotary:
+        return None
+    # One description for all layers, or one for each kind of layer.
+    kinds = [rotary, *(value for value in rotary.values() if isinstance(value, dict))]
+    if any("dynamic" in str(kind.get("rope_type")) for kind in kinds):
+        return None
+    most = getattr(text, "max_position_embeddings", None)
+    return most if isinstance(most, int) and most > 0 else None

@@ -24,7 +24,8 @@ class Lookups:
     """Lookups of tokens in tables during one call of a network.
 
     Args:
-        indices: Rows of the tables that each token looks up, ``[B or 1, T, n]``, one tensor a lookup.
+        indices: Rows of trained tables that each token looks up, ``[B or 1, T, n]``, one tensor a lookup. Fixed tables
+            hold rotations, whose differences matter alone.
         gradients: Largest absolute gradient for what each token looked up, ``[B, T]``; None if a gradient is not
             finite, or if the logits depend on no lookup.
     """
@@ -38,18 +39,19 @@ class _Recording(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[Tensor, Tensor]] = []  # indices and results
+        self.found: list[tuple[Tensor, Tensor, bool]] = []  # indices, results, and whether the table is trained
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if function is not F.embedding or not isinstance(result, Tensor):
             return result
         leaf = result.detach().requires_grad_()
-        self.found.append((args[0] if args else kwargs["input"], leaf))
+        given = {**dict(zip(("input", "weight"), args)), **(kwargs or {})}
+        self.found.append((given["input"], leaf, given["weight"].requires_grad))
         return leaf.clone()  # networks may scale what they looked up in place
 
 
-def lookups(call: Callable[[], Tensor], shape: tuple[int, int], chosen: Tensor | None = None) -> Lookups:
+def lookups(call: Callable[[], Tensor], shape: tuple[int, ...], chosen: Tensor | None = None) -> Lookups:
     """Return the lookups of a call, with the gradients of the logits of some tokens.
 
     Args:
@@ -62,7 +64,7 @@ def lookups(call: Callable[[], Tensor], shape: tuple[int, int], chosen: Tensor |
     with torch.enable_grad(), _Recording() as recording:
         logits = call()
         found = list(recording.found)
-        leaves = [leaf for index, leaf in found if index.numel() % (batch * length) == 0]
+        leaves = [leaf for index, leaf, _ in found if index.numel() % (batch * length) == 0]
         gradients: tuple[Tensor | None, ...] = ()
         if leaves and logits.requires_grad:
             # Numbers of both signs that do not repeat, so that sums over the vocabulary or over tokens do not cancel.
@@ -71,7 +73,9 @@ def lookups(call: Callable[[], Tensor], shape: tuple[int, int], chosen: Tensor |
                 factors = factors * chosen[..., None]
             gradients = torch.autograd.grad((logits.float() * factors).sum(), leaves, allow_unused=True)
     indices = []
-    for index, _ in found:
+    for index, _, trained in found:
+        if not trained:
+            continue
         if index.numel() % (batch * length) == 0:
             indices.append(index.reshape(batch, length, -1))
         elif index.shape[-1:] == (length,) and index.numel() == length:  # positions, for all rows
