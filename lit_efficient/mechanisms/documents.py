@@ -38,17 +38,14 @@ from lit_efficient.models.networks.document_attention import causal_throughout, 
 from lit_efficient.models.networks.gpt import GPT
 from lit_efficient.models.probes.dependence import Lookups, lookups
 from lit_efficient.models.probes.modes import evaluating, whole_precision
-from lit_efficient.surgery import is_sharded
+from lit_efficient.models.probes.noise import Values, gathers_weights, noise_for_vectors, noise_for_zeros, replaced
 
 _ROW = 16  # tokens of a probe row
 # Largest leak that counts as rounding, in float32 and in 16 bits. Over all architectures of transformers, networks that
 # isolate documents leak 0 to 1e-4 in float32 and up to 0.06 in bfloat16; the others leak 0.08 to 8.
 _EXACT = 5e-3
 _COARSE = 0.07
-# Gates and biases are no longer. Some strategies keep all weights of a layer in one vector.
-_LONGEST_VECTOR = 1 << 20
 _Inputs = dict[str, Any]
-_Values = list[tuple[Tensor, Tensor]]  # tensors, and the values that replace theirs during a call
 
 
 _Way = Callable[[Any, Tensor, Tensor], _Inputs]
@@ -251,13 +248,13 @@ class _Probe:
         self.positions = positions.to(device)
         # Weights that replace the network's own, and the logits without any isolation. A pair is kept if tokens have an
         # effect on later logits at all.
-        self.plain_logits: list[tuple[_Values, Tensor]] = []
-        states: list[_Values] = [[]]
-        zeros = _noise_for_zeros(network)
+        self.plain_logits: list[tuple[Values, Tensor]] = []
+        states: list[Values] = [[]]
+        zeros = noise_for_zeros(network)
         if zeros:
             states.append(zeros)
-        self.noise = zeros + _noise_for_vectors(network)
-        self.differentiates = not _gathers_weights(network)
+        self.noise = zeros + noise_for_vectors(network)
+        self.differentiates = not gathers_weights(network)
         for state in states:
             logits = self._logits({"input_ids": self.rows}, state)
             if self._effect(logits) > 1e-6 * float(_norms(logits).max()):
@@ -269,7 +266,7 @@ class _Probe:
     def leak(self, way: _Way, length: int) -> tuple[float, str]:
         """Return the leak from A to B in rows of up to ``length`` tokens, and a clause that describes it."""
         try:
-            cases: list[tuple[_Values, Tensor | None]] = [*self.plain_logits] or [([], None)]
+            cases: list[tuple[Values, Tensor | None]] = [*self.plain_logits] or [([], None)]
             leaks = [self._near(way, state, plain) for state, plain in cases]
             if max(leaks) <= self.tolerance and length > _ROW:
                 leaks += [self._far(way, length, state, plain) for state, plain in self.plain_logits]
@@ -317,7 +314,7 @@ class _Probe:
         if length <= _ROW:
             return False
         length = min(length, longest_row(self.network))
-        # In the network's own mode, in which it recomputes activations if it is told to.
+        # In the network's own mode, in which activation checkpointing is active.
         far = self._attempt(partial(self._long, way, length, [], 0), (1, length), None, training=True)
         if far is None or far.gradients is None:  # no memory for its activations: the two runs above decide
             return False
@@ -350,11 +347,11 @@ class _Probe:
         """Yield the lookups of calls with the network's weights, with noise, and in its own mode."""
         if not self.differentiates:
             return
-        cases: list[tuple[_Values, bool]] = [([], False), (self.noise, False)]
+        cases: list[tuple[Values, bool]] = [([], False), (self.noise, False)]
         if self.in_training:
             cases.append(([], True))
         for state, training in cases:
-            with _replaced(state):  # until the backward pass has ended, which may recompute the forward pass
+            with replaced(state):  # until the backward pass has ended, which may recompute the forward pass
                 found = self._attempt(partial(self._logits, inputs, []), tuple(self.rows.shape), chosen, training)
             if found is not None:
                 yield found
@@ -399,7 +396,7 @@ class _Probe:
         except Exception:  # networks raise different errors for arguments that they do not take
             return False
 
-    def _near(self, way: Any, state: _Values, plain: Tensor | None) -> float:
+    def _near(self, way: Any, state: Values, plain: Tensor | None) -> float:
         """Return the leak in the probe rows: with A replaced, and without A."""
         logits = self._logits(way(self.network, self.rows, self.positions), state)
         if plain is None:
@@ -409,7 +406,7 @@ class _Probe:
         alone = plain[3, : len(logits[3]) - self.first]
         return max(self._most(second - after_other, plain), self._most(second - alone, plain))
 
-    def _far(self, way: Any, length: int, state: _Values, plain: Tensor) -> float:
+    def _far(self, way: Any, length: int, state: Values, plain: Tensor) -> float:
         """Return the leak at the last tokens of a long row.
 
         The median over tokens is used, because rounding may choose other experts for single tokens.
@@ -418,7 +415,7 @@ class _Probe:
         after_other = self._long(way, length, state, 1)
         return float(_norms(logits - after_other).median()) / self._effect(plain)
 
-    def _long(self, way: Any, length: int, state: _Values, shift: int) -> Tensor:
+    def _long(self, way: Any, length: int, state: Values, shift: int) -> Tensor:
         """Return the logits of the last tokens of a row of two documents. ``shift`` changes the tokens of the first."""
         length = min(length, longest_row(self.network))
         first = _first_of(length)
@@ -430,12 +427,12 @@ class _Probe:
         logits = self._call(way(self.network, row, positions) | last, state)
         return logits.reshape(-1, logits.shape[-1])[-min(_ROW, length - first) :].float()
 
-    def _logits(self, inputs: _Inputs, state: _Values) -> Tensor:
+    def _logits(self, inputs: _Inputs, state: Values) -> Tensor:
         return self._call(inputs, state).float().reshape(*self.rows.shape, -1)
 
-    def _call(self, inputs: _Inputs, state: _Values) -> Tensor:
+    def _call(self, inputs: _Inputs, state: Values) -> Tensor:
         inputs = {**self.plain, **inputs}
-        with _replaced(state):
+        with replaced(state):
             output = self.network(**inputs)
         logits: Tensor = output if isinstance(output, Tensor) else output.logits
         return logits
@@ -457,16 +454,6 @@ def _usual_way(network: Any) -> _Way:
         return by_positions
     read_starts()
     return by_starts
-
-
-def _gathers_weights(network: nn.Module) -> bool:
-    """Return whether a strategy gathers weights for each call: torch's FSDP, of either version, or DeepSpeed's ZeRO 3.
-
-    They free the weights at the end of a backward pass, in the middle of the step that runs this test.
-    """
-    marks = ("reshard", "_fsdp_wrapped_module")
-    by_parts = any(hasattr(part, mark) for part in network.modules() for mark in marks)
-    return by_parts or any(is_sharded(p) or hasattr(p, "ds_id") for p in network.parameters())
 
 
 def _first_of(length: int) -> int:
@@ -492,52 +479,6 @@ def _tokens(network: Any) -> Tensor:
         special.update(ids if isinstance(ids, list) else [ids])
     usual = torch.tensor([token for token in range(config.vocab_size) if token not in special] or [0])
     return usual[:: max(1, len(usual) // _ROW)]
-
-
-def _noise_for_zeros(network: nn.Module) -> _Values:
-    """Return noise for the parameters that are entirely zero.
-
-    Zero weights of a new network may hide paths between tokens, in all of its layers or in one kind of them.
-    """
-    noise = []
-    for p in _plain_weights(network):
-        if not p.any():
-            noise.append((p, torch.linspace(-0.1, 0.1, p.numel()).to(p).sin_().view_as(p)))
-    return noise
-
-
-def _noise_for_vectors(network: nn.Module) -> _Values:
-    """Return noise for the parameters with at most one axis.
-
-    They are gates, biases, decays and scales. Some close a path at first: a sigmoid of a large negative number.
-    """
-    noise = []
-    for p in _plain_weights(network):
-        if p.ndim < 2 and p.numel() <= _LONGEST_VECTOR:
-            noise.append((p, torch.arange(p.numel()).mul(2.4).sin().to(p).view_as(p)))
-    return noise
-
-
-def _plain_weights(network: nn.Module) -> Iterator[Tensor]:
-    """Yield the parameters that hold one number for each weight, and of sharded ones the shard of this process."""
-    for p in network.parameters():
-        local: Any = p.to_local() if hasattr(p, "to_local") else p
-        plain = type(local) in (nn.Parameter, Tensor) and not local.is_inference()
-        if plain and local.is_floating_point() and local.numel():
-            yield local.detach()
-
-
-@contextmanager
-def _replaced(values: _Values) -> Iterator[None]:
-    """Run the body with other values in some tensors."""
-    own = [tensor.clone() for tensor, _ in values]
-    for tensor, value in values:
-        tensor.copy_(value)  # detached tensors, so that this is not recorded
-    try:
-        yield
-    finally:
-        for (tensor, _), before in zip(values, own, strict=True):
-            tensor.copy_(before)
 
 
 def _packed(network: nn.Module, batch: Mapping[str, Tensor]) -> bool:

@@ -195,10 +195,64 @@ def test_the_question_can_be_asked_in_inference_mode() -> None:
 
 
 # Families that carry states, mix neighbours, look back by blocks or count positions in their own way.
-REFUSED = {""}
+REFUSED = set(
+    [
+        "bailing_hybrid",
+        "bamba",
+        "bart",
+        "bigbird_pegasus",
+        "blenderbot",
+        "blenderbot-small",
+        "bloom",
+        "camembert",
+        "cpmant",
+        "data2vec-text",
+        "deepseek_v4",
+        "falcon_h1",
+        "falcon_mamba",
+        "granitemoehybrid",
+        "hy_v4",
+        "inkling2_text",
+        "inkling_text",
+        "jamba",
+        "kimi_linear",
+        "lfm2",
+        "lfm2_moe",
+        "lfm3",
+        "mamba",
+        "mamba2",
+        "marian",
+        "mbart",
+        "minimax",
+        "mvp",
+        "nemotron_h",
+        "olmo_hybrid",
+        "openai-gpt",
+        "pegasus",
+        "plbart",
+        "prophetnet",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_next",
+        "recurrent_gemma",
+        "roberta",
+        "roberta-prelayernorm",
+        "rwkv",
+        "trocr",
+        "xlm",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xlstm",
+        "zamba",
+        "zamba2",
+        "zaya",
+    ]
+)
+# Their indexers choose keys by scores of which many are zero: which of them are chosen depends on the row's length.
+TIES = {"axk2", "deepseek_v32", "glm_moe_dsa"}
 
 
-@pytest.mark.turns(60, family="packed families", always=["test_every_family_isolates_before_and_after_training[lfm2]"])
+@pytest.mark.turns(60, family="packed families")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.filterwarnings("ignore")
 def test_every_family_isolates_before_and_after_training(family: str) -> None:
@@ -216,13 +270,19 @@ def test_every_family_isolates_before_and_after_training(family: str) -> None:
     assert family not in REFUSED
     way = rows._way
     assert way is not None
-    assert _leak(network, way) < 1e-5
-    _learn(network, way)
-    assert _leak(network, way) < 1e-5
+    for steps in (0, 150):
+        _learn(network, way, steps)
+        leak, unlike_alone = _changes(network, way)
+        assert leak < 1e-6, steps
+        assert unlike_alone < 1e-3 or family in TIES, steps
 
 
 def _leak(network: Any, way: Any) -> float:
-    """Return how much another first document changes the second one, and how much the first one does at all."""
+    return _changes(network, way)[0]
+
+
+def _changes(network: Any, way: Any) -> tuple[float, float]:
+    """Return how much another first document, and none at all, change the second one, relative to its first tokens."""
     ids = IDS.clone()
     ids[:, :SPLIT] = IDS[:, :SPLIT] + 7
     changed = IDS.clone()
@@ -230,8 +290,8 @@ def _leak(network: Any, way: Any) -> float:
     with torch.no_grad(), evaluating(network):
         own, other, effect = (_logits(network, way, tokens)[:, SPLIT:] for tokens in (IDS, ids, changed))
         alone = network(input_ids=IDS[:, SPLIT:], use_cache=False).logits
-        most = max((own - other).norm(dim=-1).max(), (own - alone).norm(dim=-1).max())
-    return float(most / (own - effect)[:, 4:].norm(dim=-1).max())
+    most = (own - effect)[:, 4:].norm(dim=-1).max()
+    return float((own - other).norm(dim=-1).max() / most), float((own - alone).norm(dim=-1).max() / most)
 
 
 def _logits(network: Any, way: Any, ids: Tensor) -> Tensor:
@@ -239,12 +299,12 @@ def _logits(network: Any, way: Any, ids: Tensor) -> Tensor:
     return logits.reshape(*ids.shape, -1)
 
 
-def _learn(network: Any, way: Any) -> None:
+def _learn(network: Any, way: Any, steps: int = 150) -> None:
     """Train on documents that repeat their first three tokens, so that a token must look back."""
     draws = torch.Generator().manual_seed(1)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
     network.train()
-    for _ in range(150):
+    for _ in range(steps):
         first, second = (torch.randint(3, 97, (2, 3), generator=draws).repeat(1, 6) for _ in range(2))
         ids = torch.cat((first[:, :SPLIT], second[:, : 29 - SPLIT]), 1)
         labels = ids[:, 1:].where(torch.arange(1, 29) != SPLIT, -100)

@@ -196,14 +196,22 @@ def test_rationales_are_a_second_weighted_task() -> None:
         task.training_step(answers | {f"rationale_{name}": tensor[:1] for name, tensor in rationales.items()}, 0)
 
 
-def test_a_head_that_cannot_be_split_is_refused() -> None:
+@pytest.mark.parametrize("kind", ["shift", "soft cap", "factor"])
+def test_a_head_that_cannot_be_split_is_refused(kind: str) -> None:
+    """A soft cap leaves small logits as they are, and a trained factor is one at first."""
     task, _ = ready(FAMILIES["gemma2"], FAMILIES["llama"], JSD)
     network: Any = task.network
+    network.factor = nn.Parameter(torch.ones(()))
     forward = network.forward
 
     def shifted(*arguments: Any, **options: Any) -> Any:
         output = forward(*arguments, **options)
-        output.logits = output.logits + 1
+        if kind == "shift":
+            output.logits = output.logits + 1
+        elif kind == "factor":
+            output.logits = output.logits * network.factor
+        else:
+            output.logits = 20 * torch.tanh(output.logits / 20)
         return output
 
     network.forward = shifted

@@ -36,7 +36,10 @@ class OutputHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return logits ``[..., V]`` for hidden states ``[..., H]``."""
-        logits: Tensor = self.module(hidden)
+        return self.finish(self.module(hidden))
+
+    def finish(self, logits: Tensor) -> Tensor:
+        """Return logits for the output of the linear layer."""
         if self.scale != 1:
             logits = logits * self.scale
         if self.softcap is None:
@@ -84,20 +87,42 @@ def hidden_states(network: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor
 
 @torch.no_grad()
 def check_head(network: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Compare the network's own logits of the last position with those of its `output_head`, on the first row.
+    """Compare what the network does to the output of its head with what its `output_head` does.
 
-    The network runs once in eval mode.
+    The network runs in eval mode on the first row, with numbers in the place of the output of its head: small ones and
+    large ones, because a soft cap leaves the small logits of new weights as they are. Factors and biases are noise,
+    because they may be one and zero at first.
 
     Raises:
         ConfigurationError: if they differ, so that the network does more to its logits than is repeated here.
     """
+    head = output_head(network)
+    first = {name: value[:1] if isinstance(value, Tensor) else value for name, value in inputs.items()}
     with evaluating(network):
-        first = {name: value[:1] if isinstance(value, Tensor) else value for name, value in inputs.items()}
-        hidden, output = hidden_states(network, first)
-        theirs = (output if isinstance(output, Tensor) else output.logits).float()
-        ours = output_head(network)(hidden[:, -1:]).float()
-    if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=2e-2, atol=2e-2 * float(theirs.abs().max())):
-        raise ConfigurationError(
-            f"{_OWNER}: {type(network).__name__} changes its logits after the head in a way that is not supported; "
-            f"{_WANTED}."
-        )
+        for size in (0.1, 10.0, 1000.0):
+            given: list[Tensor] = []
+
+            def replace(
+                _: nn.Module, __: Any, logits: Tensor, size: float = size, given: list[Tensor] = given
+            ) -> Tensor:
+                numbers = torch.arange(logits.numel(), device=logits.device).mul(2.4).sin().mul(size)
+                given.append(numbers.to(logits).view_as(logits))
+                return given[-1]
+
+            with head.module.register_forward_hook(replace):
+                _, output = hidden_states(network, first)
+            theirs = (output if isinstance(output, Tensor) else output.logits).float()
+            ours = head.finish(given[0]).float()
+            close = 2e-2 * float(theirs.abs().max())
+            if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=2e-2, atol=close):
+                raise ConfigurationError(
+                    f"{_OWNER}: {type(network).__name__} changes its logits after the head in a way that is not "
+                    f"supported; {_WANTED}."
+                )
+
+
+def _numbers_for(size: float, given: list[Tensor], module: nn.Module, arguments: object, logits: Tensor) -> Tensor:
+    """Return numbers of about ``size`` in the place of ``logits``, and append them to ``given``."""
+    numbers = torch.arange(logits.numel(), device=logits.device).mul(2.4).sin().mul(size)
+    given.append(numbers.to(logits).view_as(logits))
+    return given[-1]
