@@ -201,7 +201,7 @@ def test_a_head_that_cannot_be_split_is_refused(kind: str) -> None:
     """A soft cap leaves small logits as they are, and a trained factor is one at first."""
     task, _ = ready(FAMILIES["gemma2"], FAMILIES["llama"], JSD)
     network: Any = task.network
-    network.factor = nn.Parameter(torch.ones(()))
+    network.factor = torch.nn.Parameter(torch.ones(()))
     forward = network.forward
 
     def shifted(*arguments: Any, **options: Any) -> Any:

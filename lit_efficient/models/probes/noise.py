@@ -44,7 +44,7 @@ def noise_for_vectors(network: nn.Module) -> Values:
     noise = []
     for p in _plain_weights(network):
         if p.ndim < 2 and p.numel() <= _LONGEST_VECTOR:
-            noise.append((p, torch.arange(p.numel()).mul(2.4).sin().to(p).view_as(p)))
+            noise.append((p, torch.arange(1, p.numel() + 1).mul(2.4).sin().to(p).view_as(p)))
     return noise
 
 

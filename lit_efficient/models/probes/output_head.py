@@ -8,6 +8,7 @@ soft cap (Gemma). `check_head` detects other operations.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.models.networks.gpt import GPT
 from lit_efficient.models.probes.modes import evaluating
+from lit_efficient.models.probes.noise import gathers_weights, noise_for_vectors, replaced
 
 _OWNER = "OutputHead"
 _WANTED = "supported is a head that is called once, followed by a constant factor and a soft cap c tanh(x / c)"
@@ -98,18 +100,11 @@ def check_head(network: nn.Module, inputs: Mapping[str, Any]) -> None:
     """
     head = output_head(network)
     first = {name: value[:1] if isinstance(value, Tensor) else value for name, value in inputs.items()}
-    with evaluating(network):
+    noise = [] if gathers_weights(network) else noise_for_vectors(network)
+    with evaluating(network), replaced(noise):
         for size in (0.1, 10.0, 1000.0):
             given: list[Tensor] = []
-
-            def replace(
-                _: nn.Module, __: Any, logits: Tensor, size: float = size, given: list[Tensor] = given
-            ) -> Tensor:
-                numbers = torch.arange(logits.numel(), device=logits.device).mul(2.4).sin().mul(size)
-                given.append(numbers.to(logits).view_as(logits))
-                return given[-1]
-
-            with head.module.register_forward_hook(replace):
+            with head.module.register_forward_hook(partial(_numbers_for, size, given)):
                 _, output = hidden_states(network, first)
             theirs = (output if isinstance(output, Tensor) else output.logits).float()
             ours = head.finish(given[0]).float()
