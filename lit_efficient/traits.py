@@ -38,6 +38,7 @@ class Trait(Enum):
     ADAPTER = auto()  # freezes the base and trains parameters that it adds, in float32
     AVERAGES_WHOLE_MODEL = auto()  # copies the whole model and averages it, frozen weights included
     CLIPS = auto()  # bounds the gradients
+    FOLLOWS_PARAMETERS = auto()  # keeps names or identities of the network's parameters during the run
     FREEZES_MATRICES = auto()  # freezes the weight matrices of the network
     KEEPS_SMALL_UPDATES = auto()  # keeps updates that 16-bit weights would round away
     LOW_RANK = auto()  # keeps the optimizer's moments in a low-rank subspace
@@ -46,6 +47,8 @@ class Trait(Enum):
     NO_SCHEDULE_FREE_FORM = auto()  # an optimizer that has no schedule-free variant
     PREPENDS_TOKENS = auto()  # puts virtual tokens before the input of the first block
     RECOMPUTES = auto()  # recomputes blocks in the backward pass
+    REPLACES_PARAMETERS = auto()  # registers other parameters of the network during the run, under other names
+    RETRAINS_BASE = auto()  # freezes layers, and adds them to the optimizer during the run
     SCHEDULE_FREE = auto()  # averages the weights inside the optimizer and swaps them for evaluation
     STEPS_IN_BACKWARD = auto()  # steps each parameter in the backward pass and frees its gradient
     SWAPS_WEIGHTS = auto()  # evaluates other weights than the trained ones
@@ -78,7 +81,9 @@ def conflict_of(one: str, ours: frozenset[Trait], other: str, theirs: frozenset[
 # Traits of Lightning's own callbacks, by the name of the class: it exists in two namespaces.
 OF_LIGHTNING: Mapping[str, frozenset[Trait]] = {
     "GradientAccumulationScheduler": frozenset({Trait.CHANGES_ACCUMULATION}),
-    "StochasticWeightAveraging": frozenset({Trait.SWAPS_WEIGHTS}),
+    "BaseFinetuning": frozenset({Trait.RETRAINS_BASE}),
+    "ModelPruning": frozenset({Trait.REPLACES_PARAMETERS}),
+    "StochasticWeightAveraging": frozenset({Trait.AVERAGES_WHOLE_MODEL, Trait.SWAPS_WEIGHTS}),
     "WeightAveraging": frozenset({Trait.AVERAGES_WHOLE_MODEL, Trait.SWAPS_WEIGHTS}),
 }
 
@@ -88,7 +93,10 @@ OF_LIGHTNING: Mapping[str, frozenset[Trait]] = {
 CONFLICTS: Mapping[tuple[Trait, Trait], str] = {
     (Trait.ADAPTER, Trait.ADAPTER): "each freezes all parameters except its own: keep one of them",
     (Trait.ADAPTER, Trait.AVERAGES_WHOLE_MODEL): (
-        "{second} copies and averages the frozen base, too, and configures the model twice: use EMA"
+        "{second} copies the model apart from the techniques, and averages the frozen base, too: use EMA"
+    ),
+    (Trait.ADAPTER, Trait.RETRAINS_BASE): (
+        "{first} freezes the base, and {second} trains it again during the run: keep one of them"
     ),
     (Trait.ADAPTER, Trait.KEEPS_SMALL_UPDATES): (
         "{first} trains float32 parameters, which lose no update: leave {second} out"
@@ -98,6 +106,13 @@ CONFLICTS: Mapping[tuple[Trait, Trait], str] = {
     (Trait.FREEZES_MATRICES, Trait.LOW_RANK): (
         "{first} freezes the matrices whose gradients {second} projects: leave one of them out"
     ),
+    (Trait.FOLLOWS_PARAMETERS, Trait.REPLACES_PARAMETERS): (
+        "{second} puts other parameters in the place of the network's during the run, and {first} would go on with the "
+        "old ones: leave one of them out, or prune after training"
+    ),
+    (Trait.FREEZES_MATRICES, Trait.RETRAINS_BASE): (
+        "{first} freezes matrices that {second} would train during the run: keep one of them"
+    ),
     (Trait.KEEPS_SMALL_UPDATES, Trait.KEEPS_SMALL_UPDATES): (
         "both keep the updates that rounding would lose: keep one of them"
     ),
@@ -106,7 +121,7 @@ CONFLICTS: Mapping[tuple[Trait, Trait], str] = {
     ),
     (Trait.LOW_RANK, Trait.LOW_RANK): "both choose the subspace of the optimizer's moments: keep one of them",
     (Trait.MATCHES_FEATURES, Trait.AVERAGES_WHOLE_MODEL): (
-        "{second} configures the model twice and averages the heads of {first}, too: use EMA"
+        "{second} copies the model apart from the techniques, and averages the heads of {first}, too: use EMA"
     ),
     (Trait.MATCHES_FEATURES, Trait.PREPENDS_TOKENS): (
         "layers also run on the virtual tokens of {second}, which the teacher does not see: use PrefixTuning"

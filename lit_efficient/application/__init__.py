@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lit_efficient.application.checkpoints import differences, keep_saving, on_load_checkpoint
+from lit_efficient.application.foreign import check_held, modules_of, watch_parameters
 from lit_efficient.application.ledger import (
     Entry,
     Session,
@@ -159,6 +160,8 @@ def install(trainer: Any, module: Any) -> None:
     if has_own or constrains or any(name == "configure_optimizers" for name, _ in inside):
         wraps.append(("configure_optimizers", _check_optimizers))
     wraps += inside
+    if any(Trait.FOLLOWS_PARAMETERS in technique.traits for technique in techniques):
+        wraps.append(("on_train_start", _watch_parameters))
     if constrains:  # after what rewrites have registered
         wraps.append(("configure_optimizers", _watch_steps))
     start_session(module, Session(id(trainer), wraps))
@@ -242,7 +245,11 @@ def _configure_model(self: Any) -> None:
     techniques = techniques_of(self.trainer)
     acting = [one for one in techniques if one.phase is not None or Trait.TRIES_STEPS in one.traits]
     _check_initialised(self, in_order(acting))
+    before = modules_of(self)
     apply(self, techniques)
+    changed = [type(one).__name__ for one in in_order(techniques) if overrides(one, "transform")]
+    if changed:
+        check_held(self.trainer, self, before, "/".join(changed))
     if not traits_of(self.trainer.strategy).shards_itself:
         check_sharded(self.trainer, self)
 
@@ -269,6 +276,21 @@ def _check_optimizers(self: Any) -> Any:
     configured = inner_method(self, "configure_optimizers", _check_optimizers)()
     check_conflicts([*parts_of(self.trainer), *find_optimizers(configured)])
     return configured
+
+
+def _watch_parameters(self: Any) -> None:
+    """Refuse other parameters from the start of training on; callbacks have had their own ``on_train_start``."""
+    inner_method(self, "on_train_start", _watch_parameters)()
+    techniques = in_order(techniques_of(self.trainer))
+    followers = [type(one).__name__ for one in techniques if Trait.FOLLOWS_PARAMETERS in one.traits]
+    session = session_of(self)
+    assert session is not None
+    for handle in watch_parameters(self, followers):
+        session.at_end.append(partial(_remove, handle))
+
+
+def _remove(handle: Any, module: nn.Module) -> None:
+    handle.remove()
 
 
 def _watch_steps(self: Any) -> Any:

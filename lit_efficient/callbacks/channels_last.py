@@ -11,7 +11,7 @@ A convolution with a channels-last weight returns a channels-last output, and mo
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -58,6 +58,9 @@ class ChannelsLast(CheckpointHooks, Technique):
 
     phase = Phase.LAYOUT
     traits = frozenset({Trait.REFUSES_EARLY, Trait.TRAINING_ONLY})
+    conflicts: ClassVar[dict[str, str]] = {
+        "ModelPruning": "it flattens weights, which must have the channels first for that: leave ChannelsLast out"
+    }
     computes = "same"
     helps = {"speed": (3, "no transpositions around convolutions")}
 

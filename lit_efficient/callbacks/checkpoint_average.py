@@ -57,7 +57,7 @@ class CheckpointAverage(ShadowWeights):
 
     label = "average"
     phase = Phase.AVERAGE
-    traits = frozenset({Trait.SWAPS_WEIGHTS})
+    traits = frozenset({Trait.FOLLOWS_PARAMETERS, Trait.SWAPS_WEIGHTS})
     helps = {"quality": (2, "averages the last weights of a constant rate")}
 
     def __init__(

@@ -51,7 +51,7 @@ class EMA(ShadowWeights):
 
     label = "ema"
     phase = Phase.AVERAGE
-    traits = frozenset({Trait.SWAPS_WEIGHTS})
+    traits = frozenset({Trait.FOLLOWS_PARAMETERS, Trait.SWAPS_WEIGHTS})
     helps = {"quality": (1, "evaluates with averaged weights")}
 
     def __init__(

@@ -76,6 +76,7 @@ class GradualUnfreezing(OptimizerHooks, Technique):
     """
 
     phase = Phase.FREEZE
+    traits = frozenset({Trait.FOLLOWS_PARAMETERS})
     alters = ("optimizer",)
     needs = ("every_n_epochs",)
     conflicts: ClassVar[Mapping[str | Trait, str]] = {

@@ -80,6 +80,9 @@ class NoBiasBeforeNorm(Technique):
     """
 
     phase = Phase.ARCHITECTURE
+    conflicts: ClassVar[dict[str, str]] = {
+        "ModelPruning": "it collects the biases before they become buffers: prune after training, or leave one out"
+    }
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (0, "a little: no gradients of biases without effect")}
 
     @torch.no_grad()

@@ -69,6 +69,7 @@ class OptimizerSchedule(Technique):
         self._steps = 0  # number of steps until the end value is reached
         self._run: list[Any] = []  # max_steps and max_epochs of the run for which the steps were counted
         self._decays: list[list[float]] = []  # weight decay of each optimizer's groups, as a share of the largest
+        self._largest = 1.0  # the largest weight decay before the first step, or 1 if no group has any
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -118,9 +119,9 @@ class OptimizerSchedule(Technique):
                 "LowBitOptimizer(backend='bitsandbytes'), or leave out OptimizerSchedule"
             )
         decays = [[float(group.get("weight_decay", 0.0)) for group in one.param_groups] for one in trainer.optimizers]
-        largest = max(map(max, decays)) or 1.0  # 1 avoids a division by zero if no group has weight decay
         if [len(groups) for groups in self._decays] != [len(groups) for groups in decays]:
-            self._decays = [[decay / largest for decay in groups] for groups in decays]
+            self._largest = max(map(max, decays)) or 1.0  # 1 avoids a division by zero
+            self._decays = [[decay / self._largest for decay in groups] for groups in decays]
         if self.weight_decay is not None and not any(map(any, self._decays)):
             raise ConfigurationError("OptimizerSchedule: no group of the optimizer has a weight_decay above 0 to set")
         if self.momentum is None:
@@ -138,6 +139,9 @@ class OptimizerSchedule(Technique):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Set the values of the next step, before the backward pass, in which some optimizers step."""
         left = decay_factor(self._progress(trainer, pl_module), self.shape)
+        for optimizer, decays in zip(trainer.optimizers, self._decays, strict=True):
+            for group in optimizer.param_groups[len(decays) :]:  # a callback has added groups, as BaseFinetuning does
+                decays.append(float(group.get("weight_decay", 0.0)) / self._largest)
         for optimizer, decays in zip(trainer.optimizers, self._decays, strict=True):
             for group, share in zip(optimizer.param_groups, decays, strict=True):
                 if self.weight_decay is not None and share:
@@ -159,10 +163,11 @@ class OptimizerSchedule(Technique):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the length of the run and the groups' ratios, which cannot be computed once weight decay is 0."""
-        return {"decays": self._decays, "steps": self._steps, "run": self._run}
+        return {"decays": self._decays, "largest": self._largest, "steps": self._steps, "run": self._run}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._decays = state_dict["decays"]
+        self._largest = state_dict["largest"]
         self._steps = state_dict["steps"]
         self._run = state_dict["run"]
 

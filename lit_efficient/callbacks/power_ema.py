@@ -56,7 +56,7 @@ class PowerEMA(Technique):
     """
 
     phase = Phase.AVERAGE
-    traits = frozenset({Trait.LEAVES_TRACES})
+    traits = frozenset({Trait.FOLLOWS_PARAMETERS, Trait.LEAVES_TRACES})
     conflicts: ClassVar[dict[str, str]] = {
         # Both act in the same hook, so that their order in the list would decide which weights are averaged.
         "EMA(switch_every=...)": "it replaces the weights that PowerEMA averages; leave out switch_every"

@@ -12,13 +12,14 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_efficient.application.optimizers import OptimizerHooks
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
+from lit_efficient.mechanisms.averages.weights import check_unchanged, fingerprint
 from lit_efficient.optimizers.fused_adamw import FusedAdamW
 from lit_efficient.optimizers.schedule_free_adamw import ScheduleFreeAdamW
 from lit_efficient.surgery import become
@@ -47,6 +48,8 @@ class ScheduleFree(OptimizerHooks, Technique):
     alters = ("optimizer",)
     conflicts: ClassVar[dict[str | Trait, str]] = {
         **ScheduleFreeAdamW.conflicts,
+        "BatchSizeFinder": "it runs trial steps without ScheduleFree, which switches the weights: use MaxBatchSize",
+        "LearningRateFinder": "it runs trial steps without ScheduleFree, which switches the weights: use LRFinder",
         Trait.NO_SCHEDULE_FREE_FORM: "it has no schedule-free form. Leave ScheduleFree out, or use ScheduleFreeAdamW",
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "needs no schedule, so a run may end at any step")}
@@ -55,6 +58,7 @@ class ScheduleFree(OptimizerHooks, Technique):
         super().__init__()
         check_number("ScheduleFree", "warmup_steps", warmup_steps, least=0, whole=True)
         self.warmup_steps = warmup_steps
+        self._evaluated: list[float] = []  # fingerprint of the weights that are validated
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
         count = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
@@ -87,9 +91,11 @@ class ScheduleFree(OptimizerHooks, Technique):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _switch(trainer, training=False)
+        self._evaluated = fingerprint(_parameters(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            check_unchanged("ScheduleFree", self._evaluated, _parameters(trainer))
             _switch(trainer, training=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -106,6 +112,10 @@ def _schedule_free(trainer: Trainer) -> Iterator[ScheduleFreeAdamW]:
     for optimizer in trainer.optimizers:
         if isinstance(optimizer, ScheduleFreeAdamW):
             yield optimizer
+
+
+def _parameters(trainer: Trainer) -> list[Tensor]:
+    return [p for optimizer in _schedule_free(trainer) for group in optimizer.param_groups for p in group["params"]]
 
 
 def _switch(trainer: Trainer, training: bool) -> None:

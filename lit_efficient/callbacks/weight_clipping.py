@@ -20,6 +20,7 @@ from lit_efficient.errors import check_number, refusal
 from lit_efficient.mechanisms.averages.weights import local
 from lit_efficient.surgery import match_parameters, name_pattern
 from lit_efficient.technique import Technique
+from lit_efficient.traits import Trait
 
 
 def clip_weight_(weight: Tensor, bound: float) -> Tensor:
@@ -52,6 +53,7 @@ class WeightClipping(Technique):
     """
 
     phase = Phase.CONSTRAIN
+    traits = frozenset({Trait.FOLLOWS_PARAMETERS})
     helps: ClassVar[dict[str, tuple[int, str]]] = {"safety": (0, "chosen weights stay within a bound")}
 
     def __init__(self, bound: float, targets: Sequence[str] = ("weight",)) -> None:

@@ -43,6 +43,11 @@ def trainer_of(module: Any) -> Any:
     return getattr(module, "_trainer", None)
 
 
+def hook_of(module: LightningModule) -> str:
+    """Return the name of the hook that Lightning calls now, or an empty string: ``_current_fx_name``."""
+    return getattr(module, "_current_fx_name", None) or ""
+
+
 def set_trainer(module: LightningModule, trainer: Trainer) -> None:
     """Set the trainer of a module, which may be of the other namespace: ``_trainer``."""
     module.__dict__["_trainer"] = trainer

@@ -115,7 +115,9 @@ def rewrite(
     names = [f"{name}.weight" for name, _ in find_targets(module, targets, who=who)]
     names += [f"{name}.{key}".lstrip(".") for name, _, keys in experts for key in keys]
     later = {module.get_parameter(name) for name in held(module)}
-    found = {module.get_parameter(name): name for name in names}
+    # A parametrized layer computes its weight from parameters of other names, which keep full rank.
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    found = {parameters[name]: name for name in names if name in parameters}
     trained: dict[Tensor, str] = {p: name for p, name in found.items() if p.requires_grad or p in later}
     if not trained:
         raise ConfigurationError(

@@ -3,7 +3,7 @@
 The second set is copied into the module before each validation, test and prediction. The raw weights are put back
 afterwards, and after an exception anywhere. Only parameters are exchanged, buffers stay. Where both sets have the same
 dtype, their contents change places tensor by tensor, so that there is no third copy. Code that writes to the module's
-weights in between changes the average.
+weights in between would change the average: after an evaluation by Lightning it is an error.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lit_efficient.application.checkpoints import CheckpointHooks
 from lit_efficient.declaration import Phase
 from lit_efficient.internals.torch_shards import is_sharded, local, reshard
-from lit_efficient.mechanisms.averages.weights import placed_like, whole
+from lit_efficient.mechanisms.averages.weights import check_unchanged, fingerprint, placed_like, whole
 from lit_efficient.technique import Technique
 
 
@@ -48,6 +48,8 @@ class ShadowWeights(CheckpointHooks, Technique):
         self._raw: dict[str, Tensor] | None = None
         # The dictionary that holds the average. While the average is in the module, its tensors hold the raw weights.
         self._held: dict[str, Tensor] = {}
+        # Fingerprint of the average, from its way into the module on.
+        self._evaluated: list[float] = []
         # id() of the module whose average is kept: another module must not get it.
         self._module: int | None = None
 
@@ -194,9 +196,19 @@ class ShadowWeights(CheckpointHooks, Technique):
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         self.swap_in(pl_module)
+        self._evaluated = fingerprint(self._averaged(pl_module))
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._raw is not None:
+            check_unchanged(type(self).__name__, self._evaluated, self._averaged(pl_module))
         self.swap_out(pl_module)
+
+    def _averaged(self, module: nn.Module) -> list[Tensor]:
+        """Return the module's parameters that hold the average now."""
+        if self._raw is None:
+            return []
+        parameters = dict(module.named_parameters())
+        return [parameters[name] for name in self._raw]
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end

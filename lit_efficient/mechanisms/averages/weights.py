@@ -193,6 +193,34 @@ def tracked_weights(module: nn.Module, who: str, trainable_only: bool = True) ->
     return tracked
 
 
+@torch.no_grad()
+def fingerprint(weights: Sequence[Tensor]) -> list[float]:
+    """Return a number for each tensor that changes if its values change."""
+    norms: dict[torch.device, list[Tensor]] = {}
+    for weight in weights:
+        own = local(weight)
+        norms.setdefault(own.device, []).append(torch.linalg.vector_norm(own))
+    found: list[float] = []
+    for numbers in norms.values():  # one wait for each device
+        found += torch.stack([number.double() for number in numbers]).tolist()
+    return found
+
+
+def check_unchanged(who: str, before: Sequence[float], weights: Sequence[Tensor]) -> None:
+    """Raise an error if other code has written to the weights that ``who`` evaluates.
+
+    Raises:
+        ConfigurationError: If the fingerprint differs from ``before``. NaN equals NaN.
+    """
+    now = fingerprint(weights)
+    if repr(now) != repr(list(before)):
+        raise ConfigurationError(
+            f"{who} evaluates other weights than those that train, and other code has written to them during the "
+            "evaluation, so that neither set can be put back: two callbacks that exchange weights undo each other. "
+            f"Leave one of them out, or read the weights of {who} in your callback instead of writing to the module"
+        )
+
+
 def precise(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of an average of weights of ``dtype``: float32, or a wider dtype."""
     return torch.promote_types(dtype, torch.float32)
