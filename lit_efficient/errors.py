@@ -12,7 +12,9 @@ The command line prints these errors without a traceback and exits with their co
 
 import math
 import operator
-from collections.abc import Collection, Sequence
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 EXIT_CODES = {
@@ -65,6 +67,22 @@ def is_out_of_memory(error: BaseException) -> bool:
     text = str(error).lower()
     phrases = ("out of memory", "can't allocate memory", "cudnn_status_not_supported", "cublas_status_alloc_failed")
     return isinstance(error, RuntimeError) and any(phrase in text for phrase in phrases)
+
+
+@contextmanager
+def diagnostic(who: str, what: str) -> Iterator[None]:
+    """Context of code that only looks at a run: an error in it becomes a warning, and never ends the run.
+
+    Args:
+        who: Name of the technique.
+        what: Subject of the diagnostic, for the warning.
+    """
+    try:
+        yield
+    except LitEfficientError:
+        raise
+    except Exception as error:
+        warnings.warn(f"{who}: {what} could not be examined: {type(error).__name__}: {error}", stacklevel=3)
 
 
 def refusal(owner: str, name: str, allowed: str, value: object) -> ConfigurationError:

@@ -16,6 +16,7 @@ from torch import nn
 from lit_efficient.application import apply, check_run, install, uninstall
 from lit_efficient.application.ledger import log_reports, reports_of
 from lit_efficient.declaration import Declaration, in_order, techniques_of
+from lit_efficient.errors import diagnostic
 from lit_efficient.internals.lightning_standalone import StandaloneCallback, StandalonePrecision
 from lit_efficient.internals.lightning_trainer import AskedEarly, trainer_of
 
@@ -47,7 +48,8 @@ class AppliesTechniques(AskedEarly, Callback, StandaloneCallback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Log the reports of all techniques, if this is the first one."""
         if _is_first(self, trainer):
-            warn_of_rounding(trainer, pl_module)
+            with diagnostic(type(self).__name__, "the rounding of 16-bit weights"):
+                warn_of_rounding(trainer, pl_module)
             log_reports(trainer, reports_of(pl_module, techniques_of(trainer)))
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:

@@ -105,8 +105,8 @@ def watch_parameters(module: Any, followers: Sequence[str]) -> list[Any]:
         known.update(added.modules())
 
     return [
-        register_module_parameter_registration_hook(on_parameter),  # type: ignore[arg-type]
-        register_module_module_registration_hook(on_module),  # type: ignore[arg-type]
+        register_module_parameter_registration_hook(on_parameter),
+        register_module_module_registration_hook(on_module),
     ]
 
 

@@ -30,7 +30,7 @@ from lit_efficient.declaration import Report, technique_of
 from lit_efficient.distributed.ranks import data_rank
 from lit_efficient.distributed.reducing import configure_in_order, keep_order
 from lit_efficient.distributed.seeds import mix_seed, seed_all
-from lit_efficient.errors import check_number
+from lit_efficient.errors import check_number, diagnostic
 from lit_efficient.internals.lightning_data import combined_loader, restore_loader_states
 from lit_efficient.internals.lightning_loops import (
     accumulates,
@@ -280,12 +280,14 @@ class ExactResume(Technique):
     def _warn_of_carried(self, pl_module: LightningModule) -> None:
         """Warn of attributes that the second batch has changed: a resumed run would start without their values."""
         before = self._carried
-        now = attributes_of(pl_module)
-        if not before:
-            self._carried = now or None
-            return
         self._carried = None
-        changed = [name for name in now if name in before and differs(before[name], now[name])]
+        changed = []
+        with diagnostic("ExactResume", "state that the module carries from batch to batch"):
+            now = attributes_of(pl_module)
+            if not before:
+                self._carried = now or None
+                return
+            changed = [name for name in now if name in before and differs(before[name], now[name])]
         if changed:
             names = ", ".join(changed[:3]) + ", ..." * (len(changed) > 3)
             self._warn(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 # All names that torch pickles into ``.metadata``: dataclasses of numbers and strings, and two look-up functions.
@@ -59,6 +60,11 @@ def largest_of_all(values: torch.Tensor, mesh: Any) -> torch.Tensor:
 
     found = DTensor.from_local(values, mesh, [Partial("max")] * mesh.ndim, run_check=False)
     return found.full_tensor()
+
+
+def is_wrapper(tensor: object) -> bool:
+    """Return whether a tensor is made of other tensors, as quantised weights of torchao, and is no shard."""
+    return is_traceable_wrapper_subclass(tensor) and not is_sharded(tensor)
 
 
 def is_sharded(tensor: object) -> bool:

@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lit_efficient.errors import ConfigurationError, check_number, refusal
+from lit_efficient.errors import ConfigurationError, check_number, diagnostic, refusal
 from lit_efficient.internals.torch_optimizers import muon_rate, orthogonalised
 from lit_efficient.mechanisms.averages.weights import placed_like
 from lit_efficient.optimizers.groups import Groups, parameter_groups, tensor_of
@@ -157,7 +157,9 @@ class MuonAdamW(Optimizer):
         resumed = any("momentum_buffer" in state for state in self.state.values())
         if not unchecked or resumed:
             return
-        ratio = upper_outlier_ratio([_matrices(p)[0] for p in unchecked if p.requires_grad and not is_sharded(p)])
+        ratio = 0.0
+        with diagnostic("MuonAdamW", "the weights at the start"):
+            ratio = upper_outlier_ratio([_matrices(p)[0] for p in unchecked if p.requires_grad and not is_sharded(p)])
         if ratio > _TRAINED:
             rank_zero_warn(
                 "MuonAdamW starts from weights that were trained before, and not by Muon: in a quarter of the matrices "

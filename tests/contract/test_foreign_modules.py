@@ -10,13 +10,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import pytest
 import torch
 from torch import nn
 
+from lit_efficient import ExactResume, LoRA, apply
 from lit_efficient.errors import ConfigurationError
 from tests.contract.table import CASES, make_all, network_of
-from tests.support import Toy, assert_equal, data, trainer, weights
+from tests.support import Net, Toy, assert_equal, data, trainer, weights
 
 # These neither read nor change the network.
 IGNORE_SHAPES = {"DataLoaderTuner", "DevicePrefetcher", "ExactResume", "FastMatmul", "GradientNoiseScale"} | {
@@ -96,3 +98,73 @@ def test_a_module_is_pickled_copied_and_saved_whole_after_a_run(name: str, how: 
         twin.on_save_checkpoint(again)
         records = [one.get("lit_efficient", {}).get("transforms") for one in (again, saved)]
         assert records[0] == records[1]
+
+
+class Strict(torch.Tensor):
+    """A tensor of a library that refuses what it does not know."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.equal, torch.Tensor.clone):
+            raise TypeError("not for this class")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Carries(L.LightningModule):
+    """A module of somebody else that carries a tensor of a subclass from batch to batch."""
+
+    carried: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.carried = torch.zeros(2).as_subclass(Strict)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.carried = (torch.zeros(2) + batch_idx).as_subclass(Strict)
+        return (self.net(batch[0]) - batch[0].flip(-1)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+def test_a_diagnostic_reads_tensors_of_a_subclass_and_warns_as_of_any_other() -> None:
+    with pytest.warns(UserWarning, match="Carries changes carried from batch to batch"):
+        trainer([ExactResume(0)], max_steps=4).fit(Carries(), data(16))
+
+
+def test_an_error_in_a_diagnostic_is_a_warning_and_the_run_goes_on() -> None:
+    class Number(int):
+        def __ne__(self, other: object) -> bool:
+            raise ZeroDivisionError("of the user")
+
+    class Counts(Carries):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.number = Number(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+    run = trainer([ExactResume(0)], max_steps=4)
+    with pytest.warns(UserWarning, match="ExactResume: state that .* could not be examined: ZeroDivisionError: of the"):
+        run.fit(Counts(), data(16))
+    assert run.global_step == 4
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora", "pissa"])
+def test_adapters_train_on_weights_that_torchao_has_quantised(variant: str) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    module = Carries()
+    quantize_(module.net.blocks, Int8WeightOnlyConfig())
+    layer: Any = module.net.blocks[0].up
+    base = layer.weight.dequantize()
+    x = next(iter(data(16)))[0]
+    before = module.net(x).detach()
+    apply(module, LoRA(rank=2, variant=variant, targets=["up"]))
+    torch.testing.assert_close(module.net(x).detach(), before)
+    if variant == "dora":
+        torch.testing.assert_close(layer.lora_magnitude.detach(), base.norm(dim=1))
+    start = layer.lora_B.detach().clone()
+    run = trainer([LoRA(rank=2, variant=variant, targets=["up"])], max_steps=3)
+    run.fit(module, data(16))
+    assert not torch.equal(layer.lora_B.detach(), start)
+    torch.testing.assert_close(layer.weight.dequantize(), base, rtol=0, atol=0)

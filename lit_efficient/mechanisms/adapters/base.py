@@ -18,6 +18,7 @@ from lit_efficient.declaration import held
 from lit_efficient.errors import CheckpointError
 from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.internals.torch_modules import FollowsWeight
+from lit_efficient.internals.torch_shards import is_wrapper
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, refresh_squared
 from lit_efficient.mechanisms.adapters.peft_layers import peft_names
 from lit_efficient.mechanisms.adapters.quantized import is_quantized
@@ -158,6 +159,9 @@ def _is_shared(parameter: Tensor) -> bool:
 
 
 def _digest(tensor: Tensor, dtype: torch.dtype | None = None) -> str:
+    if is_wrapper(tensor):  # a quantised weight of another library: its codes and scales are plain tensors
+        inner, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        return "-".join(_digest(getattr(tensor, name)) for name in inner)
     stride = max(1, tensor.numel() // _SAMPLES)
     values = tensor.detach().reshape(-1)[::stride].to(dtype or tensor.dtype)
     if values.is_floating_point():

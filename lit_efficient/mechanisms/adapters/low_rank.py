@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_layers import padded
 from lit_efficient.internals.torch_modules import FollowsWeight
+from lit_efficient.internals.torch_shards import is_wrapper
 from lit_efficient.mechanisms.adapters.experts import ReadsAdapted, seed_of
 from lit_efficient.mechanisms.adapters.int4 import codes_on_grid, dequantize_groups
 from lit_efficient.mechanisms.adapters.quantized import dequantize, is_conv1d, is_quantized
@@ -326,6 +327,8 @@ def base_matrix(module: Any) -> Tensor:
     The result is a view of the weight if possible. A quantised weight is dequantised.
     """
     weight: Tensor = dequantize(module) if is_quantized(module) else module.weight.detach()
+    if is_wrapper(weight):  # of another library, as torchao's
+        weight = weight.dequantize()
     if isinstance(module, _LowRankConv1D | _LowRankEmbedding):
         return weight.T
     return weight.flatten(1)

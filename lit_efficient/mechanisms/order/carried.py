@@ -61,7 +61,8 @@ class _TensorContent:
             return False
         if self.tensor.dtype != other.tensor.dtype or self.tensor.device != other.tensor.device:
             return False
-        return torch.equal(self.tensor, other.tensor)
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.equal(self.tensor, other.tensor)
 
     __hash__ = None  # type: ignore[assignment]  # equal contents would need equal hashes
 
@@ -76,7 +77,8 @@ def _snapshot(value: object) -> object:
     if isinstance(value, Tensor):
         if value.is_meta or value.layout is not torch.strided:
             return None
-        return _TensorContent(value)
+        with torch._C.DisableTorchFunctionSubclass():  # a subclass may refuse to be copied or compared
+            return _TensorContent(value)
     if isinstance(value, tuple) or (isinstance(value, list) and length(value) <= _LONGEST_LIST):
         return [_snapshot(item) for item in contents(value)]
     if isinstance(value, int | float | str):
