@@ -39,7 +39,8 @@ def test_a_misspelt_name_is_answered_before_torch_is_imported(tmp_path):
         for words in (["-c", "langage_model"], ["--trainer.max_step=3"], ["--traner.max_steps=3"], ["--optimizer=AdmW"],
                       ["--trainer.callbacks+=EAM"], ["--trainer.callbacks+=EMA", "--trainer.callbacks.decya=0.9"],
                       ["-c", "wrong.yaml"], ["-c", "inner.yaml"], ["--data.batchsize=3"], ["--without", "ExactResum"],
-                      ["--trainer.callbacks+=lit_efficient.EAM"], ["--optimizer=AdamW", "--optimizer.lrr=1"]):
+                      ["--trainer.callbacks+=lit_efficient.EAM"], ["--optimizer=AdamW", "--optimizer.lrr=1"],
+                      ["--trainer.profiler=SimpelProfiler"], ["--confg", "wrong.yaml"]):
             assert main([*fit, *words]) == 2
             assert main(["check", *fit[1:], *words]) == 2
         print("imported:", sorted({"torch", "lightning"} & set(sys.modules)))
@@ -47,7 +48,7 @@ def test_a_misspelt_name_is_answered_before_torch_is_imported(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "imported: []"
-    assert done.stderr.count("did you mean") == 24
+    assert done.stderr.count("did you mean") == 28
     assert "in wrong.yaml, line 1" in done.stderr
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from lit_efficient import PUBLIC
 from lit_efficient.cli.arguments import Command
 from lit_efficient.cli.signatures import (
+    SHORT,
     Arguments,
     ClassSource,
     blocks_of,
@@ -39,6 +40,8 @@ ALLOWED_IMPORTS = (
     "torch.nn",
     "torchmetrics",
 )
+_OPTIONS = ("config", "print_config", "allow_import", "without", "help")  # they are no keys of a config
+_PROFILERS = ("simple", "advanced", "pytorch", "xla")  # names that Lightning's Trainer takes, besides classes
 _FLAGS = ("--print_config", "--help", "-h")
 
 
@@ -70,7 +73,11 @@ def check_command(command: Command) -> None:
     for word in command.rest:
         name = plain(word.partition("=")[0])
         if name not in _FLAGS and not name.endswith(".help"):
-            raise _unknown(name.removeprefix("--"), "", accepted, trainer, None)
+            key = name.removeprefix("--")
+            near = did_you_mean(key, _OPTIONS)
+            if near:
+                raise _error(f"no option {key!r}{near}", None, accepted)
+            raise _unknown(key, "", accepted, trainer, None)
     _check_keys(command.tree, "", accepted, trainer)
     section = command.tree.get("trainer")
     if isinstance(section, Table):
@@ -99,9 +106,20 @@ def check_classes(tree: Table, knows_others: bool) -> set[str]:
         return checker.unlikely
     for key, value in trainer.items():
         name = str(key).rstrip("+")
+        if name == "profiler" and isinstance(value, str):
+            _check_profiler(value, trainer.places.get(key), knows_others)
         for item in as_list(value) if name in (*LISTS, "logger") else [value]:
             checker.check_slot(item, f"trainer.{name}", name, trainer.places.get(key))
     return checker.unlikely
+
+
+def _check_profiler(value: str, place: Place | None, knows_others: bool) -> None:
+    """Check a profiler that is given by name: one of Lightning's words, or a class."""
+    classes = names_in(SHORT["profiler"])
+    if value in (*_PROFILERS, "null", "") or class_name(value) in classes or "." in value or knows_others:
+        return
+    near = did_you_mean(value, [*_PROFILERS, *classes])
+    raise _error(f"trainer.profiler: there is no profiler {value!r}{near}", place, (*_PROFILERS, *classes))
 
 
 def _check_keys(table: Table, prefix: str, accepted: list[str], others: list[str]) -> None:

@@ -114,7 +114,10 @@ def load(text: str) -> object:
     Raises:
         yaml.YAMLError: As :func:`read_text` does.
     """
-    return plain_data(text.tree if isinstance(text, ConfigText) else _merged(None, read_text(text), ""))
+    if isinstance(text, ConfigText):
+        return plain_data(text.tree)
+    # Part of a config that was checked as a whole. Of its keys nothing says whether they are arguments of a class.
+    return plain_data(_merged(None, read_text(text, is_part=True), ""))
 
 
 def plain_data(value: object) -> object:
@@ -171,13 +174,14 @@ def numbered(names: Iterable[str]) -> list[str]:
 # Reading -------------------------------------------------------------------------------------------------------------
 
 
-def read_text(text: str, file: str = "", slot: str = "") -> object:
+def read_text(text: str, file: str = "", slot: str = "", is_part: bool = False) -> object:
     """Read YAML.
 
     Args:
         text: The YAML.
         file: Name of the file, for places.
         slot: Key of :data:`SLOTS` that the text is the value of. A mapping there must be a class.
+        is_part: True for the text of a part of a config, whose classes are checked already.
 
     Returns:
         The tree.
@@ -191,7 +195,7 @@ def read_text(text: str, file: str = "", slot: str = "") -> object:
     loader = YAML_LOADER(text)
     try:
         node = loader.get_single_node()
-        _check_node(node, {}, (), slot)
+        _check_node(node, {}, (), slot, in_arguments=is_part)
         return None if node is None else _value(node, loader, file, {})
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply") from None
@@ -227,7 +231,9 @@ def _value(node: yaml.Node, loader: yaml.SafeLoader, file: str, made: dict[int, 
     return made[id(node)]
 
 
-def _check_node(node: yaml.Node | None, sizes: dict[int, int], parents: tuple[int, ...], slot: str = "") -> int:
+def _check_node(
+    node: yaml.Node | None, sizes: dict[int, int], parents: tuple[int, ...], slot: str = "", in_arguments: bool = False
+) -> int:
     """Check a node and the nodes below it.
 
     Args:
@@ -235,6 +241,7 @@ def _check_node(node: yaml.Node | None, sizes: dict[int, int], parents: tuple[in
         sizes: Numbers of values of the nodes that are checked already.
         parents: Nodes that contain this one.
         slot: Key that the node is the value of.
+        in_arguments: True below the arguments of a class, where ``callbacks`` and ``plugins`` are names like others.
 
     Returns:
         The number of values. An alias counts like what it repeats.
@@ -254,12 +261,13 @@ def _check_node(node: yaml.Node | None, sizes: dict[int, int], parents: tuple[in
                     first = keys[name].start_mark.line + 1
                     raise yaml.YAMLError(f"the key {name!r} stands twice: in line {first} and line {line}")
                 keys[name] = key
-            size += _check_node(value, sizes, (*parents, id(node)), slot_of(name))
+            below = "" if in_arguments and leaf(name) in LISTS else slot_of(name)
+            size += _check_node(value, sizes, (*parents, id(node)), below, in_arguments or name in _ARGUMENTS)
         values = {key.value: value for key, value in node.value if isinstance(key, yaml.ScalarNode)}
         _check_spec({name: key.start_mark.line + 1 for name, key in keys.items()}, values, slot)
     else:
         for item in node.value:
-            size += _check_node(item, sizes, (*parents, id(node)), slot)
+            size += _check_node(item, sizes, (*parents, id(node)), slot, in_arguments)
     sizes[id(node)] = size
     if size > MOST_VALUES:
         raise yaml.YAMLError(f"what begins in line {node.start_mark.line + 1} has more than {MOST_VALUES:,} values")
@@ -282,7 +290,7 @@ def _check_spec(lines: Mapping[str, int], values: Mapping[str, yaml.Node], slot:
         name = next(iter(lines))
         raise yaml.YAMLError(f"{name!r} in line {lines[name]} of {slot} is of no class: {_HOW.format('NAME')}")
     arguments = values.get("init_args")
-    is_null = isinstance(arguments, yaml.ScalarNode) and arguments.value in _NULL and "class_path" in lines
+    is_null = isinstance(arguments, yaml.ScalarNode) and arguments.value in _NULL and "class_path" in lines and slot
     if not isinstance(arguments, yaml.MappingNode | None) and not is_null:
         raise yaml.YAMLError(f"init_args in line {lines['init_args']} is no mapping of names to values")
 
@@ -392,7 +400,9 @@ def _merge(before: Table, now: Table, in_arguments: bool) -> Table:
         if leaf(text) in LISTS and not in_arguments:
             items = _appended(as_list(result.get(target)), as_list(items))
         elif target in result or not in_arguments:  # else it may be a key of a mapping, as "c++"
-            items = [*as_list(result.get(target)), *as_list(items)]
+            earlier = result.get(target)
+            # `logger: true` stands for Lightning's own logger, which a list replaces.
+            items = [*as_list(None if isinstance(earlier, bool) else earlier), *as_list(items)]
         result.put(target, items, now.places.get(f"{text}+"))
     return result
 
@@ -503,6 +513,19 @@ def _kept_by(before: Table, path: str) -> Table:
     return Table({"class_path": path, "init_args": kept})
 
 
+def _nested(arguments: Table) -> Table:
+    """Write arguments with dots in their names, ``sizes.width: 3``, as mappings. No name of an argument has one."""
+    result = arguments.copy()
+    for key, value in arguments.items():
+        first, dot, rest = str(key).partition(".")
+        if dot and all(part.isidentifier() for part in str(key).rstrip("+").split(".")):
+            del result[key]
+            inner = _nested(Table({rest: value}))
+            inner.places = dict.fromkeys(inner, arguments.places[key]) if key in arguments.places else {}
+            result = _merge(result, Table({first: inner}), in_arguments=True)
+    return result
+
+
 def _named(value: object, key: str) -> object:
     """Write short class names in full, and a class without arguments in a slot as a mapping."""
     if isinstance(value, list):
@@ -512,6 +535,9 @@ def _named(value: object, key: str) -> object:
         value["class_path"] = full_name(str(value["class_path"]))
         if value.get("init_args", value) is None:
             del value["init_args"]
+    if isinstance(value, Table) and isinstance(value.get("init_args"), Table):
+        value = value.copy()
+        value.put("init_args", _nested(_arguments(value)), value.places.get("init_args"))
     if isinstance(value, str) and key in SLOTS and _is_class_name(value):
         return Table({"class_path": full_name(value)})
     return value
@@ -633,6 +659,9 @@ def _set(tree: Table, parts: Sequence[str], text: str, option: str, depth: int, 
         if annotation == "str" or (annotation in _TEXT_OR_NULL and text not in _NULL[1:]):
             text = _Text(text)
         arguments = _set(_arguments(tree), parts, text, option, 0, in_arguments=True)
+        if rest and annotation_of(str(tree["class_path"]), [key]).startswith(("list[", "List[")):
+            item = arguments.get(key)  # the first one of an empty list
+            arguments.put(key, item if isinstance(item, list) else [item])
         result = tree.copy()
         result.put("init_args", arguments)
         return result

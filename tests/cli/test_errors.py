@@ -82,6 +82,8 @@ WRONG = {
         ["--trainer.callbacks+=PeftAdapter", "--trainer.callbacks.config={peft_type: LOKR, alpha: -7}"],
         ["config.alpha must be", "-7"],
     ),
+    "unknown option of the command": (["--confg", "x.yaml"], ["'confg'", "did you mean 'config'"]),
+    "unknown profiler": (["--trainer.profiler=simpl"], ["trainer.profiler", "'simpl'", "did you mean 'simple'"]),
     "unknown logger": (["--trainer.logger=CSVLgger"], ["trainer.logger", "CSVLgger", "did you mean 'CSVLogger'"]),
     "unknown optimizer": (["--optimizer", "AdamX"], ["optimizer", "'AdamX'", "did you mean 'Adam"]),
     "class of another kind": (

@@ -3,11 +3,15 @@
 from pathlib import Path
 
 import pytest
+import yaml
+from jsonargparse import ArgumentParser
 
+from lit_efficient.__main__ import main
 from lit_efficient.cli.arguments import read_command
 from lit_efficient.cli.tree import Place, Table, flat, merge, place_of, plain_data, read_text
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.configs import known
+from tests.cli.free_arguments import FreeArguments, Part
 
 SGD = "optimizer: {class_path: SGD, init_args: {lr: 0.1, momentum: 0.9}}"
 
@@ -159,3 +163,45 @@ def test_an_overlay_that_is_appended_twice_is_the_overlay_once() -> None:
     for name in overlays:
         once, twice = (read_command(["fit", "-c", "language_model", *["-c", name] * count]) for count in (1, 2))
         assert flat(plain_data(once.tree)) == flat(plain_data(twice.tree)), name
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("", ["--model.plugins=[{a: 1}, {b: 2}]"]),
+        ("", ["--model.callbacks=[{a: 1}]"]),
+        ("callbacks: [{a: 1}], plugins: [{b: 2}]", []),
+        ("anything.x: 5", []),
+        ("anything.x.y: 5", ["--model.switch=true"]),
+        ("", ["--model.parts.width=5"]),
+        ("", ["--model.parts=[]", "--model.parts.width=5", "--model.parts.name=b"]),
+        ("parts: [{width: 2}, {width: 3}]", ["--model.parts.name=b"]),
+        ("switch: true", ["--model.switch+=3"]),
+        ("switch: [1]", ["--model.switch+=3"]),
+    ],
+)
+def test_free_arguments_are_read_as_jsonargparse_reads_them(
+    config: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = "tests.cli.free_arguments.FreeArguments"
+    Path("one.yaml").write_text(f"model: {{class_path: {path}, init_args: {{{config}}}}}")
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--config", action="config")
+    parser.add_subclass_arguments(FreeArguments, "model")
+    theirs = parser.parse_args(["--config=one.yaml", *words]).model.init_args.as_dict()
+    assert main(["fit", "-c", "one.yaml", "--allow-import", "tests", *words, "--print_config"]) in (0, None)
+    ours = yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]
+    ours["parts"] = [vars(Part(**part)) for part in ours["parts"]]
+    assert ours == theirs
+
+
+def test_a_list_of_loggers_replaces_lightnings_own() -> None:
+    csv = {"class_path": "lightning.pytorch.loggers.CSVLogger"}
+    assert merged("trainer: {logger: true}", "trainer: {logger+: CSVLogger}") == {"trainer": {"logger": [csv]}}
+
+
+def test_arguments_of_a_class_are_no_null_below_another_argument() -> None:
+    class_alone = "class_path: DiffusersModelConfig, init_args: null"
+    with pytest.raises(yaml.YAMLError, match="init_args in line 1 is no mapping of names to values"):
+        read_text(f"data: {{class_path: LatentData, init_args: {{autoencoder: {{{class_alone}}}}}}}")
+    assert read_text("trainer: {callbacks: [{class_path: EMA, init_args: null}]}")
