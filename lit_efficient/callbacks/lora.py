@@ -90,7 +90,8 @@ class LoRA(AdapterTechnique):
             not train. ``mix_adapters`` (lit_efficient.mechanisms.adapters.several) switches to them or mixes them with
             the trained adapter, which is called ``default``; ``adapters_by_row`` chooses one for each row of a batch.
             Only for the variants lora and rslora.
-        start_from: Folder of an adapter, saved by peft or by ``export --format peft``, from which training starts.
+        start_from: Folder of an adapter, saved by peft or by ``export --format peft``, from which training starts; or
+            file or folder of a LoRA of diffusers, or of kohya's scripts for a UNet.
             rank, alpha, targets, dropout, variant, bias, modules_to_save and trainable_token_indices are read from the
             folder. If one of them is also given, it must be the same.
 

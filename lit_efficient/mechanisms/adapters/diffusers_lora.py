@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from lit_efficient.files.tensors import save_tensors
+from lit_efficient.mechanisms.adapters.peft_folder import LORA_FILE
 
-LORA_FILE, KOHYA_FILE = "pytorch_lora_weights.safetensors", "kohya.safetensors"
+KOHYA_FILE = "kohya.safetensors"
 _PEFT = "base_model.model."
 _KOHYA = {"lora_A.weight": "lora_down.weight", "lora_B.weight": "lora_up.weight", "lora_magnitude_vector": "dora_scale"}
 

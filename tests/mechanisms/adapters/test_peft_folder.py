@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
+import diffusers
+import lightning.pytorch as pl
+import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lit_efficient import ConfigurationError, LoRA
@@ -16,6 +20,7 @@ from lit_efficient.application import apply
 from lit_efficient.application.ledger import ledger
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.sums import write_sums
+from lit_efficient.mechanisms.adapters.diffusers_lora import to_kohya
 from lit_efficient.mechanisms.adapters.peft_folder import placement
 from lit_efficient.mechanisms.adapters.peft_format import to_peft
 from tests.mechanisms.adapters.test_architectures import IDS, MODELS
@@ -128,3 +133,68 @@ def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
         LoRA(start_from=str(tmp_path))
     with pytest.raises(CheckpointError, match=r"adapter_config\.json cannot be read"):
         LoRA(start_from=str(tmp_path / "none"))
+
+
+def small_unet() -> Any:
+    torch.manual_seed(0)
+    return diffusers.UNet2DConditionModel(
+        sample_size=4,
+        block_out_channels=(8, 8),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        layers_per_block=1,
+        cross_attention_dim=8,
+        attention_head_dim=4,
+        norm_num_groups=4,
+    )
+
+
+def predicted(unet: Any) -> torch.Tensor:
+    torch.manual_seed(1)
+    return unet.eval()(torch.randn(2, 4, 4, 4), torch.tensor([3, 700]), torch.randn(2, 5, 8)).sample
+
+
+@pytest.mark.parametrize("kind", ["diffusers", "earlier diffusers", "kohya"])
+def test_a_lora_of_diffusers_or_kohya_is_a_start(kind: str, tmp_path: Path) -> None:
+    base = small_unet()
+    theirs = copy.deepcopy(base)
+    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["to_q", "to_v", "to_out.0"], init_lora_weights=False)
+    theirs.add_adapter(config)
+    factors = peft.get_peft_model_state_dict(theirs)
+    metadata = None
+    if kind == "diffusers":
+        metadata = config.to_dict()
+    if kind == "earlier diffusers":  # alpha is the rank
+        for part in theirs.modules():
+            if isinstance(getattr(part, "scaling", None), dict):
+                part.scaling["default"] = 1.0
+        factors = {
+            name.replace("lora_A", "lora.down").replace("lora_B", "lora.up"): one for name, one in factors.items()
+        }
+    if kind == "kohya":
+        save_file(to_kohya(factors, {"lora_alpha": 6, "use_rslora": False, "r": 3}), tmp_path / "kohya.safetensors")
+    else:
+        diffusers.StableDiffusionPipeline.save_lora_weights(
+            tmp_path, unet_lora_layers=factors, unet_lora_adapter_metadata=metadata
+        )
+    file = next(tmp_path.glob("*.safetensors"))
+    for place in (file, tmp_path):
+        module = Holds(copy.deepcopy(base))
+        technique = LoRA(start_from=str(place))
+        apply(module, [technique])
+        assert (technique.rank, technique.alpha) == (3, 3 if kind == "earlier diffusers" else 6)
+        assert torch.allclose(predicted(module.unet), predicted(theirs), atol=1e-6)
+    assert not torch.allclose(predicted(base), predicted(theirs), atol=1e-3)
+
+
+def test_a_lora_of_several_networks_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    names = ("unet.mid.to_q.lora_A.weight", "text_encoder.q_proj.lora_A.weight")
+    save_file({name: torch.zeros(2, 4) for name in names}, tmp_path / "both.safetensors")
+    with pytest.raises(ConfigurationError, match=r"adapters of text_encoder, unet.* pipeline\.fuse_lora\(\)"):
+        LoRA(start_from=str(tmp_path / "both.safetensors"))
+
+
+class Holds(pl.LightningModule):
+    def __init__(self, unet: Any) -> None:
+        super().__init__()
+        self.unet = unet
