@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from lit_efficient import CausalLMConfig, ConfigurationError, QuantizeBase
 from lit_efficient.mechanisms.adapters.quantized import is_quantized
@@ -248,3 +249,12 @@ def test_a_network_that_a_checkpoint_fills_is_tied_from_the_start_and_not_drawn(
     empty.load_state_dict(drawn.state_dict())
     tokens = torch.arange(6)[None]
     assert torch.equal(empty.eval()(tokens).logits, drawn.eval()(tokens).logits)
+
+
+def test_weights_of_one_variant_are_found_by_their_files(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, **sizes)).half()
+    theirs.save_pretrained(tmp_path, variant="fp16")
+    assert [file.name for file in tmp_path.glob("*.safetensors")] == ["model.fp16.safetensors"]
+    ours = build(CausalLMConfig(name_or_path=str(tmp_path))).state_dict()
+    assert all(torch.equal(tensor.float(), ours[name].float()) for name, tensor in theirs.state_dict().items())
