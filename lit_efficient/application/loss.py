@@ -17,6 +17,7 @@ class LossHooks(Hooks):
     """Mix-in for techniques that change the loss of each step: ``class Weighting(LossHooks, Technique)``."""
 
     batch_weight: float | None = None  # weight of the current batch in its step, for example its number of tokens
+    batch_factor: float = 1.0  # factor by which the technique multiplies the loss of the current batch
 
     def sample_weights(self, output: Mapping[str, Any], module: nn.Module) -> Tensor:
         """Return weights [B] for the losses of the samples, from what ``training_step`` returned."""

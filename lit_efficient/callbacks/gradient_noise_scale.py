@@ -1,16 +1,18 @@
 """Gradient noise scale: estimate the largest useful batch size from gradients that a step computes anyway.
 
     B_crit ~ tr(S) / |G|^2          S: covariance of one sample's gradient, G: the mean gradient
-    |G|^2 = (n |g_big|^2 - mean_i |g_i|^2) / (n - 1)        g_i: of n micro-batches of b_i samples, g_big their mean
-    tr(S) = (mean_i |g_i|^2 - |g_big|^2) / (mean_i(1 / b_i) * (1 - 1 / n))
+    g_big = sum_i p_i g_i           g_i: mean gradient of micro-batch i, of b_i samples;  p_i: its share in the step
+    s = mean_i(1 / b_i);    t = sum_i p_i^2 / b_i           (p_i = 1 / n and t = s / n for n equal micro-batches)
+    |G|^2 = (s |g_big|^2 - t mean_i |g_i|^2) / (s - t);    tr(S) = (mean_i |g_i|^2 - |g_big|^2) / (s - t)
 
 Saves: a search for the batch size: far below B_crit a doubled batch needs half the steps, far above it just as many
 Costs: a norm of each micro-batch's gradients in one of ``every_n_steps`` optimizer steps, and a sum over processes
 Source: McCandlish et al. (2018), https://arxiv.org/abs/1812.06162, appendix A.1; rules for the rate: Goyal et al.
     (2017), https://arxiv.org/abs/1706.02677; Malladi et al. (2022), https://arxiv.org/abs/2205.10287
 
-Both estimates are unbiased. They are averaged over steps before they are divided. For Adam the result is right only in
-its order of magnitude, because Adam divides each coordinate of the gradient by its size.
+Both estimates are unbiased, for equal micro-batches and for those that `TokenWeightedAccumulation` weighs. They are
+averaged over steps before they are divided. For Adam the result is right only in its order of magnitude, because Adam
+divides each coordinate of the gradient by its size.
 """
 
 import math
@@ -24,7 +26,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lit_efficient.application.gradients import gradients_of
-from lit_efficient.declaration import Report, parts_of
+from lit_efficient.application.loss import LossHooks
+from lit_efficient.declaration import Report, parts_of, techniques_of
 from lit_efficient.distributed.gradient_norm import gradient_norm
 from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number
 from lit_efficient.internals.lightning_loops import logged_step
@@ -35,16 +38,16 @@ from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait, has_trait
 
 
-def noise_and_signal(small: Tensor, big: Tensor, count: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+def noise_and_signal(small: Tensor, big: Tensor, inverse: Tensor, joint: Tensor) -> tuple[Tensor, Tensor]:
     """Return unbiased estimates of tr(S) and |G|^2. Their means, divided, are the noise scale in samples.
 
     Args:
         small: Mean of the squared norms of the micro-batches' gradients, [].
-        big: Squared norm of the mean of these gradients, [].
-        count: Number of micro-batches, 2 or more, [].
+        big: Squared norm of the weighted mean of these gradients, [].
         inverse: Mean of 1 / samples of the micro-batches, [].
+        joint: Sum of (share in the weighted mean)^2 / samples, [], below ``inverse``.
     """
-    return (small - big) / (inverse * (1 - 1 / count)), (count * big - small) / (count - 1)
+    return (small - big) / (inverse - joint), (big * inverse - small * joint) / (inverse - joint)
 
 
 def scaled_rate(rate: float, batch: float, new_batch: float, rule: Literal["linear", "sqrt"] = "linear") -> float:
@@ -74,7 +77,8 @@ class GradientNoiseScale(Technique):
     """Estimate the critical batch size during training, and log at the end which batch and rates to use.
 
     Compares the gradients of the micro-batches of all processes with their mean, so it needs accumulation or several
-    processes (DDP). The estimate in samples is logged as ``noise_scale`` whenever the trainer logs, and returned by
+    processes (DDP). Language models weigh micro-batches by their tokens, which the estimate takes into account. The
+    estimate in samples is logged as ``noise_scale`` whenever the trainer logs, and returned by
     ``noise_scale()`` at any time. Training does not change.
 
     Args:
@@ -91,9 +95,6 @@ class GradientNoiseScale(Technique):
         Trait.NEEDS_WHOLE_ROWS: "it compares gradients of several batches, but processes share those of one batch",
     }
     computes = "same"
-    conflicts = {
-        "TokenWeightedAccumulation": "it weighs micro-batches by their tokens, but the estimate needs equal weights",
-    }
     helps = {"speed": (0, "estimates the largest useful batch")}
 
     def __init__(self, every_n_steps: int = 10, decay: float = 0.99) -> None:
@@ -105,6 +106,9 @@ class GradientNoiseScale(Technique):
         self._sums: Tensor | None = None  # decayed sums of tr(S) and |G|^2, and of their weights: [3], on the device
         self._squares: list[Tensor] = []  # squared norms of each parameter's gradient in each micro-batch of the step
         self._inverse: list[float] = []  # 1 / samples of these micro-batches
+        self._weights: list[float] = []  # weights of these micro-batches in the step, such as their numbers of tokens
+        self._factor = 1.0  # factor by which another technique multiplies the loss of the current micro-batch
+        self._rates: list[float] = []  # highest rate of each group in the steps of the run
         self._samples = 0  # samples of the last measured step, on all processes
         self._hooks: list[RemovableHandle] = []  # hooks on the parameters during a measured step
         self._listens = False  # True during the backward pass of a measured step
@@ -150,20 +154,25 @@ class GradientNoiseScale(Technique):
             if window and continues:
                 self._squares = list(window["squares"].to(loss.device))
                 self._inverse = list(window["inverse"])
+                self._weights = list(window["weights"])
             if self._begins or continues:
                 self._hooks = [p.register_hook(self._note) for p in stepped if p.requires_grad]
-        self._listens = bool(self._hooks)
+        weight, self._factor = _weight_of(trainer)
+        self._listens = bool(self._hooks) and weight > 0  # a micro-batch without tokens has no gradient
         if self._listens:
             self._inverse.append(1 / max(1, self._batch))
+            self._weights.append(weight)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._listens = False
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self._note_rates(optimizer)
         if not self._hooks:
             return
         squares = self._squares
         inverse = self._inverse
+        weights = self._weights
         self._stop()
         norm = gradient_norm(gradients_of(optimizer).values())
         if norm is None or not squares:
@@ -173,14 +182,17 @@ class GradientNoiseScale(Technique):
         accumulated = trainer.accumulate_grad_batches
         # The loss of a micro-batch is divided by the number of accumulated ones, and multiplied by the scaler.
         own = torch.stack(squares).sum() * (accumulated / scale) ** 2
-        sums = torch.stack([own, own.new_tensor(len(inverse)), own.new_tensor(math.fsum(inverse))])
+        joint = math.fsum(weight**2 * one for weight, one in zip(weights, inverse))
+        sums = torch.stack([own, *own.new_tensor([len(inverse), math.fsum(inverse), math.fsum(weights), joint])])
         if trainer.world_size > 1:
             sums = trainer.strategy.reduce(sums, reduce_op="sum")
-        total, count, inverses = sums.unbind()
-        unscaled = norm.to(own) / (scale if unscales(optimizer) else 1.0)
-        big = (unscaled * (accumulated / len(inverse))).square()  # the last step of an epoch may have fewer
+        total, count, inverses, weight, joints = sums.unbind()
+        mean = norm.to(own) / (scale if unscales(optimizer) else 1.0)
+        if not _is_weighted(trainer):
+            mean = mean * (accumulated / len(inverse))  # the last step of an epoch may have fewer
         if len(inverse) * trainer.world_size > 1:
-            found = torch.stack([*noise_and_signal(total / count, big, count, inverses / count), torch.ones_like(big)])
+            estimates = noise_and_signal(total / count, mean.square(), inverses / count, joints / weight.square())
+            found = torch.stack([*estimates, torch.ones_like(mean)])
             before = torch.zeros_like(found) if self._sums is None else self._sums.to(found)
             # A step with gradients or squares that are not finite is ignored, without a wait for the device.
             self._sums = torch.where(found.isfinite().all(), before * self.decay + found, before)
@@ -198,7 +210,7 @@ class GradientNoiseScale(Technique):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop()
         if self._sums is not None and trainer.optimizers:
-            rank_zero_info(self.advice([group["lr"] for group in trainer.optimizers[0].param_groups]))
+            rank_zero_info(self.advice(self._rates))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._stop()
@@ -214,7 +226,7 @@ class GradientNoiseScale(Technique):
         return math.inf if weight else math.nan
 
     def advice(self, rates: list[float]) -> str:
-        """Return a sentence that names the batch and the rates to use, from the groups' current rates."""
+        """Return a sentence that names the batch and the rates to use, from the groups' highest rates."""
         scale = self.noise_scale()
         text = f"GradientNoiseScale: {short_number(scale)} samples, with {self._samples} per step"
         if not math.isfinite(scale) or not scale:
@@ -231,22 +243,32 @@ class GradientNoiseScale(Technique):
 
     def state_dict(self) -> dict[str, object]:
         sums = None if self._sums is None else self._sums.detach().cpu().clone()
-        state: dict[str, Any] = {"sums": sums, "samples": self._samples}
+        state: dict[str, Any] = {"sums": sums, "samples": self._samples, "rates": self._rates}
         # Only this process's micro-batches are known here, so with several processes the step is measured again.
         if self._squares and not distributed.is_initialized():
-            state["window"] = {"squares": torch.stack(self._squares).cpu(), "inverse": list(self._inverse)}
+            squares = torch.stack(self._squares).cpu()
+            state["window"] = {"squares": squares, "inverse": list(self._inverse), "weights": list(self._weights)}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._sums = state_dict["sums"]
         self._samples = state_dict["samples"]
+        self._rates = list(state_dict["rates"])
         self._window = state_dict.get("window")
 
     def _note(self, gradient: Tensor) -> None:
         """Record a parameter's gradient before it is added to earlier ones, or averaged over processes."""
         if self._listens:
             values = gradient.coalesce().values() if gradient.is_sparse else gradient
-            self._squares.append(torch.linalg.vector_norm(values.detach().float()).square())
+            self._squares.append((torch.linalg.vector_norm(values.detach().float()) / self._factor).square())
+
+    def _note_rates(self, optimizer: Optimizer) -> None:
+        """Keep the highest rate of each group. A schedule may end at 0, which says nothing about the rate to use."""
+        rates = [group["lr"] for group in optimizer.param_groups]
+        if any(isinstance(rate, Tensor) and rate.device.type != "cpu" for rate in rates) and not self._hooks:
+            return  # reading waits for the device, which happens in measured steps only
+        now = [float(rate) for rate in rates]
+        self._rates = [*map(max, now, self._rates)] if len(now) == len(self._rates) else now
 
     def _stop(self) -> None:
         for hook in self._hooks:
@@ -254,7 +276,20 @@ class GradientNoiseScale(Technique):
         self._hooks = []
         self._squares = []
         self._inverse = []
+        self._weights = []
         self._listens = False
+
+
+def _weight_of(trainer: Trainer) -> tuple[float, float]:
+    """Return the weight of the current micro-batch in its step, and the factor that its loss is multiplied by."""
+    for technique in techniques_of(trainer):
+        if isinstance(technique, LossHooks) and technique.batch_weight is not None:
+            return float(technique.batch_weight), technique.batch_factor
+    return 1.0, 1.0
+
+
+def _is_weighted(trainer: Trainer) -> bool:
+    return any(isinstance(one, LossHooks) and one.batch_weight is not None for one in techniques_of(trainer))
 
 
 def _shown(rates: list[float]) -> str:

@@ -1,25 +1,32 @@
-"""Learning-rate range test: raise the rate in each step, record the loss, undo the steps and use the suggested rate.
+"""Learning-rate finder: raise the rate in each step, then compare rates near the point where the loss begins to fall.
 
-    rate_i = min_lr * (max_lr / min_lr)^(i / (n - 1));    suggestion = where the smoothed loss falls fastest per decade
+    rate_i = min_lr * (max_lr / min_lr)^(i / (n - 1));    start = where the loss has made a quarter of its fall
+    suggestion = best of start * 3^k by the loss after n steps;    losses are compared on the same batches
 
 Saves: runs with a learning rate that is much too large or too small
-Costs: ``num_steps`` training steps before the first epoch; during these, a copy of weights and states in CPU memory
-Source: Smith (2015), https://arxiv.org/abs/1506.01186
+Costs: five to eight times ``num_steps`` training steps before the first epoch; during these, a copy of weights and
+    states in CPU memory
+Source: Smith (2015), https://arxiv.org/abs/1506.01186; the comparison of constant rates: own
+
+All trials see the same batches and random numbers, so most of the noise between batches cancels in their differences. A
+fall that is not clearly larger than the remaining noise is refused, and so is a rate at an end of the range where the
+loss still improves.
 
 The ratios between the rates of parameter groups are kept. All base rates that a scheduler stores are scaled, too, so
-that LambdaLR, one-cycle and plateau schedules also use the suggested rate.
+that LambdaLR, one-cycle and plateau schedules also use the suggested rate. The rates of the first two steps are read
+back from the optimizer, because a module may set its own.
 """
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -36,10 +43,17 @@ from lit_efficient.errors import (
 from lit_efficient.internals.lightning_data import combined_loader
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_loaders import copied
+from lit_efficient.mechanisms.trials.batch_size import set_at
 from lit_efficient.mechanisms.trials.probes import live_generators
 from lit_efficient.mechanisms.trials.rate_range import (
+    CLEAR,
+    FACTOR,
+    NOT_AN_OBJECTIVE,
     SETTLED,
+    climb,
+    fall_between,
     grows,
+    places_of_rate,
     plot_rates,
     rates_to_try,
     scale_rates,
@@ -57,6 +71,11 @@ _DECAY = 0.8  # of the running mean that smooths the losses
 class LRFinder(Technique):
     """Test a range of learning rates before the first epoch, and train with the suggested one.
 
+    ``suggestion`` is the suggested rate, ``rates`` and ``losses`` are those of the range test, ``compared`` holds the
+    rates that were compared with the fall of the loss and its standard error, and ``taken`` is the rate of the first
+    training step, read from the optimizer. A hyper-parameter or attribute of the module that holds the configured rate
+    under a name with ``lr`` or ``learning_rate`` in it is set to the suggestion.
+
     Rates are rates of the optimizer's first group; the rates of other groups keep their ratio to it. Schedulers do not
     step during the test. Afterwards weights, states, random generators and data are as before the test. A resumed run
     uses the rate of the checkpoint.
@@ -64,9 +83,9 @@ class LRFinder(Technique):
     Args:
         min_lr: First rate, above 0.
         max_lr: Last rate, above ``min_lr``.
-        num_steps: Number of optimizer steps, at least 3. If the data is shorter, it is repeated.
+        num_steps: Number of optimizer steps of each trial, at least 6. If the data is shorter, it is repeated.
         mode: ``exponential`` for equal ratios between rates, ``linear`` for equal differences.
-        early_stop_threshold: The test ends when the smoothed loss is more than this multiple of its lowest value,
+        early_stop_threshold: A trial ends when the smoothed loss is more than this multiple of its lowest value,
             above 1, but not within the first five steps; null for no early end.
         apply: Train with the suggested rate. If false, only report and plot it.
         plot: Path of a PNG file with a plot of the test; null for none.
@@ -74,7 +93,8 @@ class LRFinder(Technique):
             the run, such as uploads.
 
     Raises:
-        ConfigurationError: For an argument out of range, and if the loss falls nowhere in the range.
+        ConfigurationError: For an argument out of range, if the fall of the loss is not clearly larger than the noise
+            between batches, if the best rate is at an end of the range, and if the module sets its own rates.
     """
 
     phase = Phase.OPTIMIZER
@@ -96,7 +116,7 @@ class LRFinder(Technique):
         super().__init__()
         check_number("LRFinder", "max_lr", max_lr, above=0)
         check_number("LRFinder", "min_lr", min_lr, above=0, below=max_lr)
-        check_number("LRFinder", "num_steps", num_steps, least=3, whole=True)
+        check_number("LRFinder", "num_steps", num_steps, least=6, whole=True)
         check_choice("LRFinder", "mode", mode, ("exponential", "linear"))
         check_number("LRFinder", "early_stop_threshold", early_stop_threshold, above=1, null=True)
         if plot is not None:
@@ -112,6 +132,12 @@ class LRFinder(Technique):
         self.suggestion: float | None = None
         self.rates: list[float] = []
         self.losses: list[float] = []
+        self.compared: list[tuple[float, float, float]] = []
+        self.taken: float | None = None
+        self._configured: float | None = None  # rate of the first group before the test
+        self._expected: list[float] = []  # rates of the groups in the next step
+        self._steps = 0  # steps whose rates were read back
+        self._hook: Any = None  # hook of the optimizer that reads them
 
     def check(self, trainer: Any, module: Any) -> None:
         if not module.automatic_optimization:
@@ -132,6 +158,8 @@ class LRFinder(Technique):
             self.suggestion = None
             self.rates = []
             self.losses = []
+            self.compared = []
+            self.taken = None
         super().setup(trainer, pl_module, stage)
 
     def describe(self, module: Any) -> Report:
@@ -145,19 +173,29 @@ class LRFinder(Technique):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         unschedule(trainer)
+        self._stop_reading()
         super().teardown(trainer, pl_module, stage)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"suggestion": self.suggestion, "rates": self.rates, "losses": self.losses}
+        return {
+            "suggestion": self.suggestion,
+            "rates": self.rates,
+            "losses": self.losses,
+            "compared": self.compared,
+            "configured": self._configured,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.suggestion = state_dict["suggestion"]
         self.rates = list(state_dict["rates"])
         self.losses = list(state_dict["losses"])
+        self.compared = [tuple(row) for row in state_dict["compared"]]
+        self._configured = state_dict["configured"]
 
     def _test(self, trainer: Any) -> None:
         if self.suggestion is not None:
-            rank_zero_info(f"LRFinder: the rate {self.suggestion:.3g} is taken from the checkpoint")
+            named = self._name_it(trainer) if self.apply else ""
+            rank_zero_info(f"LRFinder: the rate {self.suggestion:.3g} is taken from the checkpoint{named}")
             return
         if trainer.global_step:
             raise ConfigurationError(
@@ -165,28 +203,129 @@ class LRFinder(Technique):
                 "must run before the first step. Resume without LRFinder"
             )
         reference = self._reference(trainer)
+        self._configured = reference
         trials = Trials(trainer, self.idle)
-        self.rates, self.losses = _run(self, trainer, trials, reference)
         problem: ConfigurationError | None = None
         try:
-            self.suggestion = suggest_lr(self.rates, self.losses, _DECAY)
+            self.suggestion = self._find(partial(_run, self, trainer, trials, reference))
         except ConfigurationError as error:
             problem = error
-        if self.plot is not None and trainer.is_global_zero:
+        trials.finish()
+        if self.plot is not None and trainer.is_global_zero and self.rates:
             plot_rates(Path(self.plot), self.rates, self.losses, self.suggestion, self.mode, _DECAY)
         if problem is not None:
             raise problem
         assert self.suggestion is not None
+        named = ""
         if self.apply:
             for optimizer in trainer.optimizers:
                 scale_rates(optimizer, self.suggestion / reference)
             for config in trainer.lr_scheduler_configs:
                 scale_schedule(config.scheduler, self.suggestion / reference)
-        use = "used" if self.apply else "not used (apply=False)"
+            named = self._name_it(trainer)
+            self._read_back(trainer)
+        use = "set" if self.apply else "not set (apply=False)"
+        _, fall, spread = next(row for row in self.compared if row[0] == self.suggestion)
         rank_zero_info(
             f"LRFinder: suggests {self.suggestion:.3g} for the first group, which is {use}; its rate was "
-            f"{reference:.3g}, {len(self.losses)} of {self.num_steps} steps were run"
+            f"{reference:.3g}. {self.num_steps} steps at this rate lower the loss by {fall:.3g} (standard error "
+            f"{spread:.2g}); compared with {', '.join(f'{row[0]:.3g}' for row in self.compared)}{named}"
         )
+
+    def _find(self, run: Callable[[Sequence[float]], list[float | None]]) -> float:
+        """Return the suggested rate.
+
+        Args:
+            run: Function that returns the loss of each step of a trial, for the rate of each step.
+        """
+        untrained = run([0.0] * self.num_steps)
+        rates = rates_to_try(self.min_lr, self.max_lr, self.num_steps, self.mode)
+        rising = run(rates)
+        both = [(a, b, c) for a, b, c in zip(rates, rising, untrained) if b is not None and c is not None]
+        trials: dict[float, list[float | None]] = {}
+
+        def losses_at(rate: float) -> list[float | None]:
+            if rate not in trials:
+                trials[rate] = run([rate] * self.num_steps)
+            return trials[rate]
+
+        def better(one: float, other: float) -> bool:
+            difference = fall_between(losses_at(other), losses_at(one))
+            return difference.mean > 2 * difference.error
+
+        try:
+            tried, losses, still = ([row[i] for row in both] for i in range(3))
+            best = climb(suggest_lr(tried, losses, _DECAY, still), self.min_lr, self.max_lr, better)
+            self._check(best, trials, untrained)
+        finally:  # the end of each trial restores the attributes of all callbacks
+            self.rates = [rate for rate, _, _ in both]
+            self.losses = [loss for _, loss, _ in both]
+            falls = {rate: fall_between(untrained, trials[rate]) for rate in sorted(trials)}
+            self.compared = [(rate, fall.mean, fall.error) for rate, fall in falls.items()]
+        return best
+
+    def _check(self, best: float, trials: dict[float, list[float | None]], untrained: list[float | None]) -> None:
+        """Raise an error if the fall of the loss is not clear, or if the best rate is at an end of the range."""
+        fall = fall_between(untrained, trials[best])
+        if not fall.clear:
+            raise ConfigurationError(
+                f"LRFinder: {self.num_steps} steps at the rate {best:.3g} lower the loss by {fall.mean:.3g} on the "
+                f"same batches, which is not more than {CLEAR} times the standard error of {fall.error:.2g} between "
+                f"batches: no rate can be suggested. Use more steps (num_steps) or larger batches. {NOT_AN_OBJECTIVE}"
+            )
+        for neighbour, at_end, advice in (
+            (best / FACTOR, best * FACTOR > self.max_lr, f"raise max_lr above {self.max_lr:g}"),
+            (best * FACTOR, best / FACTOR < self.min_lr, f"lower min_lr below {self.min_lr:g}"),
+        ):
+            if at_end and neighbour in trials and fall_between(trials[neighbour], trials[best]).clear:
+                raise ConfigurationError(
+                    f"LRFinder: the loss improves up to the end of the range, from the rate {neighbour:.3g} to "
+                    f"{best:.3g}, so the best rate is outside: {advice}. {NOT_AN_OBJECTIVE}"
+                )
+
+    def _name_it(self, trainer: Any) -> str:
+        """Set the suggestion in the module's hyper-parameters and attributes that hold the configured rate."""
+        assert self._configured is not None
+        places = places_of_rate(trainer.lightning_module, self._configured)
+        set_at(places, self.suggestion)
+        names = sorted({name for _, name in places})
+        return f"; the module's {' and '.join(names)} is set to it" if names else ""
+
+    def _read_back(self, trainer: Any) -> None:
+        """Compare the rates of the next two steps with those that were set.
+
+        The second step matters, because a module may change the rates after its own ``optimizer.step()``.
+        """
+        optimizer = trainer.optimizers[0]
+        self._expected = [float(group["lr"]) for group in optimizer.param_groups]
+        self._steps = 0
+        self._hook = optimizer.register_step_pre_hook(partial(self._read, trainer))
+
+    def _read(self, trainer: Any, optimizer: Any, *_: Any) -> None:
+        used = [float(group["lr"]) for group in optimizer.param_groups]
+        expected = self._expected
+        self._steps += 1
+        if self._steps == 1:
+            self.taken = used[0]
+        else:
+            self._stop_reading()
+            for config in trainer.lr_scheduler_configs:
+                if hasattr(config.scheduler, "get_last_lr"):
+                    expected = [float(rate) for rate in config.scheduler.get_last_lr()]
+        if len(used) == len(expected) and not _close(used, expected):
+            self._stop_reading()
+            self.taken = used[0]
+            rank_zero_warn(
+                f"LRFinder: step {self._steps} should have the rate {expected[0]:.3g}, but it is {used[0]:.3g} in the "
+                f"optimizer: optimizer_step of {type(trainer.lightning_module).__name__} or a callback sets its own "
+                f"rate. The suggestion of {self.suggestion:.3g} is used only where this code takes it from the "
+                "module's hyper-parameters or the groups. Use a scheduler for a warm-up"
+            )
+
+    def _stop_reading(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def _reference(self, trainer: Any) -> float:
         """Return the full rate of the first group, by which the schedule multiplies, before any warm-up factor."""
@@ -199,42 +338,54 @@ class LRFinder(Technique):
         return reference
 
 
-def _run(finder: LRFinder, trainer: Any, trials: Trials, reference: float) -> tuple[list[float], list[float]]:
-    """Train with increasing rates.
+def _run(
+    finder: LRFinder, trainer: Any, trials: Trials, reference: float, rates: Sequence[float]
+) -> list[float | None]:
+    """Train with given rates of the first group, and undo everything.
 
     Returns:
-        The rates and the losses of the steps. A loss is the mean over micro-batches and processes, as in the gradient.
+        The loss of each step, the mean over micro-batches and processes as in the gradient; ``None`` for a step without
+        a loss. The list is shorter than ``rates`` if the run diverged.
+
+    Raises:
+        ConfigurationError: If the optimizer steps with other rates.
     """
-    rates = rates_to_try(finder.min_lr, finder.max_lr, finder.num_steps, finder.mode)
-    tried: list[float] = []
-    losses: list[float] = []
-    skipped = 0  # consecutive steps without a loss
+    losses: list[float | None] = []
     accumulate = trainer.accumulate_grad_batches
     batches = _batches(trainer)
     generators = [(generator, generator.get_state()) for generator in live_generators(combined_loader(trainer))]
+    optimizer = trainer.optimizers[0]
+    used: list[float] = []  # rate of the first group in the optimizer's step
+    threshold = finder.early_stop_threshold if any(rates) else None  # initial weights do not diverge
+    hook = optimizer.register_step_pre_hook(lambda one, *_: used.append(float(one.param_groups[0]["lr"])))
     with trials.trial(accumulate, alone=False):
         trainer.strategy.lr_scheduler_configs = []
         # Ratio of each group's rate to the first group's, from full rates: a warm-up may have set all of them to 0.
-        optimizer = trainer.optimizers[0]
         shares = [_full_rate(group) / reference for group in optimizer.param_groups]
         for rate in rates:
             for group, share in zip(optimizer.param_groups, shares):
                 set_rate(group, rate * share)
-            loss = _step(trainer, trials, batches, accumulate)
-            if loss is None:  # training_step returned None, so that the step was skipped
-                skipped += 1
-                if skipped == SETTLED:
-                    break
-                continue
-            skipped = 0
-            tried.append(rate)
-            losses.append(loss)
-            if not math.isfinite(loss) or grows(losses, finder.early_stop_threshold, _DECAY):
+            used.clear()
+            losses.append(_step(trainer, trials, batches, accumulate))
+            if used and not _close(used, [rate]):
+                raise ConfigurationError(
+                    f"LRFinder: the rate {rate:.3g} was set, but the optimizer steps with {used[0]:.3g}: "
+                    f"optimizer_step of {type(trainer.lightning_module).__name__} or a callback sets its own rate, "
+                    "so that no other can be tested. Use a scheduler for a warm-up, or leave out LRFinder"
+                )
+            if losses[-SETTLED:] == [None] * SETTLED:
                 break
+            known = [loss for loss in losses if loss is not None]
+            if known and (not math.isfinite(known[-1]) or grows(known, threshold, _DECAY)):
+                break
+    hook.remove()
     for generator, state in generators:
         generator.set_state(state)
-    trials.finish()
-    return tried, losses
+    return losses
+
+
+def _close(rates: Sequence[float], others: Sequence[float]) -> bool:
+    return all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(rates, others))
 
 
 def _step(trainer: Any, trials: Trials, batches: Iterator[Any], accumulate: int) -> float | None:

@@ -180,6 +180,10 @@ class TokenWeightedAccumulation(LossHooks, Technique):
     def batch_weight(self) -> float:  # type: ignore[override]
         return self._batch[1]
 
+    @property
+    def batch_factor(self) -> float:  # type: ignore[override]
+        return self._batch[1] / self._reference if self._reference else 1.0
+
     def state_dict(self) -> dict[str, Any]:
         """Return the tokens of an open window, or with several processes the reference of the next window.
 
@@ -201,7 +205,7 @@ class TokenWeightedAccumulation(LossHooks, Technique):
         if tokens == 0 and trainer.world_size == 1:
             return None
         assert self._reference is not None
-        factor = tokens / self._reference
+        factor = self.batch_factor
         return loss if factor == 1 else loss * factor
 
     def _finish(self, trainer: Any) -> None:

@@ -123,7 +123,7 @@ def reachable(roots: Iterable[object], outside: Callable[[type], bool] = lambda 
             stack += _slots_of(item).values()
 
 
-def _movers(roots: list[object]) -> list[Any]:
+def _movers(roots: list[Any]) -> list[Any]:
     """Return the objects in modules' attributes that move weights between devices.
 
     Their method ``come_to_rest`` moves all weights back, after which they have no state to record.

@@ -12,9 +12,18 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
-from lit_efficient import ConfigurationError, ConflictError, ExactResume, GradientNoiseScale, scaled_rate
+from lit_efficient import (
+    ConfigurationError,
+    ConflictError,
+    ExactResume,
+    GPTConfig,
+    GradientNoiseScale,
+    LanguageModeling,
+    TokenWeightedAccumulation,
+    scaled_rate,
+)
 from lit_efficient.testing import Run
 from tests.contract.row import Row
 from tests.support import Toy, data, trainer
@@ -101,6 +110,73 @@ def test_equals_a_slow_reference_with_unequal_batches_and_a_short_last_window() 
     torch.testing.assert_close(module.w.detach(), w)
 
 
+class Tokens(Quadratic):
+    """Rows of up to three tokens: the mean over all tokens of a micro-batch. Labels count them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, labels = batch
+        losses = 0.5 * (self.w - x).square().sum(1)
+        counts = (labels != -100).sum(1)
+        return {"loss": (losses * counts).sum() / counts.sum()}
+
+    def train_dataloader(self) -> Any:
+        labels = torch.arange(len(self.x))[:, None] + 5 * torch.arange(3) % 7
+        return DataLoader(TensorDataset(self.x, torch.where(labels % 3 > 0, labels, -100)), self.batch)
+
+
+def test_micro_batches_that_are_weighed_by_their_tokens_give_the_reference_s_numbers() -> None:
+    module, noise = Tokens(32, batch=1, rate=0.1), GradientNoiseScale(every_n_steps=1, decay=0.5)
+    counts = TokenWeightedAccumulation(count="1")
+    trainer([noise, counts], accumulate_grad_batches=4, precision=64).fit(module)
+    w = torch.full((WIDTH,), DISTANCE, dtype=torch.float64)
+    sums = torch.zeros(3, dtype=torch.float64)
+    loader = module.train_dataloader()
+    for start in range(0, 32, 4):
+        rows = module.x[start : start + 4].double()
+        weights = (loader.dataset.tensors[1][start : start + 4] != -100).sum(1).double()
+        gradients = w - rows  # one sample a micro-batch
+        shares = weights / weights.sum()
+        mean = (shares[:, None] * gradients).sum(0)
+        # E|g_i|^2 = |G|^2 + tr(S) and E|mean|^2 = |G|^2 + tr(S) sum(shares^2)
+        small, big, joint = gradients.square().sum(1).mean(), mean.square().sum(), shares.square().sum()
+        tr = (small - big) / (1 - joint)
+        sums = 0.5 * sums + torch.stack([tr, small - tr, torch.ones_like(tr)])
+        w = w - 0.1 * mean
+    assert len({*(loader.dataset.tensors[1] != -100).sum(1).tolist()}) > 1
+    torch.testing.assert_close(noise.state_dict()["sums"].double(), sums, rtol=1e-5, atol=0)
+    torch.testing.assert_close(module.w.detach(), w)
+
+
+def test_the_advice_names_the_rate_of_the_run_and_not_the_schedule_s_end(caplog: pytest.LogCaptureFixture) -> None:
+    """Every schedule that ends at 0 led to "instead of the rate 0 take 0"."""
+
+    class Ends(Quadratic):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD([self.w], 0.125)
+            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=8)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    with caplog.at_level(logging.INFO):
+        run = fit(GradientNoiseScale(every_n_steps=3), Ends(64))
+    assert run.optimizers[0].param_groups[0]["lr"] == 0
+    assert "replace the rate 0.125 by" in caplog.text
+
+
+def test_it_measures_language_models(caplog: pytest.LogCaptureFixture) -> None:
+    """LanguageModeling adds TokenWeightedAccumulation under accumulation, which no option takes out."""
+    model = LanguageModeling(GPTConfig(11, dim=16, depth=1, num_heads=2, max_length=8), warmup_steps=0)
+    ids = torch.randint(11, (32, 8), generator=torch.Generator().manual_seed(0))
+    rows = [
+        {"input_ids": row, "labels": torch.where(torch.arange(8) < 3 + i % 5, row, -100)} for i, row in enumerate(ids)
+    ]
+    noise = make()
+    with caplog.at_level(logging.INFO):
+        trainer([noise], accumulate_grad_batches=4).fit(model, DataLoader(rows, 2), DataLoader(rows, 2))
+    assert math.isfinite(noise.state_dict()["sums"].sum())
+    assert "GradientNoiseScale:" in caplog.text
+    assert model.trainer.callbacks != [noise]
+
+
 def test_a_step_whose_squares_overflow_says_nothing() -> None:
     whole, rest = Quadratic(samples=64), Quadratic(samples=64)
     whole.x[0], rest.x = 1e30, rest.x[8:]  # a window less
@@ -124,12 +200,12 @@ def test_resumed_it_goes_on_with_its_averages() -> None:
     noise = make()
     assert noise.state_dict()["sums"] is None
     assert math.isnan(noise.noise_scale())
-    noise.load_state_dict({"sums": torch.tensor([12.0, 3.0, 1.0]), "samples": 2})
+    noise.load_state_dict({"sums": torch.tensor([12.0, 3.0, 1.0]), "samples": 2, "rates": [0.1]})
     assert noise.noise_scale() == 4
     assert "larger batches still save steps. With 4 per step, replace the rate 0.1 by 0.2 (linear" in noise.advice(
         [0.1]
     )
-    noise.load_state_dict({"sums": torch.tensor([12.0, -3.0, 1.0]), "samples": 2})
+    noise.load_state_dict({"sums": torch.tensor([12.0, -3.0, 1.0]), "samples": 2, "rates": [0.1]})
     assert noise.noise_scale() == math.inf
     assert "this gives no estimate yet" in noise.advice([0.1])
 

@@ -100,7 +100,7 @@ def test_the_bound_holds_after_each_batch_under_every_form_of_schedule(scheduler
         pytest.param(lambda: [ScheduleFree()], id="schedule_free"),
         pytest.param(lambda: [EMA(decay=0.5, switch_every=2)], id="switch_ema"),
         pytest.param(lambda: [MaxBatchSize(max_size=2, keep_effective_batch=False)], id="trials"),
-        pytest.param(lambda: [LRFinder(1e-3, 3.0, num_steps=6, early_stop_threshold=None)], id="rates"),
+        pytest.param(lambda: [LRFinder(1e-3, 3.0, num_steps=12, early_stop_threshold=None)], id="rates"),
     ],
 )
 def test_the_bound_holds_beside_what_else_acts_on_a_step(others: Any) -> None:
