@@ -257,6 +257,8 @@ def _completion(row: Row, tools: tuple[Any, ...]) -> Document:
 def _messages(turns: object, name: str) -> tuple[Message, ...]:
     if not turns:
         raise MalformedRow(f"{name} is empty, not a list of turns")
+    if isinstance(turns, str) and turns.lstrip().startswith("["):  # as in tables
+        turns = _of_json(turns, name)
     if not isinstance(turns, list):
         raise MalformedRow(f"{name} is {_kind(turns)}, not a list of turns")
     return tuple(_message(turn, f"{name}[{index}]") for index, turn in enumerate(turns))

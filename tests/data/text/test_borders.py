@@ -1,5 +1,6 @@
 """What a row means is kept on the way to token ids: compared with transformers, and between file formats."""
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -251,6 +252,17 @@ def test_values_that_differ_from_row_to_row_keep_their_kind_and_their_nulls(tmp_
         found.append([row.messages[1]["tool_calls"][0]["function"]["arguments"] for row in documents])  # type: ignore[union-attr]
     assert found[0] == [{"value": value, "none": None} for value in (1, "one", [1, None], {"deep": None})]
     assert found[1] == found[2] == found[0]
+
+
+def test_a_table_holds_turns_as_json(tmp_path: Path) -> None:
+    rows = ROWS["messages"]
+    lines = [{key: json.dumps(value) for key, value in row.items()} for row in rows]
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, ["messages", "tools"])
+        table.writeheader()
+        table.writerows(lines)
+    found = [row for _, row in Reader(open_sources(str(tmp_path / "rows.csv")))]
+    assert found == [read_row(row, "messages") for row in rows]
 
 
 def test_a_map_of_arrow_is_an_object(tmp_path: Path) -> None:
