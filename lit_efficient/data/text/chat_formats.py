@@ -32,12 +32,12 @@ KEYS: dict[str, tuple[str, ...]] = {
     "text": ("text",),
 }
 # Further keys that a row of a format may have.
-_TOOLS = ("tools", "functions", "system")
+FURTHER = ("tools", "functions", "system")
 _FURTHER: dict[str, tuple[str, ...]] = {
-    "messages": _TOOLS,
-    "sharegpt": _TOOLS,
-    "alpaca": (*_TOOLS, "input"),
-    "completion": _TOOLS,
+    "messages": FURTHER,
+    "sharegpt": FURTHER,
+    "alpaca": (*FURTHER, "input"),
+    "completion": FURTHER,
     "text": (),
 }
 ROLES = ("system", "user", "assistant", "tool")
@@ -118,13 +118,17 @@ def recognise(rows: Iterable[Row], where: str, hint: str = "", among: Iterable[s
             f"columns, as in columns: {{prompt: question, completion: answer}}.{hint}"
         )
     sentence = f"{where}: format {best}, by the keys {', '.join(KEYS[best])}"
-    unread = [name for name in seen if name not in KEYS[best] + _FURTHER[best]]
-    if unread:
-        sentence += f"; not read: {listed(keys_shown(unread), 5)}"
+    sentence += unread(seen, KEYS[best] + _FURTHER[best])
     also = [name for name, count in votes.items() if count and name != best]
     if also:
         sentence += f" (set format to read it as {' or '.join(also)})"
     return best, sentence  # type: ignore[return-value]
+
+
+def unread(seen: Iterable[str], known: Iterable[str]) -> str:
+    """Return a clause with the keys of rows that are not read, or an empty text."""
+    names = [name for name in seen if name not in known]
+    return f"; not read: {listed(keys_shown(names), 5)}" if names else ""
 
 
 def keys_shown(keys: Iterable[str | None]) -> list[str]:

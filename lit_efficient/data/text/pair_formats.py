@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lit_efficient.data.text.chat_formats import (
+    FURTHER,
     Document,
     MalformedRow,
     Row,
     check_keys,
     keys_shown,
     read_row,
+    unread,
 )
 from lit_efficient.errors import ConfigurationError
 
@@ -85,7 +87,8 @@ def recognise_pairs(rows: Iterable[Row], where: str, hint: str = "") -> tuple[Pa
             f"{keys_shown(seen)}. Map your keys with columns, as in columns: {{prompt: ask, chosen: answer}}.{hint}"
         )
     kind: PairFormat = "prompt" if 2 * prompts >= pairs else "conversations"
-    return kind, f"{where}: pairs, format {kind}, by the keys {', '.join(PAIR_KEYS[kind])}"
+    sentence = f"{where}: pairs, format {kind}, by the keys {', '.join(PAIR_KEYS[kind])}"
+    return kind, sentence + unread(seen, (*PAIR_KEYS[kind], *FURTHER))
 
 
 def read_pair(row: Row, kind: PairFormat, strings_as: StringsAs = "text") -> Pair:
@@ -140,7 +143,7 @@ def _side(row: Row, side: str, prompt: object, strings_as: StringsAs) -> Documen
         raise MalformedRow(f"{side} is a {type(answer).__name__}, neither a text nor a list of turns")
     turns = _turns_before(row, prompt, answer) + answer
     try:
-        about = {key: row.get(key) for key in ("tools", "functions", "system")}
+        about = {key: row.get(key) for key in FURTHER}
         return read_row({"messages": turns, **about}, "messages")
     except MalformedRow as reason:
         raise MalformedRow(f"{side}: {reason}") from None

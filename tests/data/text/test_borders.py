@@ -282,6 +282,8 @@ def test_keys_that_are_not_read_are_named(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[name]))
         (sentence,) = Reader(open_sources(str(tmp_path / f"{name}.jsonl"))).formats
         assert (expected in sentence) == (name != "messages")
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS["pairs"]))
+    assert PairReader(open_sources(str(tmp_path / "pairs.jsonl"))).formats[0].endswith("; not read: score")
 
 
 def test_token_ids_instead_of_text_are_refused(tmp_path: Path) -> None:
