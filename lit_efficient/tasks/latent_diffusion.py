@@ -25,7 +25,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lit_efficient.distributed.ranks import data_rank
-from lit_efficient.errors import ConfigurationError, check_number
+from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.internals.lightning_metrics import logs_in_bar
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.losses import diffusion
@@ -282,11 +282,11 @@ def _check_target(spec: DiffusersModelConfig, prediction: Prediction) -> None:
     declared = declared_prediction(spec)
     if declared in (None, prediction):
         return
-    raise ConfigurationError(
-        f"LatentDiffusion: prediction must be {declared!r}, got {prediction!r}: the scheduler of {spec.name_or_path} "
-        f"says that its network predicts {declared!r}. To train another target on purpose, name the network's own "
-        f"folder without subfolder (name_or_path: {spec.described})."
+    allowed = (
+        f"{declared!r}, which the network predicts by the scheduler of {spec.name_or_path} (to train another target on "
+        f"purpose, name the network's own folder without subfolder, name_or_path: {spec.described})"
     )
+    raise refusal("LatentDiffusion", "prediction", allowed, prediction)
 
 
 def _warn_about_export(config: DiTConfig) -> None:
