@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import math
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from torch import nn
 
 import lit_efficient
 from lit_efficient.errors import (
@@ -26,6 +30,7 @@ from lit_efficient.errors import (
     install_line,
     listed,
 )
+from lit_efficient.mechanisms.blocks.freezing import depth_groups
 from lit_efficient.models.libraries.causal_lm import CausalLMConfig
 
 
@@ -142,3 +147,50 @@ def test_the_first_names_are_said_and_the_others_counted() -> None:
 def test_errors_end_the_command_line_with_codes_of_their_own() -> None:
     codes = {LitEfficientError: 2, ConfigurationError: 2, ConflictError: 2, CheckpointError: 2, DivergedError: 4}
     assert {kind: kind.exit_code for kind in codes} == codes
+
+
+# Advised arguments of others: the environment, the task, the optimizer, a layer of torch, the network, an adapter.
+OF_OTHERS = {("Compile", "TORCH_LOGS"), ("ContrastiveFlowMatching", "prediction"), ("ScheduleFree", "weight_decay")}
+OF_OTHERS |= {
+    ("StochasticDepth", "batch_first"),
+    ("ChunkedCrossEntropy", "labels"),
+    ("RewardModeling", "modules_to_save"),
+}
+
+
+def test_an_advised_argument_is_one_of_the_class_that_advises_it() -> None:
+    """Texts that begin with a class, ``"Compile: ... modules=[...]"``, and searches with ``who="Compile"``."""
+    tried = 0
+    wrong = []
+    for path in sorted((Path(lit_efficient.__file__).parent).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            text = ""
+            if isinstance(node, ast.JoinedStr):
+                text = "".join(str(one.value) if isinstance(one, ast.Constant) else "{}" for one in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                text = node.value
+            owner = re.match(r"([A-Z]\w+): ", text)
+            advised = re.findall(r"(?:[Nn]ame (?:\w+ )*in|[Ss]et|[Ww]ith|[Uu]se|[Gg]ive|, or|in) (\w+)=", text)
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "find_blocks":
+                given = {one.arg: ast.unparse(one.value).strip("rf") for one in node.keywords}
+                owner = re.match(r"'([A-Z]\w+)'", given.get("who", ""))
+                advised = re.findall(r"(\w+)=", given.get("example", "'blocks='"))
+                called = path.read_text("utf-8")
+                if "except ConfigurationError" in called.partition("find_blocks(")[2][:200]:
+                    continue  # it is not shown
+            kind = getattr(lit_efficient, owner[1], None) if owner else None
+            if not inspect.isclass(kind):
+                continue
+            known = {*inspect.signature(kind).parameters, *inspect.signature(Trainer).parameters}
+            for name in advised:
+                tried += 1
+                if name not in known and (owner[1], name) not in OF_OTHERS:
+                    wrong.append(f"{path.name}: {owner[1]} has no {name}: {text}")
+    assert wrong == [], "\n".join(wrong)
+    assert tried > 60
+
+
+def test_a_network_without_blocks_is_told_of_the_argument_that_names_its_groups() -> None:
+    with pytest.raises(ConfigurationError, match=r"GradualUnfreezing: .* name them: groups=\[") as refusal:
+        depth_groups(nn.Linear(2, 2), who="GradualUnfreezing")
+    assert "blocks=" not in str(refusal.value)

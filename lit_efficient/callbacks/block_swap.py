@@ -48,7 +48,9 @@ class _Swapped(Loads, Stays, nn.Module):
     def __call__(self, *args: object, **kwargs: object) -> object:
         if torch.compiler.is_compiling():
             # The error ends the trace, and the compiler runs this frame in Python instead.
-            raise ConfigurationError("BlockSwap: a block is compiled as part of a larger graph; use modules='blocks'")
+            raise ConfigurationError(
+                "BlockSwap: a block is compiled as part of a larger graph; use Compile(modules='blocks')"
+            )
         device = next((x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)), None)
         if device is None:
             raise ConfigurationError(

@@ -1,11 +1,13 @@
 """The last lines of a fit: where its checkpoints are, and the commands that make sense next.
 
 A task names its own commands in ``commands_after_fit``, as ``"generate --ckpt {ckpt}"``. ``{output}`` is a new path.
+``{prompt}`` are options with a prompt of the run's data, from its method ``example_prompt``.
 """
 
 import os
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,8 @@ def next_steps(trainer: Trainer, allowed: Sequence[str], program: str, interrupt
         output = short(Path(folder, f"drawn_{trainer.global_step}"))
         lost = _base_is_lost(trainer.lightning_module)
         own = () if lost else getattr(trainer.lightning_module, "commands_after_fit", ())
-        commands += [f"{COMMAND} {command.format(ckpt=short(best), output=output)}" for command in own]
+        filled = {"ckpt": short(best), "output": output, "prompt": _prompt(trainer)}
+        commands += [f"{COMMAND} {command.format(**filled)}" for command in own]
         commands += [f"{program} {verb}{given} --ckpt_path {short(best)}" for verb in evaluations(trainer)]
         output = short(Path(folder, f"export_{trainer.global_step}"))
         kind = " --format peft" if lost else ""
@@ -59,6 +62,17 @@ def next_steps(trainer: Trainer, allowed: Sequence[str], program: str, interrupt
     if last and not interrupted:
         commands.append(f"{program} fit{given} --ckpt_path {short(last)}{_twice_as_long(trainer)}")
     return commands + _of_loggers(trainer)
+
+
+def _prompt(trainer: Trainer) -> str:
+    """Return options of ``generate`` with a prompt from the data of the run."""
+    text = ""
+    is_chat = False
+    example = getattr(getattr(trainer, "datamodule", None), "example_prompt", None)
+    if example is not None:
+        with suppress(Exception):  # a stream has no first row; the last lines must not end a run
+            text, is_chat = example()
+    return f"{'--chat ' if is_chat else ''}--prompt {shlex.quote(text or 'TEXT')}"
 
 
 def last_word(trainer: Trainer, commands: Sequence[str]) -> str:

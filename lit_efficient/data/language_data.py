@@ -33,6 +33,8 @@ from lit_efficient.data.text.truncation import Counts, Pieces, cut
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.mechanisms.order.keyed_batch_sampler import loading, no_loaders
 
+_ROLES = {"system", "user", "assistant", "model"}  # lines of templates that are no text of the row
+
 
 @dataclass(eq=False)
 class PackedDocuments(Dataset[list[tuple[np.ndarray, np.ndarray, int]]]):
@@ -156,6 +158,16 @@ class LanguageData(ChatDataModule):
             return no_loaders(self)
         collate = partial(collate_rows, pack=self.pack, length=self.max_length, pad_id=self.pad_id, count_bytes=True)
         return DataLoader(self.val_rows, self.val_batch_size, collate_fn=collate, **loading(self))
+
+    def example_prompt(self) -> tuple[str, bool]:
+        """Return a prompt from the first training row, and whether it is a user's turn of a conversation."""
+        assert isinstance(self.train_rows, PackedDocuments)
+        ids, labels, _ = self.train_rows[0][0]
+        trained = int(np.argmax(labels >= 0))  # what comes before is the question
+        is_chat = trained > 1
+        text = self.tokenizer.decode(ids[: trained if is_chat else 8].tolist(), skip_special_tokens=True)
+        lines = [line.strip() for line in text.splitlines() if line.strip() not in _ROLES]
+        return max(lines, key=len, default="")[:60].strip(), is_chat
 
     def fill(self, split: str = "train") -> float:
         """Return the share of the tokens of packed rows that are no padding; 1 for rows that are not packed."""

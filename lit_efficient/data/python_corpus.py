@@ -163,6 +163,10 @@ class PythonCorpus(LightningDataModule):
             text += f"; left out {', '.join(left_out)}"
         rank_zero_info(f"PythonCorpus: {text}. Cache: {self._folder}")
 
+    def example_prompt(self) -> tuple[str, bool]:
+        """Return a prompt for a trained model, and whether it is a user's turn of a conversation."""
+        return self.prompts[0], False
+
     def setup(self, stage: str | None = None) -> None:
         if self.train_windows is not None:
             return

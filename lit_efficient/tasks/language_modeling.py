@@ -103,7 +103,7 @@ class LanguageModeling(LightningModule):
     trains_on: ClassVar[tuple[str, ...]] = ("tokens",)
     takes_slices: ClassVar[bool] = True  # supports rows whose length is split over processes
     lacks_balance: ClassVar[str | None] = None  # reason why the balancing loss of routers cannot be added
-    commands_after_fit: ClassVar[tuple[str, ...]] = ("generate --ckpt {ckpt} --prompt 'Once upon a time'",)
+    commands_after_fit: ClassVar[tuple[str, ...]] = ("generate --ckpt {ckpt} {prompt}",)
 
     def __init__(
         self,

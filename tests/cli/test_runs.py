@@ -52,7 +52,10 @@ def test_the_last_words_of_a_fit_can_be_typed(best, capsys):
 def test_each_task_says_what_follows_from_it(tmp_path):
     """Their own commands are typed after a real training in the tests of the tasks' configs; here that they exist."""
     for task, verbs in ((LanguageModeling, ["generate"]), (LatentDiffusion, ["sample"]), (RewardModeling, [])):
-        commands = [shlex.split(command.format(ckpt="a.ckpt", output="x")) for command in task.commands_after_fit]
+        commands = [
+            shlex.split(command.format(ckpt="a.ckpt", output="x", prompt="--prompt x"))
+            for command in task.commands_after_fit
+        ]
         assert [command[0] for command in commands] == verbs
         assert set(verbs) <= {*SUBCOMMANDS}
 

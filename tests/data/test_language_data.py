@@ -537,3 +537,15 @@ def test_an_empty_text_is_left_out_and_counted(tmp_path: Path, capsys: pytest.Ca
         file.write_text("\n")
     with pytest.raises(ConfigurationError, match="the text is empty, and so are all 37 texts"):
         ready(language_data(tmp_path, **settings))
+
+
+def test_the_prompt_of_the_next_command_is_of_the_data(tmp_path: Path) -> None:
+    text, is_chat = ready(language_data(tmp_path)).example_prompt()
+    assert is_chat
+    questions = [chat(index)["messages"][0]["content"] for index in range(COUNT)]
+    assert any(text and text in question for question in questions)
+    (tmp_path / "plain.txt").write_text("def first(value):\n    return value\n" * 200)
+    text, is_chat = ready(language_data(tmp_path, train=str(tmp_path / "plain.txt"))).example_prompt()
+    assert not is_chat
+    assert text in (tmp_path / "plain.txt").read_text()
+    assert text

@@ -179,7 +179,7 @@ def _by_depth(module: nn.Module, who: str, others: Collection[str]) -> Rule:
     """Return the rule of ``"auto"``. ``others`` are the names of networks to leave out."""
     modules = list(module.named_modules(remove_duplicate=False))
     order = {name: i for i, (name, _) in enumerate(modules)}
-    found = find_blocks(module, who=f"{who}: groups='auto'")
+    found = find_blocks(module, who=f"{who}: groups='auto'", example=r"groups=[['head'], ['layers\.\d+']]")
     # A copy unfreezes together with its network. Otherwise a loss of only one would have no gradient for long.
     pairs = BlockMap(module).copies().items()
     copies = {copy: first for copy, first in pairs if not is_inside(first, others) and not is_inside(copy, others)}
