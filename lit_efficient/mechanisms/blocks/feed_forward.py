@@ -16,6 +16,7 @@ from lit_efficient.mechanisms.blocks.block_map import BlockMap, find_blocks, tra
 from lit_efficient.mechanisms.trials.memory import SavedTensors
 from lit_efficient.models.networks.expert_layers import is_linear, width_of
 from lit_efficient.models.probes.modes import evaluating, trial_of_layer
+from lit_efficient.models.probes.noise import noise_for_zeros, replaced
 from lit_efficient.surgery import endings, expert_stacks, match_modules, weights_wait
 
 
@@ -186,7 +187,9 @@ def _maps_alone(module: nn.Module, width: int, like: Tensor) -> bool | None:
     x = _drawn((2, 3, width)).to(like)
     other = x.clone()
     other[:, 0] += 1
-    with evaluating(module), torch.no_grad(), torch.random.fork_rng(devices=[]):
+    # Weights of zero may hide that tokens are mixed, and small ones mix next to nothing: noise, and gradients that must
+    # be zero.
+    with evaluating(module), torch.no_grad(), torch.random.fork_rng(devices=[]), replaced(noise_for_zeros(module)):
         before = module(x)
         after = module(other)
         if not isinstance(before, Tensor) or before.shape != x.shape:
@@ -196,9 +199,22 @@ def _maps_alone(module: nn.Module, width: int, like: Tensor) -> bool | None:
             return None
         if (change[1:] > 1e-3 * change[0]).any():
             return False
+        if _depends_on_first(module, x):
+            return False
         flat = module(x.flatten(0, 1)).float()
         wanted = before.flatten(0, 1).float()
     return torch.allclose(flat, wanted, rtol=1e-2, atol=1e-3 * float(wanted.abs().max()))
+
+
+def _depends_on_first(module: nn.Module, x: Tensor) -> bool:
+    """Return whether the outputs of other tokens have a gradient for the first token of each row."""
+    given = x.detach().requires_grad_()
+    with torch.enable_grad():
+        others = module(given)[:, 1:]
+        if not others.requires_grad:
+            return False
+        gradient = torch.autograd.grad(others.float(), given, _drawn(others.shape).to(others.device))[0]
+    return bool(gradient[:, 0].any())
 
 
 def _linears(module: nn.Module) -> list[nn.Module]:
