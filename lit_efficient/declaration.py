@@ -17,6 +17,7 @@ This file imports no Lightning.
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from enum import IntEnum
@@ -25,9 +26,11 @@ from typing import Any, ClassVar, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from lit_efficient.errors import ConflictError
+from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.traits import Trait, conflict_of, traits_of_class
 
+# "0 of 19 matrices", "0 B less per token", "0.0 MiB saved"
+_NOTHING = re.compile(r"(?<![\w.,])0(\.0+)? (of \d|B\b|[KMGT]i?B\b|bytes)")
 HELD = "_lit_efficient_held"  # attribute of a module with the names of parameters that are frozen for now
 
 
@@ -57,29 +60,65 @@ class Phase(IntEnum):
 class Report:
     """What a technique changed. Logged once at the start of a fit and kept in the run's summary.
 
+    A report that states none of something, such as "0 of 19 matrices", is an error, unless it is ``idle``. This holds
+    for each figure below that is given, for ``details`` whose names end with ``saved``, and for the summary.
+
     Args:
         summary: One clause for people, for example ``"12 of 12 blocks, rates 0.04 to 0.50"``.
-        modules: Dotted names of the modules that were changed.
-        parameters: Number of elements of the parameters that were changed.
-        bytes_saved: Bytes that are saved for certain, or 0.
+        modules: Dotted names of the modules that were changed; None if the technique changes no modules.
+        parameters: Number of elements of the parameters that were changed; None if the technique changes none.
+        bytes_saved: Bytes that are saved for certain; None if the number is not known.
         details: Further figures by name.
+        idle: Whether nothing changes for a reason that is no mistake, which the summary states. Examples are a device
+            that needs no copies, and one of several optimizers.
     """
 
     summary: str
-    modules: tuple[str, ...] = ()
-    parameters: int = 0
-    bytes_saved: int = 0
+    modules: tuple[str, ...] | None = None
+    parameters: int | None = None
+    bytes_saved: int | None = None
     details: Mapping[str, float | int | str] = field(default_factory=dict)
+    idle: bool = False
 
     def figures(self) -> dict[str, float | int | str]:
         """Return the report as flat numbers and strings for a logger."""
         figures: dict[str, float | int | str] = {
             "summary": self.summary,
-            "modules": len(self.modules),
-            "parameters": self.parameters,
-            "bytes_saved": self.bytes_saved,
+            "modules": len(self.modules or ()),
+            "parameters": self.parameters or 0,
+            "bytes_saved": self.bytes_saved or 0,
         }
         return figures | dict(self.details)
+
+    def states_nothing(self) -> bool:
+        """Return whether the report states that there was nothing to change or to save, and is not ``idle``.
+
+        Example:
+            >>> Report("AdamW: 0 of 19 matrices").states_nothing()
+            True
+            >>> Report("AdamW: 10 of 19 matrices", parameters=4096, bytes_saved=0).states_nothing()
+            True
+        """
+        stated: list[Any] = [self.parameters, self.bytes_saved]
+        if self.modules is not None:
+            stated.append(len(self.modules))
+        for name, value in self.details.items():
+            if name.endswith("saved"):
+                stated.append(value)
+        nothing = any(isinstance(number, int | float) and number <= 0 for number in stated)
+        return not self.idle and (nothing or _NOTHING.search(self.summary) is not None)
+
+    def checked(self, technique: str) -> "Report":
+        """Return the report, unless it states nothing.
+
+        Raises:
+            ConfigurationError: If it does, because the technique is then of no use.
+        """
+        if self.states_nothing():
+            raise ConfigurationError(
+                f"{technique} would change nothing: {self.summary}. Choose other arguments, or leave {technique} out"
+            )
+        return self
 
 
 class Declaration:
@@ -108,6 +147,8 @@ class Declaration:
     computes: ClassVar[str] = "other"
     # Arguments with a default that users must choose all the same: cards show them.
     needs: ClassVar[tuple[str, ...]] = ()
+    # Whether it counts optimizer steps by ``trainer.global_step``.
+    counts_steps: ClassVar[bool] = False
     # Set while memory is measured: random choices must then take the most memory.
     worst_case: bool = False
 

@@ -5,7 +5,8 @@
     │   └── ConflictError    two techniques that exclude each other, or a requirement that is not met
     ├── CheckpointError      a checkpoint that cannot be written, read or trusted
     ├── OutOfMemoryError     a step that needs more memory than is available or allowed
-    └── DivergedError        gradients or weights that are not finite
+    ├── DivergedError        gradients or weights that are not finite
+    └── FinishedError        a resumed fit that has reached its last step or epoch before
 
 The command line prints these errors without a traceback and exits with their code of :data:`EXIT_CODES`.
 """
@@ -24,6 +25,7 @@ EXIT_CODES = {
     3: "out of memory",
     4: "diverged",
     5: "undecided plan (only a bound is known)",
+    6: "nothing left to do (a resumed fit that has reached its end)",
 }
 """Exit codes of the command line and their meanings. After signal n the exit code is 128 + n."""
 
@@ -56,6 +58,12 @@ class DivergedError(LitEfficientError, RuntimeError):
     """Error for gradients or weights that are not finite. The message names them. The step was not applied."""
 
     exit_code = 4
+
+
+class FinishedError(LitEfficientError, RuntimeError):
+    """Error for a resumed fit with nothing left to do. The message names the checkpoint's step or epoch and the end."""
+
+    exit_code = 6
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lit_efficient.application import apply, check_run, install, uninstall
-from lit_efficient.application.ledger import log_reports, reports_of
-from lit_efficient.declaration import Declaration, in_order, techniques_of
+from lit_efficient.application.ledger import log_reports, reports_of, session_of
+from lit_efficient.declaration import Declaration, in_order, overrides, techniques_of
 from lit_efficient.errors import diagnostic
 from lit_efficient.internals.lightning_standalone import StandaloneCallback, StandalonePrecision
 from lit_efficient.internals.lightning_trainer import AskedEarly, trainer_of
@@ -52,6 +52,11 @@ class AppliesTechniques(AskedEarly, Callback, StandaloneCallback):
                 warn_of_rounding(trainer, pl_module)
             log_reports(trainer, reports_of(pl_module, techniques_of(trainer)))
 
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Warn after the first epoch of techniques that saw no optimizer step, if this technique is the first."""
+        if _is_first(self, trainer):
+            warn_of_uncounted_steps(trainer, pl_module)
+
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Record the techniques of the run in the checkpoint."""
         checkpoint.setdefault("lit_efficient", {})["techniques"] = [
@@ -66,8 +71,8 @@ def _is_first(callback: AppliesTechniques, trainer: Any) -> bool:
 class Technique(Declaration, AppliesTechniques):
     """Base of all techniques. See :class:`lit_efficient.declaration.Declaration` for what a subclass declares.
 
-    A subclass that defines ``setup``, ``teardown``, ``on_exception``, ``on_fit_start`` or ``on_save_checkpoint`` calls
-    ``super()`` in it.
+    A subclass that defines ``setup``, ``teardown``, ``on_exception``, ``on_fit_start``, ``on_train_epoch_end`` or
+    ``on_save_checkpoint`` calls ``super()`` in it.
     """
 
 
@@ -86,6 +91,25 @@ class PrecisionTechnique(Declaration, Precision, StandalonePrecision):
             install(trainer, module)
             apply(module, techniques_of(trainer))
         return super().convert_module(module)
+
+
+def warn_of_uncounted_steps(trainer: Any, module: nn.Module) -> None:
+    """Warn of techniques that have done nothing in the first epoch, because they saw no optimizer step."""
+    session = session_of(module)
+    if trainer.current_epoch or session is None:
+        return
+    idle = []
+    for technique in in_order(techniques_of(trainer)):
+        waits = technique.counts_steps and not trainer.global_step
+        if waits or (overrides(technique, "after_step") and not session.has_stepped):
+            idle.append(type(technique).__name__)
+    if idle:
+        batches = trainer.fit_loop.total_batch_idx + 1
+        rank_zero_warn(
+            f"{', '.join(idle)}: no optimizer step was seen in the {batches} batches of the first epoch, so nothing "
+            f"was done: trainer.global_step is {trainer.global_step}. Step the optimizers that configure_optimizers "
+            "returns, by automatic optimization or by self.optimizers().step() in training_step"
+        )
 
 
 def warn_of_rounding(trainer: Any, module: nn.Module) -> None:

@@ -88,7 +88,8 @@ def apply(module: nn.Module, techniques: Declaration | Iterable[Declaration]) ->
         if earlier is None:
             _check_order(record, done)
             _check_sharding(technique, module)
-            done.append(Entry(record, technique.transform(module), type(technique)))
+            report = technique.transform(module).checked(record["name"])
+            done.append(Entry(record, report, type(technique)))
         elif earlier["arguments"] != record["arguments"]:
             changes = differences(earlier["arguments"], record["arguments"])
             raise ConfigurationError(
@@ -308,6 +309,7 @@ def _after_step(module: Any, session: Session, optimizer: Any, *_: Any) -> None:
     skipped = getattr(optimizer, "found_inf", None)  # set while a gradient scaler runs a fused step
     if session_of(module) is not session or (skipped is not None and skipped.item()):
         return
+    session.has_stepped = True
     moved = optimizer.moved_weights() if hasattr(optimizer, "moved_weights") else nullcontext()
     with torch.no_grad(), moved:
         for technique in in_order(techniques_of(module.trainer)):

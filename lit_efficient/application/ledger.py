@@ -34,6 +34,7 @@ class Session:
         schedulers: Learning-rate schedulers, only while optimizers are rewritten.
         around_step: Functions that return contexts for ``training_step``. Code that adds one wraps the method.
         at_end: Functions that are called with the module when the run ends.
+        has_stepped: Whether an optimizer after whose steps techniques change weights has stepped.
         loss_is_checked: Whether the loss of a step was found to follow the loss protocol.
     """
 
@@ -45,6 +46,7 @@ class Session:
     around_step: list[Callable[[], AbstractContextManager[None]]] = field(default_factory=list)
     at_end: list[Callable[[nn.Module], None]] = field(default_factory=list)
     loss_is_checked: bool = False
+    has_stepped: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def reports_of(module: nn.Module, techniques: Iterable[Declaration] = ()) -> dic
     for technique in in_order(techniques):
         report = technique.describe(module)
         if report is not None:
-            reports[type(technique).__name__] = report
+            reports[type(technique).__name__] = report.checked(type(technique).__name__)
     return reports
 
 

@@ -127,9 +127,14 @@ def _rewrite(
         name = type(technique).__name__
         if not optimizers:
             raise ConfigurationError(f"{name}: {type(module).__name__}.configure_optimizers returned no optimizer")
+        reports = []
         for i, optimizer in enumerate(optimizers):
             key = name if len(optimizers) == 1 else f"{name}[{i}]"
             session.reports[key] = technique.rewrite_optimizer(optimizer, module)
+            reports.append(session.reports[key])
+        # One of several optimizers may be too small to save anything.
+        if all(report.states_nothing() for report in reports):
+            reports[0].checked(name)
 
 
 def _check_trained(module: Any, techniques: Sequence[OptimizerHooks], optimizers: Sequence[Optimizer]) -> None:

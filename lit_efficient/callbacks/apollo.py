@@ -29,7 +29,7 @@ class APOLLO(LowRankTechnique):
     before, and so are matrices whose shorter side is not above ``rank``. Parameter groups and schedulers are kept.
 
     Args:
-        rank: Dimensions of the subspace, at least 1 and at most the shorter side of the largest target.
+        rank: Dimensions of the subspace, at least 1 and below the shorter side of the largest target.
         update_every: Number of steps after which a new subspace is drawn, at least 1.
         scale: Factor of the update, above 0: 1 for a rank of a quarter of the shorter side, sqrt(128) for APOLLO-Mini.
         granularity: One factor per ``channel`` of the longer side, or one per ``tensor``.

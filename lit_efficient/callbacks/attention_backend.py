@@ -162,7 +162,7 @@ class AttentionBackend(Technique):
         summary = f"all attention uses {self.backend}, or the run stops"
         if names:
             summary += f"; {class_names(map(module.get_submodule, names))} is configured for it"
-        return Report(summary, modules=tuple(names))
+        return Report(summary, modules=tuple(names) or None)
 
     def _permits(self, implementation: str) -> bool:
         """Return whether an implementation of transformers runs this kernel, directly or through torch's attention."""

@@ -86,6 +86,7 @@ class BatchRamp(Technique):
         ConflictError: With manual optimization, and with strategies that accumulate by themselves.
     """
 
+    counts_steps = True
     phase = Phase.LOSS
     traits = frozenset({Trait.CHANGES_ACCUMULATION})
     needs = ("milestones",)

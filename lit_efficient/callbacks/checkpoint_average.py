@@ -27,6 +27,7 @@ from lit_efficient.mechanisms.averages.weights import (
     weighted_mean,
     whole,
 )
+from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.surgery import is_sharded
 from lit_efficient.traits import Trait
 
@@ -55,6 +56,7 @@ class CheckpointAverage(ShadowWeights):
         ConflictError: For a network with BatchNorm in a module with manual optimization.
     """
 
+    counts_steps = True
     label = "average"
     phase = Phase.AVERAGE
     traits = frozenset({Trait.FOLLOWS_PARAMETERS, Trait.SWAPS_WEIGHTS})
@@ -94,7 +96,7 @@ class CheckpointAverage(ShadowWeights):
         chosen = f"the last {self.last_k}" if self.last_k else "all"
         summary = (
             f"{self.weights} mean of {chosen} snapshots, one every {self.every_n_steps} steps, {len(tracked)} tensors, "
-            f"{size / 2**20:.1f} MiB of CPU memory"
+            f"{format_bytes(size)} of CPU memory"
         )
         norms = len(batch_norms(module))
         if norms:

@@ -26,6 +26,7 @@ from lit_efficient.losses.deferred_logits import (
     vocabulary_of,
 )
 from lit_efficient.losses.liger_cross_entropy import installed, why_not
+from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.technique import Technique
 
 
@@ -100,9 +101,8 @@ class ChunkedCrossEntropy(Technique):
         # A CPU never has Liger's kernel, which needs no explanation.
         if reason and self.backend == "auto" and self._device.type != "cpu":
             kernel += f" ({reason})"
-        mebibytes = size * vocabulary * 4 / 2**20
         return Report(
-            f"{size} tokens x {vocabulary:,} logits at a time ({mebibytes:.1f} MiB), {kernel}",
+            f"{size} tokens x {vocabulary:,} logits at a time ({format_bytes(size * vocabulary * 4)}), {kernel}",
             modules=tuple(name for name, _ in found),
             details={"chunk_size": size, "vocabulary": vocabulary},
         )

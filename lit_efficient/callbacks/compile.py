@@ -140,7 +140,7 @@ class Compile(Technique):
         super().on_fit_start(trainer, pl_module)
         if self._retains:  # a backward pass that reuses the memory of its inputs could not run twice
             self._donated_before = swap_setting("donated_buffer", False)
-        names = reports_of(pl_module)["Compile"].modules
+        names = reports_of(pl_module)["Compile"].modules or ()
         # A copied or unpickled module has the report, but is not compiled.
         lost = [part for part in map(pl_module.get_submodule, names) if not is_compiled(part)]
         compile_in_place(lost, **self._options())

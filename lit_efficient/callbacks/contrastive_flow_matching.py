@@ -111,6 +111,7 @@ class ContrastiveFlowMatching(LossHooks, Technique):
         return self.weight * term
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
         sizes = self._sizes
         self._sizes = set()
         if sizes == {1}:

@@ -134,7 +134,7 @@ class DevicePrefetcher(Technique):
 
     def describe(self, module: nn.Module) -> Report:
         if self._device.type != "cuda":
-            return Report(f"no effect on a {self._device.type}, where batches are not copied")
+            return Report(f"no effect on a {self._device.type}, where batches are not copied", idle=True)
         return Report("batches are copied on a separate stream" + ", the next one during the step" * self.ahead)
 
     def _wrap_loop(self, trainer: Any, loop: Any, training: bool = False) -> None:

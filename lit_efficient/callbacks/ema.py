@@ -19,6 +19,7 @@ from lit_efficient.errors import ConfigurationError, ConflictError, check_choice
 from lit_efficient.internals.torch_shards import is_sharded
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights, outside_autograd
 from lit_efficient.mechanisms.averages.weights import decay_at, placed_like, precise, tracked_weights, update_, whole
+from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.traits import Trait
 
 
@@ -49,6 +50,7 @@ class EMA(ShadowWeights):
         ConflictError: For ``device`` with sharded parameters.
     """
 
+    counts_steps = True
     label = "ema"
     phase = Phase.AVERAGE
     traits = frozenset({Trait.FOLLOWS_PARAMETERS, Trait.SWAPS_WEIGHTS})
@@ -117,7 +119,7 @@ class EMA(ShadowWeights):
         tracked = self._tracked(module).values()
         elements = sum(p.numel() for p in tracked)
         size = sum(p.numel() * precise(p.dtype).itemsize for p in tracked)
-        summary = f"{len(tracked)} tensors, {elements:,} parameters ({size / 2**20:.1f} MiB), decay {self.decay:g}"
+        summary = f"{len(tracked)} tensors, {elements:,} parameters ({format_bytes(size)}), decay {self.decay:g}"
         if self.warmup:
             summary += f" after {self.warmup} warm-up"
         if self.switch_every:
@@ -174,6 +176,7 @@ class EMA(ShadowWeights):
 
     @outside_autograd
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
         for name, p in self._tracked(pl_module).items():
             if name not in self._parameters:
                 self._parameters[name] = p

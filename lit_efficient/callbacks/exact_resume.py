@@ -149,6 +149,7 @@ class ExactResume(Technique):
             self._keep_cut(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
         self._reached = "epoch"
         seed_all(self._seed_at(trainer, -2))
 

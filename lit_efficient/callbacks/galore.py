@@ -30,7 +30,7 @@ class GaLore(LowRankTechnique):
     kept.
 
     Args:
-        rank: Dimensions of the subspace, at least 1 and at most the shorter side of the largest target.
+        rank: Dimensions of the subspace, at least 1 and below the shorter side of the largest target.
         update_every: Number of steps after which a new subspace is chosen, at least 1.
         scale: Factor of the projected update, above 0. Weight decay is not scaled.
         targets: ``all-linear`` (all linear layers except output heads, and stacks of experts), or patterns for the ends

@@ -75,6 +75,7 @@ class GradualUnfreezing(OptimizerHooks, Technique):
         ConflictError: With FSDP1, DeepSpeed and ModelParallelStrategy; ShardedStrategy works.
     """
 
+    counts_steps = True
     phase = Phase.FREEZE
     traits = frozenset({Trait.FOLLOWS_PARAMETERS})
     alters = ("optimizer",)

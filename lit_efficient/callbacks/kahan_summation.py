@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lit_efficient.application.optimizers import OptimizerHooks
 from lit_efficient.declaration import Phase, Report, held
 from lit_efficient.errors import check_number
+from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.optimizers.float32_step import DrawsByStep, step_in_float32
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
@@ -51,7 +52,7 @@ class KahanSummation(OptimizerHooks, DrawsByStep, Technique):
         later = {module.get_parameter(name) for name in held(module)}
         count = step_in_float32(optimizer, compensated=True, seed=self.seed, later=later, who="KahanSummation")
         return Report(
-            f"{kind}: {count:,} bfloat16 parameters are compensated, {2 * count / 2**20:.1f} MiB",
+            f"{kind}: {count:,} bfloat16 parameters are compensated, {format_bytes(2 * count)}",
             parameters=count,
             details={"compensation_bytes": 2 * count},
         )

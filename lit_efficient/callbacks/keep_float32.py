@@ -95,7 +95,7 @@ class KeepFloat32(Technique):
         modules: Regular expressions for the ends of dotted names of further modules, which must have no submodules.
 
     Raises:
-        ConfigurationError: For an unknown kind, for a pattern that matches nothing, and if no module is found.
+        ConfigurationError: For an unknown kind, for a pattern that matches nothing, if no module is found.
     """
 
     phase = Phase.LAYOUT
@@ -112,6 +112,10 @@ class KeepFloat32(Technique):
             raise refusal("KeepFloat32", "kinds", f"some of {', '.join(_KINDS)} if modules is empty", kinds)
         self.kinds = tuple(kinds)
         self.modules = tuple(modules)
+        self._precision = ""  # of the trainer, if there is one
+
+    def check(self, trainer: Any, module: Any) -> None:
+        self._precision = str(trainer.precision)
 
     def transform(self, module: nn.Module) -> Report:
         found = {kind: dict(_KINDS[kind](module)) for kind in self.kinds}
@@ -125,6 +129,7 @@ class KeepFloat32(Technique):
                 f"KeepFloat32: {type(module).__name__} has no {' or '.join(self.kinds)} to keep in float32. Name "
                 "modules in modules=[...], or leave out KeepFloat32"
             )
+        rounds = any(p.is_floating_point() and p.itemsize < 4 for p in _tensors(module))
         for part in parts.values():
             for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
                 tensor.data = _in_float32(tensor.data)
@@ -132,7 +137,15 @@ class KeepFloat32(Technique):
         call_layers(module)
         kept = count(p for part in parts.values() for p in part.parameters(recurse=False))
         counts = ", ".join(f"{len(named)} {kind}" for kind, named in found.items() if named)
-        return Report(f"{counts} in float32, {kept:,} parameters", tuple(parts), kept)
+        if self._precision.startswith(("32", "64")) and not rounds:
+            summary = f"no effect: {counts} are float32 already, and so is all under precision {self._precision}"
+            return Report(summary, idle=True)
+        return Report(f"{counts} in float32, {kept:,} parameters", tuple(parts), kept or None)
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
 
 
 def _is_leaf(module: nn.Module) -> bool:

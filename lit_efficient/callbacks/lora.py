@@ -53,6 +53,7 @@ from lit_efficient.mechanisms.adapters.targets import (
 )
 from lit_efficient.mechanisms.adapters.technique import AdapterTechnique
 from lit_efficient.mechanisms.adapters.trained_rows import NEW, add_trained_rows, frozen_new_rows
+from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.surgery import call_layers, count, expert_stacks, local, match_modules, weights_wait
 from lit_efficient.traits import Trait
 
@@ -363,7 +364,7 @@ class LoRA(AdapterTechnique):
         frozen = sum(p.numel() * p.element_size() for p in every) - size
         summary = (
             f"{len(names)} layers, {self.variant} of rank {self.rank}: {count(trained):,} of {total:,} parameters "
-            f"train ({share:.2%}), {size / 2**20:.2f} MiB in a checkpoint"
+            f"train ({share:.2%}), {format_bytes(size)} in a checkpoint"
         )
         left = [getattr(part, key) for name, part, keys in expert_stacks(module) if name not in names for key in keys]
         if left:

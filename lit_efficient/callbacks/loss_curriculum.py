@@ -36,6 +36,7 @@ class LossCurriculum(LossHooks, Technique):
             step, if ``training_step`` returns no ``sample_loss`` [B].
     """
 
+    counts_steps = True
     phase = Phase.LOSS
     reasons: ClassVar[dict[Trait, str]] = {
         Trait.NEEDS_WHOLE_BATCH: "it chooses the easiest samples of a batch",

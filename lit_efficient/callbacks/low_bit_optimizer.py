@@ -19,6 +19,7 @@ from lit_efficient.application.optimizers import OptimizerHooks
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_installed, check_number, refusal
 from lit_efficient.internals.lightning_strategies import traits_of
+from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.optimizers.low_bit import to_low_bit
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
@@ -123,7 +124,7 @@ class LowBitOptimizer(OptimizerHooks, Technique):
         return Report(
             f"{kind}: {done.low / done.total:.1%} of {done.total:,} parameters have {label} states "
             f"({done.backend}), {each:.2f} instead of {done.full_bytes / done.total:.2f} bytes a parameter, "
-            f"{saved / 2**20:.1f} MiB saved",
+            f"{format_bytes(saved)} saved",
             parameters=done.low,
             bytes_saved=saved,
             details={

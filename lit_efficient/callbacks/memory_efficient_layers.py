@@ -144,7 +144,7 @@ class MemoryEfficientLayers(Technique):
                 kind, attributes = found
                 mix_in(part, kind, **attributes)
                 changed = _saved_bytes(part, x)
-                if changed > self.worth * plain:
+                if changed >= plain or changed > self.worth * plain:  # both are 0 if the layer cannot be tried
                     mix_out(part, kind)
                     continue
             if kind is _Norm:

@@ -64,6 +64,7 @@ class MixtureOfExperts(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
         ConfigurationError: For an argument out of range, and if the network has no feed-forward modules.
     """
 
+    counts_steps = True
     phase = Phase.ARCHITECTURE
     traits = frozenset({Trait.READS_NO_WEIGHTS})
     reasons: ClassVar[dict[Trait, str]] = {

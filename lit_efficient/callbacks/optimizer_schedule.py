@@ -41,6 +41,7 @@ class OptimizerSchedule(Technique):
             optimizers.
     """
 
+    counts_steps = True
     needs = ("weight_decay",)
     helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "recipes that schedule weight decay or momentum")}
 

@@ -27,6 +27,7 @@ from lit_efficient.mechanisms.adapters.peft_saved import peft_placement, read_pe
 from lit_efficient.mechanisms.adapters.quantized import elements, is_bitsandbytes
 from lit_efficient.mechanisms.adapters.technique import AdapterTechnique
 from lit_efficient.mechanisms.blocks.block_map import note_trained
+from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.models.libraries.causal_lm import Primitive
 from lit_efficient.models.libraries.config_fields import misspelling_hint
 from lit_efficient.surgery import call_layers, count
@@ -172,7 +173,7 @@ class PeftAdapter(AdapterTechnique):
             kinds = [f"{one['peft_type']} {name!r}" for name, one in self._configs.items()]
         return Report(
             f"{', '.join(kinds)} on {len(layers)} layers: {count(trained):,} of {total:,} parameters train "
-            f"({count(trained) / max(1, total):.2%}), {size / 2**20:.2f} MiB in a checkpoint",
+            f"({count(trained) / max(1, total):.2%}), {format_bytes(size)} in a checkpoint",
             modules=tuple(layers),
             parameters=count(trained),
             bytes_saved=sum(p.nbytes for p in module.parameters() if not p.requires_grad),  # gradients

@@ -32,6 +32,7 @@ from lit_efficient.mechanisms.averages.weights import (
     update_,
     whole,
 )
+from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
 
@@ -55,6 +56,7 @@ class PowerEMA(Technique):
         ConfigurationError: For an argument out of range, and if no parameter trains.
     """
 
+    counts_steps = True
     phase = Phase.AVERAGE
     traits = frozenset({Trait.FOLLOWS_PARAMETERS, Trait.LEAVES_TRACES})
     conflicts: ClassVar[dict[str, str]] = {
@@ -92,7 +94,7 @@ class PowerEMA(Technique):
         size = len(self.sigma_rels) * sum(p.numel() * precise(p.dtype).itemsize for p in tracked.values())
         widths = ", ".join(f"{sigma_rel:g}" for sigma_rel in self.sigma_rels)
         return Report(
-            f"{len(tracked)} tensors at widths {widths} ({size / 2**20:.1f} MiB), a snapshot every "
+            f"{len(tracked)} tensors at widths {widths} ({format_bytes(size)}), a snapshot every "
             f"{self.snapshot_every_n_steps} steps in {self._folder(module.trainer)}",
             parameters=sum(p.numel() for p in tracked.values()),
             details={"average_bytes": size},

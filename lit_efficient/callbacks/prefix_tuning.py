@@ -19,6 +19,7 @@ from lit_efficient.errors import check_number
 from lit_efficient.mechanisms.adapters.base import freeze_base
 from lit_efficient.mechanisms.adapters.prefix import add_prefix
 from lit_efficient.mechanisms.adapters.virtual_tokens import VirtualTokens
+from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.surgery import count, match_modules
 from lit_efficient.traits import Trait
 
@@ -99,7 +100,7 @@ class PrefixTuning(VirtualTokens):
         start = "random numbers" if self.init == "random" else "real tokens"
         return Report(
             f"{length} virtual tokens in {layers} layers, from {start}: {count(trained):,} parameters train "
-            f"({share:.2%}), {size / 2**20:.2f} MiB in a checkpoint",
+            f"({share:.2%}), {format_bytes(size)} in a checkpoint",
             modules=(name,),
             parameters=count(trained),
             bytes_saved=sum(p.nbytes for p in module.parameters() if not p.requires_grad),  # gradients

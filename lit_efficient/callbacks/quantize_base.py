@@ -40,6 +40,7 @@ from lit_efficient.mechanisms.adapters.quantized import (
     stored_bytes,
 )
 from lit_efficient.mechanisms.blocks.block_map import note_trained
+from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.models.networks.grouped_linear import ExpertLinear
 from lit_efficient.models.probes.read_weights import cast_to, read_layers
 from lit_efficient.surgery import call_layers, expert_stacks, name_pattern, weights_wait
@@ -147,10 +148,10 @@ class QuantizeBase(CheckpointHooks, Technique):
         changed = made.union(found)
         summary = (
             f"{len(changed)} linear layers in {self.format}: {after / elements:.3f} bytes a weight, was "
-            f"{before / elements:.3f}; {(before - after) / 2**20:.1f} MiB saved"
+            f"{before / elements:.3f}; {format_bytes(before - after)} saved"
         )
         if left:
-            summary += f"; the stacked weights of experts are not changed, {left / 2**20:.1f} MiB"
+            summary += f"; the stacked weights of experts are not changed, {format_bytes(left)}"
         if read:
             summary += f"; {len(read)} layers are not changed, because other code reads their weights: {listed(read)}"
         return Report(

@@ -396,8 +396,9 @@ class TokenRouting(OptimizerHooks, Technique):
         return Report(
             summary,
             modules=tuple(name for name, _ in route),
-            parameters=added,
+            parameters=added or None,
             details={"share_of_blocks_skipped": self.rate * len(route) / len(found)},
+            idle=not self.rate,
         )
 
     def trains(self, module: nn.Module) -> Iterable[nn.Parameter]:

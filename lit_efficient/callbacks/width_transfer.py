@@ -145,7 +145,8 @@ class WidthTransfer(OptimizerHooks, Technique):
                 f"{depth} blocks from {self.base_depth or depth}: {sum(rate != 1 for rate, _ in factors.values())} of "
                 f"{sum(1 for _ in network.parameters())} parameters have other rates"
             )
-        return Report("; ".join(summaries), modules=tuple(names), parameters=changed)
+        # At the base width itself all factors are 1.
+        return Report("; ".join(summaries), modules=tuple(names), parameters=changed, idle=not changed)
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
         by_id: dict[int, tuple[float, float]] = {}

@@ -12,7 +12,7 @@ from lit_efficient.cli.defaults import default_part
 from lit_efficient.cli.run_folder import checkpoints
 from lit_efficient.cli.tree import flat
 from lit_efficient.distributed.shards import check_shards
-from lit_efficient.errors import CheckpointError
+from lit_efficient.errors import CheckpointError, FinishedError
 from lit_efficient.files.checkpoints import DamagedError, load_verified
 from lit_efficient.files.runs import LATEST, read_record, through_latest
 from lit_efficient.internals.lightning_cli import CLASS_PATH
@@ -58,6 +58,26 @@ def read(path: str, subcommand: str) -> dict[str, Any]:
             f"too.{_others(file.parent, resumable=True)}"
         )
     return checkpoint
+
+
+def check_unfinished(path: str, checkpoint: Mapping[str, Any], max_steps: int | None, max_epochs: int | None) -> None:
+    """Raise FinishedError if a fit that is resumed from a checkpoint would end before its first step.
+
+    Args:
+        path: The checkpoint's file, for the message.
+        checkpoint: The checkpoint.
+        max_steps: ``trainer.max_steps``; None or -1 for no limit.
+        max_epochs: ``trainer.max_epochs``; None or -1 for no limit.
+    """
+    steps = int(checkpoint.get("global_step", 0))
+    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_progress", {}).get("current", {})
+    epochs = int(progress.get("processed", 0))
+    for name, done, most in (("step", steps, max_steps), ("epoch", epochs, max_epochs)):
+        if most is not None and 0 <= most <= done:
+            raise FinishedError(
+                f"nothing is left to do: {path} is at {name} {done}, and trainer.max_{name}s is {most}. "
+                f"To train longer, raise trainer.max_{name}s"
+            )
 
 
 def read_last(paths: Sequence[Path]) -> tuple[str | None, dict[str, Any]]:

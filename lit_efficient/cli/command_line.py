@@ -46,6 +46,7 @@ from lit_efficient.cli.run_log import RunLog
 from lit_efficient.cli.secrets import hide_words, masked, masking, print_error, redacted, remember
 from lit_efficient.cli.signals import ends_on_sigterm, ignore_warnings_of_the_end
 from lit_efficient.cli.tree import ConfigText, Table
+from lit_efficient.cli.validation_advice import ValidationAdvice
 from lit_efficient.errors import ConfigurationError, DivergedError
 from lit_efficient.files.checkpoints import state_of
 from lit_efficient.files.runs import real
@@ -195,6 +196,9 @@ class LitEfficientCLI(OpenCLI):
             path = os.path.join(os.curdir, path)
         if self.subcommand:
             self.config[self.subcommand]["ckpt_path"] = path
+        if self.checkpoint and fits:
+            trainer = self.config_dump.get("trainer") or {}
+            checkpoint.check_unfinished(str(path), self.checkpoint, trainer.get("max_steps"), trainer.get("max_epochs"))
         if self.checkpoint:
             self.changed = checkpoint.differences(self.checkpoint, self.config_dump, fits)
 
@@ -260,7 +264,7 @@ class LitEfficientCLI(OpenCLI):
         add_default_parts(trainer, self.subcommand, optimizer, self.folder, self.checked)
         trainer["callbacks"] += [CheckSharding(), MemoryAdvice(), MixedPrecisionAdvice()]
         if self.subcommand == "fit":
-            trainer["callbacks"] += [ConfigWins(self.config_dump, self.changed), BeginWandb()]
+            trainer["callbacks"] += [ValidationAdvice(), ConfigWins(self.config_dump, self.changed), BeginWandb()]
         if self.folder:
             program, words = self._typed
             self.events = RunEvents(self.folder, self.log, f"{program} {shlex.join(redacted(words))}")

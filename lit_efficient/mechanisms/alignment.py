@@ -291,8 +291,9 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
             f"{', '.join(n or type(module).__name__ for n in names)} by {self._described()}, weight {self.weight:g}"
             f"{until}; heads of {size:,} parameters train and are not exported",
             modules=tuple(names),
-            parameters=size,
+            parameters=size or None,
             details={"head_parameters": size},
+            idle=not self.weight,
         )
 
     def teacher_width(self, layer: str) -> tuple[str, int | None]:

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lit_efficient.application.optimizers import optimized_by
 from lit_efficient.declaration import Report, held
 from lit_efficient.errors import ConfigurationError, ConflictError, check_installed, refusal
 from lit_efficient.mechanisms.adapters.targets import ALL_LINEAR, WITH_EXPERTS, find_experts, find_targets
+from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.optimizers.low_rank_adamw import LowRankAdamW, Subspace, as_matrices
 from lit_efficient.surgery import become, is_sharded
 
@@ -55,7 +57,8 @@ def to_low_rank(
         who: Name at the beginning of error messages.
 
     Raises:
-        ConfigurationError: For another optimizer, a setting that has no low-rank form, or a rank above all sides.
+        ConfigurationError: For another optimizer, a setting that has no low-rank form, or a rank that is not below the
+            full rank of any target.
         ConflictError: For sharded parameters (DTensors).
     """
     rank = subspace.rank
@@ -64,8 +67,8 @@ def to_low_rank(
     stepped = [p for p in every if p.requires_grad or p in trains_later]
     wanted = [p for p in matrices if p in every]  # also frozen ones, which may be unfrozen by hand later
     longest = max((_sides(p)[0] for p in wanted), default=rank)
-    if rank > longest:
-        raise refusal(who, "rank", f"at most {longest}, the full rank of its largest target", rank)
+    if wanted and rank >= longest:
+        raise refusal(who, "rank", f"below {longest}, the full rank of its largest target", rank)
     projected = [p for p in wanted if rank < _sides(p)[0]]
     chosen = set(projected)
     moments = {p: p.numel() // _sides(p)[0] * rank if p in chosen else p.numel() for p in every}
@@ -125,8 +128,10 @@ def rewrite(
             f"others, or leave {who} out, because it saves nothing for frozen weights"
         )
     kind = type(optimizer).__name__
+    ids = {id(p) for p in trained}
     if not any(p in trained for p in _held_by(optimizer)):
-        return Report(f"{kind}: holds none of the targets and does not change")
+        elsewhere = bool(optimized_by(module) & ids)
+        return Report(f"{kind}: holds none of the targets and does not change", modules=(), idle=elsewhere)
     tables: set[Tensor] = set()
     for part in module.modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag):
@@ -141,7 +146,7 @@ def rewrite(
         summary += f", {count - len(projected)} of full rank stepped as before"
     return Report(
         f"{summary}; {each:.2f} instead of {done.full_bytes / done.total:.2f} bytes of state a parameter, "
-        f"{saved / 2**20:.1f} MiB saved",
+        f"{format_bytes(saved)} saved",
         modules=tuple(trained[p].rpartition(".")[0] for p in projected),
         parameters=sum(p.numel() for p in projected),
         bytes_saved=saved,

@@ -11,7 +11,7 @@ from torch import nn
 from lit_efficient import APOLLO, ConfigurationError
 from lit_efficient.testing import Run
 from tests.contract.row import Row
-from tests.support import WIDTH, Toy, data, trainer
+from tests.support import Toy, data, trainer
 
 RANK = 4
 
@@ -29,7 +29,6 @@ def moments_live_in_a_random_subspace(run: Run) -> None:
 ROW = Row(
     lambda: APOLLO(rank=RANK, update_every=3),
     moments_live_in_a_random_subspace,
-    neutral=lambda: APOLLO(rank=WIDTH),
     beside={"ReplaceHead": lambda: APOLLO(rank=RANK, update_every=3, targets=["head"])},
 )
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lit_efficient import EMA, ConfigurationError, ConflictError, GradualUnfreezing
 from lit_efficient.mechanisms.averages.weights import decay_at
+from lit_efficient.mechanisms.trials.memory import format_bytes
 from tests.support import Toy, assert_equal, data, trainer, weights
 
 
@@ -381,6 +382,6 @@ def test_the_report_counts_what_is_kept() -> None:
     report = EMA().describe(module)
     assert report.parameters == count
     assert report.details == {"average_bytes": 4 * count}
-    assert f"{count:,} parameters ({4 * count / 2**20:.1f} MiB), decay 0.9999 after inverse_gamma" in report.summary
+    assert f"{count:,} parameters ({format_bytes(4 * count)}), decay 0.9999 after inverse_gamma" in report.summary
     assert "copied" not in report.summary
     assert "copied into the weights every 3 steps" in EMA(switch_every=3).describe(module).summary

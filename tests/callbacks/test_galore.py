@@ -16,7 +16,7 @@ from lit_efficient.optimizers.low_rank_adamw import LowRankAdamW
 from lit_efficient.testing import Run
 from tests.contract.row import Row
 from tests.state_bytes import measure_state_bytes
-from tests.support import WIDTH, Net, Toy, data, trainer
+from tests.support import Net, Toy, data, trainer
 
 RANK = 4
 
@@ -38,7 +38,6 @@ def moments_live_in_a_subspace(run: Run) -> None:
 ROW = Row(
     lambda: GaLore(rank=RANK, update_every=3),
     moments_live_in_a_subspace,
-    neutral=lambda: GaLore(rank=WIDTH),
     beside={"ReplaceHead": lambda: GaLore(rank=RANK, update_every=3, targets=["head"])},
 )
 

@@ -15,6 +15,7 @@ from lit_efficient import EMA, ConfigurationError, LitEfficientError, PowerEMA
 from lit_efficient.commands.ema_sweep import run as sweep
 from lit_efficient.mechanisms.averages.snapshots import Snapshot, synthesize, write_snapshot
 from lit_efficient.mechanisms.averages.weights import gamma_of, power_decay, synthesis_weights, update_
+from lit_efficient.mechanisms.trials.memory import format_bytes
 from tests.callbacks.test_ema import Trace
 from tests.support import Toy, assert_equal, data, trainer, weights
 
@@ -147,7 +148,7 @@ def test_the_report_counts_what_is_kept(tmp_path: Path) -> None:
     count = sum(p.numel() for p in module.parameters())
     report = technique.describe(module)
     assert (report.parameters, report.details) == (count, {"average_bytes": 3 * 4 * count})
-    assert f"at widths 0.05, 0.1, 0.2 ({3 * 4 * count / 2**20:.1f} MiB)" in report.summary
+    assert f"at widths 0.05, 0.1, 0.2 ({format_bytes(3 * 4 * count)})" in report.summary
 
 
 def test_one_snapshot_is_the_average_itself(tmp_path: Path) -> None:

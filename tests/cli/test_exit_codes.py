@@ -170,5 +170,57 @@ def test_a_bug_keeps_its_traceback():
 def test_help_lists_every_code(capsys):
     assert main(["--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())  # it is wrapped
-    assert [code for code in EXIT_CODES if f"{code} {EXIT_CODES[code]}" in said] == [0, 1, 2, 3, 4, 5]
+    assert [code for code in EXIT_CODES if f"{code} {EXIT_CODES[code]}" in said] == [0, 1, 2, 3, 4, 5, 6]
     assert DivergedError.exit_code == 4
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        (["--trainer.max_steps=4", "--trainer.max_epochs=-1"], "is at step 4, and trainer.max_steps is 4"),
+        (["--trainer.max_epochs=1"], "is at epoch 1, and trainer.max_epochs is 1"),
+    ],
+)
+def test_a_resumed_run_with_nothing_left_to_do_says_so(limits: list[str], said: str, capsys) -> None:
+    assert fit("--trainer.enable_checkpointing=true", *limits) == 0
+    capsys.readouterr()
+    assert fit("--trainer.enable_checkpointing=true", *limits, "--ckpt_path=last") == 6
+    printed = capsys.readouterr()
+    assert said in printed.out + printed.err
+    assert "Done." not in printed.out
+    assert len([path for path in Path("runs/base").iterdir() if not path.is_symlink()]) == 1
+    assert fit("--trainer.enable_checkpointing=true", "--trainer.max_epochs=3", "--ckpt_path=last") == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "validates"),
+    [
+        (["--trainer.max_steps=3", "--trainer.max_epochs=-1"], False),
+        (["--trainer.max_steps=4", "--trainer.max_epochs=-1"], True),
+        (["--trainer.max_steps=3", "--trainer.max_epochs=-1", "--trainer.val_check_interval=2"], True),
+        (["--trainer.max_epochs=2", "--trainer.check_val_every_n_epoch=3"], False),
+        (["--trainer.max_epochs=3", "--trainer.check_val_every_n_epoch=3"], True),
+        (["--trainer.max_epochs=1", "--trainer.val_check_interval=9", "--trainer.check_val_every_n_epoch=null"], False),
+        (["--trainer.max_epochs=3", "--trainer.val_check_interval=9", "--trainer.check_val_every_n_epoch=null"], True),
+        (["--trainer.max_epochs=1", "--trainer.limit_val_batches=0"], False),
+        (["--trainer.max_steps=3", "--trainer.max_epochs=-1", "--trainer.accumulate_grad_batches=2"], True),
+    ],
+)
+def test_a_run_that_never_validates_says_so_before_it_starts(arguments: list[str], validates: bool, caplog) -> None:
+    """The oracle is Lightning: whether a validation started in the run itself."""
+    with caplog.at_level("INFO"):
+        assert fit(*arguments, "--trainer.callbacks+=tests.cli.test_exit_codes.CountsValidations") == 0
+    assert (CountsValidations.started > 0) is validates
+    assert ("This fit never validates" in caplog.text) is not validates
+
+
+class CountsValidations(Callback):
+    """Count the validations of a run, without the sanity check."""
+
+    started = 0
+
+    def on_fit_start(self, trainer, pl_module) -> None:
+        CountsValidations.started = 0
+
+    def on_validation_start(self, trainer, pl_module) -> None:
+        CountsValidations.started += not trainer.sanity_checking

@@ -334,7 +334,7 @@ def test_the_optimizer_that_is_turned_stays_where_schedulers_point() -> None:
 @pytest.mark.parametrize(
     ("make", "rank", "bits", "message"),
     [
-        (adamw, 17, 32, "to_low_rank: rank must be at most 16, the full rank of its largest target, got 17"),
+        (adamw, 16, 32, "to_low_rank: rank must be below 16, the full rank of its largest target, got 16"),
         (adamw, 4, 8, "to_low_rank: bits must be 32, because no moments have 4,096 elements, got 8"),
         (Lion, 4, 32, "to_low_rank: Lion has no low-rank form; allowed: AdamW, FusedAdamW, Adam"),
         (torch.optim.SGD, 4, 32, "to_low_rank: SGD has no low-rank form"),

@@ -13,6 +13,7 @@ from functools import wraps
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lit_efficient.application.checkpoints import CheckpointHooks
@@ -212,6 +213,16 @@ class ShadowWeights(CheckpointHooks, Technique):
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
+
+    @outside_autograd
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Say after the first epoch that there is no average yet, if optimizer steps were counted."""
+        super().on_train_epoch_end(trainer, pl_module)
+        if trainer.current_epoch == 0 and trainer.global_step and self.average(pl_module) is None:
+            rank_zero_info(
+                f"{type(self).__name__}: no update in the {trainer.global_step} steps of the first epoch; "
+                "validation and exports use the raw weights until then"
+            )
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self.swap_out(pl_module)

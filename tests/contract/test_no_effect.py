@@ -1,0 +1,142 @@
+"""A report that states none of something is an error, and steps that no technique saw are named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lit_efficient import (
+    APOLLO,
+    EMA,
+    CheckpointAverage,
+    ConfigurationError,
+    DevicePrefetcher,
+    GaLore,
+    KeepFloat32,
+    PowerEMA,
+    Report,
+    Technique,
+    WeightClipping,
+    apply,
+)
+from lit_efficient.application.ledger import reports_of
+from lit_efficient.declaration import Phase
+from lit_efficient.testing import Net, Toy, data, trainer
+
+NOTHING = [
+    Report("AdamW: 0 of 19 matrices in 64 dimensions"),
+    Report("30 norms and 2 gated MLPs save 0 B less per token"),
+    Report("AdamW: 12% of the parameters have 8-bit states, 0.0 MiB saved"),
+    Report("blocks", modules=()),
+    Report("weights", modules=("a",), parameters=0),
+    Report("states", bytes_saved=0),
+    Report("states", bytes_saved=-256),
+    Report("tiles", details={"bytes_per_token_saved": 0}),
+]
+SOMETHING = [
+    Report("10 of 19 matrices", ("a",), 4096, 512),
+    Report("100 of 200 blocks, 10.0 MiB saved"),
+    Report("rates 0.0 to 0.5, weight 0, 0 B saved on a CPU", idle=True),
+    Report("stage 0 of the ramp"),
+    Report("seed 0, from step 0 on"),
+]
+
+
+class Says(Technique):
+    """A technique that reports what it is given."""
+
+    phase = Phase.LAYOUT
+
+    def __init__(self, report: Report, when: str = "transform") -> None:
+        super().__init__()
+        self.report = report
+        self.when = when
+
+    def arguments(self) -> dict[str, Any]:
+        return {}
+
+    def transform(self, module: nn.Module) -> Report:
+        return self.report if self.when == "transform" else Report("transforms")
+
+    def describe(self, module: nn.Module) -> Report | None:
+        return self.report if self.when == "describe" else None
+
+
+@pytest.mark.parametrize("report", NOTHING, ids=lambda report: report.summary)
+def test_nothing_is_no_effect(report: Report) -> None:
+    with pytest.raises(ConfigurationError, match=r"Says would change nothing: .* or leave Says out"):
+        apply(Net(), Says(report))
+
+
+def test_a_described_nothing_is_refused_before_the_first_step() -> None:
+    module = Toy("init", Net)
+    with pytest.raises(ConfigurationError, match="Says would change nothing"):
+        trainer([Says(NOTHING[0], "describe")]).fit(module, data(8), data())
+    assert module.trainer.global_step == 0
+
+
+@pytest.mark.parametrize("report", SOMETHING, ids=lambda report: report.summary)
+def test_something_and_what_is_idle_for_a_reason_are_kept(report: Report) -> None:
+    assert apply(Net(), Says(report))["Says"] is report
+
+
+@pytest.mark.parametrize("kind", [GaLore, APOLLO])
+def test_a_subspace_of_full_rank_is_refused(kind: Any) -> None:
+    width = 32
+    net = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+    optimizer = torch.optim.AdamW(net.parameters())
+    with pytest.raises(ConfigurationError, match=f"rank must be below {width}, the full rank of its largest target"):
+        kind(rank=width, targets=["0"]).rewrite_optimizer(optimizer, net)
+    report = kind(rank=width - 17, targets=["0"]).rewrite_optimizer(optimizer, net)
+    assert report.bytes_saved > 0
+
+
+def test_techniques_without_effect_on_this_device_or_precision_say_so() -> None:
+    techniques = [KeepFloat32(), DevicePrefetcher()]
+    module = Toy("init", Net)
+    run = trainer(techniques)
+    run.fit(module, data(8), data())
+    reports = reports_of(module, techniques)
+    assert all(report.idle and "no effect" in report.summary for report in reports.values())
+    assert reports["KeepFloat32"].parameters is None
+
+
+class StepsByItself(Toy):
+    """A module that steps an optimizer which Lightning does not know."""
+
+    def on_train_start(self) -> None:
+        self.own = torch.optim.SGD(self.parameters(), 0.1)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.own.step()
+
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> None:
+        self._sample_loss(batch).mean().backward()
+
+    def configure_optimizers(self) -> Any:
+        self.automatic_optimization = False
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_what_acts_after_a_step_and_saw_none_is_named() -> None:
+    techniques: list[L.Callback] = [EMA(), PowerEMA(), WeightClipping(bound=1.0)]
+    module = StepsByItself("init", Net)
+    module.automatic_optimization = False
+    with pytest.warns(
+        UserWarning, match=r"WeightClipping, EMA, PowerEMA: no optimizer step was seen in the \d+ batches"
+    ):
+        trainer(techniques).fit(module, data(8), data())
+
+
+def test_counted_steps_warn_of_nothing_and_a_late_average_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        trainer([EMA(), WeightClipping(bound=1.0)]).fit(Toy("init", Net), data(8), data())
+        assert "no update" not in caplog.text
+        trainer([EMA(start_step=10**6)]).fit(Toy("init", Net), data(8), data())
+        assert "EMA: no update in the" in caplog.text
+        trainer([CheckpointAverage(start_step=10**6)]).fit(Toy("init", Net), data(8), data())
+        assert "CheckpointAverage: no update in the" in caplog.text
