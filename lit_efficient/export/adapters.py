@@ -19,7 +19,16 @@ from lit_efficient.application.recorded import arguments_behind, converters
 from lit_efficient.data.text.chat_tokenizer import declare_class, save_tokenizer
 from lit_efficient.distributed.shards import read_checkpoint
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice
-from lit_efficient.export.check import check_outputs, check_tensors, difference, digests, outputs_of, reference_of
+from lit_efficient.export.check import (
+    check_lora,
+    check_outputs,
+    check_tensors,
+    difference,
+    digests,
+    outputs_of,
+    reference_of,
+)
+from lit_efficient.export.diffusers_lora_check import updates_of
 from lit_efficient.export.padding import grow_for_padding, pad_tokenizer, padding_for, set_padding
 from lit_efficient.export.trained import Trained, base_state, fold, merged_model, trained
 from lit_efficient.files.atomic_file import check_new_folder, write_folder
@@ -27,7 +36,7 @@ from lit_efficient.files.checkpoints import Checkpoint, Fields
 from lit_efficient.files.sums import write_sums
 from lit_efficient.files.tensors import save_tensors
 from lit_efficient.internals.hugging_face import generation_json
-from lit_efficient.mechanisms.adapters.diffusers_lora import write_diffusers_lora
+from lit_efficient.mechanisms.adapters.diffusers_lora import places_of, write_diffusers_lora, write_several
 from lit_efficient.mechanisms.adapters.int4 import codes_on_grid, dequantize_groups, shifted_zeros
 from lit_efficient.mechanisms.adapters.low_rank import ON_INT4, merged_matrix, scale_of
 from lit_efficient.mechanisms.adapters.peft_format import task_of, to_peft
@@ -192,7 +201,8 @@ def _peft(source: _Source, check: bool) -> _Export:
             f"{source.path} has no adapter"
         )
     where = where or source.ours.get("ia3") or source.ours.get("prefix") or own or {}
-    write_one: Callable[..., object] = _write_peft
+    parts = _pipeline_parts(where)
+    write_one: Callable[..., object] = partial(_write_peft, parts=parts)
     if own is None:
         adapters = {"default": vectors or to_peft(state, where, arguments)}
     else:
@@ -221,6 +231,8 @@ def _peft(source: _Source, check: bool) -> _Export:
     def compare(folder: Path) -> str:
         if len(adapters) > 1:
             return f"not checked: the checkpoint has {len(adapters)} adapters, {', '.join(adapters)}"
+        if parts:
+            return check_lora(folder, parts, updates_of(state, where, arguments))
         return _compare_with_peft(folder, source, where, named)
 
     return _Export(held, write, compare, remark)
@@ -506,9 +518,25 @@ def _adapters(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, dict[str, 
     return where, arguments
 
 
-def _write_peft(folder: Path, tensors: Mapping[str, Tensor], config: Fields) -> None:
+def _pipeline_parts(where: Fields) -> list[Fields]:
+    """Return the networks with LoRA, if one of them is of diffusers.
+
+    Raises:
+        ConfigurationError: If no pipeline of diffusers can have these networks.
+    """
+    parts: list[Fields] = where.get("networks", [])
+    if not any(part["library"] == "diffusers" for part in parts):
+        return []
+    places_of(parts)
+    return parts
+
+
+def _write_peft(folder: Path, tensors: Mapping[str, Tensor], config: Fields, parts: Sequence[Fields] = ()) -> None:
     # diffusers reads the configuration from the file's header, with the prefix of the tensors' names.
     header = json.dumps({f"base_model.model.{key}": value for key, value in config.items()})
     save_tensors(folder / "adapter_model.safetensors", tensors, format="pt", lora_adapter_metadata=header)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    write_diffusers_lora(folder, tensors, config)
+    if len(parts) > 1:
+        write_several(folder, tensors, config, parts)
+    else:
+        write_diffusers_lora(folder, tensors, config)

@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ from lit_efficient.files.tensors import bytes_of, load_tensors, save_tensors
 
 # Above the effect of another order of summation, below the effect of one wrong weight. int8 layers round inputs, too.
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.int8: 5e-2}
+
+
+_SAME = 1e-4  # of updates that are computed from the same factors
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,33 @@ def check_outputs(
     return finding
 
 
+def check_lora(folder: Path, parts: Sequence[Fields], expected: Mapping[str, Tensor]) -> str:
+    """Compare an exported adapter, as diffusers loads it, with the updates of the trained one.
+
+    Args:
+        folder: The export.
+        parts: Networks with adapters, as of `peft_folder.placement`.
+        expected: Result of `diffusers_lora_check.updates_of`.
+
+    Returns:
+        The result of the check, as words for people.
+
+    Raises:
+        CheckpointError: If diffusers does not load the folder, or layers are missing or differ.
+    """
+    ours = lambda place: save_tensors(place / "ours.safetensors", expected, format="pt")  # noqa: E731
+    found = _ask(folder, "diffusers", {"lora": list(parts)}, ours)
+    if found is None:
+        return "not checked: diffusers is not installed"
+    if found["wrong"] or not found["layers"]:
+        first = found["wrong"][0] if found["wrong"] else "all"
+        raise CheckpointError(
+            f"export: {found['loader']} loads other adapters than were trained: {len(found['wrong'])} of "
+            f"{len(expected)} differ or are missing, first {first!r}"
+        )
+    return f"{found['loader']} loads the {found['layers']} adapted layers that were trained"
+
+
 def _ask(folder: Path, library: str, request: Fields, fill: Callable[[Path], object]) -> Any:
     """Return the answer of a new process about a folder; None if the library is not installed."""
     if importlib.util.find_spec(library) is None:
@@ -202,6 +232,17 @@ def _answer(folder: Path, place: Path) -> dict[str, Any]:
     request = json.loads((place / "request.json").read_text())
     if request["library"] == "safetensors":
         return {"digests": digests(load_tensors(folder / "model.safetensors"))}
+    if "lora" in request:
+        from lit_efficient.export.diffusers_lora_check import loaded_updates
+
+        expected = load_tensors(place / "ours.safetensors")
+        found, loader = loaded_updates(folder, request["lora"])
+        wrong = sorted(found.keys() ^ expected.keys())
+        for key in found.keys() & expected.keys():
+            if not difference(expected[key], found[key], _SAME) <= _SAME:
+                wrong.append(key)
+        layers = sum(not key.endswith(".magnitude") for key in found)
+        return {"wrong": wrong, "layers": layers, "loader": loader}
     if request["library"] == "diffusers":
         from diffusers import DiffusionPipeline
 

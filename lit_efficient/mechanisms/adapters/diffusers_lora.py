@@ -1,6 +1,7 @@
 """Export of peft adapters of diffusers networks to the two formats that image programs load.
 
-    pytorch_lora_weights.safetensors    unet.NAME.lora_A.weight, or transformer.NAME...      pipeline.load_lora_weights
+    pytorch_lora_weights.safetensors    unet.NAME.lora_A.weight, transformer.NAME...,        pipeline.load_lora_weights
+                                        text_encoder.NAME..., text_encoder_2.NAME...
     kohya.safetensors                   lora_unet_NAME.lora_down.weight, .lora_up.weight, .alpha   (of a UNet)
 
 Adapters of transformers are written in the first format only, because kohya's names refer to another implementation
@@ -8,19 +9,78 @@ with other layers. Source: the loaders of diffusers; https://github.com/kohya-ss
 """
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.tensors import save_tensors
 from lit_efficient.mechanisms.adapters.peft_folder import LORA_FILE
 
 KOHYA_FILE = "kohya.safetensors"
 _PEFT = "base_model.model."
 _KOHYA = {"lora_A.weight": "lora_down.weight", "lora_B.weight": "lora_up.weight", "lora_magnitude_vector": "dora_scale"}
+
+
+def places_of(networks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the places of networks in a pipeline of diffusers: ``unet`` or ``transformer``, and ``text_encoder``, ...
+
+    Text encoders are found by their names, else by their order, with those of a projection last, as in SDXL.
+
+    Args:
+        networks: As of :func:`~lit_efficient.mechanisms.adapters.peft_folder.placement`.
+
+    Returns:
+        The places by the names of the networks.
+
+    Raises:
+        ConfigurationError: If a pipeline cannot have these networks.
+    """
+    denoisers = [part for part in networks if part["library"] == "diffusers"]
+    if len(denoisers) != 1:
+        raise ConfigurationError(
+            "export: pipelines of diffusers load adapters of one denoiser and its text encoders, but the checkpoint "
+            f"has adapters in {', '.join(part['class'] for part in networks)}: use format safetensors"
+        )
+    places = {}
+    for part in denoisers:
+        places[part["name"]] = "unet" if part["class"].startswith("UNet") else "transformer"
+    encoders = [part for part in networks if part["library"] != "diffusers"]
+    lasts = [part["name"].rpartition(".")[2] for part in encoders]
+    if not all(re.fullmatch(r"text_encoder(_[2-9])?", last) for last in lasts) or len({*lasts}) < len(lasts):
+        encoders.sort(key=lambda part: part["class"].endswith("WithProjection"))
+        lasts = ["text_encoder", *(f"text_encoder_{number}" for number in range(2, len(encoders) + 1))]
+    return places | {part["name"]: last for part, last in zip(encoders, lasts)}
+
+
+def write_several(
+    folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], networks: Sequence[Mapping[str, Any]]
+) -> None:
+    """Write the factors of several networks for ``load_lora_weights`` to a folder.
+
+    Args:
+        folder: The folder.
+        tensors: Tensors of peft's file by name.
+        config: Configuration of peft.
+        networks: As in :func:`places_of`.
+    """
+    named: dict[str, Tensor] = {}
+    header: dict[str, Any] = {}
+    for part in networks:
+        place = places_of(networks)[part["name"]]
+        prefix = f"{_PEFT}{part['name']}."
+        for name, tensor in tensors.items():
+            if name.startswith(prefix) and ".lora_" in name:
+                key = f"{place}.{name.removeprefix(prefix)}"
+                if part["library"] == "transformers" and name.endswith("lora_magnitude_vector"):
+                    key += ".weight"  # transformers reads peft's present name
+                named[key] = tensor
+        header |= {f"{place}.{key}": value for key, value in {**config, "target_modules": part["targets"]}.items()}
+    save_tensors(folder / LORA_FILE, named, format="pt", lora_adapter_metadata=json.dumps(header))
 
 
 def write_diffusers_lora(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:

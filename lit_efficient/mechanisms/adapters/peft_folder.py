@@ -236,6 +236,8 @@ def placement(module: nn.Module) -> dict[str, Any]:
         - ``tied``: pairs of names in ``module``: an adapted weight, and another name of the same weight.
         - ``rows``: ids of the trained rows by the name of each layer, and ``row_ties``: for further layers with the
           same rows, the name of the first one.
+        - ``networks``: for each model of diffusers or transformers with adapters its ``name`` in ``module``,
+          ``library``, ``class``, ``config`` in JSON, and ``targets``, as above.
         - ``auto_mapping``: class of a diffusers model, as peft's configurations name it, or None.
     """
     names = {name: part for name, part in module.named_modules() if isinstance(part, LowRank)}
@@ -258,9 +260,34 @@ def placement(module: nn.Module) -> dict[str, Any]:
         "statistics": [name for name, part in model.named_modules() if isinstance(part, BatchNorm)],
         "tied": [[first, name] for first, name in uses if first and first != name],
         **_placed_rows(model),
+        "networks": _networks(module, names),
         **described(model),
         "auto_mapping": diffusers_class(model),
     }
+
+
+def _networks(module: nn.Module, adapted: Mapping[str, nn.Module]) -> list[dict[str, Any]]:
+    """Return ``networks`` of :func:`placement`, which are not inside each other."""
+    found: list[dict[str, Any]] = []
+    part: Any
+    for name, part in module.named_modules():
+        prefix = f"{name}." if name else ""
+        inside = [other.removeprefix(prefix) for other in adapted if other.startswith(prefix)]
+        above = any(not one["name"] or name.startswith(f"{one['name']}.") for one in found)
+        if above or not inside or not (hasattr(part, "save_pretrained") and hasattr(part, "config")):
+            continue
+        if diffusers_class(part):
+            library = "diffusers"
+            config = part.to_json_string()
+        elif hasattr(part.config, "model_type"):
+            library = "transformers"
+            config = _json_of(part.config)
+        else:
+            continue
+        targets = target_modules(inside, [other for other, _ in part.named_modules() if other])
+        kind = unmixed(part).__name__
+        found.append({"name": name, "library": library, "class": kind, "config": config, "targets": targets})
+    return found
 
 
 def _placed_rows(model: nn.Module) -> dict[str, Any]:
