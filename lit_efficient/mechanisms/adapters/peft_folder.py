@@ -266,7 +266,7 @@ def placement(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _networks(module: nn.Module, adapted: Mapping[str, nn.Module]) -> list[dict[str, Any]]:
+def _networks(module: nn.Module, adapted: Iterable[str]) -> list[dict[str, Any]]:
     """Return ``networks`` of :func:`placement`, which are not inside each other."""
     found: list[dict[str, Any]] = []
     part: Any
