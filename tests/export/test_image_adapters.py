@@ -137,10 +137,10 @@ def test_networks_that_no_pipeline_has_are_refused(tmp_path: Path, capsys: pytes
     ("fields", "targets", "loader"),
     [
         (CONDITIONED, ["to_q", "conv1"], "load_lora_weights of StableDiffusionPipeline"),
-        (FREE, ["conv1"], "of UNet2DModel"),
+        (FREE, ["conv1"], "peft"),
         (THEIR_DIT, ["to_q"], "peft"),
     ],
-    ids=["pipeline", "network", "peft"],
+    ids=["pipeline", "unconditional", "dit"],
 )
 def test_adapters_of_latent_diffusion_are_checked(
     fields: dict[str, Any], targets: list[str], loader: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
