@@ -22,6 +22,7 @@ from lit_efficient.application.ledger import (
     Entry,
     Session,
     end_session,
+    ledger,
     session_of,
     start_ledger,
     start_session,
@@ -32,6 +33,7 @@ from lit_efficient.declaration import (
     Report,
     Wrap,
     check_conflicts,
+    defines,
     hooks_of,
     in_order,
     overrides,
@@ -275,8 +277,38 @@ def check_sharded(trainer: Any, module: nn.Module) -> None:
 def _check_optimizers(self: Any) -> Any:
     """Check the optimizers of the module for conflicts, before techniques rewrite them."""
     configured = inner_method(self, "configure_optimizers", _check_optimizers)()
-    check_conflicts([*parts_of(self.trainer), *find_optimizers(configured)])
+    optimizers = find_optimizers(configured)
+    check_conflicts([*parts_of(self.trainer), *optimizers])
+    _check_networks(self, optimizers)
     return configured
+
+
+def _check_networks(module: Any, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse transforms of a second network that requires gradients, but that no optimizer steps, as a momentum copy.
+
+    The transforms act before there are optimizers, and leave out networks that are frozen.
+    """
+    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    names = {name for name, _ in module.named_modules()}
+    for entry in ledger(module):
+        if defines(entry.kind, "trains"):  # whose parameters are compared with those of the optimizers one by one
+            continue
+        idle: dict[str, str] = {}
+        trained = False
+        for name in names.intersection(entry.report.modules):
+            network = name.partition(".")[0]
+            parameters = [p for p in module.get_submodule(network).parameters() if p.requires_grad]
+            if any(id(p) in stepped for p in parameters):
+                trained = True
+            elif parameters:
+                idle.setdefault(network, name)
+        if trained and idle:
+            network, name = min(idle.items())
+            raise ConfigurationError(
+                f"{entry.record['name']} has changed {name!r}, but no optimizer steps a parameter of {network!r}. "
+                f"Freeze a copy or a teacher where it is built (self.{network}.requires_grad_(False)), or give the "
+                "parameters to the optimizer"
+            )
 
 
 def _watch_parameters(self: Any) -> None:

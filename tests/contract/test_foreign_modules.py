@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from lit_efficient import ExactResume, LoRA, apply
+from lit_efficient import ActivationCheckpointing, ExactResume, LoRA, StochasticDepth, apply
 from lit_efficient.errors import ConfigurationError
 from tests.contract.table import CASES, make_all, network_of
 from tests.support import Net, Toy, assert_equal, data, trainer, weights
@@ -168,3 +168,19 @@ def test_adapters_train_on_weights_that_torchao_has_quantised(variant: str) -> N
     run.fit(module, data(16))
     assert not torch.equal(layer.lora_B.detach(), start)
     torch.testing.assert_close(layer.weight.dequantize(), base, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("technique", [StochasticDepth(0.4), ActivationCheckpointing(every=2)])
+def test_a_copy_that_no_optimizer_steps_is_no_depth(technique: Any) -> None:
+    class Momentum(Carries):
+        def __init__(self, frozen: bool) -> None:
+            super().__init__()
+            self.target = copy.deepcopy(self.net).requires_grad_(not frozen)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+
+    module = Momentum(frozen=True)
+    trainer([technique], max_steps=2).fit(module, data(16))
+    with pytest.raises(ConfigurationError, match=r"no optimizer steps .* 'target'.*requires_grad_\(False\)"):
+        trainer([technique], max_steps=2).fit(Momentum(frozen=False), data(16))
