@@ -48,7 +48,7 @@ def test_the_config_wins_over_the_checkpoint_and_says_so(trained, caplog, capsys
 
 
 def test_a_checkpoint_of_another_architecture_is_refused_before_data(trained, capsys):
-    said = refused(capsys, "--ckpt_path", trained, "--model.hidden", "7")
+    said = refused(capsys, "--ckpt_path", trained, "--model.hidden", "7", "--trainer.max_epochs", "9")
     assert "net.0.weight: [4, 3] in the checkpoint, [7, 3] in the model" in said
     said = refused(capsys, "--ckpt_path", trained, "--model", "tests.support_cli.OtherModel", command="validate")
     assert "OtherModel" in said
@@ -121,6 +121,6 @@ def test_states_that_a_technique_has_shaped_are_refused_without_it(capsys):
     path = next(Path("runs").rglob("last.ckpt"))
     assert fit(*more, *low, "--ckpt_path", str(path), "--trainer.max_epochs", "3") == 0
     ToyData.touched = 0
-    said = refused(capsys, *more, "--ckpt_path", str(path))
+    said = refused(capsys, *more, "--ckpt_path", str(path), "--trainer.max_epochs", "9")
     assert "GaLore is missing: the checkpoint was written with it" in said
     assert "use the checkpoint's techniques" in said
