@@ -295,7 +295,7 @@ def _check_networks(module: Any, optimizers: Sequence[Optimizer]) -> None:
             continue
         idle: dict[str, str] = {}
         trained = False
-        for name in names.intersection(entry.report.modules):
+        for name in names.intersection(entry.report.modules or ()):
             network = name.partition(".")[0]
             parameters = [p for p in module.get_submodule(network).parameters() if p.requires_grad]
             if any(id(p) in stepped for p in parameters):
