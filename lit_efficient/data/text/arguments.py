@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from lit_efficient.data.text.chat_formats import KEYS, Format
+from lit_efficient.data.text.chat_formats import FURTHER, KEYS, TOKEN_KEYS, Format
 from lit_efficient.data.text.chat_tokenizer import SMALLEST_VOCABULARY
 from lit_efficient.data.text.chat_tokens import OnUntrainedEnd
 from lit_efficient.data.text.pair_formats import StringsAs
 from lit_efficient.data.text.text_files import EXCLUDE
 from lit_efficient.data.text.truncation import Side, TooLong
+from lit_efficient.data.text.turn_choices import Reasoning, TurnChoices
 from lit_efficient.data.text.turn_spans import TrainOn
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 
@@ -55,7 +56,7 @@ class LanguageRows(RowsArguments):
     """
 
     owner = "LanguageData"
-    keys = sorted({key for keys in KEYS.values() for key in keys} | {"functions", "input", "system", "tools"})
+    keys = sorted({key for keys in KEYS.values() for key in keys} | {"input", *FURTHER, *TOKEN_KEYS})
 
     format: Literal["auto"] | Format = "auto"
 
@@ -73,7 +74,7 @@ class PreferenceRows(RowsArguments):
     """
 
     owner = "PreferenceData"
-    keys = ("prompt", "chosen", "rejected", "functions", "system", "tools")
+    keys = ("prompt", "chosen", "rejected", *sorted(FURTHER))
 
     strings_as: StringsAs = "text"
 
@@ -99,6 +100,15 @@ class ChatArguments:
             false: control tokens in texts are tokenised as text. null: also, but a warning reports them, and more than
             ``rows.max_malformed`` of the texts with control tokens are an error. Conversations are rendered here in
             each case.
+        template_kwargs: Further variables for the chat template, such as ``{enable_thinking: false}``. A row may have
+            its own under the key ``chat_template_kwargs``, which take precedence.
+        system: System prompt of conversations that have none. null: they get none here.
+        replace_system: Let ``system`` replace the system prompts of the rows, too. With an empty ``system`` they are
+            removed.
+        reasoning: Treatment of the assistant's thoughts, in fields (``reasoning_content``, ``reasoning``, ``thinking``)
+            or between ``<think>`` and ``</think>``. ``as_template``: the chat template decides, and a warning counts
+            what it omits. ``drop``: they are removed. ``keep``: rows whose thoughts the template omits are malformed,
+            and a template that reads no such field gets them in the content.
     """
 
     owner: ClassVar[str]
@@ -108,6 +118,15 @@ class ChatArguments:
     untrained_end: OnUntrainedEnd = "refuse"
     new_tokens: Sequence[str] = ()
     rendered: bool | None = None
+    template_kwargs: dict[str, bool | int | float | str | list[str] | None] | None = None
+    system: str | None = None
+    replace_system: bool = False
+    reasoning: Reasoning = "as_template"
+
+    @property
+    def choices(self) -> TurnChoices:
+        """Choices about conversations."""
+        return TurnChoices(dict(self.template_kwargs or {}), self.system, self.replace_system, self.reasoning)
 
     def __post_init__(self) -> None:
         named = self.new_tokens
@@ -117,6 +136,11 @@ class ChatArguments:
             raise refusal(self.owner, "chat.new_tokens", "different tokens", named)
         check_number(self.owner, "chat.vocab_size", self.vocab_size, least=SMALLEST_VOCABULARY, whole=True)
         check_choice(self.owner, "chat.untrained_end", self.untrained_end, get_args(OnUntrainedEnd))
+        check_choice(self.owner, "chat.reasoning", self.reasoning, get_args(Reasoning))
+        if self.system is None and self.replace_system:
+            raise ConfigurationError(f"{self.owner}: chat.replace_system needs chat.system, which may be empty.")
+        if self.system is not None and not self.system.strip() and not self.replace_system:
+            raise refusal(self.owner, "chat.system", "a text that is not empty, unless replace_system", self.system)
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class Recipe:
             "settings": settings,
             "format": FORMAT,
         }
-        return dict(json.loads(json.dumps(about)))
+        return dict(json.loads(json.dumps(about, default=asdict)))
 
     def rank(self, row: Example) -> float:
         """Return a number in [0, 1) from the content that must not occur on both sides of the split."""
@@ -184,6 +184,9 @@ def _build(recipe: Recipe, target: Path) -> None:
             about["malformed"][name] = asdict(seen)
             about["empty"][name] = asdict(reader.empty)
             writer.counts[name].malformed = seen.malformed
+    if not checked and recipe.encoding["choices"].given:
+        names = ", ".join(f"chat.{name}" for name in recipe.encoding["choices"].given)
+        raise ConfigurationError(f"{recipe.owner}: {names}: no row is a conversation, so this would change nothing.")
     tokenizer.save_pretrained(str(target / "tokenizer"))
     has_turns = any(count.turns for count in writer.counts.values())
     # With a stream for training only validation rows are read here, and these may hold no turn.
@@ -232,8 +235,11 @@ def _trained_tokenizer(recipe: Recipe, threshold: float) -> Any:
 
     def texts() -> Iterator[str]:
         for split, _, row in recipe.split_rows("train", recipe.reader(recipe.sources["train"]), threshold):
-            if split == "train" and not isinstance(row, MalformedRow):
-                yield from row.texts()
+            if split != "train" or isinstance(row, MalformedRow):
+                continue
+            if any(document.ids for document in row.documents):
+                raise ConfigurationError(f"{recipe.owner}: rows of input_ids need the tokenizer that has made the ids.")
+            yield from row.texts()
 
     return train_chat_tokenizer(texts(), recipe.tokenizer)
 

@@ -175,6 +175,7 @@ class ChatDataModule(LightningDataModule):
             "untrained_end": self.chat.untrained_end,
             "new_tokens": list(self.chat.new_tokens),
             "rendered": bool(self.chat.rendered),
+            "choices": self.chat.choices,
         }
 
     @abstractmethod

@@ -1,5 +1,6 @@
 """Rows of common data sets, recognised by their keys, as documents.
 
+    tokens       {"input_ids": [...]}, perhaps with labels, attention_mask and loss_mask: see `token_rows`
     messages     {"messages": [{"role": "user", "content": ...}, ...]}
     sharegpt     {"conversations": [{"from": "human", "value": ...}, ...]}
     alpaca       {"instruction": ..., "input": ... or "", "output": ...}
@@ -14,17 +15,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from lit_efficient.errors import ConfigurationError, listed
 
-Format = Literal["messages", "sharegpt", "alpaca", "completion", "text"]
+Format = Literal["tokens", "messages", "sharegpt", "alpaca", "completion", "text"]
 Message = dict[str, Any]
 Row = Mapping[str, Any]
 
-# In the order in which formats are tried: exports of conversations often have a rendered "text" as well.
+# In the order in which formats are tried: exports of conversations often have a rendered "text" as well, and rows that
+# somebody has tokenised often keep what they were made from.
 KEYS: dict[str, tuple[str, ...]] = {
+    "tokens": ("input_ids",),
     "messages": ("messages",),
     "sharegpt": ("conversations",),
     "alpaca": ("instruction", "output"),
@@ -32,14 +35,22 @@ KEYS: dict[str, tuple[str, ...]] = {
     "text": ("text",),
 }
 # Further keys that a row of a format may have.
-FURTHER = ("tools", "functions", "system")
+FURTHER = ("tools", "functions", "system", "chat_template_kwargs")
+# Masks of rows of tokens that are 1 for a token with loss: of Megatron, of transformers, and of TRL.
+LOSS_MASKS = ("loss_mask", "assistant_masks", "completion_mask")
+TOKEN_KEYS = ("labels", "attention_mask", *LOSS_MASKS)
 _FURTHER: dict[str, tuple[str, ...]] = {
+    "tokens": (*TOKEN_KEYS, "position_ids"),
     "messages": FURTHER,
     "sharegpt": FURTHER,
     "alpaca": (*FURTHER, "input"),
     "completion": FURTHER,
     "text": (),
 }
+# Content that no text DataModule reads.
+MEDIA = ("image", "video", "audio")
+# Keys of a turn that decide whether it contributes to the loss, as in axolotl.
+_TAGS = ("train", "training")
 ROLES = ("system", "user", "assistant", "tool")
 _ROLE_OF = {
     **{name: name for name in ROLES},
@@ -56,7 +67,7 @@ class MalformedRow(ValueError):
 
 @dataclass(frozen=True)
 class Document:
-    """Conversation, or text of which a first part may be a prompt."""
+    """Conversation, text of which a first part may be a prompt, or tokens."""
 
     # Messages with at least ``role`` and ``content``; empty for a text. A message with ``weight`` 0 (OpenAI's format)
     # does not contribute to the loss.
@@ -65,6 +76,9 @@ class Document:
     given: int = 0  # number of characters of ``text`` that are a prompt, without loss
     given_turns: int = 0  # number of ``messages`` that are a prompt; assistant turns among them have no loss either
     tools: tuple[Any, ...] = ()  # descriptions of tools, for templates that use them
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further variables for the chat template
+    ids: tuple[int, ...] = ()  # the tokens, if there is neither a message nor a text
+    trained: tuple[bool, ...] = ()  # True for ids that contribute to the loss
 
     @property
     def documents(self) -> tuple[Document, ...]:
@@ -74,7 +88,7 @@ class Document:
     @property
     def identity(self) -> list[Any]:
         """Content that must not occur on both sides of a split."""
-        return [self.messages, self.text]
+        return [self.messages, self.text, *self.ids]
 
     def texts(self) -> Iterator[str]:
         """Yield all texts of the document."""
@@ -160,17 +174,38 @@ def read_row(row: Row, kind: Format) -> Document:
     """
     assert kind in get_args(Format)
     check_keys(row, KEYS[kind])
-    tools = _tools(row)
     if kind == "text":
         return Document(text=_text(row, "text"))
+    document = _conversation(row, kind)
+    if not document.messages:
+        return document
+    return replace(document, tools=_tools(row), template_kwargs=_template_kwargs(row))
+
+
+def _conversation(row: Row, kind: Format) -> Document:
+    """Return the messages of a row, or the text of a prompt with a completion."""
     if kind == "alpaca":
-        return Document(messages=_alpaca(row), tools=tools)
+        return Document(messages=_alpaca(row))
     if kind == "completion":
-        return _completion(row, tools)
+        return _completion(row)
+    _check_media(row)
     (key,) = KEYS[kind]
     messages = _behind_system(row, _messages(row[key], key))
     _check_turns(messages)
-    return Document(messages=messages, tools=tools)
+    return Document(messages=messages)
+
+
+def _check_media(row: Row) -> None:
+    """Raise an error for a row whose messages refer to images, videos or sounds in other columns."""
+    for name in MEDIA:
+        if row.get(f"{name}s"):
+            raise MalformedRow(f"it holds {name}s (in {name + 's'!r}), and only text is read")
+
+
+def _template_kwargs(row: Row) -> Mapping[str, Any]:
+    name = "chat_template_kwargs"
+    value = _of_json(row.get(name), name)
+    return {} if value in (None, "") else _object(value, name)
 
 
 def system_message(row: Row) -> tuple[Message, ...]:
@@ -243,7 +278,7 @@ def _alpaca(row: Row) -> tuple[Message, ...]:
     return (*system_message(row), {"role": "user", "content": request}, {"role": "assistant", "content": answer})
 
 
-def _completion(row: Row, tools: tuple[Any, ...]) -> Document:
+def _completion(row: Row) -> Document:
     prompt = row["prompt"]
     completion = row["completion"]
     if isinstance(prompt, list) != isinstance(completion, list):
@@ -252,7 +287,7 @@ def _completion(row: Row, tools: tuple[Any, ...]) -> Document:
         asked = _behind_system(row, _messages(prompt, "prompt"))
         messages = (*asked, *_messages(completion, "completion"))
         _check_turns(messages)
-        return Document(messages=messages, given_turns=len(asked), tools=tools)
+        return Document(messages=messages, given_turns=len(asked))
     if not isinstance(prompt, str):
         raise MalformedRow(f"prompt is {_kind(prompt)}, not text")
     return Document(text=prompt + _text(row, "completion"), given=len(prompt))
@@ -285,11 +320,27 @@ def _message(turn: object, name: str) -> Message:
     # A turn that only calls tools has no text.
     if content is None and calls:
         content = ""
-    if kept.get("weight", 1) not in (0, 1):
-        raise MalformedRow(f"{name} has the weight {kept['weight']!r}, which must be 1 (with loss) or 0 (without)")
+    _read_tags(kept, _ROLE_OF[role.lower()], name)
     if not isinstance(content, str):
         raise MalformedRow(f"{name} has no text: its content is {_kind(content)}")
     return {**kept, "role": _ROLE_OF[role.lower()], "content": content}
+
+
+def _read_tags(turn: dict[str, Any], role: str, name: str) -> None:
+    """Replace the tags "train" and "training" of a turn by the equal "weight", in place."""
+    if turn.get("weight", 1) not in (0, 1):
+        raise MalformedRow(f"{name} has the weight {turn['weight']!r}, which must be 1 (with loss) or 0 (without)")
+    for tag in _TAGS:
+        wanted = turn.pop(tag, None)
+        if wanted is None:
+            continue
+        if wanted not in (False, True):
+            raise MalformedRow(f"{name} has {tag}: {wanted!r}, which must be true (with loss) or false (without)")
+        if wanted and role != "assistant":
+            raise MalformedRow(f"{name} has {tag}: true and the role {role}: only assistant turns have a loss")
+        if turn.get("weight", wanted) != wanted:
+            raise MalformedRow(f"{name} has {tag}: {wanted} and the weight {turn['weight']!r}")
+        turn["weight"] = int(wanted)
 
 
 def _calls(turn: dict[str, Any], name: str) -> list[Any]:
@@ -312,6 +363,10 @@ def _part(part: object, name: str) -> str:
     """Return the text of a part of a content that is a list."""
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
+    kind = str(part.get("type")) if isinstance(part, Mapping) else ""
+    for medium in MEDIA:
+        if kind.startswith((medium, f"input_{medium}")):  # as "image", "image_url" or "input_image"
+            raise MalformedRow(f"{name} holds a part of the type {kind!r}, and only text is read")
     raise MalformedRow(f"{name} holds a part that is no text: {str(part)[:40]}")
 
 

@@ -12,6 +12,8 @@ probe conversation is checked before any data is read.
 
 import functools
 import json
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -22,9 +24,12 @@ from tokenizers import Tokenizer
 from lit_efficient.data.text.chat_formats import Document, MalformedRow, Message
 from lit_efficient.data.text.left_out import left_out
 from lit_efficient.data.text.pair_formats import Example
+from lit_efficient.data.text.turn_choices import TurnChoices
 from lit_efficient.data.text.turn_spans import ANSWERED, ASKED, PROBE, TrainOn, Turn, TurnSpans, encodable
 from lit_efficient.errors import ConfigurationError
 
+# Token of a single byte, in vocabularies of SentencePiece.
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 OnUntrainedEnd = Literal["refuse", "warn", "train"]
 
 
@@ -68,6 +73,7 @@ class ChatTokens:
         new_tokens: Tokens of the tokenizer that texts and messages may contain, each as one id.
         rendered: Texts hold the chat template already: their control tokens become ids, and nothing is added. Else
             control tokens in a text are tokenised as text.
+        choices: Changes of conversations before the chat template writes them.
 
     Raises:
         ConfigurationError: If the tokenizer has no token that ends a text.
@@ -80,6 +86,7 @@ class ChatTokens:
         untrained_end: OnUntrainedEnd = "refuse",
         new_tokens: Sequence[str] = (),
         rendered: bool = False,
+        choices: TurnChoices = TurnChoices(),  # noqa: B008 (frozen)
     ) -> None:
         if tokenizer.eos_token_id is None:
             raise ConfigurationError(
@@ -90,6 +97,7 @@ class ChatTokens:
         self.train_on = train_on
         self.untrained_end = untrained_end
         self.rendered = rendered
+        self.choices = choices
         added = tokenizer.added_tokens_decoder
         self.special_ids = {index for index, token in added.items() if token.special} | set(tokenizer.all_special_ids)
         # New tokens are content, also if the tokenizer calls them special.
@@ -100,7 +108,7 @@ class ChatTokens:
         # others have one token for it and for the end of a text.
         if tokenizer.unk_token not in (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token):
             control.discard(tokenizer.unk_token)
-        self.turns = TurnSpans(tokenizer, train_on, sorted(control))
+        self.turns = TurnSpans(tokenizer, train_on, sorted(control), choices.template_kwargs)
 
     @functools.cached_property
     def end_of_turn(self) -> int | None:
@@ -120,7 +128,7 @@ class ChatTokens:
         from jinja2 import TemplateError
 
         try:
-            text = self.turns.rendered(probe, ())
+            text = self.turns.rendered(Document(tuple(probe)))
         except TemplateError as error:
             raise ConfigurationError(
                 f"tokenizer: the chat template raises an error for a short conversation: {error}. Give another "
@@ -201,19 +209,71 @@ class ChatTokens:
         found: list[Encoded | MalformedRow] = [MalformedRow("")] * len(documents)
         chats: list[tuple[int, str, list[Turn]]] = []
         texts: list[tuple[int, str]] = []
+        lost: dict[int, Counter[str]] = {}
         for index, document in enumerate(documents):
             try:
-                if document.messages:
-                    chats.append((index, *self.turns.find(document)))
+                if document.ids:
+                    found[index] = self._ids(document)
+                elif document.messages:
+                    chosen = self.choices.apply(document, self._reads_thoughts)
+                    text, turns = self.turns.find(chosen)
+                    self.choices.check_written(chosen, text)
+                    chats.append((index, text, turns))
+                    lost[index] = left_out(chosen, text) + self._unread_kwargs(chosen)
                 else:
                     texts.append((index, encodable(document.text)))
             except MalformedRow as reason:
                 found[index] = reason
         for (index, text, turns), tokens in zip(chats, self._tokens([text for _, text, _ in chats])):
-            found[index] = replace(self._chat(text, turns, tokens), left_out=left_out(documents[index], text))
+            found[index] = replace(self._chat(text, turns, tokens), left_out=lost[index])
         for (index, _), tokens in zip(texts, self._tokens([text for _, text in texts], not self.rendered)):
             found[index] = self._text(documents[index], tokens)
         return found
+
+    @functools.cached_property
+    def _reads_thoughts(self) -> bool:
+        """True if the chat template writes thoughts that are in a field of a message."""
+        from jinja2 import TemplateError
+
+        thought = "Quagga-7"
+        probe = Document((ASKED, {**ANSWERED, "reasoning_content": thought}))
+        try:
+            return self.choices.reasoning == "keep" and thought in self.turns.rendered(probe)
+        except TemplateError:
+            return False
+
+    def _unread_kwargs(self, document: Document) -> Counter[str]:
+        """Return the variables of a row for the chat template that the template does not read."""
+        unread = document.template_kwargs.keys() - self.turns.variables
+        return Counter(f"the variable {name!r}" for name in unread)
+
+    def _ids(self, document: Document) -> Encoded:
+        """Return the tokens of a row of tokens."""
+        ids = np.asarray(document.ids, dtype=np.int64)
+        unknown = ids[(ids < 0) | (ids >= len(self._token_bytes))]
+        if len(unknown):
+            raise MalformedRow(f"the tokenizer has {len(self._token_bytes)} ids, and input_ids holds {unknown[0]}")
+        trained = np.asarray(document.trained, dtype=bool) | (self.train_on == "all")
+        end = int(ids[-1]) if int(ids[-1]) in self.special_ids else None
+        return Encoded(ids, trained, self._token_bytes[ids], cuttable=bool(trained.all()), end=end)
+
+    @functools.cached_property
+    def _token_bytes(self) -> np.ndarray:
+        """Bytes of text that each id stands for, [V] int64; 0 for special tokens."""
+        backend = self.tokenizer.backend_tokenizer
+        by_bytes = "ByteLevel" in backend.to_str().partition('"decoder"')[2].partition('"model"')[0]
+        added = self.tokenizer.added_tokens_decoder
+        sizes = np.zeros(len(self.tokenizer), dtype=np.int64)
+        for token, index in self.tokenizer.get_vocab().items():
+            if index in self.special_ids or index >= len(sizes):
+                continue
+            if by_bytes and index not in added:  # one character for each byte
+                sizes[index] = len(token)
+            elif _BYTE.fullmatch(token):
+                sizes[index] = 1
+            else:
+                sizes[index] = len(token.removeprefix("##").replace("\u2581", " ").encode())
+        return sizes
 
     def _chat(self, text: str, turns: list[Turn], tokens: _Tokens) -> Encoded:
         """Return the tokens of a rendered conversation, in which the assistant writes ``turns``."""

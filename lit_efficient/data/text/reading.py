@@ -9,6 +9,7 @@ from typing import Any, Literal
 from lit_efficient.data.text.chat_formats import Format, MalformedRow, Row, read_row, recognise
 from lit_efficient.data.text.pair_formats import Example, StringsAs, read_pair, recognise_pairs
 from lit_efficient.data.text.rows import Source
+from lit_efficient.data.text.token_rows import read_tokens
 from lit_efficient.errors import ConfigurationError
 
 # Malformed rows that are kept for messages.
@@ -123,7 +124,7 @@ class Reader:
         return [average if count is None else float(count) for count in counts]
 
     def _read(self, row: Row, kind: Any) -> Example:
-        return read_row(row, kind)
+        return read_tokens(row) if kind == "tokens" else read_row(row, kind)
 
     def _format(self, source: Source, kind: Any) -> tuple[Any, str]:
         """Return the format of a source, and a sentence about it."""

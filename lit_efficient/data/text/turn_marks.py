@@ -50,7 +50,7 @@ def place_messages(
         template: The chat template.
         messages: The conversation.
         tools: Descriptions of tools.
-        tokens: Special tokens of the tokenizer by name.
+        tokens: Special tokens of the tokenizer, and further variables of the template, by name.
         prompt: Begin the assistant's next turn.
 
     Raises:

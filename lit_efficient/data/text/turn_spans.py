@@ -9,9 +9,12 @@ two questions and answers either, the template is refused.
 """
 
 import bisect
+import contextlib
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 from lit_efficient.data.text.chat_formats import Document, MalformedRow, Message
@@ -19,7 +22,8 @@ from lit_efficient.data.text.left_out import call_texts, occurs, without_thought
 from lit_efficient.data.text.template_limits import limited
 from lit_efficient.data.text.tool_calls import as_template_reads, control_texts
 from lit_efficient.data.text.turn_marks import Placed, place_messages
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, listed
+from lit_efficient.internals.hugging_face import chat_environment
 
 TrainOn = Literal["assistant", "completion", "all"]
 Span = tuple[int, int]
@@ -27,6 +31,8 @@ Span = tuple[int, int]
 Turn = list[Span]
 """Spans of a turn that contribute to the loss. The last span holds the end of the turn."""
 
+# Variables and functions that transformers passes to each template.
+_SET = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROBE = "Zebra-7"
 ASKED: Message = {"role": "user", "content": "Question"}
@@ -44,11 +50,19 @@ class TurnSpans:
         tokenizer: Fast tokenizer of transformers.
         train_on: As in `ChatTokens`.
         control: Special tokens that the text of a turn must not contain.
+        template_kwargs: Further variables for the chat template. Those of a document take precedence.
     """
 
-    def __init__(self, tokenizer: Any, train_on: TrainOn, control: Sequence[str]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        train_on: TrainOn,
+        control: Sequence[str],
+        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self.tokenizer = tokenizer
         self.train_on = train_on
+        self.template_kwargs = dict(template_kwargs)
         # Longest first, so that the error names "<|end|>x" and not its prefix "<|end|>".
         longest_first = sorted(control, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first))) if control else None
@@ -61,7 +75,26 @@ class TurnSpans:
                 "tokenizer: it has no chat template, and conversations need one. Set chat_template to the template "
                 "that the model was trained with (Jinja, or a file); for a new model chat_template: chatml."
             )
+        unread = sorted(self.template_kwargs.keys() - self.variables)
+        if unread:
+            raise ConfigurationError(
+                f"chat.template_kwargs names {listed(unread, 5)}, which the chat template does not read. It reads "
+                f"{listed(sorted(self.variables), 10) or 'no variable'}."
+            )
         return str(self.tokenizer.get_chat_template())
+
+    @functools.cached_property
+    def variables(self) -> set[str]:
+        """Names of the variables that the chat templates read, except those that transformers sets."""
+        from jinja2 import TemplateSyntaxError, meta
+
+        templates = self.tokenizer.chat_template
+        found: set[str] = set()
+        for template in templates.values() if isinstance(templates, dict) else [templates]:
+            # Rendering raises the error of a template that is wrong.
+            with contextlib.suppress(TemplateSyntaxError):
+                found |= meta.find_undeclared_variables(chat_environment(template).parse(template))
+        return {name for name in found if name not in _SET and not name.endswith("_token")}
 
     @functools.cached_property
     def marked(self) -> bool:
@@ -114,6 +147,8 @@ class TurnSpans:
         whole: Turn = [(0, len(text))]
         if self.train_on == "all":
             for index in answers:
+                if messages[index].get("weight") == 0:
+                    raise MalformedRow(f"turn {index + 1} is marked as one without loss, and train_on is all")
                 _check_written(messages[index], index, text, whole)
             return text, [whole]
         wanted = [index for index in answers if index >= document.given_turns]
@@ -138,7 +173,7 @@ class TurnSpans:
 
         plain = Document((ASKED, ANSWERED, ASKED, ANSWERED))
         try:
-            text = self.rendered(plain.messages, ())
+            text = self.rendered(plain)
             turns = self._turns_by_marked_copy(plain, text, [1, 3]) or self._turns_by_prefixes(plain, text, [1, 3])
         except (MalformedRow, TemplateError):
             return False
@@ -148,7 +183,7 @@ class TurnSpans:
         """Return the wanted turns by the template's own marks; ``answers`` are all assistant turns."""
         if len(marks) == len(answers):
             return [[span] for index, span in zip(answers, marks) if index in wanted]
-        placed = self._placed(document.messages, document.tools)
+        placed = self._placed(document)
         # The marks of different turns cannot be told apart.
         if placed is None:
             if wanted != answers:
@@ -162,22 +197,24 @@ class TurnSpans:
             turn_of.setdefault(index, []).append(span)
         return [turn_of[index] for index in wanted if index in turn_of]
 
-    def rendered(self, messages: Sequence[Message], tools: Sequence[Any], prompt: bool = False) -> str:
+    def rendered(self, document: Document, prompt: bool = False) -> str:
         """Return the text that the template writes for messages, with the generation prompt if ``prompt``."""
-        template = str(self.tokenizer.get_chat_template(tools=list(tools) or None))
+        tools = list(document.tools)
+        template = str(self.tokenizer.get_chat_template(tools=tools or None))
         with limited(template):
             text = self.tokenizer.apply_chat_template(
-                self._read_by(template, messages, tools),
-                list(tools) or None,
+                self._read_by(template, document.messages, tools),
+                tools or None,
                 tokenize=False,
                 add_generation_prompt=prompt,
+                **self._kwargs(document),
             )
         return str(text)
 
     def _rendered_with_marks(self, document: Document) -> tuple[str, list[Span]]:
         """Return the text of a conversation, and the spans that the template marks."""
         if not self.marked or self.train_on == "all":
-            return self.rendered(document.messages, document.tools), []
+            return self.rendered(document), []
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with limited(self.template):
@@ -187,15 +224,23 @@ class TurnSpans:
                 chat_template=self.template,
                 return_assistant_tokens_mask=True,
                 **self.tokenizer.special_tokens_map,
+                **self._kwargs(document),
             )
         (text,), (marks,) = rendered
         return text, sorted((start, stop) for start, stop in marks if stop > start)
 
-    def _placed(self, messages: Sequence[Message], tools: Sequence[Any], prompt: bool = False) -> Placed | None:
+    def _placed(self, document: Document, prompt: bool = False) -> Placed | None:
+        tools = document.tools
         template = str(self.tokenizer.get_chat_template(tools=list(tools) or None))
         with limited(template):
-            read = self._read_by(template, messages, tools)
-            return place_messages(template, read, tools, self.tokenizer.special_tokens_map, prompt=prompt)
+            read = self._read_by(template, document.messages, tools)
+            variables = {**self.tokenizer.special_tokens_map, **self._kwargs(document)}
+            return place_messages(template, read, tools, variables, prompt=prompt)
+
+    def _kwargs(self, document: Document) -> dict[str, Any]:
+        """Return the variables for the template of a document that the template reads."""
+        given = {**self.template_kwargs, **document.template_kwargs}
+        return {name: value for name, value in given.items() if name in self.variables}
 
     def _read_by(self, template: str, messages: Sequence[Message], tools: Sequence[Any]) -> list[Message]:
         """Return messages with their tool calls in the form that the template reads."""
@@ -204,7 +249,7 @@ class TurnSpans:
     def _turns_by_marked_copy(self, document: Document, text: str, wanted: list[int]) -> list[Turn]:
         """Return the wanted turns by a copy of the template with marks; nothing if the copy does not show them."""
         messages = document.messages
-        placed = self._placed(messages, document.tools)
+        placed = self._placed(document)
         # A template that writes something else with marks (for example by the length of a text) is not trusted.
         if placed is None or placed.text != text:
             return []
@@ -221,7 +266,7 @@ class TurnSpans:
             # Many templates raise an error without a user turn, so the probe's question stands in.
             if not any(message["role"] == "user" for message in before):
                 before = (ASKED,)
-            asked = self._placed(before, document.tools, prompt=True)
+            asked = self._placed(replace(document, messages=before), prompt=True)
             if asked is None or index not in placed.spans:
                 return []
             start, stop = placed.spans[index]
@@ -269,8 +314,8 @@ class TurnSpans:
         for index in wanted:
             if index == 0:
                 raise MalformedRow("the first turn is the assistant's, and this chat template cannot begin with it")
-            before = self.rendered(messages[:index], document.tools, prompt=True)
-            until = self.rendered(messages[: index + 1], document.tools)
+            before = self.rendered(replace(document, messages=messages[:index]), prompt=True)
+            until = self.rendered(replace(document, messages=messages[: index + 1]))
             if not (text.startswith(before) and text.startswith(until)):
                 raise _Inseparable(
                     "the chat template writes the beginning of a conversation differently when more follows "
