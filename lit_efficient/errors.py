@@ -29,6 +29,9 @@ EXIT_CODES = {
 }
 """Exit codes of the command line and their meanings. After signal n the exit code is 128 + n."""
 
+CAUSE = "Cause: "
+"""Beginning of a note on an error of a library, in which a technique says which argument has caused it."""
+
 
 class LitEfficientError(Exception):
     """Base of all errors of this package. ``exit_code`` is the exit code of the command line."""

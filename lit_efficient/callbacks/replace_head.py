@@ -19,7 +19,7 @@ from lit_efficient.application.checkpoints import CheckpointHooks
 from lit_efficient.application.ledger import reports_of
 from lit_efficient.application.optimizers import OptimizerHooks
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import CheckpointError, ConfigurationError, check_number
+from lit_efficient.errors import CAUSE, CheckpointError, ConfigurationError, check_number
 from lit_efficient.mechanisms.adapters.base import added_names, has_frozen_base
 from lit_efficient.mechanisms.blocks.block_map import find_blocks
 from lit_efficient.mechanisms.blocks.freezing import hold, release
@@ -207,10 +207,17 @@ class ReplaceHead(OptimizerHooks, CheckpointHooks, Technique):
         head = next((part for part in pl_module.modules() if isinstance(part, NewLayer)), None)
         of_module = isinstance(exception, Exception) and not isinstance(exception, ConfigurationError)
         if head is not None and not self._trained and of_module:
-            exception.add_note(
-                f"ReplaceHead: {reports_of(pl_module)['ReplaceHead'].summary}. If code of {type(pl_module).__name__} "
-                "assumes the old number (a reshape, a loss, a metric), take the number from the head or an argument"
-            )
+            summary = reports_of(pl_module)["ReplaceHead"].summary
+            if isinstance(exception, IndexError) and "out of bounds" in str(exception):  # as torch's losses say it
+                exception.add_note(
+                    f"{CAUSE}ReplaceHead: {summary}, but the batch has targets for more outputs. Set num_outputs to "
+                    "the number of classes, or for a language model to the size of its vocabulary"
+                )
+            else:
+                exception.add_note(
+                    f"ReplaceHead: {summary}. If code of {type(pl_module).__name__} assumes the old number (a reshape, "
+                    "a loss, a metric), take the number from the head or an argument"
+                )
         super().on_exception(trainer, pl_module, exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

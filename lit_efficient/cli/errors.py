@@ -23,6 +23,7 @@ from lit_efficient.cli.signatures import known_names, missing_module
 from lit_efficient.cli.tree import Table, class_name, place_of
 from lit_efficient.distributed.rank_line import ENDED
 from lit_efficient.errors import (
+    CAUSE,
     ConfigurationError,
     LitEfficientError,
     OutOfMemoryError,
@@ -54,6 +55,8 @@ def explain(error: BaseException) -> str | None:
     if ended:
         return "\n".join(ended)
     lines = _lines_of(error)
+    if lines is None and any(note.startswith(CAUSE) for note in notes):
+        lines = [str(error)]
     if lines is None:
         return None
     if notes:

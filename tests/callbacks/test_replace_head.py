@@ -23,6 +23,7 @@ from lit_efficient import (
     replace_head,
 )
 from lit_efficient.callbacks.replace_head import find_head, outputs_of
+from lit_efficient.cli.errors import explain
 from lit_efficient.errors import CheckpointError
 from tests.callbacks.test_gradual_unfreezing import Watch
 from tests.mechanisms.blocks.test_freezing import FAMILIES
@@ -274,3 +275,18 @@ def test_code_that_counts_on_the_old_number_of_outputs_is_told_so() -> None:
     with pytest.raises(RuntimeError, match="invalid for input of size") as error:
         run.fit(Reshaping(), data(), data())
     assert any("3 new outputs instead of" in note for note in error.value.__notes__)
+
+
+def test_targets_beyond_the_new_outputs_are_an_error_that_names_num_outputs() -> None:
+    class Classifies(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return nn.functional.cross_entropy(self.net(batch[0]), torch.full((len(batch[0]),), 3))
+
+    run = trainer([ReplaceHead(3)])
+    with pytest.raises(IndexError, match="Target 3 is out of bounds") as error:
+        run.fit(Classifies(), data(), data())
+    message = explain(error.value)
+    assert message is not None
+    assert message.startswith("Target 3 is out of bounds.")
+    assert f"3 new outputs instead of {WIDTH}" in message
+    assert "Set num_outputs" in message

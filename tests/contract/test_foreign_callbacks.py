@@ -28,7 +28,7 @@ from lit_efficient.declaration import Declaration
 from lit_efficient.errors import ConflictError, LitEfficientError
 from lit_efficient.traits import Trait
 from tests.contract.table import CASES, NAMES, make_all, network_of
-from tests.support import Toy, data, trainer
+from tests.support import Toy, assert_equal, data, trainer
 
 
 def _last(module: Any) -> nn.Linear:
@@ -216,3 +216,16 @@ def test_groups_that_a_callback_adds_follow_the_schedule_in_proportion(tmp_path:
     run = trainer([OptimizerSchedule(weight_decay=[0.2, 0.4], until=4), Adds()], max_epochs=3)
     run.fit(Finetuned(), data(), data())
     assert [group["weight_decay"] for group in run.optimizers[0].param_groups] == pytest.approx([0.4, 0.2])
+
+
+@pytest.mark.parametrize("name", ["EMA", "PowerEMA", "CheckpointAverage"])
+def test_an_average_survives_a_checkpoint_that_is_restored_during_an_evaluation(name: str, tmp_path: Path) -> None:
+    """BatchSizeFinder restores one in inference mode, where tensors are made that cannot be written later."""
+    finder = BatchSizeFinder(max_trials=1, init_val=4)
+    run = trainer([*make_all(name), finder], max_epochs=2, default_root_dir=tmp_path)
+    module = Finetuned()
+    run.fit(module, datamodule=Data())
+    before = run.validate(module, data(8, 4), verbose=False)
+    raw = {key: value.clone() for key, value in module.state_dict().items()}
+    assert run.validate(module, datamodule=Data(), verbose=False) == before
+    assert_equal(dict(module.state_dict()), raw)

@@ -107,7 +107,9 @@ class ShadowWeights(CheckpointHooks, Technique):
 
     def _put_in(self, raws: dict[str, Tensor], name: str, own: Any, average: Tensor) -> None:
         """Copy the average of one parameter into the module. ``raws`` gets the raw weights."""
-        exchanged = name in self._held and name not in raws and average.dtype == own.dtype
+        # A checkpoint that is restored during an evaluation gives tensors that cannot be written.
+        writable = average.dtype == own.dtype and not average.is_inference()
+        exchanged = writable and name in self._held and name not in raws
         if name not in raws:
             raws[name] = placed_like(own, average, own.dtype)
         raw = raws[name]
