@@ -138,6 +138,10 @@ CONFLICTS: Mapping[tuple[Trait, Trait], str] = {
         "the average of the weights that {first} keeps would be rounded to bfloat16: use precision: bf16-mixed"
     ),
     (Trait.SCHEDULE_FREE, Trait.LOW_RANK): "both turn AdamW into another optimizer: leave one of them out",
+    (Trait.SCHEDULE_FREE, Trait.REPLACES_PARAMETERS): (
+        "{first} ends with the average of the weights, which is not pruned as {second} prunes the last ones: leave one "
+        "of them out, or prune after training"
+    ),
     (Trait.SCHEDULE_FREE, Trait.SWAPS_WEIGHTS): (
         "both average the weights and swap them for validation: keep one of them"
     ),

@@ -34,6 +34,7 @@ from lit_efficient.internals.lightning_loops import logged_step
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_optimizers import unscales
 from lit_efficient.mechanisms.metering import samples_of, short_number
+from lit_efficient.mechanisms.moving import tensors_in
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait, has_trait
 
@@ -86,7 +87,8 @@ class GradientNoiseScale(Technique):
         decay: Decay of the moving averages per measured step, at least 0 and below 1.
 
     Raises:
-        ConfigurationError: For an argument out of range, and if each step has one micro-batch on one process.
+        ConfigurationError: For an argument out of range, if each step has one micro-batch on one process, and for
+            batches whose samples cannot be counted.
         ConflictError: With manual optimization, and if no process has whole gradients (FSDP, DeepSpeed).
     """
 
@@ -143,6 +145,12 @@ class GradientNoiseScale(Technique):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         self._begins = batch_idx % trainer.accumulate_grad_batches == 0
         self._batch = samples_of(batch)
+        if not self._batch and next(tensors_in(batch), None) is None:
+            raise ConfigurationError(
+                f"GradientNoiseScale needs the number of samples of a batch, and a {type(batch).__name__} holds no "
+                "tensors in dictionaries, tuples, lists or dataclasses: leave GradientNoiseScale out, or give such "
+                "batches"
+            )
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Add hooks to the parameters if a step that is to be measured begins, or continues after a resume."""

@@ -1,7 +1,7 @@
 """Measurements of a run: amount of data in a batch, gradients, bytes of tensors, peak memory."""
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from lit_efficient.distributed.row_slices import ROW_AMOUNT
 from lit_efficient.internals.torch_dispatch import is_traceable_wrapper_subclass, storage_id
 from lit_efficient.losses.next_token import IGNORE
+from lit_efficient.mechanisms.moving import tensors_in
 
 
 @dataclass
@@ -103,17 +104,13 @@ def held_bytes(tensors: Iterable[Any]) -> int:
 
 
 def samples_of(batch: Any) -> int:
-    """Return the number of rows of a batch: the first dimension of its first tensor, or 0 without a tensor."""
-    if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.ndim else 1
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, Sequence) and not isinstance(batch, str):
-        for item in batch:
-            count = samples_of(item)
-            if count:
-                return count
-    return 0
+    """Return the number of rows of a batch: the first dimension of its first tensor, or 0 without a tensor.
+
+    Single numbers count as a row only if there is nothing else.
+    """
+    tensors = list(tensors_in(batch))
+    rows = [tensor.shape[0] for tensor in tensors if tensor.ndim]
+    return rows[0] if rows else min(len(tensors), 1)
 
 
 def peak_memory(device: torch.device) -> int | None:

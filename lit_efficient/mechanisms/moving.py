@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_efficient.errors import ConfigurationError
+
 
 def move(batch: Any, device: torch.device) -> Any:
     """Copy the tensors of a batch, and objects with a method ``to``, to a device without waiting for the copies.
@@ -23,7 +25,7 @@ def move(batch: Any, device: torch.device) -> Any:
     """
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
-    if hasattr(batch, "to") and not isinstance(batch, type):
+    if hasattr(type(batch), "to"):  # not of the instance: a dictionary may give its items as attributes
         try:
             moved = batch.to(device, non_blocking=True)
         except TypeError:
@@ -66,6 +68,9 @@ def take_rows(batch: Any, rows: Tensor | slice, size: int) -> Any:
         rows: Indices [n], or a slice.
         size: Number of rows of the batch.
 
+    Raises:
+        ConfigurationError: For an object with tensors whose rows are unknown, such as a graph or a ``PackedSequence``.
+
     Example:
         >>> take_rows({"x": torch.arange(3), "name": ["a", "b", "c"], "scale": 2.0}, torch.tensor([0, 2]), 3)
         {'x': tensor([0, 2]), 'name': ['a', 'c'], 'scale': 2.0}
@@ -74,6 +79,11 @@ def take_rows(batch: Any, rows: Tensor | slice, size: int) -> Any:
         if batch.shape[:1] != (size,):
             return batch
         return batch[rows.to(batch.device) if isinstance(rows, Tensor) else rows]
+    if hasattr(type(batch), "to") and not isinstance(batch, Mapping) and not is_dataclass(batch):
+        raise ConfigurationError(
+            f"the batch holds a {type(batch).__name__}, and it is unknown how to take rows of it. Give tensors in "
+            "dictionaries, tuples, lists or dataclasses, and build the object in training_step"
+        )
     plain = isinstance(batch, list | tuple) and not hasattr(batch, "_fields") and next(tensors_in(batch), None) is None
     if plain and len(batch) == size:
         if isinstance(rows, slice):

@@ -6,8 +6,9 @@ pieces per batch = the count of the first stage (end, count) with end > pieces y
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from lit_efficient.errors import ConfigurationError
 from lit_efficient.mechanisms.metering import samples_of
-from lit_efficient.mechanisms.moving import take_rows
+from lit_efficient.mechanisms.moving import take_rows, tensors_in
 
 _EXHAUSTED = object()
 
@@ -20,12 +21,20 @@ def pieces_of(batch: Any, count: int) -> list[Any]:
             goes into each piece.
         count: Number of pieces. Where there are too few rows, the last pieces are ``None``.
 
+    Raises:
+        ConfigurationError: For a batch without tensors, and for objects whose rows are unknown.
+
     Example:
         >>> import torch
         >>> [piece["x"].tolist() for piece in pieces_of({"x": torch.arange(4), "rate": 0.5}, 2)]
         [[0, 1], [2, 3]]
     """
     rows = samples_of(batch)
+    if not rows and next(tensors_in(batch), None) is None:
+        raise ConfigurationError(
+            f"a batch of the type {type(batch).__name__} cannot be split, because it holds no tensors in dictionaries, "
+            "tuples, lists or dataclasses"
+        )
     if not rows:
         return [None] * count
     size = -(-rows // count)
