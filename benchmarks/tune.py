@@ -29,12 +29,12 @@ from torch.utils.data import DataLoader
 from benchmarks.clock import use_one_thread
 from benchmarks.technique_runs import Classifier, Digits
 from lit_efficient import GPTConfig, LanguageModeling, PythonCorpus
+from lit_efficient.declaration import format_bytes
 from lit_efficient.evidence.fits import Change, LiveFit
 from lit_efficient.evidence.measured_run import WARM_UP, Measured, measured
 from lit_efficient.evidence.tuning.candidates import Space
 from lit_efficient.evidence.tuning.tuned import tune
 from lit_efficient.evidence.tuning.tuning import Ledger
-from lit_efficient.mechanisms.trials.memory import format_bytes
 
 FOLDER = Path("runs/benchmark_tune")
 STEPS = 8  # timed ones of each candidate

@@ -56,6 +56,17 @@ class Phase(IntEnum):
     AVERAGE = 110  # averages the weights after the step
 
 
+def format_bytes(size: float) -> str:
+    """Return a number of bytes as text with a binary unit: ``1.5 GiB``."""
+    if size < 1024:
+        return f"{size:.0f} B"
+    for unit in ("KiB", "MiB"):
+        size /= 1024
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:.1f} GiB"
+
+
 @dataclass(frozen=True)
 class Report:
     """What a technique changed. Logged once at the start of a fit and kept in the run's summary.

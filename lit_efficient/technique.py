@@ -17,8 +17,7 @@ from lit_efficient.application import apply, check_run, install, uninstall
 from lit_efficient.application.ledger import log_reports, reports_of, session_of
 from lit_efficient.declaration import Declaration, in_order, overrides, techniques_of
 from lit_efficient.errors import diagnostic
-from lit_efficient.internals.lightning_standalone import StandaloneCallback, StandalonePrecision
-from lit_efficient.internals.lightning_trainer import AskedEarly, trainer_of
+from lit_efficient.internals.lightning_trainer import AskedEarly, StandaloneCallback, StandalonePrecision, trainer_of
 
 _LOW = (torch.bfloat16, torch.float16)
 # Attributes of optimizers whose small steps are not rounded away; the second one is torchao's.

@@ -249,10 +249,11 @@ def _configure_model(self: Any) -> None:
     acting = [one for one in techniques if one.phase is not None or Trait.TRIES_STEPS in one.traits]
     _check_initialised(self, in_order(acting))
     before = modules_of(self)
+    kind = type(self)
     apply(self, techniques)
     changed = [type(one).__name__ for one in in_order(techniques) if overrides(one, "transform")]
     if changed:
-        check_held(self.trainer, self, before, "/".join(changed))
+        check_held(self.trainer, self, kind, before, "/".join(changed))
     if not traits_of(self.trainer.strategy).shards_itself:
         check_sharded(self.trainer, self)
 

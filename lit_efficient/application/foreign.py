@@ -21,7 +21,6 @@ from torch.nn.modules.module import (
 from lit_efficient.declaration import Declaration
 from lit_efficient.errors import ConflictError
 from lit_efficient.internals.lightning_trainer import hook_of
-from lit_efficient.surgery import unmixed
 
 _AFTER_TRAINING = ("on_train_end", "on_fit_end", "teardown")
 _NESTED = 3  # levels of containers that are searched for modules
@@ -32,12 +31,15 @@ def modules_of(module: nn.Module) -> dict[int, tuple[str, nn.Module]]:
     return {id(part): (name, part) for name, part in module.named_modules()}
 
 
-def check_held(trainer: Any, module: nn.Module, before: dict[int, tuple[str, nn.Module]], changed: str) -> None:
+def check_held(
+    trainer: Any, module: nn.Module, kind: type, before: dict[int, tuple[str, nn.Module]], changed: str
+) -> None:
     """Refuse a callback that keeps a copy of the module, or layers of it, from before techniques changed the network.
 
     Args:
         trainer: The trainer.
         module: The module, after the transforms.
+        kind: Its class before the transforms.
         before: Its modules before the transforms (:func:`modules_of`).
         changed: Names of the techniques that changed it, for the message.
 
@@ -58,7 +60,7 @@ def check_held(trainer: Any, module: nn.Module, before: dict[int, tuple[str, nn.
                     f"that it would act on a layer that nothing runs: leave {who} or {changed} out"
                 )
             for part in held.modules():
-                if part is module or id(part) in now or unmixed(part) is not unmixed(module):
+                if part is module or id(part) in now or type(part) is not kind:
                     continue
                 own = {name: p.shape for name, p in part.named_parameters()}
                 different = sorted(own.items() ^ shapes.items())

@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lit_efficient.declaration import Phase, Report
+from lit_efficient.declaration import Phase, Report, format_bytes
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number, refusal
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_compiler import swap_setting
@@ -25,7 +25,7 @@ from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.mechanisms.blocks.block_map import find_blocks
 from lit_efficient.mechanisms.blocks.recomputation import OPERATORS, choose_kept, recompute, refuse_twice
 from lit_efficient.mechanisms.blocks.residual import without_cache
-from lit_efficient.mechanisms.trials.memory import SavedTensors, format_bytes
+from lit_efficient.mechanisms.trials.memory import SavedTensors
 from lit_efficient.surgery import class_names, mix_in
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait

@@ -16,12 +16,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lit_efficient.declaration import Phase, Report
+from lit_efficient.declaration import Phase, Report, format_bytes
 from lit_efficient.errors import check_number
 from lit_efficient.mechanisms.blocks.block_map import find_blocks
 from lit_efficient.mechanisms.blocks.offloading import Offload
 from lit_efficient.mechanisms.blocks.side_copies import check_separate_memory
-from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.surgery import class_names, mix_in
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait

@@ -22,7 +22,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lit_efficient.declaration import Phase, Report, held
+from lit_efficient.declaration import Phase, Report, format_bytes, held
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number, refusal
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_modules import Loads, Stays
@@ -30,7 +30,6 @@ from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.mechanisms.blocks.block_map import find_blocks
 from lit_efficient.mechanisms.blocks.side_copies import check_separate_memory
 from lit_efficient.mechanisms.blocks.swapping import Swap, swapped_names, swapped_tensors
-from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.surgery import class_names, mix_in
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait

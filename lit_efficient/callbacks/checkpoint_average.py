@@ -13,7 +13,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from lit_efficient.declaration import Phase, Report
+from lit_efficient.declaration import Phase, Report, format_bytes
 from lit_efficient.errors import CheckpointError, ConflictError, check_choice, check_number, refusal
 from lit_efficient.mechanisms.averages.batch_norm import batch_norms, recompute_statistics, statistics_of
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights, outside_autograd
@@ -27,7 +27,6 @@ from lit_efficient.mechanisms.averages.weights import (
     weighted_mean,
     whole,
 )
-from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.surgery import is_sharded
 from lit_efficient.traits import Trait
 

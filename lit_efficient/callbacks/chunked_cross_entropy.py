@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
-from lit_efficient.declaration import Phase, Report
+from lit_efficient.declaration import Phase, Report, format_bytes
 from lit_efficient.errors import ConfigurationError, check_choice, check_number
 from lit_efficient.losses.chunked_cross_entropy import BACKENDS, TokenLoss, chunk_size_of, takes_liger
 from lit_efficient.losses.deferred_logits import (
@@ -26,7 +26,6 @@ from lit_efficient.losses.deferred_logits import (
     vocabulary_of,
 )
 from lit_efficient.losses.liger_cross_entropy import installed, why_not
-from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.technique import Technique
 
 

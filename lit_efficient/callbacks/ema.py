@@ -14,12 +14,11 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from lit_efficient.declaration import Phase, Report
+from lit_efficient.declaration import Phase, Report, format_bytes
 from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number, refusal
 from lit_efficient.internals.torch_shards import is_sharded
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights, outside_autograd
 from lit_efficient.mechanisms.averages.weights import decay_at, placed_like, precise, tracked_weights, update_, whole
-from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.traits import Trait
 
 

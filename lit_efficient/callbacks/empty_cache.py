@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lit_efficient.declaration import format_bytes
 from lit_efficient.errors import ConfigurationError, check_number
-from lit_efficient.mechanisms.trials.memory import format_bytes
 
 
 class EmptyCache(Callback):

@@ -13,9 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lit_efficient.application.optimizers import OptimizerHooks
-from lit_efficient.declaration import Phase, Report, held
+from lit_efficient.declaration import Phase, Report, format_bytes, held
 from lit_efficient.errors import check_number
-from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.optimizers.float32_step import DrawsByStep, step_in_float32
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait

@@ -16,10 +16,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lit_efficient.application.optimizers import OptimizerHooks
-from lit_efficient.declaration import Phase, Report
+from lit_efficient.declaration import Phase, Report, format_bytes
 from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_installed, check_number, refusal
 from lit_efficient.internals.lightning_strategies import traits_of
-from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.optimizers.low_bit import to_low_bit
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_efficient.declaration import Report
+from lit_efficient.declaration import Report, format_bytes
 from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number, refusal
 from lit_efficient.internals.lightning_data import combined_loader, data_source, drop_loaders
 from lit_efficient.internals.lightning_loops import validates_next
@@ -30,7 +30,7 @@ from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.mechanisms.rewind import other_randomness
 from lit_efficient.mechanisms.trials.batch_search import BatchSearch, FoundBatch, Trial
 from lit_efficient.mechanisms.trials.batch_size import BatchSizeTarget
-from lit_efficient.mechanisms.trials.memory import format_bytes, parse_bytes
+from lit_efficient.mechanisms.trials.memory import parse_bytes
 from lit_efficient.mechanisms.trials.probes import live_generators
 from lit_efficient.mechanisms.trials.steps import schedule, unschedule
 from lit_efficient.technique import Technique

@@ -25,11 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lit_efficient.declaration import Phase, Report
+from lit_efficient.declaration import Phase, Report, format_bytes
 from lit_efficient.errors import ConfigurationError, check_choice
 from lit_efficient.losses.liger_cross_entropy import installed
 from lit_efficient.mechanisms.blocks.rotary import Turns, turns_of
-from lit_efficient.mechanisms.trials.memory import SavedTensors, format_bytes
+from lit_efficient.mechanisms.trials.memory import SavedTensors
 from lit_efficient.models.probes.modes import evaluating, trial_of_layer
 from lit_efficient.surgery import mix_in, mix_out, mix_under, parents
 from lit_efficient.technique import Technique

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_efficient.application.optimizers import OptimizerHooks
-from lit_efficient.declaration import Phase, Report
+from lit_efficient.declaration import Phase, Report, format_bytes
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.internals.lightning_loops import accumulates, zeroes_by_hand
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
-from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.optimizers.in_backward import InBackward, step_in_backward
 from lit_efficient.optimizers.later_reads import kept_by
 from lit_efficient.surgery import local

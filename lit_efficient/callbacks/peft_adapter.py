@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from lit_efficient.declaration import Phase, Report
+from lit_efficient.declaration import Phase, Report, format_bytes
 from lit_efficient.errors import ConfigurationError, check_installed, check_number, refusal
 from lit_efficient.mechanisms.adapters.base import freeze_base
 from lit_efficient.mechanisms.adapters.peft_configs import config_options, peft_config
@@ -27,7 +27,6 @@ from lit_efficient.mechanisms.adapters.peft_saved import peft_placement, read_pe
 from lit_efficient.mechanisms.adapters.quantized import elements, is_bitsandbytes
 from lit_efficient.mechanisms.adapters.technique import AdapterTechnique
 from lit_efficient.mechanisms.blocks.block_map import note_trained
-from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.models.libraries.causal_lm import Primitive
 from lit_efficient.models.libraries.config_fields import misspelling_hint
 from lit_efficient.surgery import call_layers, count

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.declaration import Phase, Report
+from lit_efficient.declaration import Phase, Report, format_bytes
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.mechanisms.averages.shadow import outside_autograd
 from lit_efficient.mechanisms.averages.snapshots import Snapshot, write_snapshot
@@ -32,7 +32,6 @@ from lit_efficient.mechanisms.averages.weights import (
     update_,
     whole,
 )
-from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
 

@@ -14,12 +14,11 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from lit_efficient.declaration import Phase, Report
+from lit_efficient.declaration import Phase, Report, format_bytes
 from lit_efficient.errors import check_number
 from lit_efficient.mechanisms.adapters.base import freeze_base
 from lit_efficient.mechanisms.adapters.prefix import add_prefix
 from lit_efficient.mechanisms.adapters.virtual_tokens import VirtualTokens
-from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.surgery import count, match_modules
 from lit_efficient.traits import Trait
 

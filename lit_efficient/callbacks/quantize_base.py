@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from lit_efficient.application.checkpoints import CheckpointHooks
-from lit_efficient.declaration import Phase, Report
+from lit_efficient.declaration import Phase, Report, format_bytes
 from lit_efficient.errors import (
     ConfigurationError,
     ConflictError,
@@ -40,7 +40,6 @@ from lit_efficient.mechanisms.adapters.quantized import (
     stored_bytes,
 )
 from lit_efficient.mechanisms.blocks.block_map import note_trained
-from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.models.networks.grouped_linear import ExpertLinear
 from lit_efficient.models.probes.read_weights import cast_to, read_layers
 from lit_efficient.surgery import call_layers, expert_stacks, name_pattern, weights_wait

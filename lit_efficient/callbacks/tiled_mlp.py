@@ -19,12 +19,11 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lit_efficient.declaration import Phase, Report
+from lit_efficient.declaration import Phase, Report, format_bytes
 from lit_efficient.errors import check_number
 from lit_efficient.internals.torch_compiler import is_compiled
 from lit_efficient.mechanisms.blocks.feed_forward import find_tokenwise
 from lit_efficient.mechanisms.blocks.recomputation import recompute
-from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.models.networks.expert_layers import width_of
 from lit_efficient.surgery import mix_in
 from lit_efficient.technique import Technique

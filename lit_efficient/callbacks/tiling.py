@@ -20,12 +20,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lit_efficient.application.checkpoints import CheckpointHooks
-from lit_efficient.declaration import Phase, Report
+from lit_efficient.declaration import Phase, Report, format_bytes
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_modules import Loads, Saves
 from lit_efficient.internals.torch_trees import tree_leaves
-from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.surgery import mix_in
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from lit_efficient.declaration import format_bytes
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.mechanisms.trials.memory import available_cpu_memory, format_bytes
+from lit_efficient.mechanisms.trials.memory import available_cpu_memory
 from lit_efficient.mechanisms.trials.probes import sample_bytes
 
 _SAMPLED = 32  # items from which the size of all items is estimated

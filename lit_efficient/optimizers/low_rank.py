@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_efficient.application.optimizers import optimized_by
-from lit_efficient.declaration import Report, held
+from lit_efficient.declaration import Report, format_bytes, held
 from lit_efficient.errors import ConfigurationError, ConflictError, check_installed, refusal
 from lit_efficient.mechanisms.adapters.targets import ALL_LINEAR, WITH_EXPERTS, find_experts, find_targets
-from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.optimizers.low_rank_adamw import LowRankAdamW, Subspace, as_matrices
 from lit_efficient.surgery import become, is_sharded
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lit_efficient import EMA, ConfigurationError, ConflictError, GradualUnfreezing
+from lit_efficient.declaration import format_bytes
 from lit_efficient.mechanisms.averages.weights import decay_at
-from lit_efficient.mechanisms.trials.memory import format_bytes
 from tests.support import Toy, assert_equal, data, trainer, weights
 
 

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from lit_efficient import EMA, ConfigurationError, LitEfficientError, PowerEMA
 from lit_efficient.commands.ema_sweep import run as sweep
+from lit_efficient.declaration import format_bytes
 from lit_efficient.mechanisms.averages.snapshots import Snapshot, synthesize, write_snapshot
 from lit_efficient.mechanisms.averages.weights import gamma_of, power_decay, synthesis_weights, update_
-from lit_efficient.mechanisms.trials.memory import format_bytes
 from tests.callbacks.test_ema import Trace
 from tests.support import Toy, assert_equal, data, trainer, weights
 

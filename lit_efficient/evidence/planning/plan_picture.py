@@ -7,8 +7,8 @@ import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lit_efficient.declaration import format_bytes
 from lit_efficient.files.atomic_file import replacing
-from lit_efficient.mechanisms.trials.memory import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -22,7 +22,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor, nn
 
 from lit_efficient.application.ledger import reports_of
-from lit_efficient.declaration import Declaration, Phase, held, in_order, overrides, techniques_of
+from lit_efficient.declaration import Declaration, Phase, format_bytes, held, in_order, overrides, techniques_of
 from lit_efficient.errors import ConfigurationError, LitEfficientError
 from lit_efficient.evidence.fits import Fit
 from lit_efficient.evidence.memory_kinds import StepMemory, StepMeter
@@ -50,7 +50,6 @@ from lit_efficient.internals.torch_operators import (
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 from lit_efficient.internals.wraps import does_nothing
 from lit_efficient.mechanisms.flops import FlopMeter
-from lit_efficient.mechanisms.trials.memory import format_bytes
 from lit_efficient.mechanisms.trials.steps import leaves_traces, quiet
 from lit_efficient.surgery import count
 from lit_efficient.traits import Trait, has_trait

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from lit_efficient.declaration import format_bytes
 from lit_efficient.errors import LitEfficientError, check_number
 from lit_efficient.evidence.fits import Change
 from lit_efficient.evidence.json_lines import append_record, records
 from lit_efficient.evidence.tuning.candidates import Candidate, Space
 from lit_efficient.mechanisms.trials.batch_size import largest_fitting
-from lit_efficient.mechanisms.trials.memory import format_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

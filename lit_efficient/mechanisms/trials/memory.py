@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from lit_efficient.declaration import format_bytes
 from lit_efficient.errors import OutOfMemoryError, refusal
 from lit_efficient.internals.torch_dispatch import (
     TorchDispatchMode,
@@ -61,17 +62,6 @@ def parse_bytes(size: int | str, who: str = "parse_bytes", name: str = "memory_l
     if bytes_ < 1:
         raise refusal(who, name, "a number of bytes above 0 or a text like 12GiB", size)
     return bytes_
-
-
-def format_bytes(size: float) -> str:
-    """Return a number of bytes as text with a binary unit: ``1.5 GiB``."""
-    if size < 1024:
-        return f"{size:.0f} B"
-    for unit in ("KiB", "MiB"):
-        size /= 1024
-        if size < 1024:
-            return f"{size:.1f} {unit}"
-    return f"{size / 1024:.1f} GiB"
 
 
 class AllocationMeter(TorchDispatchMode):

@@ -38,7 +38,7 @@ print("averaged")
 
 @pytest.mark.turns(2)
 @pytest.mark.parametrize("lines", [[OURS, THEIRS], [THEIRS, OURS]], ids=["ours_first", "theirs_first"])
-@leans_on("pytorch_lightning", "Callback", "lightning_standalone")
+@leans_on("pytorch_lightning", "Callback", "lightning_trainer")
 def test_a_technique_alone_and_in_a_list_is_a_callback_of_the_standalone_package(lines, tmp_path):
     assert "averaged" in run_script("\n".join([*lines, RUN]), tmp_path)
 
