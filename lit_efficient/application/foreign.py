@@ -96,13 +96,13 @@ def watch_parameters(module: Any, followers: Sequence[str]) -> list[Any]:
     owner = ref(module)
 
     def on_parameter(part: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        if part in known and part._parameters.get(name) is not parameter:
+        if part in known and getattr(part, name, None) is not parameter:
             _refuse(owner(), part, name, followers)
 
     def on_module(part: nn.Module, name: str, added: nn.Module | None) -> None:
         if added is None or part not in known:
             return
-        if any(True for _ in added.parameters()) and part._modules.get(name) is not added:
+        if any(True for _ in added.parameters()) and getattr(part, name, None) is not added:
             _refuse(owner(), part, name, followers)
         known.update(added.modules())
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_efficient.internals.hugging_face import from_config
 from lit_efficient.mechanisms.adapters.diffusers_lora import places_of
 from lit_efficient.mechanisms.adapters.low_rank import scale_of
 
@@ -80,7 +81,7 @@ def _built(part: _Part) -> Any:
             network = getattr(diffusers, part["class"]).from_config(config)
         else:
             kind = getattr(transformers, part["class"])
-            network = kind._from_config(kind.config_class(**config))
+            network = from_config(kind, kind.config_class(**config))
     return network.to_empty(device="cpu")  # pages that nobody writes take no memory
 
 

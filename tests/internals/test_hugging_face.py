@@ -142,3 +142,13 @@ def test_masks_are_made_without_reading_what_lies_on_a_gpu():
             with standing_in(waits := Waits()), unread(META):
                 model(there, use_cache=False, **on_meta)
             assert waits.places.total() == reads
+
+
+@leans_on("transformers", "_can_record_outputs", "hugging_face")
+def test_models_with_routers_are_known_by_the_classes_whose_outputs_they_record():
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
+    for kind, routers in (("mixtral", True), ("llama", False)):
+        config = AutoConfig.for_model(kind, vocab_size=4, num_hidden_layers=1, **sizes)
+        assert hugging_face.records_routers(AutoModelForCausalLM.from_config(config)) is routers

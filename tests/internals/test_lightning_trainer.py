@@ -184,3 +184,13 @@ def test_a_fit_can_begin_without_going_on():
     del type(toy).training_step
     with pytest.raises(MisconfigurationException, match="training_step"):
         lightning_trainer.begin_fit(trainer("lightning.pytorch"), toy, data)
+
+
+@both
+@leans_on("lightning", "LightningModule._current_fx_name", "lightning_trainer")
+def test_the_hook_that_runs_is_known_by_its_name(namespace):
+    seen = []
+    hooks = {"on_train_batch_end": lambda trainer, toy, *_: seen.append(lightning_trainer.hook_of(toy))}
+    fit(namespace, hooks)
+    assert {*seen} == {"on_train_batch_end"}
+    assert lightning_trainer.hook_of(module(namespace)) == ""

@@ -55,3 +55,13 @@ def test_the_slice_of_a_process_is_known():
             assert torch_shards.own_slices(DTensor.from_local(torch.ones(5, 3), mesh, [placed])) == wanted
     finally:
         dist.destroy_process_group()
+
+
+@leans_on("torch", "torch.utils._python_dispatch.is_traceable_wrapper_subclass", "torch_shards")
+def test_quantised_weights_are_wrappers_and_plain_ones_are_not():
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    layer = torch.nn.Linear(32, 32)
+    assert not torch_shards.is_wrapper(layer.weight)
+    quantize_(layer, Int8WeightOnlyConfig())
+    assert torch_shards.is_wrapper(layer.weight)

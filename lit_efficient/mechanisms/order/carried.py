@@ -61,7 +61,7 @@ class _TensorContent:
             return False
         if self.tensor.dtype != other.tensor.dtype or self.tensor.device != other.tensor.device:
             return False
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             return torch.equal(self.tensor, other.tensor)
 
     __hash__ = None  # type: ignore[assignment]  # equal contents would need equal hashes
@@ -77,7 +77,7 @@ def _snapshot(value: object) -> object:
     if isinstance(value, Tensor):
         if value.is_meta or value.layout is not torch.strided:
             return None
-        with torch._C.DisableTorchFunctionSubclass():  # a subclass may refuse to be copied or compared
+        with torch.DisableTorchFunctionSubclass():  # a subclass may refuse to be copied or compared
             return _TensorContent(value)
     if isinstance(value, tuple) or (isinstance(value, list) and length(value) <= _LONGEST_LIST):
         return [_snapshot(item) for item in contents(value)]

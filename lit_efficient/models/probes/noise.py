@@ -19,7 +19,7 @@ def gathers_weights(network: nn.Module) -> bool:
 
     They free the weights at the end of a backward pass, in the middle of the step that runs this test.
     """
-    marks = ("reshard", "_fsdp_wrapped_module")
+    marks = ("reshard", "summon_full_params")  # methods of FSDP2 and FSDP
     by_parts = any(hasattr(part, mark) for part in network.modules() for mark in marks)
     return by_parts or any(is_sharded(p) or hasattr(p, "ds_id") for p in network.parameters())
 

@@ -1,0 +1,57 @@
+import pytest
+
+from lit_efficient.internals import lightning_wandb
+from tests.internals.leaning import leans_on
+from tests.internals.toy_fit import module, rows, trainer
+from tests.wandb_file import records
+
+WANDB = "lightning.pytorch"
+
+
+@pytest.fixture
+def logger(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_MODE", "offline")  # WandbLogger refuses log_model together with offline=True
+    from lightning.pytorch.loggers import WandbLogger
+
+    made = WandbLogger(save_dir=tmp_path, log_model="all")
+    lightning_wandb.begin_late(made, lambda value: value)
+    yield made
+    if made.has_begun:
+        made.experiment.finish()
+
+
+@leans_on("lightning", "WandbLogger._experiment, _id, _wandb_init", "lightning_wandb")
+def test_a_run_begins_when_it_is_used_under_the_id_that_was_known(logger, tmp_path):
+    name = logger.version
+    assert name
+    logger.experiment.config.update({"seen": 1})
+    assert not list(tmp_path.rglob("*.wandb"))
+    logger.log_metrics({"x": 1.0}, step=0)
+    assert logger.experiment.id == name == logger.version
+    assert logger.experiment.config["seen"] == 1
+
+
+@leans_on("lightning", "_logger of a run that has not begun, and _convert_params", "lightning_wandb")
+def test_hyperparameters_of_a_name_in_the_config_are_recorded_below_hparams(logger):
+    logger.log_config({"model": {"rate": 1}})
+    logger.log_hyperparams({"model": 2, "other": 3})
+    config = dict(logger.begin().config)
+    assert config["model"] == {"rate": 1}
+    assert config["other"] == 3
+    assert config["hparams"] == {"model": 2}
+
+
+@leans_on("lightning", "_scan_checkpoints, WandbLogger._logged_model_time and _checkpoint_name", "lightning_wandb")
+def test_a_checkpoint_is_uploaded_once(logger, tmp_path):
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    saver = ModelCheckpoint(tmp_path / "saved", save_last="link", save_top_k=1)
+    run = trainer(WANDB, logger=logger, enable_checkpointing=True, callbacks=[saver])
+    run.fit(module(WANDB), rows(), rows(1))
+    logger.experiment.finish()
+    (file,) = tmp_path.rglob("*.wandb")
+    uploads = [record for record in records(file) if record.WhichOneof("record_type") == "request"]
+    uploads = [one for one in uploads if one.request.WhichOneof("request_type") == "log_artifact"]
+    artifacts = [record for record in records(file) if record.WhichOneof("record_type") == "artifact"]
+    assert len(uploads) + len(artifacts) == 1
