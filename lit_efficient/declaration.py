@@ -158,8 +158,8 @@ class Declaration:
     computes: ClassVar[str] = "other"
     # Arguments with a default that users must choose all the same: cards show them.
     needs: ClassVar[tuple[str, ...]] = ()
-    # Whether it counts optimizer steps by ``trainer.global_step``.
-    counts_steps: ClassVar[bool] = False
+    # Whether it counts optimizer steps by ``trainer.global_step``. An argument may decide.
+    counts_steps: bool = False
     # Set while memory is measured: random choices must then take the most memory.
     worst_case: bool = False
 

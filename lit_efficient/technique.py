@@ -93,21 +93,22 @@ class PrecisionTechnique(Declaration, Precision, StandalonePrecision):
 
 
 def warn_of_uncounted_steps(trainer: Any, module: nn.Module) -> None:
-    """Warn of techniques that have done nothing in the first epoch, because they saw no optimizer step."""
+    """Warn after the first epoch of a run of techniques that wait for optimizer steps, if none was seen."""
     session = session_of(module)
-    if trainer.current_epoch or session is None:
+    if session is None or session.has_ended_epoch:
         return
+    session.has_ended_epoch = True
     idle = []
     for technique in in_order(techniques_of(trainer)):
-        waits = technique.counts_steps and not trainer.global_step
+        waits = technique.counts_steps and trainer.global_step == session.first_step
         if waits or (overrides(technique, "after_step") and not session.has_stepped):
             idle.append(type(technique).__name__)
     if idle:
-        batches = trainer.fit_loop.total_batch_idx + 1
+        batches = trainer.fit_loop.epoch_loop.batch_idx + 1
         rank_zero_warn(
             f"{', '.join(idle)}: no optimizer step was seen in the {batches} batches of the first epoch, so nothing "
-            f"was done: trainer.global_step is {trainer.global_step}. Step the optimizers that configure_optimizers "
-            "returns, by automatic optimization or by self.optimizers().step() in training_step"
+            f"that waits for steps was done: trainer.global_step is {trainer.global_step}. Step the optimizers that "
+            "configure_optimizers returns, by automatic optimization or by self.optimizers().step() in training_step"
         )
 
 

@@ -19,6 +19,7 @@ class Trait(Enum):
     TRAINING_ONLY = auto()  # checkpoints hold the same weights with and without it: rebuilding a network leaves it out
 
     # What happens during the run.
+    ACTS_AT_VALIDATION = auto()  # works after a validation only
     CHANGES_ACCUMULATION = auto()  # sets trainer.accumulate_grad_batches during the run
     DRAWS_WORK = auto()  # the amount of computation in a step is random
     LEAVES_TRACES = auto()  # writes files, logs or stops the run: trial steps that are undone run without it

@@ -27,6 +27,7 @@ from lit_efficient.application.ledger import (
     start_ledger,
     start_session,
 )
+from lit_efficient.application.validation import warn_of_no_validation
 from lit_efficient.declaration import (
     Declaration,
     Hooks,
@@ -40,7 +41,7 @@ from lit_efficient.declaration import (
     parts_of,
     techniques_of,
 )
-from lit_efficient.errors import ConfigurationError, ConflictError, refusal
+from lit_efficient.errors import ConfigurationError, ConflictError, diagnostic, refusal
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_shards import is_sharded
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
@@ -163,6 +164,7 @@ def install(trainer: Any, module: Any) -> None:
     if has_own or constrains or any(name == "configure_optimizers" for name, _ in inside):
         wraps.append(("configure_optimizers", _check_optimizers))
     wraps += inside
+    wraps.append(("on_train_start", _begin_training))
     if any(Trait.FOLLOWS_PARAMETERS in technique.traits for technique in techniques):
         wraps.append(("on_train_start", _watch_parameters))
     if constrains:  # after what rewrites have registered
@@ -310,6 +312,16 @@ def _check_networks(module: Any, optimizers: Sequence[Optimizer]) -> None:
                 f"Freeze a copy or a teacher where it is built (self.{network}.requires_grad_(False)), or give the "
                 "parameters to the optimizer"
             )
+
+
+def _begin_training(self: Any) -> None:
+    """Note the step at which training starts, which is not 0 in a resumed run, and warn if it never validates."""
+    inner_method(self, "on_train_start", _begin_training)()
+    session = session_of(self)
+    assert session is not None
+    session.first_step = self.trainer.global_step
+    with diagnostic("lit_efficient", "the next validation"):
+        warn_of_no_validation(self.trainer)
 
 
 def _watch_parameters(self: Any) -> None:

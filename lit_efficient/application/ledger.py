@@ -35,6 +35,8 @@ class Session:
         around_step: Functions that return contexts for ``training_step``. Code that adds one wraps the method.
         at_end: Functions that are called with the module when the run ends.
         has_stepped: Whether an optimizer after whose steps techniques change weights has stepped.
+        first_step: ``trainer.global_step`` at the start of training; None before it.
+        has_ended_epoch: Whether an epoch of this run has ended.
         loss_is_checked: Whether the loss of a step was found to follow the loss protocol.
     """
 
@@ -47,6 +49,8 @@ class Session:
     at_end: list[Callable[[nn.Module], None]] = field(default_factory=list)
     loss_is_checked: bool = False
     has_stepped: bool = False
+    first_step: int | None = None
+    has_ended_epoch: bool = False
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ class EmptyCache(Callback):
         super().__init__()
         check_number("EmptyCache", "every_n_steps", every_n_steps, least=1, whole=True)
         self.every_n_steps = every_n_steps
+        self._first = 0  # steps before this fit
         self._step = 0
         self._times = 0
         self._largest = 0
@@ -45,6 +46,7 @@ class EmptyCache(Callback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._first = trainer.global_step
         self._step = trainer.global_step
         self._times = 0
         self._largest = 0
@@ -66,6 +68,9 @@ class EmptyCache(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         summary = f"EmptyCache: emptied {self._times} times, {format_bytes(self._largest)} at most"
-        if not self._largest:
+        if not self._times:
+            steps = trainer.global_step - self._first
+            summary = f"EmptyCache: never emptied, because none of {steps} steps was a multiple of {self.every_n_steps}"
+        elif not self._largest:
             summary += ": it returned no memory, and takes time; leave it out"
         rank_zero_info(summary)

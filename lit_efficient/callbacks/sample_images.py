@@ -40,7 +40,7 @@ class SampleImages(AskedEarly, Callback):
         ConfigurationError: For an argument out of range, or if the module has no ``sample_images``.
     """
 
-    traits = frozenset({Trait.LEAVES_TRACES})
+    traits = frozenset({Trait.ACTS_AT_VALIDATION, Trait.LEAVES_TRACES})
 
     def __init__(
         self,

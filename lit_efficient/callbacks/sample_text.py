@@ -42,7 +42,7 @@ class SampleText(AskedEarly, Callback):
         ConfigurationError: For an argument out of range, or if the module has no ``generate_text``.
     """
 
-    traits = frozenset({Trait.LEAVES_TRACES})
+    traits = frozenset({Trait.ACTS_AT_VALIDATION, Trait.LEAVES_TRACES})
 
     def __init__(
         self,

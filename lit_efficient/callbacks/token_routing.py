@@ -342,6 +342,7 @@ class TokenRouting(OptimizerHooks, Technique):
         self.mode = mode
         self.path_drop = path_drop
         self.stop_at = stop_at
+        self.counts_steps = stop_at is not None
         self.blocks = blocks
         self.seed = seed
         if mode == "tread":

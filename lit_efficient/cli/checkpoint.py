@@ -65,10 +65,13 @@ def check_unfinished(path: str, checkpoint: Mapping[str, Any], max_steps: int | 
 
     Args:
         path: The checkpoint's file, for the message.
-        checkpoint: The checkpoint.
+        checkpoint: The checkpoint, or the empty dict that :func:`read` returns for a folder of shards.
         max_steps: ``trainer.max_steps``; None or -1 for no limit.
         max_epochs: ``trainer.max_epochs``; None or -1 for no limit.
     """
+    meta = through_latest(Path(path)) / "meta.pt"
+    if not checkpoint and meta.is_file():
+        checkpoint = load_verified(meta, verify=False, mapped=True)
     steps = int(checkpoint.get("global_step", 0))
     progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_progress", {}).get("current", {})
     epochs = int(progress.get("processed", 0))

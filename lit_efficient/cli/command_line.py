@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.distributed import is_torchelastic_launched
 from torch.optim import Optimizer
 
+from lit_efficient.application.validation import ValidationAdvice
 from lit_efficient.cli import checkpoint, optimizers, preflight
 from lit_efficient.cli.advice import MemoryAdvice
 from lit_efficient.cli.arguments import Command, read_command
@@ -46,7 +47,6 @@ from lit_efficient.cli.run_log import RunLog
 from lit_efficient.cli.secrets import hide_words, masked, masking, print_error, redacted, remember
 from lit_efficient.cli.signals import ends_on_sigterm, ignore_warnings_of_the_end
 from lit_efficient.cli.tree import ConfigText, Table
-from lit_efficient.cli.validation_advice import ValidationAdvice
 from lit_efficient.errors import ConfigurationError, DivergedError
 from lit_efficient.files.checkpoints import state_of
 from lit_efficient.files.runs import real
@@ -196,7 +196,7 @@ class LitEfficientCLI(OpenCLI):
             path = os.path.join(os.curdir, path)
         if self.subcommand:
             self.config[self.subcommand]["ckpt_path"] = path
-        if self.checkpoint and fits:
+        if path and fits:
             trainer = self.config_dump.get("trainer") or {}
             checkpoint.check_unfinished(str(path), self.checkpoint, trainer.get("max_steps"), trainer.get("max_epochs"))
         if self.checkpoint:

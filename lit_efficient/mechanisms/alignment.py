@@ -241,6 +241,7 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
         name = type(self).__name__
         if self.teacher is None:  # otherwise the transform needs the teacher's network
             self.traits = self.traits | {Trait.REFUSES_EARLY}
+        self.counts_steps = self.stop_at is not None
         check_number(name, "weight", self.weight, least=0)
         check_number(name, "stop_at", self.until, least=1, whole=True, null=True)
         if isinstance(self.teacher, str) and not self.teacher:

@@ -54,6 +54,8 @@ def steps_of(owner: str, name: str, value: int | float, trainer: Any) -> int:
 class BatchChanges(Technique):
     """Base of techniques that change each training batch on the host, before it is counted and copied to the device."""
 
+    counts_steps = True
+
     def change(self, batch: Any, step: int) -> Any:
         """Return the changed batch for the training step that follows ``step`` optimizer steps."""
         raise NotImplementedError

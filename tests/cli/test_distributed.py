@@ -46,6 +46,9 @@ def test_a_checkpoint_in_shards_is_gone_on_from_and_carries_hashes(tmp_path, mon
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     said = [next(line for line in one.stdout.splitlines() if line.startswith("ended with")) for one in (whole, done)]
     assert said[0] == said[1]
+    ended = python(*words, "--ckpt_path", str(last))
+    assert ended.returncode == 6
+    assert "is at step 4, and trainer.max_steps is 4" in ended.stderr
 
 
 @pytest.mark.turns(6, family="ranks")

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from torch import Tensor, nn
 
 from lit_efficient import (
     APOLLO,
     EMA,
+    BatchRamp,
     CheckpointAverage,
     ConfigurationError,
     DevicePrefetcher,
+    FeatureMatching,
     GaLore,
     KeepFloat32,
     PowerEMA,
     Report,
+    ResolutionRamp,
     Technique,
+    TokenRouting,
     WeightClipping,
     apply,
 )
@@ -106,30 +112,96 @@ def test_techniques_without_effect_on_this_device_or_precision_say_so() -> None:
 
 
 class StepsByItself(Toy):
-    """A module that steps an optimizer which Lightning does not know."""
+    """A module that steps an optimizer which Lightning does not know, unless it is ``counted``."""
+
+    def __init__(self, counted: bool = False) -> None:
+        super().__init__("init", Net)
+        self.automatic_optimization = False
+        self.counted = counted
 
     def on_train_start(self) -> None:
         self.own = torch.optim.SGD(self.parameters(), 0.1)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.own.step()
+        if not self.counted:
+            self.own.step()
 
     def training_step(self, batch: tuple[Tensor], batch_idx: int) -> None:
         self._sample_loss(batch).mean().backward()
+        if self.counted:
+            self.optimizers().step()
 
     def configure_optimizers(self) -> Any:
-        self.automatic_optimization = False
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
 def test_what_acts_after_a_step_and_saw_none_is_named() -> None:
     techniques: list[L.Callback] = [EMA(), PowerEMA(), WeightClipping(bound=1.0)]
-    module = StepsByItself("init", Net)
-    module.automatic_optimization = False
     with pytest.warns(
         UserWarning, match=r"WeightClipping, EMA, PowerEMA: no optimizer step was seen in the \d+ batches"
     ):
-        trainer(techniques).fit(module, data(8), data())
+        trainer(techniques).fit(StepsByItself(), data(8), data())
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_resumed_run_counts_its_own_steps(tmp_path: Path, counted: bool, recwarn: pytest.WarningsRecorder) -> None:
+    """The steps of the checkpoint are not those of the run."""
+    first = trainer([EMA()])
+    first.fit(StepsByItself(counted=True), data(8), data())
+    assert first.global_step == 2
+    first.save_checkpoint(tmp_path / "first.ckpt")
+    resumed = trainer([EMA()], max_epochs=3)
+    resumed.fit(StepsByItself(counted), data(8), data(), ckpt_path=tmp_path / "first.ckpt")
+    assert resumed.current_epoch == 3
+    assert resumed.global_step == (6 if counted else 2)
+    said = [one for one in recwarn if "EMA: no optimizer step was seen in the 2 batches" in str(one.message)]
+    assert len(said) == (not counted)
+
+
+def test_an_argument_decides_whether_steps_are_counted() -> None:
+    assert FeatureMatching("net", Net(), {"": ""}, stop_at=3).counts_steps
+    assert not FeatureMatching("net", Net(), {"": ""}).counts_steps
+    assert TokenRouting(stop_at=3).counts_steps
+    assert not TokenRouting().counts_steps
+    assert ResolutionRamp().counts_steps
+
+
+class CountsValidations(L.Callback):
+    """Count the validations of a run, without the sanity check."""
+
+    def __init__(self) -> None:
+        self.started = 0
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self.started += not trainer.sanity_checking
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"max_steps": 3},
+        {"max_steps": 4},
+        {"max_steps": 3, "val_check_interval": 2},
+        {"max_epochs": 2, "check_val_every_n_epoch": 3},
+        {"max_epochs": 3, "check_val_every_n_epoch": 3},
+        {"max_epochs": 2, "limit_val_batches": 0},
+        {"max_steps": 3, "callbacks": [BatchRamp([2], factor=2)], "accumulate_grad_batches": 2},
+        {"max_steps": 3, "callbacks": [GradientAccumulationScheduler({0: 2})]},
+        {"max_epochs": 1, "check_val_every_n_epoch": 2, "callbacks": [GradientAccumulationScheduler({0: 2})]},
+    ],
+)
+def test_a_plain_trainer_warns_of_what_waits_for_validations_in_vain(
+    tmp_path: Path, arguments: dict[str, Any], recwarn: pytest.WarningsRecorder
+) -> None:
+    """The oracle is Lightning: whether a validation started in the run itself."""
+    counts = CountsValidations()
+    best = ModelCheckpoint(tmp_path, monitor="val/loss")
+    callbacks = [EMA(), counts, best, *arguments.pop("callbacks", ())]
+    limits = {"max_epochs": -1, "enable_checkpointing": True, **arguments}
+    trainer(callbacks, **limits).fit(Toy("init", Net), data(16), data())
+    warned = [str(one.message) for one in recwarn if "This fit never validates" in str(one.message)]
+    assert len(warned) == (counts.started == 0)
+    assert all("in vain: ModelCheckpoint (val/loss)" in one for one in warned)
 
 
 def test_counted_steps_warn_of_nothing_and_a_late_average_says_so(caplog: pytest.LogCaptureFixture) -> None:
