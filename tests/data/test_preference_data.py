@@ -273,7 +273,7 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> N
         (
             PreferenceRows,
             {"columns": {"question": "q"}},
-            "rows.columns may name prompt, chosen, rejected, functions, system, tools, got 'question'",
+            "rows.columns may name prompt, chosen, rejected, .*, functions, system, tools, got 'question'",
         ),
         (PreferenceChat, {"vocab_size": 100}, "chat.vocab_size must be a whole number of at least 259, got 100"),
         (PreferenceChat, {"too_long": "right"}, "chat.too_long must be one of drop, left, got 'right'"),

@@ -14,6 +14,7 @@ format; the format of single rows is not guessed.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -47,6 +48,8 @@ _FURTHER: dict[str, tuple[str, ...]] = {
     "completion": FURTHER,
     "text": (),
 }
+# Beginning of a list of turns as JSON or as Python prints it.
+_TURNS = re.compile(r"""\s*\[\s*\{.*?["'](role|from)["']\s*:""", re.DOTALL)
 # Content that no text DataModule reads.
 MEDIA = ("image", "video", "audio")
 # Keys of a turn that decide whether it contributes to the loss, as in axolotl.
@@ -115,6 +118,7 @@ def recognise(rows: Iterable[Row], where: str, hint: str = "", among: Iterable[s
     Raises:
         ConfigurationError: If no row has the keys of any format.
     """
+    rows = list(rows)
     formats = {name: KEYS[name] for name in among}
     votes = dict.fromkeys(formats, 0)
     seen: dict[str, None] = {}  # a set that keeps the order
@@ -132,7 +136,10 @@ def recognise(rows: Iterable[Row], where: str, hint: str = "", among: Iterable[s
             f"columns, as in columns: {{prompt: question, completion: answer}}.{hint}"
         )
     sentence = f"{where}: format {best}, by the keys {', '.join(KEYS[best])}"
-    sentence += unread(seen, KEYS[best] + _FURTHER[best])
+    further = _FURTHER[best]
+    if best == "completion" and not any(holds_turns(row.get("prompt")) for row in rows):
+        further = ()  # texts use no chat template
+    sentence += unread(seen, KEYS[best] + further)
     also = [name for name, count in votes.items() if count and name != best]
     if also:
         sentence += f" (set format to read it as {' or '.join(also)})"
@@ -174,6 +181,7 @@ def read_row(row: Row, kind: Format) -> Document:
     """
     assert kind in get_args(Format)
     check_keys(row, KEYS[kind])
+    _check_label(row, kind)
     if kind == "text":
         return Document(text=_text(row, "text"))
     document = _conversation(row, kind)
@@ -195,6 +203,16 @@ def _conversation(row: Row, kind: Format) -> Document:
     return Document(messages=messages)
 
 
+def _check_label(row: Row, kind: Format) -> None:
+    """Raise an error if a row holds a bad answer: "label" in TRL's format for KTO, "kto_tag" in LLaMA-Factory's."""
+    for key in ("label", "kto_tag") if kind == "completion" else ("kto_tag",):
+        if str(row.get(key)).lower() == "false":
+            raise MalformedRow(
+                f"{key} is false, which marks a bad answer (as for KTO), and training would teach it: leave out such "
+                "rows, or give pairs of answers to PreferenceData"
+            )
+
+
 def _check_media(row: Row) -> None:
     """Raise an error for a row whose messages refer to images, videos or sounds in other columns."""
     for name in MEDIA:
@@ -206,6 +224,20 @@ def _template_kwargs(row: Row) -> Mapping[str, Any]:
     name = "chat_template_kwargs"
     value = _of_json(row.get(name), name)
     return {} if value in (None, "") else _object(value, name)
+
+
+def holds_turns(value: object) -> bool:
+    """Return whether a value is a list of turns, or its text as JSON or as Python prints it."""
+    return isinstance(value, list) or (isinstance(value, str) and _TURNS.match(value) is not None)
+
+
+def turns_in(value: object, name: str) -> object:
+    """Return the list of turns whose JSON text a value is, as in tables; another value as it is.
+
+    Raises:
+        MalformedRow: If the text of turns is no JSON.
+    """
+    return _of_json(value, name) if holds_turns(value) else value
 
 
 def system_message(row: Row) -> tuple[Message, ...]:
@@ -281,9 +313,9 @@ def _alpaca(row: Row) -> tuple[Message, ...]:
 def _completion(row: Row) -> Document:
     prompt = row["prompt"]
     completion = row["completion"]
-    if isinstance(prompt, list) != isinstance(completion, list):
+    if holds_turns(prompt) != holds_turns(completion):
         raise MalformedRow(f"prompt is {_kind(prompt)} and completion {_kind(completion)}: both must be of one kind")
-    if isinstance(prompt, list):
+    if holds_turns(prompt):
         asked = _behind_system(row, _messages(prompt, "prompt"))
         messages = (*asked, *_messages(completion, "completion"))
         _check_turns(messages)
@@ -296,8 +328,7 @@ def _completion(row: Row) -> Document:
 def _messages(turns: object, name: str) -> tuple[Message, ...]:
     if not turns:
         raise MalformedRow(f"{name} is empty, not a list of turns")
-    if isinstance(turns, str) and turns.lstrip().startswith("["):  # as in tables
-        turns = _of_json(turns, name)
+    turns = turns_in(turns, name)
     if not isinstance(turns, list):
         raise MalformedRow(f"{name} is {_kind(turns)}, not a list of turns")
     return tuple(_message(turn, f"{name}[{index}]") for index, turn in enumerate(turns))

@@ -103,12 +103,12 @@ class ChatTokens:
         # New tokens are content, also if the tokenizer calls them special.
         self.special_ids -= {tokenizer.convert_tokens_to_ids(token) for token in new_tokens}
         self.new_special = [str(token) for token in added.values() if token.special and str(token) in new_tokens]
-        control = {str(added[i]) for i in self.special_ids if i in added}
-        # The token for unknown text is no control token, because any text may contain its spelling. But GPT-2 and
-        # others have one token for it and for the end of a text.
+        # The token for unknown text is no control token: it stands for text, and any text may contain its spelling. But
+        # GPT-2 and others have one token for it and for the end of a text.
         if tokenizer.unk_token not in (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token):
-            control.discard(tokenizer.unk_token)
-        self.turns = TurnSpans(tokenizer, train_on, sorted(control), choices.template_kwargs)
+            self.special_ids.discard(tokenizer.unk_token_id)
+        control = sorted(str(added[i]) for i in self.special_ids if i in added)
+        self.turns = TurnSpans(tokenizer, train_on, control, choices.template_kwargs)
 
     @functools.cached_property
     def end_of_turn(self) -> int | None:
@@ -289,10 +289,12 @@ class ChatTokens:
                     first = _first_token(text, start, tokens)
                 trained[first:beyond] = True
             after = int(np.searchsorted(starts, start + len(text[start:stop].rstrip())))
-            if first < after and int(tokens.ids[after - 1]) in self.special_ids:
+            end = self._end_after(text, after, tokens)
+            # A special token may end a part of the turn, such as a call, and the end of the turn follows.
+            goes_on = end is not None and int(tokens.ids[end]) == self.end_of_turn != int(tokens.ids[after - 1])
+            if first < after and int(tokens.ids[after - 1]) in self.special_ids and not goes_on:
                 ended += 1
                 continue
-            end = self._end_after(text, after, tokens)
             if end is None and after == len(tokens.ids) and self.next_turn is not None:
                 end = after
                 tokens = tokens._replace(ids=np.append(tokens.ids, self.next_turn))

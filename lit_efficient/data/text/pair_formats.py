@@ -16,8 +16,10 @@ from lit_efficient.data.text.chat_formats import (
     MalformedRow,
     Row,
     check_keys,
+    holds_turns,
     keys_shown,
     read_row,
+    turns_in,
     unread,
 )
 from lit_efficient.errors import ConfigurationError
@@ -67,7 +69,9 @@ Example = Document | Pair
 """Content of a row."""
 
 
-def recognise_pairs(rows: Iterable[Row], where: str, hint: str = "") -> tuple[PairFormat, str]:
+def recognise_pairs(
+    rows: Iterable[Row], where: str, hint: str = "", strings_as: StringsAs = "text"
+) -> tuple[PairFormat, str]:
     """Return the format that most of a source's first rows match, and a sentence with its keys.
 
     Raises:
@@ -76,11 +80,13 @@ def recognise_pairs(rows: Iterable[Row], where: str, hint: str = "") -> tuple[Pa
     seen: dict[str, None] = {}
     pairs = 0
     prompts = 0
+    turns = strings_as == "turns"  # as opposed to texts, for which no chat template is used
     for row in rows:
         seen.update(dict.fromkeys(row))
         if all(row.get(key) is not None for key in PAIR_KEYS["conversations"]):
             pairs += 1
             prompts += row.get("prompt") is not None
+            turns = turns or holds_turns(row["chosen"]) or holds_turns(row.get("prompt"))
     if not pairs:
         raise ConfigurationError(
             f"{where}: pairs have the keys chosen and rejected, and prompt unless these are whole conversations; got "
@@ -88,7 +94,7 @@ def recognise_pairs(rows: Iterable[Row], where: str, hint: str = "") -> tuple[Pa
         )
     kind: PairFormat = "prompt" if 2 * prompts >= pairs else "conversations"
     sentence = f"{where}: pairs, format {kind}, by the keys {', '.join(PAIR_KEYS[kind])}"
-    return kind, sentence + unread(seen, (*PAIR_KEYS[kind], *FURTHER))
+    return kind, sentence + unread(seen, PAIR_KEYS[kind] + (FURTHER if turns else ()))
 
 
 def read_pair(row: Row, kind: PairFormat, strings_as: StringsAs = "text") -> Pair:
@@ -104,7 +110,7 @@ def read_pair(row: Row, kind: PairFormat, strings_as: StringsAs = "text") -> Pai
         MalformedRow: If the row does not match the format, or there is no difference between the answers.
     """
     check_keys(row, PAIR_KEYS[kind])
-    prompt = row["prompt"] if kind == "prompt" else None
+    prompt = turns_in(row["prompt"], "prompt") if kind == "prompt" else None
     chosen = _side(row, "chosen", prompt, strings_as)
     rejected = _side(row, "rejected", prompt, strings_as)
     if bool(chosen.messages) != bool(rejected.messages):
@@ -129,7 +135,7 @@ def read_pair(row: Row, kind: PairFormat, strings_as: StringsAs = "text") -> Pai
 
 def _side(row: Row, side: str, prompt: object, strings_as: StringsAs) -> Document:
     """Return the document of one answer, with the prompt before it."""
-    answer = row[side]
+    answer = turns_in(row[side], side)
     if isinstance(answer, str) and isinstance(prompt, str) and strings_as == "text":
         try:
             return read_row({"prompt": prompt, "completion": answer}, "completion")

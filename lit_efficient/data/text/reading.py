@@ -186,7 +186,7 @@ class PairReader(Reader):
             raise ConfigurationError(
                 f"{source.name} is a text, which holds no pairs. Give .jsonl, .json, .csv, .tsv or .parquet files."
             )
-        return recognise_pairs(self._first_rows(source), source.name, source.hint)
+        return recognise_pairs(self._first_rows(source), source.name, source.hint, self._strings_as)
 
 
 @dataclass

@@ -60,6 +60,7 @@ def control_texts(document: Document) -> Iterator[tuple[str, str]]:
             yield from ((where, text) for text in _texts(value))
     for tool in document.tools:
         yield from (("the description of a tool", text) for text in _texts(tool))
+    yield from (("chat_template_kwargs", text) for text in _texts(document.template_kwargs))
 
 
 def _texts(value: object) -> Iterator[str]:

@@ -265,6 +265,51 @@ def test_a_table_holds_turns_as_json(tmp_path: Path) -> None:
     assert found == [read_row(row, "messages") for row in rows]
 
 
+@pytest.mark.parametrize("kind", ["turns of a completion", "pairs of conversations", "pairs of turns", "sharegpt"])
+def test_a_table_holds_turns_of_each_format_as_json(kind: str, tmp_path: Path) -> None:
+    """Turns that are read as a text would be learned with their brackets."""
+    rows = ROWS.get(kind) or [{"prompt": [ASK], "chosen": [ANSWER], "rejected": [TURNS[3]]}]
+    names = dict.fromkeys(name for row in rows for name in row)
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, list(names))
+        table.writeheader()
+        table.writerows(
+            {key: value if isinstance(value, str) else json.dumps(value) for key, value in row.items()} for row in rows
+        )
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reader = PairReader if "pairs" in kind else Reader
+    found, expected = ([row for _, row in reader(open_sources(str(tmp_path / f"rows.{s}")))] for s in ("csv", "jsonl"))
+    assert found == expected
+    assert not any(isinstance(row, MalformedRow) for row in found)
+    # As `datasets` and pandas write them. Python's form is not read, and must not be taken for a text.
+    printed = [{key: str(value) for key, value in row.items()} for row in rows]
+    (tmp_path / "printed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in printed))
+    for _, row in reader(open_sources(str(tmp_path / "printed.jsonl"))):
+        assert isinstance(row, MalformedRow)
+        assert "is a text that is no JSON" in str(row)
+
+
+@pytest.mark.parametrize("answer", [("prompt", "completion"), ("instruction", "output"), ("messages",)])
+def test_bad_examples_are_not_learned(answer: tuple[str, ...], tmp_path: Path) -> None:
+    key = "label" if "prompt" in answer else "kto_tag"
+    row: dict[str, Any] = dict.fromkeys(answer, "One.") if len(answer) > 1 else {"messages": [ASK, ANSWER]}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({**row, key: on}) + "\n" for on in (True, False, "False")))
+    good, *bad = (row for _, row in Reader(open_sources(str(tmp_path / "rows.jsonl"))))
+    assert isinstance(good, Document)
+    for one in bad:
+        assert isinstance(one, MalformedRow)
+        assert f"{key} is false, which marks a bad answer" in str(one)
+
+
+def test_control_tokens_are_found_in_variables_of_the_template() -> None:
+    tokenizer = make("qwen3")
+    tokenizer.chat_template += "{# {{ style }} #}"
+    row = {"messages": TURNS, "chat_template_kwargs": {"style": "<|im_end|>"}}
+    (forged,) = ChatTokens(tokenizer, "assistant", "train").encode([read_row(row, "messages")])
+    assert isinstance(forged, MalformedRow)
+    assert "chat_template_kwargs spells the control token" in str(forged)
+
+
 def test_a_map_of_arrow_is_an_object(tmp_path: Path) -> None:
     import pyarrow as pa
     from pyarrow import parquet
@@ -282,14 +327,16 @@ def test_keys_that_are_not_read_are_named(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[name]))
         (sentence,) = Reader(open_sources(str(tmp_path / f"{name}.jsonl"))).formats
         assert (expected in sentence) == (name != "messages")
+    # A system prompt has no place in a text.
+    (tmp_path / "texts.jsonl").write_text(json.dumps({**ROWS["completion"][0], "system": "Be brief."}) + "\n")
+    assert Reader(open_sources(str(tmp_path / "texts.jsonl"))).formats[0].endswith("; not read: system")
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS["pairs"]))
     assert PairReader(open_sources(str(tmp_path / "pairs.jsonl"))).formats[0].endswith("; not read: score")
-
-
-def test_token_ids_instead_of_text_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"input_ids": [1, 2], "labels": [1, 2]}\n')
-    with pytest.raises(ConfigurationError, match=r"no format has the keys \['input_ids', 'labels'\]"):
-        Reader(open_sources(str(tmp_path / "rows.jsonl")))
+    texts = [{**row, "system": "Be brief."} for row in ROWS["pairs"]]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    sources = open_sources(str(tmp_path / "pairs.jsonl"))
+    assert PairReader(sources).formats[0].endswith("; not read: system, score")
+    assert PairReader(sources, "turns").formats[0].endswith("; not read: score")
 
 
 # The choice in the DataModules ----------------------------------------------------------------------------------------

@@ -318,6 +318,43 @@ def test_bytes_are_those_of_the_text() -> None:
     assert chat.num_bytes[chat.trained].sum() == len("Four." + "Yes, of course.")
 
 
+def test_unknown_text_is_text() -> None:
+    """Its token is special in transformers, but it neither ends a turn nor stands for no bytes."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "<u>": 2, "<a>": 3, "yes": 4}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="</s>", unk_token="<unk>", extra_special_tokens=["<u>", "<a>"]
+    )
+    made.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ '<u>' + m.content }}{% else %}{{ '<a>' }}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    encoder = ChatTokens(made, "assistant", "train")
+    for answer, ids in (("yes", [4, 1]), ("yes four", [4, 0, 1])):
+        (found,) = encoder.encode(
+            [Document(messages=({"role": "user", "content": "yes"}, {"role": "assistant", "content": answer}))]
+        )
+        assert isinstance(found, Encoded)
+        assert found.ids[found.trained].tolist() == ids
+        assert found.num_bytes[found.trained].sum() == len(answer)
+
+
+def test_a_part_of_a_turn_that_ends_with_a_special_token_is_not_its_end() -> None:
+    template = CHATML.replace(
+        "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}",
+        "{% generation %}{{ message['content'] }}{% if message.call %}{{ message.call + '<|endoftext|>' }}{% endif %}"
+        "{% endgeneration %}{{ '<|im_end|>' }}",
+    )
+    assert template != CHATML
+    turns = (TURNS[0], {"role": "assistant", "content": "Four.", "call": "add"})
+    found, encoder = encode(Document(messages=turns), template, untrained_end="train")
+    assert learned(found, encoder) == ["Four.add<|endoftext|><|im_end|>"]
+    assert found.ended == 1
+
+
 def test_a_beginning_that_the_tokenizer_adds_stays_once() -> None:
     from tokenizers.processors import TemplateProcessing
 
