@@ -84,6 +84,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def diagnostic(who: str, what: str) -> Iterator[None]:
     """Context of code that only looks at a run: an error in it becomes a warning, and never ends the run.
 
+    It is no context for code that decides something, or in which processes wait for each other.
+
     Args:
         who: Name of the technique.
         what: Subject of the diagnostic, for the warning.

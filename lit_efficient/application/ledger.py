@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lit_efficient.declaration import Declaration, Report, Wrap, in_order
+from lit_efficient.errors import diagnostic
 
 _LEDGER = "_lit_efficient_ledger"
 _SESSION = "_lit_efficient_session"
@@ -111,9 +112,12 @@ def reports_of(module: nn.Module, techniques: Iterable[Declaration] = ()) -> dic
     if session is not None:
         reports |= session.reports
     for technique in in_order(techniques):
-        report = technique.describe(module)
+        name = type(technique).__name__
+        report = None
+        with diagnostic(name, "what it will do"):
+            report = technique.describe(module)
         if report is not None:
-            reports[type(technique).__name__] = report.checked(type(technique).__name__)
+            reports[name] = report.checked(name)
     return reports
 
 

@@ -29,7 +29,7 @@ from lit_efficient.application.gradients import gradients_of
 from lit_efficient.application.loss import LossHooks
 from lit_efficient.declaration import Report, parts_of, techniques_of
 from lit_efficient.distributed.gradient_norm import gradient_norm
-from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number
+from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number, diagnostic
 from lit_efficient.internals.lightning_loops import logged_step
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_optimizers import unscales
@@ -176,8 +176,12 @@ class GradientNoiseScale(Technique):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self._note_rates(optimizer)
-        if not self._hooks:
-            return
+        if self._hooks:
+            with diagnostic("GradientNoiseScale", "the gradients of a step"):
+                self._measure(trainer, optimizer)
+
+    def _measure(self, trainer: Trainer, optimizer: Optimizer) -> None:
+        """Add the estimates of a step to the decayed sums."""
         squares = self._squares
         inverse = self._inverse
         weights = self._weights
@@ -267,8 +271,9 @@ class GradientNoiseScale(Technique):
     def _note(self, gradient: Tensor) -> None:
         """Record a parameter's gradient before it is added to earlier ones, or averaged over processes."""
         if self._listens:
-            values = gradient.coalesce().values() if gradient.is_sparse else gradient
-            self._squares.append((torch.linalg.vector_norm(values.detach().float()) / self._factor).square())
+            values = gradient.coalesce().values() if gradient.is_sparse else gradient.detach()
+            wide = values if values.is_complex() else values.float()
+            self._squares.append((torch.linalg.vector_norm(wide).float() / self._factor).square())
 
     def _note_rates(self, optimizer: Optimizer) -> None:
         """Keep the highest rate of each group. A schedule may end at 0, which says nothing about the rate to use."""

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report, format_bytes
 from lit_efficient.distributed.ranks import readers
-from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number, refusal
+from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number, diagnostic, refusal
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_foreach import foreach_add_, foreach_copy_, foreach_mul_
 from lit_efficient.internals.torch_optimizers import HOOKS
@@ -276,11 +276,12 @@ class LoRA(AdapterTechnique):
         if self._capacity_reported or batches == inf:
             return
         self._capacity_reported = True
-        tokens = learned_tokens(batch)
-        named = pl_module.named_parameters()
-        held = count(p for name, p in named if name.rpartition(".")[2].startswith("lora_") and p.requires_grad)
-        if tokens and held:
-            rank_zero_info(f"LoRA: {capacity_line(tokens * batches * readers(trainer), held, self.rank)}")
+        with diagnostic("LoRA", "the tokens of the first batch"):
+            tokens = learned_tokens(batch)
+            named = pl_module.named_parameters()
+            held = count(p for name, p in named if name.rpartition(".")[2].startswith("lora_") and p.requires_grad)
+            if tokens and held:
+                rank_zero_info(f"LoRA: {capacity_line(tokens * batches * readers(trainer), held, self.rank)}")
 
     @classmethod
     def placement(cls, module: nn.Module) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from lit_efficient.application.gradients import gradients_of
-from lit_efficient.errors import DivergedError, check_choice, check_number, listed
+from lit_efficient.errors import DivergedError, check_choice, check_number, diagnostic, listed
 from lit_efficient.files.checkpoints import is_floating
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_shards import largest_of_all
@@ -147,7 +147,9 @@ class NonFiniteGuard(Callback):
             what = f"beyond {LIMIT:g}"
         culprits = _culprits(pl_module, {p: [gradient] for p, gradient in gradients.items()})
         where = f"at step {trainer.global_step} gradients are {what} in {culprits}"
-        cause = self._cause(pl_module)
+        cause = None
+        with diagnostic("NonFiniteGuard", "the cause"):
+            cause = self._cause(pl_module)
         if cause:
             where += f", because {cause}"
         if self.action == "raise" and not scales:

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConflictError
+from lit_efficient.errors import ConflictError, diagnostic
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.mechanisms.adapters.base import freeze_base
 from lit_efficient.mechanisms.adapters.prefix import embeddings, find_decoder, tokenizer_at
@@ -127,8 +127,9 @@ class PromptTuning(VirtualTokens):
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the tokens that are most similar to the virtual tokens."""
         if all(p.numel() for p in pl_module.parameters()):  # with DeepSpeed's stage 3 the parameters are empty
-            words = ", ".join(repr(word) for word in self.nearest(pl_module))
-            rank_zero_info(f"PromptTuning: the tokens most similar to the virtual tokens are {words}")
+            with diagnostic("PromptTuning", "the virtual tokens"):
+                words = ", ".join(repr(word) for word in self.nearest(pl_module))
+                rank_zero_info(f"PromptTuning: the tokens most similar to the virtual tokens are {words}")
 
     @classmethod
     def described(cls, decoder: Any) -> dict[str, Any]:

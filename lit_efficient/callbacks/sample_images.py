@@ -10,13 +10,14 @@ Costs: the sampling of ``rows * columns`` images at every n-th validation
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lit_efficient.errors import ConfigurationError, check_number, refusal
+from lit_efficient.errors import ConfigurationError, check_number, diagnostic, refusal
 from lit_efficient.files.pictures import draw_grid, write_picture
 from lit_efficient.files.runs import samples_file
 from lit_efficient.internals.lightning_trainer import AskedEarly
@@ -82,21 +83,29 @@ class SampleImages(AskedEarly, Callback):
         self._validations += 1
         if self._validations % self.every_n_validations:
             return
-        with evaluating(pl_module), torch.no_grad():
+        images = None
+        # Several processes wait for each other while they sample: one that went on alone would let them wait forever.
+        safely = diagnostic("SampleImages", "sampled images") if trainer.world_size == 1 else nullcontext()
+        with safely, evaluating(pl_module), torch.no_grad():
             images = pl_module.sample_images(self.rows * self.columns, self.seed)  # type: ignore[operator]
         log_dir = trainer.log_dir  # a collective, so all processes must call it
-        if trainer.is_global_zero:
-            captions = getattr(pl_module, "image_captions", None)
-            names: Sequence[str] = ()
-            if callable(captions):
-                names = captions(len(images))
-            if names and len(names) != len(images):
-                name = f"{type(pl_module).__name__}.image_captions({len(images)})"
-                raise refusal("SampleImages", name, f"{len(images)} names, or an empty sequence", list(names))
-            picture = draw_grid(images, self.columns, self.zoom, captions=names)
-            path = samples_file(trainer.global_step, ".png", trainer.default_root_dir, log_dir, self.folder)
-            write_picture(picture, path)
-            _log(trainer, picture, path)
+        if trainer.is_global_zero and images is not None:
+            with diagnostic("SampleImages", "sampled images"):
+                self._draw(trainer, pl_module, images, log_dir)
+
+    def _draw(self, trainer: Trainer, pl_module: LightningModule, images: Any, log_dir: str | None) -> None:
+        """Write the images as one picture, and log it."""
+        captions = getattr(pl_module, "image_captions", None)
+        names: Sequence[str] = ()
+        if callable(captions):
+            names = captions(len(images))
+        if names and len(names) != len(images):
+            name = f"{type(pl_module).__name__}.image_captions({len(images)})"
+            raise refusal("SampleImages", name, f"{len(images)} names, or an empty sequence", list(names))
+        picture = draw_grid(images, self.columns, self.zoom, captions=names)
+        path = samples_file(trainer.global_step, ".png", trainer.default_root_dir, log_dir, self.folder)
+        write_picture(picture, path)
+        _log(trainer, picture, path)
 
     def state_dict(self) -> dict[str, Any]:
         return {"validations": self._validations}

@@ -7,12 +7,13 @@ Costs: ``len(prompts) * max_new_tokens`` forward passes of one token at each val
 
 import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
-from lit_efficient.errors import ConfigurationError, check_number, refusal
+from lit_efficient.errors import ConfigurationError, check_number, diagnostic, refusal
 from lit_efficient.files.atomic_file import replacing
 from lit_efficient.files.runs import samples_file
 from lit_efficient.internals.lightning_trainer import AskedEarly
@@ -82,8 +83,11 @@ class SampleText(AskedEarly, Callback):
             return
         # The argument is only passed if it is needed, because a module without chats need not accept it.
         options = {"chat": True} if self.chat else {}
-        with evaluating(pl_module):
-            texts: list[str] = pl_module.generate_text(  # type: ignore[operator]
+        texts: list[str] = []
+        # Several processes wait for each other while they generate: one that went on alone would let them wait forever.
+        safely = diagnostic("SampleText", "generated text") if trainer.world_size == 1 else nullcontext()
+        with safely, evaluating(pl_module):
+            texts = pl_module.generate_text(  # type: ignore[operator]
                 self.prompts,
                 max_new_tokens=self.max_new_tokens,
                 temperature=self.temperature,
@@ -92,9 +96,10 @@ class SampleText(AskedEarly, Callback):
                 **options,
             )
         log_dir = trainer.log_dir  # a broadcast, so all processes must read it
-        if trainer.is_global_zero:
-            pl_module.print(framed(f"sample at step {trainer.global_step}", texts[0]))
-            self._log(trainer, texts, log_dir)
+        if trainer.is_global_zero and texts:
+            with diagnostic("SampleText", "generated text"):
+                pl_module.print(framed(f"sample at step {trainer.global_step}", texts[0]))
+                self._log(trainer, texts, log_dir)
 
     def on_predict_batch_end(
         self,

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from torch import Tensor
 
 from lit_efficient.distributed.ranks import readers
-from lit_efficient.errors import check_number
+from lit_efficient.errors import check_number, diagnostic
 from lit_efficient.internals.lightning_metrics import logs_in_bar
 from lit_efficient.mechanisms.metering import count_batch, short_number
 
@@ -92,8 +92,9 @@ class ThroughputBar(TQDMProgressBar):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        count, self._unit = count_batch(batch)
-        self._counted += count * readers(trainer)
+        with diagnostic("ThroughputBar", f"the batch, a {type(batch).__name__},"):
+            count, self._unit = count_batch(batch)
+            self._counted += count * readers(trainer)
         before = self._position
         self._position, _ = run_position(trainer, batch_idx + 1)
         self._loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from lit_efficient.declaration import in_order, techniques_of
 from lit_efficient.distributed.ranks import readers
 from lit_efficient.distributed.row_slices import ROW_POSITIONS
-from lit_efficient.errors import check_number
+from lit_efficient.errors import check_number, diagnostic
 from lit_efficient.mechanisms.flops import FlopMeter, Flops, peak_flops_of
 from lit_efficient.mechanisms.host_waits import unwatch, watch
 from lit_efficient.mechanisms.metering import Amount, held_bytes, measure, peak_memory, short_number
@@ -97,13 +97,14 @@ class ThroughputMeter(RunFigures):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if self.count_flops and self._left and self._tries < _TRIES:
-            amount, _ = measure(batch)
-            if amount.squares:  # tokens in rows
-                rows = batch.get(ROW_POSITIONS, batch["input_ids"])
-                self._meter = FlopMeter(rows.shape[1], sliced=rows is not batch["input_ids"])
-            else:
-                self._meter = FlopMeter()
-            watch(trainer, self._counting)
+            with diagnostic("ThroughputMeter", f"the batch, a {type(batch).__name__},"):
+                amount, _ = measure(batch)
+                if amount.squares:  # tokens in rows
+                    rows = batch.get(ROW_POSITIONS, batch["input_ids"])
+                    self._meter = FlopMeter(rows.shape[1], sliced=rows is not batch["input_ids"])
+                else:
+                    self._meter = FlopMeter()
+                watch(trainer, self._counting)
         self._before = _allocated(trainer)
         self._activations = 0
 
@@ -116,12 +117,14 @@ class ThroughputMeter(RunFigures):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
         if self._logs(trainer):
-            self._gradients = held_bytes(parameter.grad for parameter in pl_module.parameters())
+            with diagnostic("ThroughputMeter", "the memory of gradients"):
+                self._gradients = held_bytes(parameter.grad for parameter in pl_module.parameters())
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         meter = self._stop_counting(trainer)
         if meter is not None and meter.sums:
-            self._add_counts(trainer, pl_module, meter, batch)
+            with diagnostic("ThroughputMeter", "the operations of a step"):
+                self._add_counts(trainer, pl_module, meter, batch)
         elif meter is not None:
             self._tries += 1
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lit_efficient.application.checkpoints import CheckpointHooks
 from lit_efficient.declaration import Phase, Report, format_bytes
-from lit_efficient.errors import ConfigurationError, ConflictError, check_number
+from lit_efficient.errors import ConfigurationError, ConflictError, check_number, diagnostic
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_modules import Loads, Saves
 from lit_efficient.internals.torch_trees import tree_leaves
@@ -142,6 +142,10 @@ class Tiling(CheckpointHooks, Technique):
         """Report whether the first batch's number of samples or tokens is bad: products have as many rows."""
         if self._batch_checked:
             return
+        with diagnostic("Tiling", f"the first batch, a {type(batch).__name__},"):
+            self._report_rows(batch)
+
+    def _report_rows(self, batch: Any) -> None:
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
         if not tensors:
             return

@@ -75,7 +75,7 @@ class RunEvents(Callback):
         for name, value in metrics.items():
             try:
                 values[name] = float(value)
-            except (TypeError, ValueError):  # no number
+            except (TypeError, ValueError, RuntimeError):  # not one number
                 continue
         current = self.trainer.current_epoch if self.trainer else 0
         epoch = int(values.pop("epoch", current))

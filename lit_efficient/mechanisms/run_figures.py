@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lit_efficient.application.gradients import gradients_of
 from lit_efficient.distributed.gradient_norm import gradient_norm
 from lit_efficient.distributed.ranks import readers
+from lit_efficient.errors import diagnostic
 from lit_efficient.internals.lightning_loops import accumulates, logged_step, watch_fetching
 from lit_efficient.internals.lightning_metrics import names_logged
 from lit_efficient.internals.lightning_strategies import traits_of
@@ -59,11 +60,15 @@ class RunFigures(Callback):
         if self._logs(trainer):
             self._freed_norms = []
             if not any(_is_rate_monitor(callback) for callback in trainer.callbacks):
-                self._rates = rates_of(trainer.optimizers)
+                with diagnostic(type(self).__name__, "the learning rates"):
+                    self._rates = rates_of(trainer.optimizers)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
-        if not self._logs(trainer) or traits_of(trainer.strategy).flattens:
-            return
+        if self._logs(trainer) and not traits_of(trainer.strategy).flattens:
+            with diagnostic(type(self).__name__, "the gradients"):
+                self._read_norm(trainer, optimizer)
+
+    def _read_norm(self, trainer: Any, optimizer: Optimizer) -> None:
         if hasattr(optimizer, "in_backward"):
             norm = gradient_norm(self._freed_norms or ())
         else:
@@ -79,8 +84,9 @@ class RunFigures(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not self._watches(trainer):
             return
-        amount, self._unit = measure(batch)
-        self._amount = self._amount + amount
+        with diagnostic(type(self).__name__, f"the batch, a {type(batch).__name__},"):
+            amount, self._unit = measure(batch)
+            self._amount = self._amount + amount
         if self._logs(trainer) and not (pl_module.automatic_optimization and accumulates(trainer)):
             self._log(trainer)
 
@@ -92,6 +98,22 @@ class RunFigures(Callback):
 
     def _log(self, trainer: Any) -> None:
         values = dict(self._rates)
+        with diagnostic(type(self).__name__, "the figures of the run"):
+            values |= self._measured(trainer)
+        logged_by_module = names_logged(trainer)
+        values = {name: value for name, value in values.items() if name not in logged_by_module}
+        for logger in trainer.loggers:
+            logger.log_metrics(dict(values), step=logged_step(trainer))
+        self.bar_figures = {name: values[name] for name in ("grad_norm", "mfu") if name in values}
+        rates = set(self._rates.values())
+        if len(rates) == 1:
+            self.bar_figures = {"lr": rates.pop(), **self.bar_figures}
+        self._norms = {}
+        self._begin()
+
+    def _measured(self, trainer: Any) -> dict[str, float]:
+        """Return norms, throughput, waiting time and memory since the last logged step."""
+        values = {}
         for index, norm in self._norms.items():
             name = f"grad_norm/{index}" if len(trainer.optimizers) > 1 else "grad_norm"
             values[name] = float(norm)
@@ -104,17 +126,7 @@ class RunFigures(Callback):
         peak = peak_memory(trainer.strategy.root_device)
         if peak:
             values["peak_memory_gib"] = peak / 2**30
-        values |= self._more(trainer, seconds)
-        logged_by_module = names_logged(trainer)
-        values = {name: value for name, value in values.items() if name not in logged_by_module}
-        for logger in trainer.loggers:
-            logger.log_metrics(dict(values), step=logged_step(trainer))
-        self.bar_figures = {name: values[name] for name in ("grad_norm", "mfu") if name in values}
-        rates = set(self._rates.values())
-        if len(rates) == 1:
-            self.bar_figures = {"lr": rates.pop(), **self.bar_figures}
-        self._norms = {}
-        self._begin()
+        return values | self._more(trainer, seconds)
 
     def _note_norm(self, parameter: Tensor) -> None:
         """Keep the norm of a gradient that is about to be freed."""

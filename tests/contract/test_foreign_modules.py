@@ -13,8 +13,11 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
+import lit_efficient
 from lit_efficient import ActivationCheckpointing, ExactResume, LoRA, StochasticDepth, apply
 from lit_efficient.errors import ConfigurationError
 from tests.contract.table import CASES, make_all, network_of
@@ -184,3 +187,42 @@ def test_a_copy_that_no_optimizer_steps_is_no_depth(technique: Any) -> None:
     trainer([technique], max_steps=2).fit(module, data(16))
     with pytest.raises(ConfigurationError, match=r"no optimizer steps .* 'target'.*requires_grad_\(False\)"):
         trainer([technique], max_steps=2).fit(Momentum(frozen=False), data(16))
+
+
+class Hostile(dict[str, Any]):
+    """A batch that answers no question of a diagnostic."""
+
+    def values(self) -> Any:
+        raise ZeroDivisionError("of the batch")
+
+    def get(self, *_: Any) -> Any:
+        raise ZeroDivisionError("of the batch")
+
+
+@pytest.mark.filterwarnings("default:.*could not be examined.*")
+@pytest.mark.parametrize("name", ["RunMetrics", "ThroughputMeter", "ThroughputBar", "LoRA"])
+def test_a_run_with_a_diagnostic_that_fails_trains_as_without_it(name: str, tmp_path: Path) -> None:
+    def fit(callbacks: list[Any]) -> Any:
+        class Reads(Carries):
+            def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+                return Hostile(x=batch[0])
+
+            def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+                self.log("loss", 0.0, batch_size=4)
+                return super().training_step([batch["x"]], batch_idx)
+
+        torch.manual_seed(0)
+        module = Reads()
+        shown = any(isinstance(one, ProgressBar) for one in callbacks)
+        logs: Any = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 1, "enable_progress_bar": shown}
+        run = trainer(callbacks, max_steps=3, **logs)
+        run.fit(module, data(16))
+        assert run.global_step == 3
+        return weights(module)
+
+    diagnosed = {"LoRA": LoRA(rank=2)}
+    kind: Any = getattr(lit_efficient, name)
+    with pytest.warns(UserWarning, match=f"{name}: .* could not be examined: ZeroDivisionError: of the batch"):
+        found = fit([diagnosed.get(name) or kind()])
+    if name not in diagnosed:
+        assert_equal(found, fit([]))
