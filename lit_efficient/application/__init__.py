@@ -27,6 +27,7 @@ from lit_efficient.application.ledger import (
     start_ledger,
     start_session,
 )
+from lit_efficient.application.overwritten import wraps_of_start
 from lit_efficient.application.validation import warn_of_no_validation
 from lit_efficient.declaration import (
     Declaration,
@@ -154,6 +155,7 @@ def install(trainer: Any, module: Any) -> None:
     check_run(trainer, module)
     techniques = techniques_of(trainer)
     wraps: list[Wrap] = [("configure_model", _configure_model), ("on_load_checkpoint", on_load_checkpoint)]
+    wraps += wraps_of_start(module)
     found = _by_hooks(techniques)
     inside: list[Wrap] = []
     for hooks, own in found.items():

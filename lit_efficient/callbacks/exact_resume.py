@@ -293,13 +293,14 @@ class ExactResume(Technique):
             names = ", ".join(changed[:3]) + ", ..." * (len(changed) > 3)
             self._warn(
                 f"{type(pl_module).__name__} changes {names} from batch to batch, but checkpoints do not hold it; if "
-                "later batches read it, make it a buffer or save it in on_save_checkpoint"
+                "later batches read it, make it a buffer or save it in on_save_checkpoint",
+                "may",
             )
 
-    def _warn(self, message: str) -> None:
+    def _warn(self, message: str, verb: str = "will") -> None:
         if message not in self._said:
             self._said.add(message)
-            rank_zero_warn(f"ExactResume: resuming will not be bit-exact: {message}")
+            rank_zero_warn(f"ExactResume: resuming {verb} not be bit-exact: {message}")
 
     def _resumable(self, trainer: Trainer, dataloader: Any) -> object:
         """Return a resumable copy of a loader, or the loader itself if its sampler cannot be made resumable."""

@@ -36,14 +36,17 @@ from lit_efficient.errors import (
     ConfigurationError,
     ConflictError,
     DivergedError,
+    LitEfficientError,
     check_choice,
     check_installed,
     check_number,
+    is_out_of_memory,
 )
 from lit_efficient.internals.lightning_data import combined_loader
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_loaders import copied
 from lit_efficient.mechanisms.trials.batch_size import set_at
+from lit_efficient.mechanisms.trials.memory import release_frames
 from lit_efficient.mechanisms.trials.probes import live_generators
 from lit_efficient.mechanisms.trials.rate_range import (
     CLEAR,
@@ -366,7 +369,9 @@ def _run(
             for group, share in zip(optimizer.param_groups, shares):
                 set_rate(group, rate * share)
             used.clear()
-            losses.append(_step(trainer, trials, batches, accumulate))
+            # The trial with rate 0 has run the same batches, so a later error comes from the weights.
+            may_diverge = bool(rate) and bool(losses) and trainer.world_size == 1
+            losses.append(_step(trainer, trials, batches, accumulate, may_diverge))
             if used and not _close(used, [rate]):
                 raise ConfigurationError(
                     f"LRFinder: the rate {rate:.3g} was set, but the optimizer steps with {used[0]:.3g}: "
@@ -388,12 +393,20 @@ def _close(rates: Sequence[float], others: Sequence[float]) -> bool:
     return all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(rates, others))
 
 
-def _step(trainer: Any, trials: Trials, batches: Iterator[Any], accumulate: int) -> float | None:
+def _step(trainer: Any, trials: Trials, batches: Iterator[Any], accumulate: int, may_diverge: bool) -> float | None:
     """Run one optimizer step.
 
+    Args:
+        trainer: The trainer.
+        trials: The trials.
+        batches: Iterator of the batches.
+        accumulate: Number of micro-batches.
+        may_diverge: Take an error of the module for divergence. Modules raise their own errors for losses or
+            distributions that are not finite.
+
     Returns:
-        The loss of the step; NaN if a guard stopped it as diverged; ``None`` if ``training_step`` returned no loss
-        or no token contributes to it.
+        The loss of the step; NaN if a guard or the module stopped it as diverged; ``None`` if ``training_step``
+        returned no loss or no token contributes to it.
     """
     watcher = _Losses()
     trainer.callbacks = [*trainer.callbacks, watcher]
@@ -402,6 +415,11 @@ def _step(trainer: Any, trials: Trials, batches: Iterator[Any], accumulate: int)
             trials.train(partial(next, batches))
     except DivergedError:
         return math.nan  # the test looks for the rate at which training diverges
+    except Exception as error:
+        if not may_diverge or isinstance(error, LitEfficientError) or is_out_of_memory(error):
+            raise
+        release_frames(error)
+        return math.nan
     finally:
         trainer.callbacks = [callback for callback in trainer.callbacks if callback is not watcher]
     if trials.agree(float(bool(watcher.losses))) == 0:

@@ -131,7 +131,12 @@ def _nothing_low(
 ) -> ConfigurationError:
     """Return the error for parameters none of which gets low-bit states."""
     sizes = [local(p).numel() for p in trained if p not in keep_32bit]
-    largest = max(sizes, default=0)
+    if not sizes:
+        return ConfigurationError(
+            f"{who}: none of the {len(trained)} tensors that train would have {_label(bits)} states: all of them "
+            f"belong to layers that keep_32bit names; write keep_32bit: [], or leave {who} out"
+        )
+    largest = max(sizes)
     if largest < max(block, 2):
         way_out = f"leave {who} out: states of so few elements are small"
     elif largest >= min_size:

@@ -65,6 +65,11 @@ def test_counts_what_trains_and_not_what_is_frozen_in_the_optimizer(backend: Any
     module.requires_grad_(False)[4].bias.requires_grad_(True)
     with pytest.raises(ConfigurationError, match="none of the 1 tensors that train would have 8-bit states"):
         rewritten(module, LowBitOptimizer(backend=backend))
+    table = nn.Embedding(128, 64)  # as in models of graphs and recommenders
+    with pytest.raises(ConfigurationError, match=r"all of them belong to layers that .* write keep_32bit: \[\]"):
+        rewritten(table, LowBitOptimizer(backend=backend))
+    _, report = rewritten(table, LowBitOptimizer(backend=backend, keep_32bit=[]))
+    assert report.bytes_saved > 0
 
 
 def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:

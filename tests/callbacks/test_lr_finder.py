@@ -141,6 +141,30 @@ def test_divergence_ends_the_test(guard: bool) -> None:
     assert len(early.losses) < len(search.losses) + guard  # which ends it where weights would stand still for good
 
 
+class Asserts(Toy):
+    """The toy that raises its own error for a loss that is not finite, or that is large."""
+
+    broken_at = -1  # a batch whose data is wrong
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        if not output["loss"] < 100 or self.broken_at == self.global_step:
+            raise ValueError("the loss is out of bounds")
+        return output
+
+
+def test_an_error_that_the_module_raises_for_a_large_loss_ends_the_trial() -> None:
+    search = finder(min_lr=1e-3, max_lr=1e30, num_steps=40, early_stop_threshold=None)
+    trainer([search]).fit(module := Asserts(), data(), data())
+    assert len(search.losses) < 40
+    assert math.isnan(search.losses[-1])
+    assert search.suggestion is not None
+    assert LOW < search.suggestion < 1
+    module.broken_at = 3  # with initial weights, too
+    with pytest.raises(ValueError, match="out of bounds"):
+        trainer([finder()]).fit(module, data(), data())
+
+
 class Skips(Toy):
     """Return no loss for some batches."""
 

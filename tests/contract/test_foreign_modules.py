@@ -226,3 +226,61 @@ def test_a_run_with_a_diagnostic_that_fails_trains_as_without_it(name: str, tmp_
         found = fit([diagnosed.get(name) or kind()])
     if name not in diagnosed:
         assert_equal(found, fit([]))
+
+
+# Modules that write weights in hooks that run after techniques and after the restored checkpoint
+
+
+class StartsAfresh(Toy):
+    """The toy that initialises all matrices when training starts, as recommenders of RecTools do."""
+
+    hook = "on_train_start"
+
+    def on_fit_start(self) -> None:
+        self._start("on_fit_start")
+
+    def on_train_start(self) -> None:
+        self._start("on_train_start")
+
+    def _start(self, hook: str) -> None:
+        if self.hook == hook:
+            for parameter in self.parameters():
+                if parameter.ndim > 1:
+                    nn.init.xavier_normal_(parameter.data)
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start"])
+def test_a_module_that_initialises_adapters_when_training_starts_is_refused(hook: str) -> None:
+    module = StartsAfresh()
+    module.hook = hook
+    run = trainer([LoRA(rank=2)], max_steps=2)
+    with pytest.raises(ConfigurationError, match=rf"LoRA: StartsAfresh.{hook} overwrites \d+ of the \d+ parameters"):
+        run.fit(module, data(), data())
+    assert run.global_step == 0
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start"])
+def test_a_module_that_overwrites_restored_weights_says_so(hook: str, tmp_path: Path) -> None:
+    module = StartsAfresh()
+    module.hook = hook
+    first = trainer([ExactResume()], max_steps=2)
+    first.fit(module, data(), data())  # a warning would be an error
+    first.save_checkpoint(tmp_path / "two.ckpt")
+    with pytest.warns(UserWarning, match=rf"StartsAfresh.{hook} overwrites \d+ of the \d+ parameters that the check"):
+        trainer([ExactResume()], max_steps=4).fit(module, data(), data(), ckpt_path=tmp_path / "two.ckpt")
+
+
+class ReadsAtStart(Toy):
+    """The toy whose hooks write no weight."""
+
+    def on_train_start(self) -> None:
+        self.size = sum(parameter.numel() for parameter in self.parameters())
+
+
+def test_hooks_that_write_no_weight_are_left_alone(tmp_path: Path) -> None:
+    first = trainer([ExactResume()], max_steps=2)
+    first.fit(ReadsAtStart(), data(), data())
+    first.save_checkpoint(tmp_path / "two.ckpt")
+    resumed = trainer([ExactResume()], max_steps=4)
+    resumed.fit(ReadsAtStart(), data(), data(), ckpt_path=tmp_path / "two.ckpt")
+    assert resumed.global_step == 4
