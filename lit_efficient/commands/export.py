@@ -34,7 +34,20 @@ def run(argv: Sequence[str]) -> int:
         choices=("merged", "diffusers"),
         help="for diffusers: merge adapters (merged, the default) or write a file for load_lora_weights (diffusers)",
     )
+    parser.add_argument(
+        "--wandb",
+        action="store_true",
+        help="log the files at Weights & Biases as an artifact that names the training's run and the checkpoint, if a "
+        "WandbLogger recorded the training",
+    )
     arguments = parser.parse_args(argv)
+    training = None
+    if arguments.wandb:
+        from lit_efficient.cli.wandb_exports import log_export, training_of
+        from lit_efficient.errors import check_installed
+
+        check_installed("export: wandb", "wandb")
+        training = training_of(arguments.checkpoint)
     diffusers = arguments.format == "diffusers"
     if arguments.lora is not None and not diffusers:
         parser.error(f"--lora does not belong to --format {arguments.format}")
@@ -49,4 +62,6 @@ def run(argv: Sequence[str]) -> int:
 
         folder = export_checkpoint(arguments.checkpoint, arguments.output, arguments.format, **asked)
     print(f"{folder}: {', '.join(sorted(file.name for file in folder.iterdir()))}")
+    if training is not None:
+        print(log_export(training, folder, arguments.format))
     return 0

@@ -35,7 +35,7 @@ from lit_efficient.files.atomic_file import check_new_folder, write_folder
 from lit_efficient.files.checkpoints import Checkpoint, Fields
 from lit_efficient.files.sums import write_sums
 from lit_efficient.files.tensors import save_tensors
-from lit_efficient.internals.hugging_face import generation_json
+from lit_efficient.internals.hugging_face import bars_on_terminals, generation_json
 from lit_efficient.mechanisms.adapters.diffusers_lora import places_of, write_diffusers_lora, write_several
 from lit_efficient.mechanisms.adapters.int4 import codes_on_grid, dequantize_groups, shifted_zeros
 from lit_efficient.mechanisms.adapters.low_rank import ON_INT4, merged_matrix, scale_of
@@ -380,7 +380,8 @@ def _save_model(model: Any, folder: Path) -> None:
     settings = generation_json(model) if model.can_generate() else None
     if settings is not None:
         model.generation_config = type(model.generation_config)()
-    model.save_pretrained(folder, max_shard_size=_SHARD)
+    with bars_on_terminals():
+        model.save_pretrained(folder, max_shard_size=_SHARD)
     if settings is not None:
         (folder / "generation_config.json").write_text(settings, "utf-8")
 

@@ -19,7 +19,7 @@ from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.export.check import refuse_own_layers
 from lit_efficient.files.checkpoints import Checkpoint, Fields
 from lit_efficient.files.sums import check_sums
-from lit_efficient.internals.hugging_face import from_config, take_generation
+from lit_efficient.internals.hugging_face import bars_on_terminals, from_config, take_generation
 from lit_efficient.internals.hugging_face_loading import empty_from_config
 from lit_efficient.mechanisms.adapters.merge import dequantize_layers, merge_adapters, whole_state, without_adapters
 from lit_efficient.mechanisms.adapters.peft_layers import plain_name
@@ -155,7 +155,8 @@ def _loaded(base: str, where: Fields) -> Any:
     check_sums(base)
     try:
         kind = where.get("class") or (PretrainedConfig.get_config_dict(base)[0].get("architectures") or [None])[0]
-        return _kind(kind).from_pretrained(base, dtype=where.get("dtype") or "auto", trust_remote_code=False)
+        with bars_on_terminals():
+            return _kind(kind).from_pretrained(base, dtype=where.get("dtype") or "auto", trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigurationError(f"export: the base {base} cannot be read: {str(error).splitlines()[0]}") from error
 

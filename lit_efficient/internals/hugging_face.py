@@ -8,7 +8,7 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,20 @@ from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.wraps import temporarily
+
+
+@contextmanager
+def bars_on_terminals() -> Iterator[None]:
+    """Context in which transformers and diffusers show progress bars only if the standard error is a terminal.
+
+    ``logging._tqdm_active`` of both; their public functions change the bars of downloads, too, and do not restore them.
+    """
+    with ExitStack() as changed:
+        for library in ("transformers", "diffusers"):
+            module = sys.modules.get(f"{library}.utils.logging")
+            if module is not None and not sys.stderr.isatty():
+                changed.enter_context(temporarily(module, _tqdm_active=False))
+        yield
 
 
 def load_saved(path: Path) -> Any:

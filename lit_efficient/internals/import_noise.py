@@ -1,8 +1,9 @@
-"""Log records during the import of torchao and bitsandbytes, which peft imports, too. No user can act on them.
+"""Log records of torchao and bitsandbytes, most of them during the imports, as by peft. No user can act on them.
 
 torchao logs the reason for each compiled library that it cannot load (they are for other GPUs and Python versions).
 torch logs that torchao's way of registering enums is outdated. bitsandbytes logs that a kernel of a hub is missing on
-processors with AVX512-BF16; it has its own. Checked with torchao 0.18, torch 2.13 and bitsandbytes 0.50.
+processors with AVX512-BF16; it has its own. bitsandbytes logs that its 8-bit layers compute in float16, which their
+config has asked for. Checked with torchao 0.18, torch 2.13 and bitsandbytes 0.50.
 """
 
 import logging
@@ -11,6 +12,7 @@ NOISE = {
     "torchao": "Failed to load ",
     "torch.utils._pytree": " is now natively supported by torch.compile",
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+    "bitsandbytes.autograd._functions": "MatMul8bitLt: inputs will be cast from ",
 }
 """Loggers, and a text in the records that are dropped."""
 

@@ -6,6 +6,7 @@ attributes in use, of WandbLogger: ``_experiment``, ``_id``, ``_wandb_init``, ``
 0.31.
 """
 
+import functools
 import os
 import secrets
 from collections.abc import Callable, Mapping
@@ -27,6 +28,11 @@ class LateWandbLogger(WandbLogger):
     _waiting: list[Callable[[Any], object]]  # what is done with the run as soon as it begins
     _config: dict[str, Any]
     _uploaded: set[tuple[int, int]]
+    _kind: type[WandbLogger]  # its class before
+
+    def __reduce__(self) -> Any:
+        self.begin()  # processes that are spawned attach to the run, as with Lightning's own
+        return _blank, (self._kind,), self.__getstate__()
 
     @property
     def experiment(self) -> Any:
@@ -97,10 +103,15 @@ class LateWandbLogger(WandbLogger):
                 artifact.add_dir(path, name="model.ckpt")
             else:
                 artifact.add_file(path, name="model.ckpt", policy=self.add_file_policy)
-            aliases = ["latest"]
+            aliases = ["latest", alias_of(path)]
             if best and os.path.exists(best) and os.path.samefile(path, best):
                 aliases.append("best")
             self.experiment.log_artifact(artifact, aliases=aliases)
+
+
+def alias_of(path: str | os.PathLike[str]) -> str:
+    """Return the alias by which the artifact of a checkpoint is found: the name of its file, without ``/`` and ``:``."""
+    return Path(path).stem.translate(str.maketrans("/:", "__"))
 
 
 class _Unbegun:
@@ -139,8 +150,20 @@ class _Waiting:
         self.update({name: value})
 
 
+@functools.cache
+def _late(kind: type[WandbLogger]) -> type[LateWandbLogger]:
+    """Return a subclass of ``kind`` that begins late."""
+    return LateWandbLogger if kind is WandbLogger else type(kind.__name__, (LateWandbLogger, kind), {})
+
+
+def _blank(kind: type[WandbLogger]) -> LateWandbLogger:
+    return object.__new__(_late(kind))
+
+
 def begin_late(logger: WandbLogger, masked: Callable[[Any], Any]) -> None:
-    """Let a logger begin its run late, in place, under an id that is known at once. Subclasses are left as they are.
+    """Let a logger begin its run late, in place, under an id that is known at once.
+
+    A run that has begun goes on: its config and its checkpoints are recorded in the same way.
 
     Args:
         logger: The logger.
@@ -149,14 +172,17 @@ def begin_late(logger: WandbLogger, masked: Callable[[Any], Any]) -> None:
     """
     import wandb
 
-    if type(logger) is not WandbLogger or logger._experiment is not None or wandb.run is not None:
+    if isinstance(logger, LateWandbLogger):
         return
     late: Any = logger
-    late.__class__ = LateWandbLogger
-    late._begun = False
+    late._kind = type(logger)
+    late.__class__ = _late(late._kind)
+    late._begun = late._experiment is not None or wandb.run is not None
     late._waiting = []
     late._config = {}
     late._uploaded = set()
+    if late._begun:
+        return
     if late._id is None:
         late._id = os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
         late._wandb_init["id"] = late._id

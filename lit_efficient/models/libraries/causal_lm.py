@@ -23,7 +23,7 @@ from lit_efficient.errors import CheckpointError, ConfigurationError, check_choi
 from lit_efficient.files.checkpoints import missing_folder
 from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.bitsandbytes_cpu import keep_unpacked
-from lit_efficient.internals.hugging_face import causal_model_of, from_config, take_generation
+from lit_efficient.internals.hugging_face import bars_on_terminals, causal_model_of, from_config, take_generation
 from lit_efficient.internals.hugging_face_loading import Replacing, empty_from_config, replacing_config
 from lit_efficient.internals.torch_fake import detect_fake_mode
 from lit_efficient.internals.torch_modules import exchange
@@ -234,17 +234,18 @@ def build(
         else:
             check_sums(spec.name_or_path)
             check_bounds("CausalLMConfig", spec.name_or_path, config, AutoModelForCausalLM)
-            model = AutoModelForCausalLM.from_pretrained(
-                spec.name_or_path or "",
-                config=config,
-                revision=spec.revision,
-                variant=files_variant(spec.name_or_path or "", "CausalLMConfig"),
-                dtype=dtype,
-                use_safetensors=True,
-                trust_remote_code=False,
-                quantization_config=_quantization(spec, dtype, config) if replaced is None else replaced,
-                **options,
-            )
+            with bars_on_terminals():
+                model = AutoModelForCausalLM.from_pretrained(
+                    spec.name_or_path or "",
+                    config=config,
+                    revision=spec.revision,
+                    variant=files_variant(spec.name_or_path or "", "CausalLMConfig"),
+                    dtype=dtype,
+                    use_safetensors=True,
+                    trust_remote_code=False,
+                    quantization_config=_quantization(spec, dtype, config) if replaced is None else replaced,
+                    **options,
+                )
     check_whole("CausalLMConfig", model, spec.config_fields or {})
     if grows:
         grow_vocabulary(model, int(vocab_size or 0))

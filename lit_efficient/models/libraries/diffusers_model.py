@@ -27,7 +27,7 @@ from lit_efficient.errors import (
 )
 from lit_efficient.files.sums import check_sums
 from lit_efficient.files.tensors import map_tensors
-from lit_efficient.internals.hugging_face import keeps_float32
+from lit_efficient.internals.hugging_face import bars_on_terminals, keeps_float32
 from lit_efficient.models.libraries.causal_lm import Primitive
 from lit_efficient.models.libraries.config_fields import (
     check_names,
@@ -139,15 +139,16 @@ def build(spec: DiffusersModelConfig) -> "ModelMixin":
     changed = {name: fields[name] for name in spec.config_fields or {} if name in fields and name != "_class_name"}
     check_sums(spec.name_or_path, spec.subfolder)
     try:
-        model: Any = kind.from_pretrained(
-            spec.name_or_path,
-            subfolder=spec.subfolder or None,
-            revision=spec.revision,
-            variant=files_variant(Path(str(spec.name_or_path), spec.subfolder), _OWNER),
-            torch_dtype=dtype,
-            use_safetensors=True,
-            **changed,
-        )
+        with bars_on_terminals():
+            model: Any = kind.from_pretrained(
+                spec.name_or_path,
+                subfolder=spec.subfolder or None,
+                revision=spec.revision,
+                variant=files_variant(Path(str(spec.name_or_path), spec.subfolder), _OWNER),
+                torch_dtype=dtype,
+                use_safetensors=True,
+                **changed,
+            )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigurationError(
             f"{_OWNER}: {spec.described!r} cannot be loaded: {str(error).strip().splitlines()[0]}"

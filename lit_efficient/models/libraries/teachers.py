@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.files.sums import check_sums
+from lit_efficient.internals.hugging_face import bars_on_terminals
 from lit_efficient.internals.torch_trees import tree_map
 from lit_efficient.models.libraries.config_fields import check_bounds, library_errors
 from lit_efficient.surgery import match_modules, moved, own_draws
@@ -243,7 +244,8 @@ def _of_transformers(spec: str, who: str) -> nn.Module:
         config = AutoConfig.from_pretrained(spec, trust_remote_code=False)
         if not spec.endswith(".json"):
             check_bounds(who, spec, config, AutoModel)
-            return AutoModel.from_pretrained(spec, trust_remote_code=False)
+            with bars_on_terminals():
+                return AutoModel.from_pretrained(spec, trust_remote_code=False)
         with own_draws(0):
             return AutoModel.from_config(config)
 

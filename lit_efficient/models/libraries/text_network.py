@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, did_you_mean, refusal
 from lit_efficient.files.sums import check_sums
-from lit_efficient.internals.hugging_face import from_config
+from lit_efficient.internals.hugging_face import bars_on_terminals, from_config
 from lit_efficient.models.libraries.caption_tokens import CaptionTokens, load_tokenizer
 from lit_efficient.models.libraries.causal_lm import Primitive, declared_defaults, declared_fields
 from lit_efficient.models.libraries.config_fields import (
@@ -328,16 +328,17 @@ def _loaded(spec: TextEncoderConfig, config: "PretrainedConfig") -> nn.Module:
     config.use_cache = False
     check_sums(spec.name_or_path, spec.subfolder)
     check_bounds(_OWNER, spec.name_or_path, config, architecture, spec.subfolder)
-    model = architecture.from_pretrained(
-        spec.name_or_path,
-        config=config,
-        subfolder=spec.subfolder,
-        revision=spec.revision,
-        variant=files_variant(f"{spec.name_or_path}/{spec.subfolder}", _OWNER),
-        dtype=getattr(torch, spec.dtype),
-        use_safetensors=True,
-        trust_remote_code=False,
-    )
+    with bars_on_terminals():
+        model = architecture.from_pretrained(
+            spec.name_or_path,
+            config=config,
+            subfolder=spec.subfolder,
+            revision=spec.revision,
+            variant=files_variant(f"{spec.name_or_path}/{spec.subfolder}", _OWNER),
+            dtype=getattr(torch, spec.dtype),
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
     return _reader(architecture, model)
 
 
