@@ -92,9 +92,8 @@ def log_export(training: Training, folder: Path, format: str) -> str:
     go_offline_without_key({"trainer": {"logger": {"class_path": "WandbLogger"}}})
     hide_words()
     about = {"run": training.path, "checkpoint": training.checkpoint.name, "format": format}
-    artifact = wandb.Artifact(
-        f"export-{format}-{training.id}", type="model", metadata={**about, "input": training.input}
-    )
+    metadata = {**about, "input": training.input}
+    artifact = wandb.Artifact(f"export-{format}-{training.id}", type="model", metadata=metadata)
     # The folder has hashes and is not changed any more: W&B needs no copy of it.
     artifact.add_dir(str(folder), policy="immutable", skip_cache=True)
     try:

@@ -8,8 +8,10 @@ Costs: disk space in the cache for a copy of the rows, and about 1 ms per sample
 """
 
 import glob
+import sys
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -51,7 +53,8 @@ def map_table(
         folder = Path(builder.cache_dir)
         if folder not in _checked:  # before the copy is mapped: reading a damaged one may end the process
             check_sums(folder)
-        builder.download_and_prepare()
+        with _bars_on_terminals():
+            builder.download_and_prepare()
         if not (folder / NAME).exists():
             write_sums(folder)
         _checked.add(folder)
@@ -63,6 +66,21 @@ def map_table(
             f"{owner}: {files[0]}, or another of the {len(files)} files, cannot be read as {layout}: "
             f"{error.__cause__ or error}. If the files are whole, delete their copy in {root / 'datasets'}."
         ) from error
+
+
+@contextmanager
+def _bars_on_terminals() -> Iterator[None]:
+    """Context in which ``datasets`` shows progress bars only if the standard error is a terminal."""
+    import datasets
+
+    hidden = not sys.stderr.isatty() and not datasets.are_progress_bars_disabled()
+    if hidden:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if hidden:
+            datasets.enable_progress_bars()
 
 
 def _check_members(path: Path) -> None:

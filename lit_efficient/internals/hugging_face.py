@@ -18,18 +18,24 @@ from torch import Tensor, nn
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.wraps import temporarily
 
+_BARS = {
+    "transformers.utils.logging": ("_tqdm_active", False),
+    "diffusers.utils.logging": ("_tqdm_active", False),
+}
+"""Modules, and the attribute that switches their progress bars off."""
+
 
 @contextmanager
 def bars_on_terminals() -> Iterator[None]:
-    """Context in which transformers and diffusers show progress bars only if the standard error is a terminal.
+    """Context in which these libraries show progress bars only if the standard error is a terminal.
 
-    ``logging._tqdm_active`` of both; their public functions change the bars of downloads, too, and do not restore them.
+    Their public functions change the bars of downloads, too, and do not restore them.
     """
     with ExitStack() as changed:
-        for library in ("transformers", "diffusers"):
-            module = sys.modules.get(f"{library}.utils.logging")
+        for name, (attribute, value) in _BARS.items():
+            module = sys.modules.get(name)
             if module is not None and not sys.stderr.isatty():
-                changed.enter_context(temporarily(module, _tqdm_active=False))
+                changed.enter_context(temporarily(module, **{attribute: value}))
         yield
 
 

@@ -110,7 +110,7 @@ class LateWandbLogger(WandbLogger):
 
 
 def alias_of(path: str | os.PathLike[str]) -> str:
-    """Return the alias by which the artifact of a checkpoint is found: the name of its file, without ``/`` and ``:``."""
+    """Return an alias for the artifact of a checkpoint: the name of its file, without ``/`` and ``:``."""
     return Path(path).stem.translate(str.maketrans("/:", "__"))
 
 

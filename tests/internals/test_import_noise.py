@@ -34,6 +34,7 @@ def test_imports_are_silent():
     done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
     said = set(done.stdout.split())
     rare = {"bitsandbytes.backends.cpu.ops"}  # on processors with AVX512-BF16 alone
+    rare.add("bitsandbytes.autograd._functions")  # in a step of 8-bit layers
     assert set(NOISE) - rare <= said if torch.version.cuda is None else said <= set(NOISE)  # whose libraries load there
     assert done.stderr == ""
 
@@ -68,3 +69,46 @@ def test_programs_show_nothing_of_the_libraries_that_they_import():
     done = subprocess.run([sys.executable, "-c", PROGRAMS], capture_output=True, text=True, check=True)
     said = [line for line in done.stderr.splitlines() if not line.startswith(("Seed set to", "GPU available"))]
     assert said == []
+
+
+# The programs of a language model, from random weights to exports. What the command line of a fit silences for a
+# process is undone after each.
+CHAIN = """
+import json, warnings
+from pathlib import Path
+from lightning_utilities.core import rank_zero
+from lit_efficient.__main__ import main
+
+def program(*words):
+    with warnings.catch_warnings():
+        assert main([*words]) == 0, words
+    rank_zero.log.filters.clear()
+
+turns = [{"role": "user", "content": "Add 1 and %d."}, {"role": "assistant", "content": "The sum is %d."}]
+rows = [json.dumps({"messages": turns}).replace("%d", str(row)) for row in range(40)]
+Path("rows.jsonl").write_text("\\n".join(rows))
+data = "--data.train rows.jsonl --data.max_length 64 --data.chat.vocab_size 300 --data.val_fraction 0.2".split()
+short = "--trainer.max_steps 2 --trainer.limit_val_batches 1 --trainer.val_check_interval 2".split()
+short += ["--trainer.callbacks", "[]", "--trainer.enable_progress_bar", "false", *data, "--trainer.log_every_n_steps", "1"]
+tiny = "{model_type: llama, hidden_size: 64, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 2}"
+program("fit", "-c", "llm/pretrain", "--model.model.config_fields", tiny, *short)
+int8 = "{class_path: QuantizeBase, init_args: {format: int8}}"
+new = "runs/llm/{}/latest/last.ckpt".format
+program("export", new("pretrain"), "--format", "merged", "--output", "runs/llm/base")
+program("preview", "-c", "llm/lora", *data)
+program("plan", "-c", "llm/lora", *data)
+program("fit", "-c", "llm/lora", *short, "-c", "qlora")
+program("fit", "-c", "llm/lora", *short, "-c", "lora", "--trainer.callbacks+", int8)
+for kind in ("peft", "merged"):
+    program("export", new("lora"), "--format", kind, "--output", kind)
+program("generate", "--ckpt", new("lora"), "--prompt", "Add", "--max_new_tokens", "1")
+"""
+OURS = ("Seed set to", "GPU available", "`Trainer(", "`Trainer.fit`", "LanguageData", "Techniques:", "  ", "LoRA:")
+OURS += ("raw weights; outputs of", "runs/llm/", "search for", "data.", "warning: ")
+
+
+@pytest.mark.turns(4, family="whole programs")
+def test_programs_of_a_language_model_show_nothing_of_the_libraries(tmp_path):
+    done = subprocess.run([sys.executable, "-c", CHAIN], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line for line in done.stderr.splitlines() if line and not line.startswith(OURS)] == []
