@@ -89,7 +89,8 @@ rows = [json.dumps({"messages": turns}).replace("%d", str(row)) for row in range
 Path("rows.jsonl").write_text("\\n".join(rows))
 data = "--data.train rows.jsonl --data.max_length 64 --data.chat.vocab_size 300 --data.val_fraction 0.2".split()
 short = "--trainer.max_steps 2 --trainer.limit_val_batches 1 --trainer.val_check_interval 2".split()
-short += ["--trainer.callbacks", "[]", "--trainer.enable_progress_bar", "false", *data, "--trainer.log_every_n_steps", "1"]
+short += ["--trainer.callbacks", "[]", *data]
+short += "--trainer.enable_progress_bar false --trainer.log_every_n_steps 1".split()
 tiny = "{model_type: llama, hidden_size: 64, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 2}"
 program("fit", "-c", "llm/pretrain", "--model.model.config_fields", tiny, *short)
 int8 = "{class_path: QuantizeBase, init_args: {format: int8}}"
