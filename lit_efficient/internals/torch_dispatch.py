@@ -45,8 +45,13 @@ def fakes_are_made() -> bool:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Return whether a tensor has values: it is neither a fake tensor nor on the meta device."""
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+    """Return whether a tensor has values: it is no fake tensor, not on the meta device, and not one expanded number.
+
+    ``check`` puts expanded zeros in the place of weights.
+    """
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
+        return False
+    return tensor.layout != torch.strided or tensor.numel() < 2 or any(tensor.stride())
 
 
 def saving_hooks() -> tuple[Any, Any] | None:

@@ -28,6 +28,12 @@ def check(*arguments: str) -> int:
     return main(["check", *ALLOW, "-c", "base.yaml", *arguments])
 
 
+@pytest.mark.parametrize("overlay", ["initialise", "tiled_mlp", "mixture_of_experts"])
+def test_techniques_that_read_weights_pass_without_any(overlay, capsys):
+    """Weights of a check have no values: neither are they zero at first, nor can others be put into them."""
+    assert main(["check", "-c", "language_model", "-c", overlay]) == 0, capsys.readouterr().err
+
+
 class Huge(ToyModel):
     """40 GB of weights, if they were made."""
 

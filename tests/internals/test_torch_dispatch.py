@@ -164,3 +164,6 @@ def test_fakes_and_tensors_on_meta_have_no_values():
         assert not has_values(torch.ones(2))
     assert not has_values(torch.ones(2, device="meta"))
     assert has_values(torch.ones(2))
+    assert not has_values(torch.zeros(()).expand(3, 4))  # as `check` puts them in the place of weights
+    assert has_values(torch.zeros(()))
+    assert has_values(torch.ones(3, 1).expand(3, 4))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_efficient.internals.torch_dispatch import has_values
 from lit_efficient.surgery import is_sharded
 
 # Gates and biases are no longer. Some strategies keep all weights of a layer in one vector.
@@ -53,7 +54,7 @@ def _plain_weights(network: nn.Module) -> Iterator[Tensor]:
     for p in network.parameters():
         local: Any = p.to_local() if hasattr(p, "to_local") else p
         plain = type(local) in (nn.Parameter, Tensor) and not local.is_inference()
-        if plain and local.is_floating_point() and local.numel():
+        if plain and local.is_floating_point() and local.numel() and has_values(local):
             yield local.detach()
 
 
