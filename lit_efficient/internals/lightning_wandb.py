@@ -85,10 +85,13 @@ class LateWandbLogger(WandbLogger):
         import wandb
 
         files: dict[tuple[int, int], tuple[str, Any]] = {}
+        aliases: dict[tuple[int, int], list[str]] = {}
         for time, path, score, _ in _scan_checkpoints(checkpoint_callback, self._logged_model_time):
             self._logged_model_time[path] = time
             state = os.stat(path)
-            files[state.st_ino, state.st_mtime_ns] = (path, score)
+            key = (state.st_ino, state.st_mtime_ns)
+            files[key] = (path, score)
+            aliases.setdefault(key, ["latest"]).append(alias_of(path))
         best = checkpoint_callback.best_model_path
         last = checkpoint_callback.last_model_path
         for key, (path, score) in files.items():
@@ -103,10 +106,9 @@ class LateWandbLogger(WandbLogger):
                 artifact.add_dir(path, name="model.ckpt")
             else:
                 artifact.add_file(path, name="model.ckpt", policy=self.add_file_policy)
-            aliases = ["latest", alias_of(path)]
             if best and os.path.exists(best) and os.path.samefile(path, best):
-                aliases.append("best")
-            self.experiment.log_artifact(artifact, aliases=aliases)
+                aliases[key].append("best")
+            self.experiment.log_artifact(artifact, aliases=list(dict.fromkeys(aliases[key])))
 
 
 def alias_of(path: str | os.PathLike[str]) -> str:
@@ -118,33 +120,33 @@ class _Unbegun:
     """Stands for a run that has not begun. Updates of its config and summary wait; any other use begins it."""
 
     def __init__(self, logger: LateWandbLogger) -> None:
-        self.__dict__["_logger"] = logger
+        vars(self)["logger"] = logger
 
     def __getattr__(self, name: str) -> Any:
         if name in ("config", "summary"):
-            return _Waiting(self._logger, name)
-        return getattr(self._logger.begin(), name)
+            return _Waiting(self.logger, name)
+        return getattr(self.logger.begin(), name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        setattr(self._logger.begin(), name, value)
+        setattr(self.logger.begin(), name, value)
 
 
 class _Waiting:
     """Stands for the config or the summary of a run that has not begun."""
 
     def __init__(self, logger: LateWandbLogger, part: str) -> None:
-        self._logger = logger
+        self.logger = logger
         self._part = part
 
     def update(self, values: Mapping[str, Any], **options: Any) -> None:
         kept = dict(values)
-        self._logger.later(lambda run: getattr(run, self._part).update(kept, **options))
+        self.logger.later(lambda run: getattr(run, self._part).update(kept, **options))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(getattr(self._logger.begin(), self._part), name)
+        return getattr(getattr(self.logger.begin(), self._part), name)
 
     def __getitem__(self, name: str) -> Any:
-        return getattr(self._logger.begin(), self._part)[name]
+        return getattr(self.logger.begin(), self._part)[name]
 
     def __setitem__(self, name: str, value: object) -> None:
         self.update({name: value})

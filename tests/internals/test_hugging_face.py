@@ -1,5 +1,6 @@
 import json
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import pytest
 from packaging.version import Version
@@ -7,6 +8,7 @@ from torch import nn
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals import hugging_face
+from lit_efficient.internals.hugging_face import bars_on_terminals
 from tests.internals.leaning import leans_on
 
 
@@ -152,3 +154,16 @@ def test_models_with_routers_are_known_by_the_classes_whose_outputs_they_record(
     for kind, routers in (("mixtral", True), ("llama", False)):
         config = AutoConfig.for_model(kind, vocab_size=4, num_hidden_layers=1, **sizes)
         assert hugging_face.records_routers(AutoModelForCausalLM.from_config(config)) is routers
+
+
+@leans_on("transformers", "utils.logging._tqdm_active", "hugging_face")
+def test_bars_are_shown_on_terminals_alone(monkeypatch):
+    from transformers.utils import logging
+
+    assert logging.is_progress_bar_enabled()
+    with bars_on_terminals():
+        assert not logging.is_progress_bar_enabled()
+    assert logging.is_progress_bar_enabled()
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(isatty=lambda: True))
+    with bars_on_terminals():
+        assert logging.is_progress_bar_enabled()

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 
 from lit_efficient.internals import lightning_wandb
@@ -52,3 +54,24 @@ def test_a_checkpoint_is_uploaded_once(logger, tmp_path):
     logger.experiment.finish()
     (file,) = tmp_path.rglob("*.wandb")
     assert len([record for record in records(file) if record.artifact.type == "model"]) == 1
+
+
+def test_each_name_of_a_checkpoint_is_an_alias(tmp_path, monkeypatch):
+    from lightning.pytorch.loggers import WandbLogger
+
+    best = tmp_path / "step2.ckpt"
+    last = tmp_path / "last.ckpt"
+    best.write_bytes(b"weights")
+    last.hardlink_to(best)
+    saver = SimpleNamespace(monitor="loss", best_model_path=str(best), last_model_path=str(last), current_score=1.0)
+    saver.best_model_score = 1.0
+    saver.best_k_models = {str(best): 1.0}
+    logger = WandbLogger(mode="disabled", log_model=True, checkpoint_name="mine")
+    lightning_wandb.begin_late(logger, lambda value: value)
+    logged = []
+    monkeypatch.setattr(logger.begin(), "log_artifact", lambda artifact, aliases: logged.append((artifact, aliases)))
+    logger._scan_and_log_checkpoints(saver)
+    logger._scan_and_log_checkpoints(saver)
+    ((artifact, aliases),) = logged
+    assert artifact.name == "mine"
+    assert sorted(aliases) == ["best", "last", "latest", "step2"]  # an export of either file finds it
