@@ -52,11 +52,14 @@ def test_an_overlay_goes_with_the_tasks_that_it_names(name: str, capsys: pytest.
 @pytest.mark.filterwarnings("ignore:`max_epochs` was not set")
 @pytest.mark.turns(20)
 @pytest.mark.parametrize("name", OVERLAYS)
-def test_the_command_of_an_overlay_is_accepted(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_of_an_overlay_is_accepted(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     command = re.search(r"#   python -m lit_efficient fit (.*)", OVERLAYS[name].read_text("utf-8"))
     if command is None:
         assert name in ("quantize_base", "sharded_strategy")  # a part of qlora, and of several processes
         return
+    monkeypatch.chdir(tmp_path)
     words = shlex.split(command[1])
     if name in MINE:
         config = yaml.safe_load(MINE[name].read_text("utf-8"))
