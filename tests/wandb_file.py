@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,3 +60,16 @@ def config_of(path: Path) -> dict[str, Any]:
 def ids_of(path: Path) -> list[str]:
     """Return the ids of the runs in a file."""
     return [one.run.run_id for one in records(path) if one.WhichOneof("record_type") == "run"]
+
+
+def written(folder: Path) -> Path:
+    """The file of a run, once the service of W&B has written it: it does so after `finish` has returned."""
+    import wandb
+
+    wandb.finish()
+    for _ in range(300):
+        files = list(folder.glob("run-*.wandb"))
+        if files and any(one.WhichOneof("record_type") == "exit" for one in records(files[0])):
+            return files[0]
+        time.sleep(0.1)
+    raise AssertionError(f"{folder} has no whole file")

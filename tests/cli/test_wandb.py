@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from lit_efficient.files.runs import real
 from lit_efficient.internals.lightning_wandb import begin_late
 from tests.cli.toy_runs import OVERLAYS, fit
 from tests.support_cli import Recorder
-from tests.wandb_file import config_of, ids_of, records
+from tests.wandb_file import config_of, ids_of, records, written
 
 SECRET = "hunter2-hunter2"
 
@@ -59,19 +58,6 @@ def offline(monkeypatch, tmp_path_factory):
     yield
     wandb.finish()
     monkeypatch.delenv("WANDB_MODE", raising=False)
-
-
-def written(folder: Path) -> Path:
-    """The file of a run, once the service of W&B has written it: it does so after `finish` has returned."""
-    import wandb
-
-    wandb.finish()
-    for _ in range(300):
-        files = list(folder.glob("run-*.wandb"))
-        if files and any(one.WhichOneof("record_type") == "exit" for one in records(files[0])):
-            return files[0]
-        time.sleep(0.1)
-    raise AssertionError(f"{folder} has no whole file")
 
 
 def newest(run: Path) -> Path:

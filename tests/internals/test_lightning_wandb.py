@@ -1,3 +1,4 @@
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -5,7 +6,7 @@ import pytest
 from lit_efficient.internals import lightning_wandb
 from tests.internals.leaning import leans_on
 from tests.internals.toy_fit import module, rows, trainer
-from tests.wandb_file import records
+from tests.wandb_file import records, written
 
 WANDB = "lightning.pytorch"
 
@@ -52,7 +53,7 @@ def test_a_checkpoint_is_uploaded_once(logger, tmp_path):
     run = trainer(WANDB, logger=logger, enable_checkpointing=True, callbacks=[saver])
     run.fit(module(WANDB), rows(), rows(1))
     logger.experiment.finish()
-    (file,) = tmp_path.rglob("*.wandb")
+    file = written(Path(logger.experiment.dir).parent)
     assert len([record for record in records(file) if record.artifact.type == "model"]) == 1
 
 
