@@ -8,8 +8,10 @@ Costs: hashing the sources at every start (those above 64 MB once); tokenising 1
     once, in a process for each processor where there are thousands.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,30 +27,42 @@ from lit_efficient.data.text.chat_data import ChatDataModule
 from lit_efficient.data.text.chat_tokens import ChatTokens
 from lit_efficient.data.text.collate import packed_batch, padded_batch
 from lit_efficient.data.text.document_store import Documents
-from lit_efficient.data.text.packing import Bins, pack_lengths
+from lit_efficient.data.text.mixture import LanguageMixture, MixtureSource
+from lit_efficient.data.text.packing import Bins, PackedRow, joined, pack_lengths
 from lit_efficient.data.text.reading import Reader
-from lit_efficient.data.text.rows import STDLIB_INSTRUCTIONS, Source, open_sources
+from lit_efficient.data.text.rows import STDLIB_INSTRUCTIONS, Source
 from lit_efficient.data.text.streamed import StreamedRows, StreamLoader
 from lit_efficient.data.text.truncation import Counts, Pieces, cut
 from lit_efficient.errors import ConfigurationError, refusal
-from lit_efficient.mechanisms.order.keyed_batch_sampler import loading, no_loaders
+from lit_efficient.files.cache import read_manifest
+from lit_efficient.mechanisms.order.keyed_batch_sampler import data_parallel_part, loading, no_loaders
+from lit_efficient.mechanisms.order.mixture_sampler import MixtureSampler
 
 _ROLES = {"system", "user", "assistant", "model"}  # lines of templates that are no text of the row
 
 
 @dataclass(eq=False)
-class PackedDocuments(Dataset[list[tuple[np.ndarray, np.ndarray, int]]]):
+class PackedDocuments(Dataset[PackedRow]):
     """Rows of packed batches: item i holds the pieces of bin i, each as ids, labels and bytes of text."""
 
     documents: Documents
     pieces: Pieces  # pieces of the documents that are left
-    bins: Bins  # numbers of the pieces of each row
+    bins: Bins  # numbers of the pieces of each row; the rows of a source are side by side
+    sizes: list[int]  # number of rows of each source
+    rows: list[int]  # number of documents of each source
+    tokens: list[int]  # number of tokens of each source
 
     def __len__(self) -> int:
         return len(self.bins)
 
-    def __getitem__(self, index: int) -> list[tuple[np.ndarray, np.ndarray, int]]:
-        return [self.documents.piece(self.pieces, number) for number in self.bins[index].tolist()]
+    def __getitem__(self, index: int) -> PackedRow:
+        row = PackedRow(self.documents.piece(self.pieces, number) for number in self.bins[index].tolist())
+        row.source = bisect_right(self._ends, index)
+        return row
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(self.sizes))
 
 
 class LanguageData(ChatDataModule):
@@ -82,6 +96,9 @@ class LanguageData(ChatDataModule):
         rows: Choice of the rows.
         chat: Conversion of rows to tokens.
         stream: Reading of ``train`` during training.
+        mixture: Shares of the sources in ``train``, if these are given as ``{path, weight, name, split, subset}``.
+            Batches then have ``source`` [B], and the loss of each source is logged as ``train/loss/NAME`` and
+            ``val/loss/NAME``.
     """
 
     batches: ClassVar[str] = "tokens"
@@ -93,8 +110,8 @@ class LanguageData(ChatDataModule):
     def __init__(
         self,
         *,
-        train: str | list[str] = STDLIB_INSTRUCTIONS,
-        val: str | list[str] | None = None,
+        train: str | list[str | MixtureSource] = STDLIB_INSTRUCTIONS,
+        val: str | list[str | MixtureSource] | None = None,
         tokenizer: str | None = None,
         max_length: int = 1024,
         pack: bool = True,
@@ -108,6 +125,7 @@ class LanguageData(ChatDataModule):
         rows: LanguageRows = LanguageRows(),  # noqa: B008 (frozen)
         chat: LanguageChat = LanguageChat(),  # noqa: B008 (frozen)
         stream: LanguageStream = LanguageStream(),  # noqa: B008 (frozen)
+        mixture: LanguageMixture = LanguageMixture(),  # noqa: B008 (frozen)
     ) -> None:
         super().__init__(
             train=train,
@@ -130,7 +148,13 @@ class LanguageData(ChatDataModule):
                 "LanguageData: stream.enabled needs a tokenizer and val, because neither comes from a stream. Set "
                 "both, or val_fraction: 0 in the place of val to train without validation."
             )
+        if mixture != LanguageMixture() and not self.mixes:
+            raise ConfigurationError(
+                "LanguageData: mixture needs sources with names or weights, as in train: [{path: a.jsonl, weight: 2}, "
+                "{path: b.jsonl, weight: 1}]."
+            )
         self.pack = pack
+        self.mixture = mixture
         self.stream = stream
         self.train_on = chat.train_on
         self.cached = ("val",) if stream.enabled else SPLITS
@@ -139,16 +163,22 @@ class LanguageData(ChatDataModule):
 
     def train_dataloader(self) -> DataLoader[Any] | StreamLoader:
         assert self.train_rows is not None
-        collate = partial(collate_rows, pack=self.pack, length=self.max_length, pad_id=self.pad_id)
+        collate = partial(
+            collate_rows, pack=self.pack, length=self.max_length, pad_id=self.pad_id, name_source=self.mixes
+        )
         if isinstance(self.train_rows, StreamedRows):
             loader = DataLoader(self.train_rows, self.batch_size, collate_fn=collate, **loading(self))
             return StreamLoader(loader, self.stream.epoch_batches)
+        order: dict[str, Any] = {"shuffle": True}
+        if self.mixes:
+            place = data_parallel_part(self.trainer)
+            order = {"sampler": MixtureSampler(self.train_rows.sizes, self._passes(), self.seed, **place)}
         return DataLoader(
             self.train_rows,
             self.batch_size,
-            shuffle=True,
             drop_last=True,
             collate_fn=collate,
+            **order,
             **loading(self),
         )
 
@@ -156,7 +186,14 @@ class LanguageData(ChatDataModule):
         assert self.val_rows is not None
         if not len(self.val_rows):
             return no_loaders(self)
-        collate = partial(collate_rows, pack=self.pack, length=self.max_length, pad_id=self.pad_id, count_bytes=True)
+        collate = partial(
+            collate_rows,
+            pack=self.pack,
+            length=self.max_length,
+            pad_id=self.pad_id,
+            count_bytes=True,
+            name_source=bool(self.source_names("val")),
+        )
         return DataLoader(self.val_rows, self.val_batch_size, collate_fn=collate, **loading(self))
 
     def example_prompt(self) -> tuple[str, bool]:
@@ -168,6 +205,21 @@ class LanguageData(ChatDataModule):
         text = self.tokenizer.decode(ids[: trained if is_chat else 8].tolist(), skip_special_tokens=True)
         lines = [line.strip() for line in text.splitlines() if line.strip() not in _ROLES]
         return max(lines, key=len, default="")[:60].strip(), is_chat
+
+    def _passes(self) -> list[float]:
+        """Return the number of passes over each source in an epoch."""
+        assert isinstance(self.train_rows, PackedDocuments)
+        sizes = self.train_rows.tokens if self.mixture.by == "tokens" else self.train_rows.rows
+        return [float(number) for number in self.mixture.passes(self.train, sizes)]
+
+    def _describe_mixture(self) -> None:
+        """Log the share of each source and the number of its passes in an epoch."""
+        assert isinstance(self.train_rows, PackedDocuments)
+        sizes = self.train_rows.tokens if self.mixture.by == "tokens" else self.train_rows.rows
+        for source, share, passes in zip(self.train, self.mixture.shares(self.train, sizes), self._passes()):
+            rank_zero_info(
+                f"LanguageData: {source.label}: {share:.1%} of the {self.mixture.by}, {passes:.3g} passes in an epoch"
+            )
 
     def fill(self, split: str = "train") -> float:
         """Return the share of the tokens of packed rows that are no padding; 1 for rows that are not packed."""
@@ -198,11 +250,34 @@ class LanguageData(ChatDataModule):
         documents = Documents(folder, split)
         pieces = cut(documents.facts, self.max_length, self.chat.truncation, counts)
         counts.trained += documents.count_trained(pieces)
-        if self.pack:
-            bins = pack_lengths(pieces.lengths, self.max_length)
+        last = [0] * max(1, len(self.source_names(split)))
+        if self.source_names(split):
+            for entry, number in read_manifest(folder)["entries"][split]:
+                last[entry] = number
         else:
-            bins = Bins(np.arange(len(pieces)), np.arange(len(pieces) + 1))  # one piece in each row
-        return PackedDocuments(documents, pieces, bins)
+            last = [len(documents.facts)]
+        ends = np.searchsorted(pieces.document, np.cumsum(last)).tolist()
+        bins = []
+        begin = 0
+        for end in ends:
+            found = self._bins(pieces.lengths[begin:end])
+            bins.append(Bins(found.items + begin, found.starts))
+            begin = end
+        parts = [slice(begin, end) for begin, end in zip([0, *ends], ends)]
+        return PackedDocuments(
+            documents,
+            pieces,
+            joined(bins),
+            sizes=[len(found) for found in bins],
+            rows=[len(np.unique(pieces.document[part])) for part in parts],
+            tokens=[int(pieces.lengths[part].sum()) for part in parts],
+        )
+
+    def _bins(self, lengths: np.ndarray) -> Bins:
+        """Return the rows of documents of these lengths."""
+        if self.pack:
+            return pack_lengths(lengths, self.max_length)
+        return Bins(np.arange(len(lengths)), np.arange(len(lengths) + 1))  # one piece in each row
 
     def _adopt(self, found: dict[str, PackedDocuments]) -> None:
         for split in self.cached:
@@ -220,21 +295,42 @@ class LanguageData(ChatDataModule):
             allowed = f"at most the number of rows to train on, {len(found['train'])}"
             raise refusal("LanguageData", "batch_size", allowed, self.batch_size)
         self.train_rows = found["train"]
+        if self.mixes:
+            for source, size in zip(self.train, self.train_rows.sizes):
+                if not size:
+                    raise ConfigurationError(
+                        f"LanguageData: nothing is left to train on in {source.label}: it holds no row, or all of its "
+                        f"rows are malformed, held out or were dropped (max_length = {self.max_length})."
+                    )
+            self._describe_mixture()
 
     def _stream(self) -> StreamedRows:
-        sources: list[Source] = []
-        for entry in self.train:
-            sources += open_sources(entry, split=self.rows.split, subset=self.rows.subset, streaming=True)
-        reader = self.reader(sources)
-        for sentence in reader.formats:
-            rank_zero_info(f"LanguageData: {sentence}, streamed")
+        opened = []
+        for number, entry in enumerate(self.train):
+            opened.append(self._open_entry(entry, number, self.rows.split, streaming=True))
+        if not self.mixes:
+            opened = [[source for sources in opened for source in sources]]
+        readers = [self.reader(sources) for sources in opened]
+        for reader in readers:
+            for sentence in reader.formats:
+                rank_zero_info(f"LanguageData: {sentence}, streamed")
+        shares = None
+        if self.mixes:
+            if self.mixture.by == "tokens" and self.train[0].weight is None:
+                raise ConfigurationError(
+                    "LanguageData: mixture.by: tokens needs a weight for each source of a stream, because the number "
+                    "of its tokens is not known before it is read."
+                )
+            shares = self.mixture.shares(self.train, [max(1.0, sum(reader.estimates)) for reader in readers])
+            for source, share in zip(self.train, shares):
+                rank_zero_info(f"LanguageData: {source.label}: {share:.1%} of the {self.mixture.by}, streamed")
         encoder = ChatTokens(self.chat_tokenizer, **self.encoding())
         if self.chat_tokenizer.chat_template is not None:
             problem = encoder.check_end_of_turn()
             if problem:
                 rank_zero_warn(f"LanguageData: {problem}: a model trained on it may never stop")
         return StreamedRows(
-            reader,
+            readers,
             encoder,
             self.max_length,
             self.chat.truncation,
@@ -243,15 +339,18 @@ class LanguageData(ChatDataModule):
             self.rows.max_malformed,
             self.seed,
             self.chat.rendered,
+            shares,
+            self.mixture,
         )
 
 
 def collate_rows(
-    rows: list[list[tuple[np.ndarray, np.ndarray, int]]],
+    rows: list[PackedRow],
     pack: bool,
     length: int,
     pad_id: int,
     count_bytes: bool = False,
+    name_source: bool = False,
 ) -> dict[str, Tensor]:
     """Collate items of `PackedDocuments` into a batch.
 
@@ -261,6 +360,7 @@ def collate_rows(
         length: Tokens of a packed row.
         pad_id: Id of the padding.
         count_bytes: Add ``num_bytes`` [B].
+        name_source: Add ``source`` [B], the number of the source of each row.
     """
     documents = [[(ids, labels) for ids, labels, _ in row] for row in rows]
     if pack:
@@ -269,4 +369,6 @@ def collate_rows(
         batch = padded_batch([row[0] for row in documents], pad_id)
     if count_bytes:
         batch["num_bytes"] = torch.tensor([sum(size for _, _, size in row) for row in rows])
+    if name_source:
+        batch["source"] = torch.tensor([row.source for row in rows])
     return batch

@@ -170,6 +170,7 @@ class Distillation(LanguageModeling):
         loss, sample_loss = sample_means(parts.loss, targets)
         self.log("train/cross_entropy", sample_means(parts.cross_entropy, targets)[0])
         self.log("train/divergence", sample_means(parts.divergence, targets)[0])
+        self._log_sources(parts.cross_entropy, targets, batch)
         rationale = {key.removeprefix(_RATIONALE): value for key, value in batch.items() if key.startswith(_RATIONALE)}
         if rationale:
             parts, targets, further_loss = self._token_losses(rationale, 0.0)
@@ -199,7 +200,7 @@ class Distillation(LanguageModeling):
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         parts, targets, _ = self._token_losses(batch, 0.0 if self._live is None else self.objective.weight)
-        self.epoch_metrics.update(parts.cross_entropy, targets, batch.get("num_bytes"))
+        self._add_to_epoch(parts.cross_entropy, targets, batch)
         if self._live is not None:
             self.epoch_divergence.update(parts.divergence, targets)
 

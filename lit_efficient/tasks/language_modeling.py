@@ -27,9 +27,9 @@ from lit_efficient.errors import CheckpointError, ConfigurationError, check_numb
 from lit_efficient.files.records import rebuild
 from lit_efficient.internals.hugging_face import generation_json, masks_unread, take_generation
 from lit_efficient.internals.hugging_face_loading import Replacing
-from lit_efficient.internals.lightning_loops import arrives_unchanged
+from lit_efficient.internals.lightning_loops import accumulates, arrives_unchanged
 from lit_efficient.internals.lightning_metrics import logs_in_bar
-from lit_efficient.internals.lightning_trainer import trainer_of
+from lit_efficient.internals.lightning_trainer import logger_connector, trainer_of
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.losses.next_token import IGNORE, sample_means, targets_of, token_losses
 from lit_efficient.mechanisms.documents import DocumentRows
@@ -49,6 +49,7 @@ from lit_efficient.optimizers.schedules import warmup_cosine
 from lit_efficient.protocol import builds_no_layers
 from lit_efficient.surgery import NEW_ROWS
 from lit_efficient.tasks.deferred_weights import weights_may_wait
+from lit_efficient.tasks.source_losses import SourceLosses
 from lit_efficient.tasks.text_generation import BATCH_SIZE, as_chat, continuations
 from lit_efficient.tasks.token_metrics import TokenMetrics
 from lit_efficient.traits import Trait, has_trait
@@ -81,8 +82,9 @@ class LanguageModeling(LightningModule):
     Random weights are drawn on the device of the run, so a GPU and a CPU give different weights for one seed.
 
     Logs ``train/loss``, and ``loss``, ``perplexity`` and (for batches with ``num_bytes`` ``[B]``) ``bits_per_byte``
-    under ``val/`` and ``test/``. Prediction continues the texts of a batch ``{"prompts": [...]}``, and returns the loss
-    of each sequence ``[B]`` for a batch of tokens.
+    under ``val/`` and ``test/``. For a mixture of data sets the loss of each source is logged, too: ``val/loss/NAME``,
+    and ``train/loss/NAME`` over the batches since the last log. Prediction continues the texts of a batch
+    ``{"prompts": [...]}``, and returns the loss of each sequence ``[B]`` for a batch of tokens.
 
     Args:
         model: A `GPTConfig`, the shape of this package's GPT, or a `CausalLMConfig` (``name_or_path`` or ``config``) of
@@ -136,6 +138,9 @@ class LanguageModeling(LightningModule):
         self.network: nn.Module | None = None
         self.tokenizer_state: dict[str, Any] | None = None
         self.epoch_metrics = TokenMetrics()  # of the current validation or test epoch
+        # Losses by source of a mixture: since the last log, and of the current validation or test epoch.
+        self.step_sources: SourceLosses | None = None
+        self.epoch_sources: SourceLosses | None = None
         self._rows = DocumentRows(type(self).__name__)
         self._routers: tuple[nn.Module, RouterBalance] | None = None
         self._new_ids: list[int] = []  # ids of the tokens that the data calls new
@@ -149,6 +154,10 @@ class LanguageModeling(LightningModule):
         data = getattr(trainer_of(self), "datamodule", None)
         tokenizer = getattr(data, "chat_tokenizer", None) or getattr(data, "tokenizer", None)
         self._new_ids = list(getattr(data, "new_ids", ()))
+        names_of = getattr(data, "source_names", None)
+        if names_of is not None:
+            self.step_sources = SourceLosses(names_of("train")) if names_of("train") else None
+            self.epoch_sources = SourceLosses(names_of("val")) if names_of("val") else None
         if tokenizer is not None:
             self._adopt_tokenizer(pack_tokenizer(tokenizer, getattr(data, "stop_ids", ())), "the data")
 
@@ -259,6 +268,7 @@ class LanguageModeling(LightningModule):
         if ROW_POSITIONS in batch:  # this process has a part of each row
             logged = mean_over_rows(losses, targets)
         self.log("train/loss", logged, prog_bar=logs_in_bar(loss))
+        self._log_sources(losses, targets, batch)
         output = {"loss": loss, "sample_loss": sample_loss}
         if router_loss is not None:
             self.log("train/router_loss", router_loss)
@@ -267,10 +277,12 @@ class LanguageModeling(LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         self.epoch_metrics.reset()
+        if self.epoch_sources is not None:
+            self.epoch_sources.reset()
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         losses, targets, _ = self._losses(batch)
-        self.epoch_metrics.update(losses, targets, batch.get("num_bytes"))
+        self._add_to_epoch(losses, targets, batch)
 
     def on_validation_epoch_end(self) -> None:
         self._log_epoch("val")
@@ -358,6 +370,7 @@ class LanguageModeling(LightningModule):
             "model": _described(self._built()),
             "generation": generation_json(self._built()),
             "tokenizer": self.tokenizer_state,
+            "source_sums": None if self.step_sources is None else self.step_sources.sums.detach().cpu(),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -377,6 +390,9 @@ class LanguageModeling(LightningModule):
             _note_new_rows(self.network, saved["model"].get("new_rows", ()))
             take_generation(self.network, saved["generation"])
         _check_same_network(_described(self.network), saved["model"])
+        sums = saved.get("source_sums")
+        if self.step_sources is not None and sums is not None and sums.shape == self.step_sources.sums.shape:
+            self.step_sources.sums = sums.to(self.step_sources.sums)
 
     def _rebuilt(self, described: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> nn.Module:
         """Build the network of a checkpoint. Its weights are loaded later, except those of a base under adapters.
@@ -481,10 +497,30 @@ class LanguageModeling(LightningModule):
             return decision
         return bool(trainer.strategy.reduce_boolean_decision(decision))
 
+    def _add_to_epoch(self, losses: Tensor, targets: Tensor, batch: Mapping[str, Tensor]) -> None:
+        """Add the losses of a batch to the metrics of the epoch."""
+        self.epoch_metrics.update(losses, targets, batch.get("num_bytes"))
+        if self.epoch_sources is not None and "source" in batch:
+            self.epoch_sources.update(losses, targets, batch["source"])
+
+    def _log_sources(self, losses: Tensor, targets: Tensor, batch: Mapping[str, Tensor]) -> None:
+        """Log the loss of each source since the last log. Only then the numbers are read, which synchronises a GPU."""
+        found = self.step_sources
+        if found is None or "source" not in batch:
+            return
+        found.update(losses, targets, batch["source"])
+        if logger_connector(self.trainer).should_update_logs and not accumulates(self.trainer):
+            for name, value in found.means(found.sums).items():
+                self.log(f"train/loss/{name}", value)
+            found.reset()
+
     def _log_epoch(self, prefix: str) -> None:
         # `compute` has already summed over processes. sync_dist averages equal numbers, and avoids a warning.
         figures = {f"{prefix}/{name}": value for name, value in self.epoch_metrics.compute().items()}
         self.log_dict(figures, prog_bar=True, sync_dist=True)
+        if self.epoch_sources is not None:
+            for name, value in self.epoch_sources.compute().items():
+                self.log(f"{prefix}/loss/{name}", value, sync_dist=True)
 
 
 def _note_new_rows(network: nn.Module, ids: Sequence[int]) -> None:

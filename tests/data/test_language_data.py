@@ -411,7 +411,7 @@ def test_bad_arguments_are_refused_before_any_work(tmp_path: Path, changes: dict
         (LanguageRows, {"max_malformed": 1.5}, "rows.max_malformed must be at least 0 and at most 1, got 1.5"),
         (LanguageRows, {"columns": {"question": "q"}}, "rows.columns may name .*got 'question'"),
         (LanguageRows, {"max_rows": 0}, "rows.max_rows must be a whole number of at least 1 or null, got 0"),
-        (LanguageRows, {"format": "csv"}, "rows.format must be one of auto, messages, .*got 'csv'"),
+        (LanguageRows, {"format": "csv"}, "rows.format must be one of auto, tokens, .*got 'csv'"),
         (LanguageChat, {"vocab_size": 10}, "chat.vocab_size must be a whole number of at least 259, got 10"),
         (LanguageChat, {"train_on": "user"}, "chat.train_on must be one of assistant, completion, all, got 'user'"),
         (LanguageChat, {"truncation": "middle"}, "chat.truncation must be one of right, left, drop, got 'middle'"),

@@ -79,6 +79,7 @@ class Recipe:
         }
         about = {
             "sources": {split: [[s.name, s.digest] for s in listed] for split, listed in self.sources.items()},
+            "entries": {split: [s.entry for s in listed] for split, listed in self.sources.items()},
             "tokenizer": "trained on these rows" if self.trains else fingerprint(self.tokenizer),
             "settings": settings,
             "format": FORMAT,
@@ -118,9 +119,9 @@ class Recipe:
 
     def split_rows(self, name: str, reader: Reader, threshold: float) -> Iterator[SplitRow]:
         """Yield the rows of the sources ``name`` with their splits. A malformed row belongs to ``name``."""
-        for place, row in reader:
+        for entry, (place, row) in reader.numbered():
             held_out = not isinstance(row, MalformedRow) and self.rank(row) < threshold
-            yield "val" if held_out else name, place, row
+            yield SplitRow("val" if held_out else name, entry, place, row)
 
 
 def prepare(recipe: Recipe, kind: str, cache_dir: str | None, thorough: bool) -> Path:
@@ -170,17 +171,17 @@ def _build(recipe: Recipe, target: Path) -> None:
             seen = RowCount()
             chunks = _chunks(recipe.split_rows(name, reader, threshold))
             for chunk, encoded in in_processes(encoder.encode_chunk, chunks):
-                if not checked and any(_has_messages(row) for _, _, row in chunk):
+                if not checked and any(_has_messages(one.row) for one in chunk):
                     checked = True
                     about["end_warning"] = encoder.check_end_of_turn()
-                for (split, place, _), found in zip(chunk, encoded):
+                for one, found in zip(chunk, encoded):
                     seen.rows += 1
                     if isinstance(found, MalformedRow):
-                        seen.refuse(place, found)
-                        writer.add(split, [])
+                        seen.refuse(one.place, found)
+                        writer.add(one, [])
                     else:
-                        writer.add(split, found)
-                        texts.add(place, found)
+                        writer.add(one, found)
+                        texts.add(one.place, found)
             about["malformed"][name] = asdict(seen)
             about["empty"][name] = asdict(reader.empty)
             writer.counts[name].malformed = seen.malformed
@@ -194,6 +195,8 @@ def _build(recipe: Recipe, target: Path) -> None:
     about["left_out"] = dict(writer.left_out)
     about["counts"] = {split: asdict(count) for split, count in writer.counts.items()}
     about["texts"] = asdict(texts)
+    # The documents of an entry are side by side, in the order of the entries.
+    about["entries"] = {split: sorted(number.items()) for split, number in writer.entries.items()}
     about["end_of_turn"] = texts.end
     if chats and tokenizer.chat_template is not None:
         about["end_of_turn"] = encoder.end_of_turn
@@ -205,6 +208,7 @@ class _SplitWriter:
 
     def __init__(self, target: Path, parts: tuple[str, ...]) -> None:
         self.counts = {split: Rows() for split in SPLITS}
+        self.entries: dict[str, Counter[int]] = {split: Counter() for split in SPLITS}
         self.left_out: Counter[str] = Counter()
         self._files = ExitStack()
         self._writers: dict[str, list[DocumentWriter]] = {}
@@ -212,12 +216,13 @@ class _SplitWriter:
             names = [f"{split}{part}" for part in parts]
             self._writers[split] = [self._files.enter_context(DocumentWriter(target, name)) for name in names]
 
-    def add(self, split: str, documents: list[Encoded]) -> None:
+    def add(self, row: SplitRow, documents: list[Encoded]) -> None:
         """Write and count the documents of a row. A malformed row has none."""
-        count = self.counts[split]
+        count = self.counts[row.split]
         count.rows += 1
+        self.entries[row.split][row.entry] += bool(documents)
         # The two documents of a pair get the same number in their files.
-        for document, writer in zip(documents, self._writers[split]):
+        for document, writer in zip(documents, self._writers[row.split]):
             self.left_out.update(document.left_out)
             count.turns += document.turns
             count.ended += document.ended
@@ -234,7 +239,7 @@ def _trained_tokenizer(recipe: Recipe, threshold: float) -> Any:
     """Train a tokenizer on the training rows."""
 
     def texts() -> Iterator[str]:
-        for split, _, row in recipe.split_rows("train", recipe.reader(recipe.sources["train"]), threshold):
+        for split, _, _, row in recipe.split_rows("train", recipe.reader(recipe.sources["train"]), threshold):
             if split != "train" or isinstance(row, MalformedRow):
                 continue
             if any(document.ids for document in row.documents):
@@ -279,6 +284,8 @@ def _differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
         for (name, digest), (_, old_digest) in zip(sources, old["sources"][split]):
             if digest != old_digest:
                 yield name
+    if old["entries"] != new["entries"]:
+        yield "the sources that belong together"
     if old["tokenizer"] != new["tokenizer"]:
         yield "the tokenizer or its chat template"
     for name, value in new["settings"].items():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lit_efficient.data.text.arguments import ChatArguments, RowsArguments
 from lit_efficient.data.text.chat_cache import SPLITS, Recipe, prepare
 from lit_efficient.data.text.chat_tokenizer import add_new_tokens, load_chat_tokenizer
+from lit_efficient.data.text.mixture import MixtureSource, as_sources
 from lit_efficient.data.text.reading import Empty, Reader, RowCount
 from lit_efficient.data.text.rendered import TextCount
 from lit_efficient.data.text.rows import Source, open_sources, split_single_text
@@ -40,8 +42,8 @@ class ChatDataModule(LightningDataModule):
     def __init__(
         self,
         *,
-        train: str | list[str],
-        val: str | list[str] | None,
+        train: str | Sequence[str | MixtureSource],
+        val: str | Sequence[str | MixtureSource] | None,
         tokenizer: str | None,
         max_length: int,
         batch_size: int,
@@ -71,8 +73,13 @@ class ChatDataModule(LightningDataModule):
             )
         if not train or (val is not None and not val):
             raise ConfigurationError(f"{self.owner}: train and val must name at least one source (or val be null)")
-        self.train = [train] if isinstance(train, str) else list(train)
-        self.val = [val] if isinstance(val, str) else val
+        self.train, self.mixes = as_sources(self.owner, "train", train)
+        self.val: list[MixtureSource] | None = None
+        self._names_val = self.mixes
+        if val is not None:
+            self.val, self._names_val = as_sources(self.owner, "val", val)
+            if any(source.weight is not None for source in self.val):
+                raise ConfigurationError(f"{self.owner}: val: a source has a weight, and validation reads all rows.")
         self.tokenizer_name = tokenizer
         self.max_length = max_length
         self.batch_size = batch_size
@@ -213,14 +220,28 @@ class ChatDataModule(LightningDataModule):
         ):
             if entries and name in self.cached:
                 sources[name] = []
-                for entry in entries:
-                    sources[name] += open_sources(entry, split=split, subset=self.rows.subset)
+                for number, entry in enumerate(entries):
+                    sources[name] += self._open_entry(entry, number, split)
         # A book is one row: held-out rows would leave nothing to train on.
         if self.validates and list(sources) == ["train"] and len(sources["train"]) == 1:
             parts = split_single_text(sources["train"][0], self.val_fraction)
             if parts is not None:
                 return {"train": [parts[0]], "val": [parts[1]]}
         return sources
+
+    def _open_entry(self, entry: MixtureSource, number: int, split: str, streaming: bool = False) -> list[Source]:
+        """Return the sources of an entry of ``train`` or ``val``."""
+        found: list[Source] = []
+        for path in entry.paths:
+            subset = entry.subset or self.rows.subset
+            found += open_sources(path, split=entry.split or split, subset=subset, streaming=streaming)
+        return [replace(source, entry=number) for source in found]
+
+    def source_names(self, split: str) -> list[str]:
+        """Return the names of the sources whose numbers the batches of a split have as ``source``; none without."""
+        if split == "train" or self.val is None:
+            return [source.label for source in self.train] if self.mixes else []
+        return [source.label for source in self.val] if self._names_val else []
 
     def _prepare(self, thorough: bool) -> Path:
         settings = asdict(self.rows)

@@ -49,8 +49,13 @@ class Encoded:
     end: int | None = None  # special token that ends a rendered text
 
 
-SplitRow = tuple[str, str, Example | MalformedRow]
-"""Split of a row, its place, and its content or the reason why it has none."""
+class SplitRow(NamedTuple):
+    """Row of a source with its split."""
+
+    split: str
+    entry: int  # number of the entry of ``train`` or ``val`` that the row belongs to
+    place: str
+    row: Example | MalformedRow  # content, or the reason why the row has none
 
 
 class _Tokens(NamedTuple):
@@ -198,7 +203,7 @@ class ChatTokens:
 
     def encode_chunk(self, chunk: Sequence[SplitRow]) -> list[list[Encoded] | MalformedRow]:
         """Return `encode_rows` of rows with splits and places. Other processes call it and need few imports for it."""
-        return self.encode_rows([row for _, _, row in chunk])
+        return self.encode_rows([one.row for one in chunk])
 
     def encode(self, documents: Sequence[Document]) -> list[Encoded | MalformedRow]:
         """Return the tokens of each document, or the reason why it has none. Batches of a few hundred are fast.

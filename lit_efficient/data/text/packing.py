@@ -42,6 +42,22 @@ class Bins(Sequence[np.ndarray]):
         return (self[index] for index in range(len(self)))
 
 
+def joined(groups: Sequence[Bins]) -> Bins:
+    """Return the bins of several groups as one."""
+    starts = []
+    begin = 0
+    for bins in groups:
+        starts.append(bins.starts[:-1] + begin)
+        begin += len(bins.items)
+    return Bins(np.concatenate([bins.items for bins in groups]), np.concatenate([*starts, [begin]]))
+
+
+class PackedRow(list[tuple[np.ndarray, np.ndarray, int]]):
+    """Pieces of documents in a packed row, each as ids, labels and bytes of text, and the number of their source."""
+
+    source = 0
+
+
 def pack_lengths(lengths: ArrayLike, capacity: int) -> Bins:
     """Group items into bins by best-fit-decreasing.
 

@@ -74,7 +74,11 @@ class Reader:
             self.formats.append(sentence)
 
     def __iter__(self) -> Iterator[Found]:
-        """Yield the rows of all sources, one source after another.
+        for _, found in self.numbered():
+            yield found
+
+    def numbered(self) -> Iterator[tuple[int, Found]]:
+        """Yield the rows of all sources, one source after another, each with the entry that its source belongs to.
 
         Raises:
             ConfigurationError: If all rows are texts without content.
@@ -84,7 +88,7 @@ class Reader:
         for index in range(len(self._sources)):
             for found in self.read(index):
                 yielded = True
-                yield found
+                yield self._sources[index][0].entry, found
         if self.empty.count and not yielded:
             raise ConfigurationError(
                 f"{self.empty.first}: the text is empty, and so are all {self.empty.count} texts. Name others."

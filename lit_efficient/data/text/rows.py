@@ -55,6 +55,7 @@ class Source:
     digest: str  # hash of the content; "" for a stream, whose content is not known before it is read
     count: Callable[[], int | None]  # estimates the number of rows; None if it is not known before they are read
     is_text: bool = False  # True if every row is the text of a file
+    entry: int = 0  # number of the entry of ``train`` or ``val`` that the source belongs to
     hint: str = ""  # sentence about a likely mistake, for the error if no row has the keys of any format
 
 
@@ -222,7 +223,7 @@ def _file(path: Path, name: str) -> Source:
     if reader is _table:
         hint = " The first row of a table names its columns: if this row is data, write names above it."
     rows = partial(_readable, reader, path, name)
-    return Source(name, rows, digest, partial(_count, reader, path, name), reader is _whole_text, hint)
+    return Source(name, rows, digest, partial(_count, reader, path, name), reader is _whole_text, hint=hint)
 
 
 def _readable(reader: Callable[[Path, str], Iterator[Row]], path: Path, name: str) -> Iterator[Row]:

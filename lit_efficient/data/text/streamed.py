@@ -12,7 +12,7 @@ Saves: the disk and the time for a cache.
 Costs: tokenising in every run; a resumed run reads and tokenises again what it had seen (this is what makes it exact).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -24,7 +24,8 @@ from lit_efficient.data.text.chat_formats import MalformedRow
 from lit_efficient.data.text.chat_tokens import ChatTokens, Encoded
 from lit_efficient.data.text.document_store import labels_of
 from lit_efficient.data.text.interleaving import interleave
-from lit_efficient.data.text.packing import pack_lengths
+from lit_efficient.data.text.mixture import LanguageMixture
+from lit_efficient.data.text.packing import PackedRow, pack_lengths
 from lit_efficient.data.text.pair_formats import Example
 from lit_efficient.data.text.reading import Empty, Reader, RowCount
 from lit_efficient.data.text.rendered import TextCount
@@ -36,14 +37,15 @@ from lit_efficient.errors import ConfigurationError
 # Rows from which on the share of malformed rows is checked.
 _ENOUGH_ROWS = 100
 
-PackedRow = list[tuple[np.ndarray, np.ndarray, int]]
+Waiting = tuple[str, Example, int]
+"""Place of a row, its content, and the number of its source."""
 
 
 class StreamedRows(IterableDataset[PackedRow]):
     """Endless rows of packed (or padded) batches, as `PackedDocuments` gives them.
 
     Args:
-        reader: Reader of the sources.
+        readers: Reader of the sources, or of each source of a mixture.
         encoder: Tokeniser of documents.
         max_length: Largest number of tokens of a row.
         truncation: Side at which a long conversation is cut.
@@ -52,11 +54,13 @@ class StreamedRows(IterableDataset[PackedRow]):
         max_malformed: Largest share of malformed rows. With a larger share the stream raises an error.
         seed: Seed of the order.
         rendered: Choice of the user about control tokens in texts, as in `TextCount.check`.
+        shares: Share of each source of a mixture [S]; None without one.
+        mixture: Unit of the shares, and what happens when a source ends.
     """
 
     def __init__(
         self,
-        reader: Reader,
+        readers: Sequence[Reader],
         encoder: ChatTokens,
         max_length: int,
         truncation: Side,
@@ -65,9 +69,14 @@ class StreamedRows(IterableDataset[PackedRow]):
         max_malformed: float,
         seed: int,
         rendered: bool | None = None,
+        shares: np.ndarray | None = None,
+        mixture: LanguageMixture = LanguageMixture(),  # noqa: B008 (frozen)
     ) -> None:
-        self.reader = reader
-        _ = reader.estimates  # counted here, and not in every worker
+        self.readers = readers
+        for reader in readers:
+            _ = reader.estimates  # counted here, and not in every worker
+        self.shares = shares
+        self.mixture = mixture
         self.encoder = encoder
         self.max_length = max_length
         self.truncation = truncation
@@ -89,6 +98,9 @@ class StreamedRows(IterableDataset[PackedRow]):
         workers = worker.num_workers if worker else 1
         part = rank * workers + (worker.id if worker else 0)
         parts = ranks * workers
+        if self.shares is not None:
+            yield from self._mixed(part, parts, self.shares)
+            return
         for number in count():
             yielded = 0
             for waiting in self._buffers(part, parts):
@@ -104,19 +116,78 @@ class StreamedRows(IterableDataset[PackedRow]):
                         )
                 yield from rows
 
-    def _buffers(self, part: int, parts: int) -> Iterator[list[tuple[str, Example]]]:
-        """Yield the examples of this part in lists of ``buffer``, and at the end a shorter list, which may be empty."""
-        self._rows_read = RowCount()
-        self._texts = TextCount()
-        self.reader.empty = Empty()
-        waiting: list[tuple[str, Example]] = []
-        # Every process reads the whole stream and keeps its part, so no row is lost or read twice.
-        for is_ours, (place, row) in interleave(self.reader, part, parts):
+    def _mixed(self, part: int, parts: int, shares: np.ndarray) -> Iterator[PackedRow]:
+        """Yield the rows of a mixture.
+
+        The next row is one of the source that has the smallest number of rows or tokens for its share. The tokens of a
+        row are known when its buffer is tokenised; until then it counts like the average row of its source.
+        """
+        passes = [self._own_rows(source, part, parts) for source in range(len(shares))]
+        rows = np.zeros(len(shares))
+        tokens = np.zeros(len(shares))
+        ended: set[int] = set()  # sources that were read to their ends
+        for number in count():
+            waiting: list[Waiting] = []
+            tokenised = rows.copy()
+            while len(waiting) < self.buffer:
+                used = rows
+                if self.mixture.by == "tokens":
+                    average = tokens.sum() / max(tokenised.sum(), 1) or 1.0
+                    mean = np.where(tokens > 0, tokens / np.maximum(tokenised, 1), average)
+                    used = tokens + (rows - tokenised) * mean
+                source = int(np.argmin(used / shares))
+                found = next(passes[source], None)
+                if found is None and self.mixture.stop == "first_exhausted":
+                    passes = [self._own_rows(source, part, parts) for source in range(len(shares))]
+                    ended.add(source)
+                elif found is None:
+                    passes[source] = self._own_rows(source, part, parts)
+                    ended.add(source)
+                else:
+                    waiting.append((*found, source))
+                    rows[source] += 1
+            packed = self._packed(waiting, mix_seed(self.seed, number, part))
+            for row in packed:
+                tokens[row.source] += sum(len(ids) for ids, _, _ in row)
+            for source in ended:
+                if not tokens[source]:
+                    raise ConfigurationError(
+                        f"LanguageData: source {source + 1} of the mixture holds nothing to learn for part {part + 1} "
+                        f"of {parts} (process, worker). Use fewer workers, or more data."
+                    )
+            yield from packed
+
+    def _own_rows(self, source: int, part: int, parts: int) -> Iterator[tuple[str, Example]]:
+        """Yield the examples of this part in a pass over a source of a mixture."""
+        yielded = False
+        for is_ours, (place, row) in interleave(self.readers[source], part, parts):
             self._rows_read.rows += 1
             if isinstance(row, MalformedRow):
                 self._rows_read.refuse(place, row)
             elif is_ours:
-                waiting.append((place, row))
+                yielded = True
+                yield place, row
+        self._report()
+        if not yielded:
+            raise ConfigurationError(
+                f"LanguageData: source {source + 1} of the mixture holds no row for part {part + 1} of {parts} "
+                "(process, worker). Use fewer workers, or more data."
+            )
+
+    def _buffers(self, part: int, parts: int) -> Iterator[list[Waiting]]:
+        """Yield the examples of this part in lists of ``buffer``, and at the end a shorter list, which may be empty."""
+        self._rows_read = RowCount()
+        self._texts = TextCount()
+        (reader,) = self.readers
+        reader.empty = Empty()
+        waiting: list[Waiting] = []
+        # Every process reads the whole stream and keeps its part, so no row is lost or read twice.
+        for is_ours, (place, row) in interleave(reader, part, parts):
+            self._rows_read.rows += 1
+            if isinstance(row, MalformedRow):
+                self._rows_read.refuse(place, row)
+            elif is_ours:
+                waiting.append((place, row, 0))
             if len(waiting) == self.buffer:
                 yield waiting
                 waiting = []
@@ -128,8 +199,9 @@ class StreamedRows(IterableDataset[PackedRow]):
             return
         messages = [self._rows_read.check("train", self.max_malformed)]
         messages.append(self._texts.check("LanguageData", self.rendered, self.max_malformed))
-        if self.reader.empty.count:
-            messages.append(self.reader.empty.message("train"))
+        for reader in self.readers:
+            if reader.empty.count:
+                messages.append(reader.empty.message("train"))
         if self.counts.truncated:
             messages.append(f"{self.counts.truncated} documents were truncated (max_length = {self.max_length})")
         if self.counts.dropped:
@@ -139,14 +211,16 @@ class StreamedRows(IterableDataset[PackedRow]):
                 rank_zero_warn(f"LanguageData: {message}")
         self._has_warned = True
 
-    def _packed(self, waiting: list[tuple[str, Example]], seed: int) -> list[PackedRow]:
-        """Return the shuffled rows of a buffer."""
+    def _packed(self, waiting: list[Waiting], seed: int) -> list[PackedRow]:
+        """Return the shuffled rows of a buffer. A row holds documents of one source."""
         documents: list[Encoded] = []
-        for (place, _), found in zip(waiting, self.encoder.encode_rows([row for _, row in waiting])):
+        sources: list[int] = []
+        for (place, _, source), found in zip(waiting, self.encoder.encode_rows([row for _, row, _ in waiting])):
             if isinstance(found, MalformedRow):
                 self._rows_read.refuse(place, found)
             else:
                 documents += found
+                sources += [source] * len(found)
                 self._texts.add(place, found)
         about = np.array([facts(document) for document in documents], np.int64).reshape(-1, 5)
         pieces = cut(about, self.max_length, self.truncation, self.counts)
@@ -154,16 +228,24 @@ class StreamedRows(IterableDataset[PackedRow]):
             self._rows_read.check("train", self.max_malformed)
         if self._texts.texts >= _ENOUGH_ROWS and not self.rendered:
             self._texts.check("LanguageData", self.rendered, self.max_malformed)
-        items = []
+        items: dict[int, PackedRow] = {}
         for number, start, stop in zip(pieces.document.tolist(), pieces.start.tolist(), pieces.stop.tolist()):
             document = documents[number]
-            items.append((document.ids[start:stop], labels_of(document, start, stop), 0))
-        if self.pack:
-            rows = [[items[i] for i in bin] for bin in pack_lengths(pieces.lengths, self.max_length)]
-        else:
-            rows = [[item] for item in items]
+            of_source = items.setdefault(sources[number], PackedRow())
+            of_source.append((document.ids[start:stop], labels_of(document, start, stop), 0))
+        rows = [row for source in sorted(items) for row in self._rows_of(source, items[source])]
         # Packed rows are sorted by length, and would otherwise come in this order.
         return [rows[i] for i in np.random.default_rng(seed).permutation(len(rows))]
+
+    def _rows_of(self, source: int, items: PackedRow) -> Iterator[PackedRow]:
+        """Yield the rows of the pieces of a source."""
+        bins: Iterable[Iterable[int]] = [[number] for number in range(len(items))]
+        if self.pack:
+            bins = pack_lengths([len(ids) for ids, _, _ in items], self.max_length)
+        for numbers in bins:
+            row = PackedRow(items[number] for number in numbers)
+            row.source = source
+            yield row
 
 
 class StreamLoader:

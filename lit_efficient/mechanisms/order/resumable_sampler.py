@@ -121,7 +121,7 @@ class ResumableSampler(DistributedSampler[int]):
     def __iter__(self) -> Iterator[int]:
         first = self.first
         self.first = 0
-        order = epoch_order(self.source, self.shuffle, self.seed, self.epoch, self.round, self.computes_order)
+        order = self._order()
         if isinstance(order, list):
             return iter(shard(order, self.rank, self.num_replicas, self.drop_last)[first:])
         # Neither a range nor a computed permutation is made a list: it may have a hundred million items.
@@ -129,6 +129,10 @@ class ResumableSampler(DistributedSampler[int]):
         if isinstance(order, IndexedPermutation):
             return order.walk(positions)
         return (position % len(order) for position in positions)
+
+    def _order(self) -> Sequence[int] | IndexedPermutation:
+        """Return the indices of all ranks."""
+        return epoch_order(self.source, self.shuffle, self.seed, self.epoch, self.round, self.computes_order)
 
     def __len__(self) -> int:
         if self.drop_last:

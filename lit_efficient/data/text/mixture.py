@@ -1,0 +1,127 @@
+"""Mixtures of sources: the share of each source in a stretch of training.
+
+    p_i = w_i^(1/T) / sum_j w_j^(1/T)          share of source i, with its weight or its size as w_i
+    N   = max_i n_i / p_i  (or min_i)          size of an epoch, for sources of n_i rows or tokens
+    passes over source i in an epoch = p_i N / n_i
+
+With the maximum every row is read at least once in an epoch, and small sources are repeated. With the minimum no row is
+read twice, and an epoch ends with the source that is the first to be used up.
+
+Source: temperatures of shares: Raffel et al. (2020), https://arxiv.org/abs/1910.10683, section 3.5.2.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+from typing import Any, Literal
+
+import numpy as np
+
+from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
+
+By = Literal["rows", "tokens"]
+Stop = Literal["all_exhausted", "first_exhausted"]
+
+
+@dataclass(frozen=True)
+class MixtureSource:
+    """Source of a mixture.
+
+    Args:
+        path: File, folder, address or name of a data set, or a list of them, such as the shards of a data set.
+        weight: Share of the source relative to the others, above 0. null for all sources: their sizes.
+        name: Name in logs. null: the last part of the path.
+        split: Split of Hugging Face data sets. null: that of ``rows``.
+        subset: Configuration of Hugging Face data sets. null: that of ``rows``.
+    """
+
+    path: str | list[str]
+    weight: float | None = None
+    name: str | None = None
+    split: str | None = None
+    subset: str | None = None
+
+    def __post_init__(self) -> None:
+        check_number("LanguageData", "train.weight", self.weight, above=0, null=True)
+        if not self.path or not all(self.paths):
+            raise refusal("LanguageData", "train.path", "at least one path", self.path)
+
+    @property
+    def paths(self) -> list[str]:
+        """All paths of the source."""
+        return [self.path] if isinstance(self.path, str) else list(self.path)
+
+    @property
+    def label(self) -> str:
+        """Name in logs."""
+        return self.name or PurePosixPath(self.paths[0]).name
+
+
+@dataclass(frozen=True)
+class LanguageMixture:
+    """Shares of the sources in ``train``, if these are given as ``{path, weight, name, split, subset}``.
+
+    A row of a packed batch holds documents of one source.
+
+    Args:
+        by: Unit of the shares: ``rows`` of the sources, or ``tokens``.
+        temperature: Shares are proportional to weight ** (1 / temperature). Above 1 they are more even.
+        stop: End of an epoch. ``all_exhausted``: every row is read at least once, and small sources are repeated.
+            ``first_exhausted``: no row is read twice, and large sources are cut; each epoch takes other rows of them.
+            A stream does not end: there the sources start again, each on its own, or all of them with the first.
+    """
+
+    by: By = "rows"
+    temperature: float = 1.0
+    stop: Stop = "all_exhausted"
+
+    def __post_init__(self) -> None:
+        check_choice("LanguageData", "mixture.by", self.by, ("rows", "tokens"))
+        check_number("LanguageData", "mixture.temperature", self.temperature, above=0)
+        check_choice("LanguageData", "mixture.stop", self.stop, ("all_exhausted", "first_exhausted"))
+
+    def shares(self, sources: Sequence[MixtureSource], sizes: Sequence[float]) -> np.ndarray:
+        """Return the share of each source [S]. ``sizes`` are the numbers of their rows or tokens."""
+        weights = [size if source.weight is None else source.weight for source, size in zip(sources, sizes)]
+        powers = (np.array(weights, dtype=np.float64) / max(weights)) ** (1 / self.temperature)
+        return powers / powers.sum()
+
+    def passes(self, sources: Sequence[MixtureSource], sizes: Sequence[float]) -> np.ndarray:
+        """Return the number of passes over each source in an epoch [S]."""
+        ratios = self.shares(sources, sizes) / np.array(sizes, dtype=np.float64)
+        # The reference source is passed once, exactly.
+        return ratios / (ratios.min() if self.stop == "all_exhausted" else ratios.max())
+
+
+def as_sources(owner: str, name: str, given: str | Sequence[Any]) -> tuple[list[MixtureSource], bool]:
+    """Return the entries of ``train`` or ``val`` as sources, and whether they are a mixture with named sources.
+
+    Args:
+        owner: Name of the DataModule.
+        name: Name of its argument.
+        given: A path, or a list of paths and sources.
+
+    Raises:
+        ConfigurationError: If some sources of a mixture have weights and others have none, or two have one name.
+    """
+    entries = [given] if isinstance(given, str | Mapping | MixtureSource) else list(given)
+    sources = []
+    for entry in entries:
+        if isinstance(entry, str):
+            sources.append(MixtureSource(entry))
+        else:
+            sources.append(replace(entry) if isinstance(entry, MixtureSource) else MixtureSource(**entry))
+    if all(isinstance(entry, str) for entry in entries):
+        return sources, False
+    weighted = [source.label for source in sources if source.weight is not None]
+    if weighted and len(weighted) < len(sources):
+        lacking = next(source.label for source in sources if source.weight is None)
+        raise ConfigurationError(
+            f"{owner}: {name}: {weighted[0]!r} has a weight and {lacking!r} has none. Give all sources a weight, or "
+            "none."
+        )
+    labels = [source.label for source in sources]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ConfigurationError(f"{owner}: {name}: two sources have the name {label!r}. Set another name.")
+    return sources, True
