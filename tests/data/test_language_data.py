@@ -69,8 +69,8 @@ def test_of_a_hubs_data_set_validation_has_a_split_of_its_own_and_both_the_subse
     datasets = pytest.importorskip("datasets")
     asked, splits = set(), {"train": range(3), "dev": [7]}
 
-    def load_dataset(name: str, subset: str, split: str, streaming: bool) -> object:
-        asked.add((name, subset, split))
+    def load_dataset(path: str, name: str, split: str, streaming: bool) -> object:
+        asked.add((path, name, split))
         return datasets.Dataset.from_list([chat(i) for i in splits[split]])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)  # there is no network

@@ -16,9 +16,11 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from glob import glob
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import unquote, urlsplit
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -67,7 +69,8 @@ def open_sources(
     Args:
         name: File (.jsonl, .json, .csv, .tsv, .parquet, or a text; compressed with .gz, .bz2 or .xz), folder of such
             files, folder written by ``Dataset.save_to_disk``, ``stdlib-instructions``, ``stdlib-packages``,
-            ``stdlib-preferences``, or name of a data set on the Hugging Face hub.
+            ``stdlib-preferences``, name of a data set on the Hugging Face hub, or address of a file ("https://...",
+            "s3://...", "file://...").
         split: Split of a Hugging Face data set.
         subset: Configuration of a Hugging Face data set.
         streaming: Read a data set of the hub while it is downloaded.
@@ -82,6 +85,16 @@ def open_sources(
         return [_of_memory(name, preferences())]
     if name == STDLIB_PACKAGES:
         return [_stdlib_packages()]
+    address = urlsplit(name)
+    if address.scheme and "://" in name and address.scheme != "file":
+        return [_remote(name, streaming)]
+    if address.scheme == "file":
+        name = unquote(address.path)
+    if "*" in name:
+        found = sorted(Path(file) for file in glob(name, recursive=True) if Path(file).is_file())
+        if not found:
+            raise ConfigurationError(f"{name}: no file matches.")
+        return [_file(file, file.name) for file in found]
     path = Path(name).expanduser()
     if path.is_file():
         return [_file(path, path.name)]
@@ -379,21 +392,54 @@ def _saved(path: Path, split: str) -> Source:
 
 
 def _hub(name: str, split: str, subset: str | None, streaming: bool) -> Source:
+    return _of_datasets(name, split, streaming, {"path": name, "name": subset})
+
+
+def _remote(name: str, streaming: bool) -> Source:
+    """Return the rows of a file at an address that fsspec opens, read by the data sets of Hugging Face."""
+    suffix = _suffix(Path(urlsplit(name).path))
+    reader = _READERS.get(suffix)
+    if reader is None or reader is _whole_text:
+        raise ConfigurationError(
+            f"{name} has an unsupported suffix. At an address, files of rows are read: {', '.join(ROW_SUFFIXES)}."
+        )
+    options: dict[str, Any] = {"data_files": name}
+    if reader is _table:
+        options |= {"path": "csv", "sep": "\t" if suffix in _TABS else ","}
+    else:
+        options["path"] = "parquet" if reader is _parquet else "json"
+    return _of_datasets(name, "train", streaming, options)
+
+
+def _of_datasets(name: str, split: str, streaming: bool, options: dict[str, Any]) -> Source:
     import datasets
 
     try:
-        found = datasets.load_dataset(name, subset, split=split, streaming=streaming)
+        found = datasets.load_dataset(**options, split=split, streaming=streaming)
     except (OSError, ValueError, RuntimeError) as error:  # offline, not found, no such split or subset, needs code
         reason = str(error).strip().split("\n")[0]
+        if "data_files" in options:
+            raise ConfigurationError(f"{name}: the address could not be read: {reason}") from error
         raise ConfigurationError(
             f"{name}: neither a file or folder here, nor a data set that could be loaded from the hub: {reason}"
         ) from error
+    rows = partial(_read_to_end, found, name)
     if streaming:
-        return Source(name, partial(table_rows, found, name), "", partial(_told, found, split))
+        return Source(name, rows, "", partial(_told, found, split))
     digest = hashlib.sha256(fingerprint(found).encode())
     for entry in found.cache_files:
         digest.update(bytes.fromhex(sha256_of(Path(entry["filename"]))))
-    return Source(name, partial(table_rows, found, name), digest.hexdigest(), partial(len, found))
+    return Source(name, rows, digest.hexdigest(), partial(len, found))
+
+
+def _read_to_end(found: Any, name: str) -> Iterator[Row]:
+    from datasets.exceptions import DatasetGenerationError
+
+    try:
+        yield from table_rows(found, name)
+    except (OSError, ValueError, DatasetGenerationError) as error:  # the connection, or rows that are no JSON
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigurationError(f"{name} cannot be read to its end: {reason}") from error
 
 
 def _told(found: Any, split: str) -> int | None:
