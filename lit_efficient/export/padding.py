@@ -49,13 +49,15 @@ def pad_tokenizer(folder: Path, pad: int) -> None:
     """Set the padding token of the tokenizer in a folder, and the right side, on which every network reads padding."""
     from transformers import AutoTokenizer
 
+    from lit_efficient.data.text.chat_tokenizer import write_tokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if pad == len(tokenizer):
         tokenizer.add_special_tokens({"pad_token": _NEW})
     else:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
     tokenizer.padding_side = "right"
-    tokenizer.save_pretrained(folder)
+    write_tokenizer(tokenizer, folder)
 
 
 def _tokenizer(packed: Mapping[str, Any]) -> Any:

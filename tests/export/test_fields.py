@@ -15,6 +15,7 @@ from lit_efficient.data.text.chat_tokenizer import fingerprint, load_chat_tokeni
 from lit_efficient.data.text.chat_tokenizer import save_tokenizer as write
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.export.adapters import export_checkpoint
+from lit_efficient.export.padding import pad_tokenizer
 from lit_efficient.models.libraries.causal_lm import build, build_empty
 from tests.data.text.model_tokenizers import FAMILIES, make
 from tests.mechanisms.adapters.decoders import SIZES, Language
@@ -176,6 +177,17 @@ def test_an_export_is_the_base_with_other_weights(name: str, lora: bool, tmp_pat
         named = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
         assert named["base_model_name_or_path"] == str(tmp_path / "base")
         assert named["task_type"] == "CAUSAL_LM"
+
+
+def test_another_padding_token_changes_no_other_setting(tmp_path: Path) -> None:
+    """As of an exported reward model, which pads with a token that ends no text, on the right."""
+    tokenizer = make("smollm2")
+    for name in ("base", "out"):
+        write(pack_tokenizer(tokenizer), tmp_path / name)
+    pad_tokenizer(tmp_path / "out", tokenizer.bos_token_id)
+    found = differences(tmp_path / "base", tmp_path / "out", tokenizer_files(tmp_path / "base"))
+    assert found.keys() <= {"tokenizer_config.json: pad_token", "tokenizer_config.json: padding_side"}
+    assert found["tokenizer_config.json: pad_token"] == (tokenizer.pad_token, tokenizer.bos_token)
 
 
 def test_a_model_whose_weights_are_read_later_has_the_settings_of_its_base(tmp_path: Path) -> None:

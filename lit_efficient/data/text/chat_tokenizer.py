@@ -149,18 +149,24 @@ def pack_tokenizer(tokenizer: Any, stop: Iterable[int] = ()) -> dict[str, Any]:
     packed: dict[str, Any] = {"json": backend.to_str(), "stop": sorted(stop)}
     if backend is not tokenizer:
         with tempfile.TemporaryDirectory() as folder:
-            tokenizer.save_pretrained(folder)
+            write_tokenizer(tokenizer, Path(folder))
             packed["files"] = _texts_in(Path(folder))
     return packed
+
+
+def write_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write a tokenizer of transformers as ``save_pretrained`` does, without the options with which it was loaded."""
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text("utf-8"))
+    kept = {name: value for name, value in settings.items() if name not in _LOADING}
+    path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 def _texts_in(folder: Path) -> dict[str, str]:
     """Return the texts of the files in a folder by their relative paths, except the tokenizer's JSON."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != _JSON)
-    texts = {path.relative_to(folder).as_posix(): path.read_text("utf-8") for path in files}
-    settings = json.loads(texts["tokenizer_config.json"])
-    kept = {name: value for name, value in settings.items() if name not in _LOADING}
-    return texts | {"tokenizer_config.json": json.dumps(kept, indent=2, ensure_ascii=False) + "\n"}
+    return {path.relative_to(folder).as_posix(): path.read_text("utf-8") for path in files}
 
 
 def unpack_tokenizer(packed: Mapping[str, Any]) -> Any:
