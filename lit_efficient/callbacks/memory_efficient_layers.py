@@ -199,7 +199,7 @@ def _width(part: nn.Module) -> int | None:
 
 @contextmanager
 def _trial(part: nn.Module, width: int) -> Iterator[tuple[Tensor, int]]:
-    """Give a test input for a layer, and leave random states, modes and gradients as they were.
+    """Give a test input for a layer, and leave random states, buffers, modes and gradients as they were.
 
     Yields:
         The input, and the number of bytes that the layer saves for it.
@@ -207,7 +207,7 @@ def _trial(part: nn.Module, width: int) -> Iterator[tuple[Tensor, int]]:
     like = next((p for p in part.parameters() if p.is_floating_point()), torch.empty(0))
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, _ROWS // 2, width, generator=generator, device="cpu").to(like).requires_grad_()
-    with trial_of_layer(like.device):
+    with trial_of_layer(part, like.device):
         yield x, _saved_bytes(part, x)
 
 

@@ -103,3 +103,14 @@ def test_what_only_looks_like_one_is_left_alone() -> None:
         lit_efficient.MemoryEfficientLayers("liger")
     with pytest.raises(ConfigurationError, match="backend must be one of"):
         lit_efficient.MemoryEfficientLayers("fused")
+
+
+def test_the_trial_of_a_layer_changes_none_of_its_buffers() -> None:
+    torch.manual_seed(0)
+    spectral = [nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)) for _ in range(3)]
+    network = nn.ModuleList([nn.Sequential(*spectral), nn.LayerNorm(16)])  # three linear layers, as in a gated MLP
+    before = {name: buffer.clone() for name, buffer in network.named_buffers()}
+    apply(network, MemoryEfficientLayers())
+    assert len(before) == 6
+    for name, buffer in network.named_buffers():
+        assert torch.equal(buffer, before[name]), name

@@ -162,7 +162,7 @@ def _kept_by_token(part: nn.Module) -> int:
     like = next((p for p in weights if p.is_floating_point()), torch.empty(0, device=weights[0].device))
     x = _drawn((2, 3, width)).to(like).requires_grad_()
     try:
-        with SavedTensors([*weights, x]) as saved, trial_of_layer(x.device):
+        with SavedTensors([*weights, x]) as saved, trial_of_layer(part, x.device):
             out = part(x)
         if x.is_meta:
             alone: bool | None = part(x.flatten(0, 1)).shape == (6, width)

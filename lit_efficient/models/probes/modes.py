@@ -27,11 +27,20 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def trial_of_layer(device: torch.device) -> Iterator[None]:
-    """Run the body, the trial of a layer, with gradients, without autocast, and without a trace in the random state."""
+def trial_of_layer(layer: nn.Module, device: torch.device) -> Iterator[None]:
+    """Run the body, the trial of a layer, with gradients and without autocast.
+
+    Random states and the layer's buffers are restored: batch norms and spectral norms change theirs in each forward.
+    """
     autocast = nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad(), autocast:
-        yield
+    buffers = [(part, name, b, b.clone()) for part in layer.modules() for name, b in part.named_buffers(recurse=False)]
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad(), autocast:
+            yield
+    finally:
+        with torch.no_grad():
+            for part, name, buffer, value in buffers:
+                part._buffers[name] = buffer.copy_(value)
 
 
 def whole_precision(module: nn.Module, device: torch.device) -> bool:
