@@ -70,13 +70,14 @@ class Rewind:
         self._move_weights_home()
         for item in shallow:
             self._undo.append(restorer(vars(item)))
-        for item in reachable(roots, outside):
-            self._record(item)
+        with torch.DisableTorchFunctionSubclass():  # a subclass may refuse to be copied
+            for item in reachable(roots, outside):
+                self._record(item)
         self._random = random_states()
 
     def restore(self) -> None:
         """Restore the recorded state. May be called any number of times."""
-        with torch.no_grad():
+        with torch.no_grad(), torch.DisableTorchFunctionSubclass():
             self._move_weights_home()
             for undo in self._undo:
                 undo()

@@ -284,3 +284,22 @@ def test_hooks_that_write_no_weight_are_left_alone(tmp_path: Path) -> None:
     resumed = trainer([ExactResume()], max_steps=4)
     resumed.fit(ReadsAtStart(), data(), data(), ckpt_path=tmp_path / "two.ckpt")
     assert resumed.global_step == 4
+
+
+@pytest.mark.parametrize("kind", ["MaxBatchSize", "LRFinder"])
+def test_trial_steps_put_tensors_of_a_strict_subclass_back(kind: str) -> None:
+    class Changes(Carries):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = torch.zeros(2).as_subclass(Strict)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            with torch.DisableTorchFunctionSubclass():
+                self.kept.add_(1)
+            return super().training_step(batch, batch_idx)
+
+    module = Changes()
+    run = trainer(make_all(kind), max_steps=3, **CASES[kind].trainer)
+    run.fit(module, data(16))
+    with torch.DisableTorchFunctionSubclass():
+        assert module.kept.tolist() == [run.fit_loop.total_batch_idx + 1] * 2
