@@ -119,12 +119,14 @@ class OptimizerSchedule(Technique):
                 "OptimizerSchedule: torchao compiles its step again for each value of weight decay and betas. Use "
                 "LowBitOptimizer(backend='bitsandbytes'), or leave out OptimizerSchedule"
             )
-        decays = [[float(group.get("weight_decay", 0.0)) for group in one.param_groups] for one in trainer.optimizers]
+        decays = [[_decay(group) for group in one.param_groups] for one in trainer.optimizers]
         if [len(groups) for groups in self._decays] != [len(groups) for groups in decays]:
             self._largest = max(map(max, decays)) or 1.0  # 1 avoids a division by zero
             self._decays = [[decay / self._largest for decay in groups] for groups in decays]
         if self.weight_decay is not None and not any(map(any, self._decays)):
-            raise ConfigurationError("OptimizerSchedule: no group of the optimizer has a weight_decay above 0 to set")
+            raise ConfigurationError(
+                "OptimizerSchedule: no group of the optimizer has a weight_decay above 0 and parameters"
+            )
         if self.momentum is None:
             return
         if not any(_has_momentum(optimizer) for optimizer in trainer.optimizers):
@@ -142,7 +144,7 @@ class OptimizerSchedule(Technique):
         left = decay_factor(self._progress(trainer, pl_module), self.shape)
         for optimizer, decays in zip(trainer.optimizers, self._decays, strict=True):
             for group in optimizer.param_groups[len(decays) :]:  # a callback has added groups, as BaseFinetuning does
-                decays.append(float(group.get("weight_decay", 0.0)) / self._largest)
+                decays.append(_decay(group) / self._largest)
         for optimizer, decays in zip(trainer.optimizers, self._decays, strict=True):
             for group, share in zip(optimizer.param_groups, decays, strict=True):
                 if self.weight_decay is not None and share:
@@ -177,6 +179,11 @@ def _between(ends: Sequence[float], left: float) -> float:
     """Return the value between start and end, where ``left`` is the share of the difference that remains."""
     start, end = ends
     return end + (start - end) * left
+
+
+def _decay(group: dict[str, Any]) -> float:
+    """Return the weight decay of a group, which is 0 if the group has no parameters."""
+    return float(group.get("weight_decay", 0.0)) if group["params"] else 0.0
 
 
 def _has_momentum(optimizer: Optimizer) -> bool:

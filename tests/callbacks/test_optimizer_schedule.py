@@ -131,6 +131,19 @@ def test_nothing_to_set_and_what_sets_it_as_well_are_refused(
         fit(module(), OptimizerSchedule(**arguments))
 
 
+class DecaysNothing(Toy):
+    """The toy whose group with weight decay is empty, as where a rule excludes parameters by their names."""
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": [], "weight_decay": 0.1}, {"params": [*self.parameters()], "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups)
+
+
+def test_a_group_without_parameters_is_nothing_to_set() -> None:
+    with pytest.raises(ConfigurationError, match="no group of the optimizer has a weight_decay above 0"):
+        trainer([OptimizerSchedule(weight_decay=[0.8, 0.9])]).fit(DecaysNothing(), data())
+
+
 def test_what_compiles_its_step_for_each_value_is_refused() -> None:
     parts = [LowBitOptimizer(bits=4, min_size=0), OptimizerSchedule([0.1, 0.4])]
     with pytest.raises(ConflictError, match="torchao compiles its step again for each value"):
