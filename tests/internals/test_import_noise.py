@@ -108,7 +108,7 @@ OURS = ("Seed set to", "GPU available", "`Trainer(", "`Trainer.fit`", "LanguageD
 OURS += ("raw weights; outputs of", "runs/llm/", "search for", "data.", "warning: ")
 
 
-@pytest.mark.turns(4, family="whole programs")
+@pytest.mark.nightly
 def test_programs_of_a_language_model_show_nothing_of_the_libraries(tmp_path):
     done = subprocess.run([sys.executable, "-c", CHAIN], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
