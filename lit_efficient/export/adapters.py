@@ -178,8 +178,7 @@ def _merged(source: _Source, check: bool) -> _Export:
         else:
             _stop_at(model, stop)
         _save_model(model, folder)
-        if base and (folder / "tokenizer_config.json").is_file():
-            declare_class(folder, base)
+        _declare_class(folder, base)
 
     def compare(folder: Path) -> str:
         if reference is None:
@@ -227,6 +226,7 @@ def _peft(source: _Source, check: bool) -> _Export:
         stop = _save_tokenizer(checkpoint, folder)
         if stop and pad is not None:
             pad_tokenizer(folder, pad)
+        _declare_class(folder, about.get("base_model_name_or_path"))
 
     def compare(folder: Path) -> str:
         if len(adapters) > 1:
@@ -370,6 +370,11 @@ def _save_tokenizer(checkpoint: Checkpoint, folder: Path) -> list[int]:
         return []
     save_tokenizer(packed, folder)
     return list(packed["stop"])
+
+
+def _declare_class(folder: Path, base: str | None) -> None:
+    if base and (folder / "tokenizer_config.json").is_file():
+        declare_class(folder, base)
 
 
 def _save_model(model: Any, folder: Path) -> None:

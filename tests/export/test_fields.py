@@ -11,7 +11,13 @@ import torch
 from lightning.pytorch import Trainer
 
 from lit_efficient import CausalLMConfig, LanguageChat, LanguageData, LanguageModeling, LoRA
-from lit_efficient.data.text.chat_tokenizer import fingerprint, load_chat_tokenizer, pack_tokenizer, unpack_tokenizer
+from lit_efficient.data.text.chat_tokenizer import (
+    declare_class,
+    fingerprint,
+    load_chat_tokenizer,
+    pack_tokenizer,
+    unpack_tokenizer,
+)
 from lit_efficient.data.text.chat_tokenizer import save_tokenizer as write
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.export.adapters import export_checkpoint
@@ -169,14 +175,34 @@ def test_an_export_is_the_base_with_other_weights(name: str, lora: bool, tmp_pat
     assert tokenizer.eos_token_id in GenerationConfig.from_pretrained(tmp_path / "merged").eos_token_id
     if lora:
         export_checkpoint(checkpoint, tmp_path / "peft", "peft", check=False)
-        found = differences(tmp_path / "base", tmp_path / "peft", files)
-        # Without config.json transformers trusts the name of the class, so it must be the class that was used.
-        kind = found.pop("tokenizer_config.json: tokenizer_class", None)
-        assert kind is None or kind[1] == type(AutoTokenizer.from_pretrained(tmp_path / "base")).__name__
-        assert found == {}
+        assert differences(tmp_path / "base", tmp_path / "peft", files) == {}
+        text = "What is <tool>  ä?"
+        ours, theirs = (AutoTokenizer.from_pretrained(tmp_path / name)(text) for name in ("peft", "base"))
+        assert ours["input_ids"] == theirs["input_ids"]
         named = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
         assert named["base_model_name_or_path"] == str(tmp_path / "base")
         assert named["task_type"] == "CAUSAL_LM"
+
+
+@pytest.mark.parametrize("declared", ["Qwen2Tokenizer", "OwnTokenizer", "BertJapaneseTokenizer", "GemmaTokenizer"])
+@pytest.mark.parametrize("with_config", [False, True], ids=["peft", "merged"])
+def test_the_class_of_the_base_is_declared_only_where_it_loads_the_same(
+    declared: str, with_config: bool, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = make("qwen2.5")
+    for name in ("base", "out"):
+        write(pack_tokenizer(tokenizer), tmp_path / name)
+        if with_config:
+            (tmp_path / name / "config.json").write_text('{"model_type": "llama"}')
+    path = tmp_path / "base" / "tokenizer_config.json"
+    path.write_text(json.dumps(fields(path) | {"tokenizer_class": declared}))
+    out = tmp_path / "out" / "tokenizer_config.json"
+    out.write_text(json.dumps(fields(out) | {"tokenizer_class": "TokenizersBackend"}))
+    declare_class(tmp_path / "out", str(tmp_path / "base"))
+    ids = AutoTokenizer.from_pretrained(tmp_path / "out")("What is <tool> ä?")["input_ids"]
+    assert ids == tokenizer("What is <tool> ä?")["input_ids"]
 
 
 def test_another_padding_token_changes_no_other_setting(tmp_path: Path) -> None:

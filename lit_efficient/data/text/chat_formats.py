@@ -48,8 +48,8 @@ _FURTHER: dict[str, tuple[str, ...]] = {
     "completion": FURTHER,
     "text": (),
 }
-# Beginning of a list of turns as JSON or as Python prints it.
-_TURNS = re.compile(r"""\s*\[\s*\{.*?["'](role|from)["']\s*:""", re.DOTALL)
+# List of turns as JSON or as Python prints it, without anything after it.
+_TURNS = re.compile(r"""\s*\[\s*\{.*?["'](role|from)["']\s*:.*\]\s*\Z""", re.DOTALL)
 # Content that no text DataModule reads.
 MEDIA = ("image", "video", "audio")
 # Keys of a turn that decide whether it contributes to the loss, as in axolotl.

@@ -289,6 +289,11 @@ def test_a_table_holds_turns_of_each_format_as_json(kind: str, tmp_path: Path) -
         assert "is a text that is no JSON" in str(row)
 
 
+def test_a_text_that_begins_with_turns_is_a_text() -> None:
+    row = {"prompt": f"{json.dumps(TURNS)}\nHow many turns are this?", "completion": " [4]"}
+    assert read_row(row, "completion").text == row["prompt"] + row["completion"]
+
+
 @pytest.mark.parametrize("answer", [("prompt", "completion"), ("instruction", "output"), ("messages",)])
 def test_bad_examples_are_not_learned(answer: tuple[str, ...], tmp_path: Path) -> None:
     key = "label" if "prompt" in answer else "kto_tag"
