@@ -31,7 +31,7 @@ from lit_efficient.data.text.mixture import LanguageMixture, MixtureSource
 from lit_efficient.data.text.packing import Bins, PackedRow, joined, pack_lengths
 from lit_efficient.data.text.reading import Reader
 from lit_efficient.data.text.rows import STDLIB_INSTRUCTIONS, Source
-from lit_efficient.data.text.streamed import StreamedRows, StreamLoader
+from lit_efficient.data.text.streamed import StreamedRows, StreamLoader, StreamMixture
 from lit_efficient.data.text.truncation import Counts, Pieces, cut
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.files.cache import read_manifest
@@ -314,7 +314,7 @@ class LanguageData(ChatDataModule):
         for reader in readers:
             for sentence in reader.formats:
                 rank_zero_info(f"LanguageData: {sentence}, streamed")
-        shares = None
+        mixture = None
         if self.mixes:
             if self.mixture.by == "tokens" and self.train[0].weight is None:
                 raise ConfigurationError(
@@ -322,6 +322,7 @@ class LanguageData(ChatDataModule):
                     "of its tokens is not known before it is read."
                 )
             shares = self.mixture.shares(self.train, [max(1.0, sum(reader.estimates)) for reader in readers])
+            mixture = StreamMixture(shares, self.mixture.by, self.mixture.stop)
             for source, share in zip(self.train, shares):
                 rank_zero_info(f"LanguageData: {source.label}: {share:.1%} of the {self.mixture.by}, streamed")
         encoder = ChatTokens(self.chat_tokenizer, **self.encoding())
@@ -339,8 +340,7 @@ class LanguageData(ChatDataModule):
             self.rows.max_malformed,
             self.seed,
             self.chat.rendered,
-            shares,
-            self.mixture,
+            mixture,
         )
 
 

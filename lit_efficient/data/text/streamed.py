@@ -13,6 +13,7 @@ Costs: tokenising in every run; a resumed run reads and tokenises again what it 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -24,7 +25,7 @@ from lit_efficient.data.text.chat_formats import MalformedRow
 from lit_efficient.data.text.chat_tokens import ChatTokens, Encoded
 from lit_efficient.data.text.document_store import labels_of
 from lit_efficient.data.text.interleaving import interleave
-from lit_efficient.data.text.mixture import LanguageMixture
+from lit_efficient.data.text.mixture import By, Stop
 from lit_efficient.data.text.packing import PackedRow, pack_lengths
 from lit_efficient.data.text.pair_formats import Example
 from lit_efficient.data.text.reading import Empty, Reader, RowCount
@@ -41,6 +42,15 @@ Waiting = tuple[str, Example, int]
 """Place of a row, its content, and the number of its source."""
 
 
+@dataclass(frozen=True)
+class StreamMixture:
+    """Shares of the sources of a stream [S], their unit, and what happens when a source ends."""
+
+    shares: np.ndarray
+    by: By
+    stop: Stop
+
+
 class StreamedRows(IterableDataset[PackedRow]):
     """Endless rows of packed (or padded) batches, as `PackedDocuments` gives them.
 
@@ -54,8 +64,7 @@ class StreamedRows(IterableDataset[PackedRow]):
         max_malformed: Largest share of malformed rows. With a larger share the stream raises an error.
         seed: Seed of the order.
         rendered: Choice of the user about control tokens in texts, as in `TextCount.check`.
-        shares: Share of each source of a mixture [S]; None without one.
-        mixture: Unit of the shares, and what happens when a source ends.
+        mixture: Shares of the sources of a mixture; None without one.
     """
 
     def __init__(
@@ -69,13 +78,11 @@ class StreamedRows(IterableDataset[PackedRow]):
         max_malformed: float,
         seed: int,
         rendered: bool | None = None,
-        shares: np.ndarray | None = None,
-        mixture: LanguageMixture = LanguageMixture(),  # noqa: B008 (frozen)
+        mixture: StreamMixture | None = None,
     ) -> None:
         self.readers = readers
         for reader in readers:
             _ = reader.estimates  # counted here, and not in every worker
-        self.shares = shares
         self.mixture = mixture
         self.encoder = encoder
         self.max_length = max_length
@@ -98,8 +105,8 @@ class StreamedRows(IterableDataset[PackedRow]):
         workers = worker.num_workers if worker else 1
         part = rank * workers + (worker.id if worker else 0)
         parts = ranks * workers
-        if self.shares is not None:
-            yield from self._mixed(part, parts, self.shares)
+        if self.mixture is not None:
+            yield from self._mixed(part, parts, self.mixture)
             return
         for number in count():
             yielded = 0
@@ -116,12 +123,13 @@ class StreamedRows(IterableDataset[PackedRow]):
                         )
                 yield from rows
 
-    def _mixed(self, part: int, parts: int, shares: np.ndarray) -> Iterator[PackedRow]:
+    def _mixed(self, part: int, parts: int, mixture: StreamMixture) -> Iterator[PackedRow]:
         """Yield the rows of a mixture.
 
         The next row is one of the source that has the smallest number of rows or tokens for its share. The tokens of a
         row are known when its buffer is tokenised; until then it counts like the average row of its source.
         """
+        shares = mixture.shares
         passes = [self._own_rows(source, part, parts) for source in range(len(shares))]
         rows = np.zeros(len(shares))
         tokens = np.zeros(len(shares))
@@ -131,13 +139,13 @@ class StreamedRows(IterableDataset[PackedRow]):
             tokenised = rows.copy()
             while len(waiting) < self.buffer:
                 used = rows
-                if self.mixture.by == "tokens":
+                if mixture.by == "tokens":
                     average = tokens.sum() / max(tokenised.sum(), 1) or 1.0
                     mean = np.where(tokens > 0, tokens / np.maximum(tokenised, 1), average)
                     used = tokens + (rows - tokenised) * mean
                 source = int(np.argmin(used / shares))
                 found = next(passes[source], None)
-                if found is None and self.mixture.stop == "first_exhausted":
+                if found is None and mixture.stop == "first_exhausted":
                     passes = [self._own_rows(source, part, parts) for source in range(len(shares))]
                     ended.add(source)
                 elif found is None:
