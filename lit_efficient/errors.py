@@ -14,7 +14,7 @@ The command line prints these errors without a traceback and exits with their co
 import math
 import operator
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -169,6 +169,32 @@ def check_number(
     range_ = " and ".join(f"{words} {bound:.10g}" for words, (bound, _) in given.items())
     noun = ("a whole number" if whole else "" if given else "a number") + (" of " if whole and given else "")
     raise refusal(owner, name, noun + range_ + (" or null" if null else ""), value)
+
+
+def check_list(owner: str, name: str, value: object, allowed: str, *, null: bool = False, empty: bool = False) -> None:
+    """Raise an error unless an argument is a list, or another collection that is neither a text nor a mapping.
+
+    Args:
+        owner: Class or subcommand that has the argument.
+        name: Name of the argument.
+        value: The given value.
+        allowed: Allowed values, as the end of a sentence that begins with "must be".
+        null: Whether ``None`` is allowed.
+        empty: Whether an empty list is allowed.
+
+    Raises:
+        ConfigurationError: Naming argument, allowed and given value.
+
+    Example:
+        >>> check_list("DataLoaderTuner", "workers", 2, "a list of numbers")
+        Traceback (most recent call last):
+        lit_efficient.errors.ConfigurationError: DataLoaderTuner: workers must be a list of numbers, got 2
+    """
+    if value is None and null:
+        return
+    is_list = isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)
+    if not is_list or (len(value) == 0 and not empty):  # type: ignore[arg-type]
+        raise refusal(owner, name, allowed, value)
 
 
 def nearest(name: str, known: Collection[str], most: int = 1) -> list[str]:

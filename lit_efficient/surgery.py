@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lit_efficient.errors import ConfigurationError, listed, refusal
+from lit_efficient.errors import ConfigurationError, check_list, listed, refusal
 from lit_efficient.internals.torch_modules import StaysFloat32
 from lit_efficient.internals.torch_optimizers import HOOKS, is_counted, mark_counted, mark_stepped
 from lit_efficient.internals.torch_shards import is_sharded as is_sharded  # noqa: PLC0414 (also a name of this module)
@@ -266,6 +266,8 @@ def name_pattern(pattern: str, who: str) -> re.Pattern[str]:
 def _matching(names: Mapping[str, Sequence[str]], patterns: Sequence[str], who: str, what: str) -> list[str]:
     """Return the keys of ``names`` with a value that a pattern matches. Each pattern must match something."""
     matched: set[str] = set()
+    if not isinstance(patterns, str):
+        check_list(who, "patterns", patterns, "a pattern or a list of patterns", empty=True)
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         expression = name_pattern(pattern, who)
         hits = {key for key, aliases in names.items() if any(map(expression.fullmatch, aliases))}

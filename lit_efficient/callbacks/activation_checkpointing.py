@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report, format_bytes
-from lit_efficient.errors import ConfigurationError, ConflictError, check_number, refusal
+from lit_efficient.errors import ConfigurationError, ConflictError, check_list, check_number, refusal
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_compiler import swap_setting
 from lit_efficient.internals.torch_trees import tree_leaves
@@ -99,8 +99,10 @@ class ActivationCheckpointing(Technique):
     ) -> None:
         super().__init__()
         check_number("ActivationCheckpointing", "every", every, least=1, whole=True)
-        if save is not None and (not save or any(kind not in OPERATORS for kind in save)):
-            raise refusal("ActivationCheckpointing", "save", f"some of {', '.join(OPERATORS)} or null", save)
+        kinds = f"some of {', '.join(OPERATORS)} or null"
+        check_list("ActivationCheckpointing", "save", save, kinds, null=True)
+        if any(kind not in OPERATORS for kind in save or ()):
+            raise refusal("ActivationCheckpointing", "save", kinds, save)
         check_number("ActivationCheckpointing", "memory_budget", memory_budget, least=0, most=1, null=True)
         if memory_budget is not None and (every > 1 or save):
             raise ConfigurationError(

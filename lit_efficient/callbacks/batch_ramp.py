@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lit_efficient.declaration import Phase, Report, technique_of
-from lit_efficient.errors import ConfigurationError, ConflictError, check_number, refusal
+from lit_efficient.errors import ConfigurationError, ConflictError, check_list, check_number, refusal
 from lit_efficient.internals.lightning_data import combined_loader
 from lit_efficient.internals.lightning_loops import recount
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
@@ -99,10 +99,11 @@ class BatchRamp(Technique):
     def __init__(self, milestones: Sequence[int | float], factor: int = 2) -> None:
         super().__init__()
         check_number("BatchRamp", "factor", factor, least=2, whole=True)
+        allowed = "steps from 1 on or fractions between 0 and 1, in ascending order"
+        check_list("BatchRamp", "milestones", milestones, allowed)
         fractions = all(isinstance(value, float) and 0 < value < 1 for value in milestones)
         steps = all(type(value) is int and value > 0 for value in milestones)
-        if not milestones or not (fractions or steps) or sorted({*milestones}) != [*milestones]:
-            allowed = "steps from 1 on or fractions between 0 and 1, in ascending order"
+        if not (fractions or steps) or sorted({*milestones}) != [*milestones]:
             raise refusal("BatchRamp", "milestones", allowed, milestones)
         self.milestones = milestones
         self.factor = factor
@@ -217,6 +218,14 @@ class BatchRamp(Technique):
             raise ConfigurationError(
                 f"BatchRamp: a {type(loader).__name__} has no length, so its batches cannot be split: raise "
                 "accumulate_grad_batches"
+            )
+        rows = getattr(loader, "batch_size", None)
+        rows = getattr(getattr(loader, "batch_sampler", None), "batch_size", None) if rows is None else rows
+        most = max(pieces for _, pieces in stages)
+        if isinstance(rows, int) and most > rows:
+            raise ConfigurationError(
+                f"BatchRamp: {len(self.milestones)} milestones with factor={self.factor} divide each batch of {rows} "
+                f"rows into {most} parts: set a smaller factor, fewer milestones or a larger batch"
             )
         before = self._loader
         self._loader = PiecewiseLoader(loader, stages)

@@ -191,8 +191,7 @@ class Compile(Technique):
         elif self.modules == "blocks":
             found = find_blocks(module, who="Compile", every=True, example=r"modules=['layers\.\d+']")
         else:
-            patterns = [self.modules] if isinstance(self.modules, str) else self.modules
-            found = match_modules(module, patterns, who="Compile: modules")
+            found = match_modules(module, self.modules, who="Compile: modules")
         recomputed = {name for name, part in module.named_modules() if getattr(part, "_recomputes", False)}
         # Other backends do not trace forward and backward pass as one graph, with one state of random numbers.
         one_graph = self.backend.startswith("aot_") or self.backend in ("inductor", "cudagraphs", "openxla")

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lit_efficient.declaration import Report, technique_of, techniques_of
-from lit_efficient.errors import check_number, refusal
+from lit_efficient.errors import check_list, check_number
 from lit_efficient.internals.torch_loaders import copied, set_loading
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.mechanisms.moving import move
@@ -165,6 +165,9 @@ def apart(loader: DataLoader[Any], loading: Loading) -> DataLoader[Any]:
     return other
 
 
+_MOST_WORKERS = 512  # per process; more than the processors of nearly all machines
+
+
 class DataLoaderTuner(Technique):
     """Choose workers, prefetching and pinning of the training loaders by reading a few batches before the first step.
 
@@ -174,7 +177,8 @@ class DataLoaderTuner(Technique):
     either. A log line gives the reason.
 
     Args:
-        workers: Numbers of workers to try. ``null``: 0, 1, 2, 4 and so on up to the number of processors per process.
+        workers: Numbers of workers to try, at most 512. ``null``: 0, 1, 2, 4 and so on up to the number of processors
+            per process.
         prefetch: Numbers of batches to try that a worker may read ahead.
         batches: Number of batches to measure with each setting.
         margin: Fraction by which a setting must be faster than a simpler one.
@@ -194,11 +198,12 @@ class DataLoaderTuner(Technique):
         margin: float = 0.1,
     ) -> None:
         super().__init__()
-        for name, values, least in (("workers", workers, 0), ("prefetch", prefetch, 1)):
-            if values is not None and not values:
-                raise refusal("DataLoaderTuner", name, "a list of numbers", values)
-            for value in values or ():
-                check_number("DataLoaderTuner", name, value, least=least, whole=True)
+        check_list("DataLoaderTuner", "workers", workers, "a list of numbers or null", null=True)
+        check_list("DataLoaderTuner", "prefetch", prefetch, "a list of numbers")
+        for number in workers or ():  # each of them is started
+            check_number("DataLoaderTuner", "workers", number, least=0, most=_MOST_WORKERS, whole=True)
+        for number in prefetch:
+            check_number("DataLoaderTuner", "prefetch", number, least=1, whole=True)
         check_number("DataLoaderTuner", "batches", batches, least=1, whole=True)
         check_number("DataLoaderTuner", "margin", margin, least=0, below=1)
         self.workers = workers

@@ -72,6 +72,10 @@ class FeatureMatching(Alignment):
         check_choice("FeatureMatching", "loss", loss, LOSSES)
         check_choice("FeatureMatching", "projection", projection, PROJECTIONS)
         check_choice("FeatureMatching", "layout", layout, LAYOUTS)
+        if not isinstance(layers, Mapping):
+            raise refusal("FeatureMatching", "layers", "a mapping from layers to layers of the teacher", layers)
+        if not isinstance(widths, Mapping | None):
+            raise refusal("FeatureMatching", "widths", "a mapping from keys of layers to two numbers, or null", widths)
         if not student or not layers:
             raise refusal("FeatureMatching", "student and layers", "not empty", (student, layers))
         for key, pair in (widths or {}).items():

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from lit_efficient.application.optimizers import OptimizerHooks, optimized_by, schedulers_of
 from lit_efficient.declaration import Phase, Report, held
 from lit_efficient.distributed.reducing import renew_reducer
-from lit_efficient.errors import ConfigurationError, ConflictError, check_number, refusal
+from lit_efficient.errors import ConfigurationError, ConflictError, check_list, check_number, refusal
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.mechanisms.blocks.freezing import depth_groups_and_norms, hold, label, release
@@ -106,11 +106,15 @@ class GradualUnfreezing(OptimizerHooks, Technique):
             )
         check_number("GradualUnfreezing", "every_n_steps", every_n_steps, least=1, whole=True, null=True)
         check_number("GradualUnfreezing", "every_n_epochs", every_n_epochs, least=1, whole=True, null=True)
-        if milestones is not None and (not milestones or [0, *milestones] != sorted({0, *milestones})):
-            raise refusal("GradualUnfreezing", "milestones", "steps from 1 on, in ascending order", milestones)
+        ascending = "steps from 1 on, in ascending order"
+        check_list("GradualUnfreezing", "milestones", milestones, ascending, null=True)
+        for step in milestones or ():
+            check_number("GradualUnfreezing", "milestones", step, least=1, whole=True)
+        if milestones is not None and [*milestones] != sorted({*milestones}):
+            raise refusal("GradualUnfreezing", "milestones", ascending, milestones)
         check_number("GradualUnfreezing", "lr_decay", lr_decay, least=1)
-        if groups != "auto" and (isinstance(groups, str) or not groups):
-            raise refusal("GradualUnfreezing", "groups", "auto or a list of patterns from head to stem", groups)
+        if groups != "auto":
+            check_list("GradualUnfreezing", "groups", groups, "auto or a list of patterns from head to stem")
         self.groups = groups
         self.every_n_steps = every_n_steps
         self.every_n_epochs = every_n_epochs

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError, refusal
+from lit_efficient.errors import ConfigurationError, check_list, refusal
 from lit_efficient.internals.torch_modules import StaysFloat32
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 from lit_efficient.mechanisms.router_balance import routers
@@ -106,7 +106,9 @@ class KeepFloat32(Technique):
 
     def __init__(self, kinds: Sequence[str] = ("norms", "routers", "positions"), modules: Sequence[str] = ()) -> None:
         super().__init__()
-        if isinstance(kinds, str) or not set(kinds) <= _KINDS.keys():
+        check_list("KeepFloat32", "kinds", kinds, f"a list of {', '.join(_KINDS)}", empty=True)
+        check_list("KeepFloat32", "modules", modules, "a list of patterns", empty=True)
+        if not set(kinds) <= _KINDS.keys():
             raise refusal("KeepFloat32", "kinds", f"a list of {', '.join(_KINDS)}", kinds)
         if not kinds and not modules:
             raise refusal("KeepFloat32", "kinds", f"some of {', '.join(_KINDS)} if modules is empty", kinds)

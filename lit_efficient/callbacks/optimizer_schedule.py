@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lit_efficient.declaration import Report
-from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number, refusal
+from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_list, check_number, refusal
 from lit_efficient.optimizers.rates import nested_schedulers
 from lit_efficient.optimizers.schedules import decay_factor, steps_of
 from lit_efficient.technique import Technique
@@ -54,8 +54,10 @@ class OptimizerSchedule(Technique):
     ) -> None:
         super().__init__()
         for name, value, below in (("weight_decay", weight_decay, None), ("momentum", momentum, 1.0)):
-            if value is not None and (isinstance(value, str) or len(value) != 2):
-                raise refusal("OptimizerSchedule", name, "two numbers (start and end) or null", value)
+            two = "two numbers (start and end) or null"
+            check_list("OptimizerSchedule", name, value, two, null=True)
+            if value is not None and len(value) != 2:
+                raise refusal("OptimizerSchedule", name, two, value)
             for number in value or ():
                 check_number("OptimizerSchedule", name, number, least=0, below=below)
         if weight_decay is None and momentum is None:

@@ -12,7 +12,7 @@ and 0.15 have an error of at most 0.1 % of the distance between average and weig
 linear combination of the snapshots. With n times as many snapshots the error is n^2 times smaller.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report, format_bytes
-from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
+from lit_efficient.errors import ConfigurationError, check_choice, check_list, check_number, refusal
 from lit_efficient.mechanisms.averages.shadow import outside_autograd
 from lit_efficient.mechanisms.averages.snapshots import Snapshot, write_snapshot
 from lit_efficient.mechanisms.averages.weights import (
@@ -72,8 +72,9 @@ class PowerEMA(Technique):
         dtype: str = "float32",
     ) -> None:
         super().__init__()
-        self.sigma_rels = tuple(sigma_rels) if isinstance(sigma_rels, Iterable) else ()
-        if not self.sigma_rels or len(set(self.sigma_rels)) < len(self.sigma_rels):
+        check_list("PowerEMA", "sigma_rels", sigma_rels, "a list of widths, each once")
+        self.sigma_rels = tuple(sigma_rels)
+        if len(set(self.sigma_rels)) < len(self.sigma_rels):
             raise refusal("PowerEMA", "sigma_rels", "a list of widths, each once", sigma_rels)
         for sigma_rel in self.sigma_rels:
             gamma_of(sigma_rel)

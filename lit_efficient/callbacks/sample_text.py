@@ -13,7 +13,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
-from lit_efficient.errors import ConfigurationError, check_number, diagnostic, refusal
+from lit_efficient.errors import ConfigurationError, check_list, check_number, diagnostic
 from lit_efficient.files.atomic_file import replacing
 from lit_efficient.files.runs import samples_file
 from lit_efficient.internals.lightning_trainer import AskedEarly
@@ -56,9 +56,7 @@ class SampleText(AskedEarly, Callback):
         chat: bool = False,
         folder: str | None = None,
     ) -> None:
-        if isinstance(prompts, str) or not prompts:
-            # A string is a sequence as well, of single characters.
-            raise refusal("SampleText", "prompts", "a list of at least one text", prompts)
+        check_list("SampleText", "prompts", prompts, "a list of at least one text")
         check_number("SampleText", "max_new_tokens", max_new_tokens, least=1, whole=True)
         Sampling(temperature, top_p).check("SampleText")
         self.prompts = list(prompts)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report, held
-from lit_efficient.errors import check_number, refusal
+from lit_efficient.errors import check_list, check_number
 from lit_efficient.mechanisms.averages.weights import local
 from lit_efficient.surgery import match_parameters, name_pattern
 from lit_efficient.technique import Technique
@@ -59,8 +59,7 @@ class WeightClipping(Technique):
     def __init__(self, bound: float, targets: Sequence[str] = ("weight",)) -> None:
         super().__init__()
         check_number("WeightClipping", "bound", bound, above=0)
-        if isinstance(targets, str) or not targets:
-            raise refusal("WeightClipping", "targets", "a list of regular expressions", targets)
+        check_list("WeightClipping", "targets", targets, "a list of regular expressions")
         for pattern in targets:
             name_pattern(pattern, "WeightClipping: targets")
         self.bound = bound

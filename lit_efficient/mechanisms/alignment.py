@@ -22,7 +22,14 @@ from lit_efficient.application.ledger import ledger
 from lit_efficient.application.loss import LossHooks
 from lit_efficient.application.optimizers import OptimizerHooks
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError, ConflictError, check_number, refusal
+from lit_efficient.errors import (
+    ConfigurationError,
+    ConflictError,
+    OutOfMemoryError,
+    check_number,
+    is_out_of_memory,
+    refusal,
+)
 from lit_efficient.internals.torch_dispatch import backward_runs
 from lit_efficient.internals.torch_modules import LoadsPartly
 from lit_efficient.internals.wraps import temporarily
@@ -244,7 +251,8 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
         self.counts_steps = self.stop_at is not None
         check_number(name, "weight", self.weight, least=0)
         check_number(name, "stop_at", self.until, least=1, whole=True, null=True)
-        if isinstance(self.teacher, str) and not self.teacher:
+        check_number(name, "seed", self.seed, whole=True)
+        if not (self.teacher is None or isinstance(self.teacher, str | nn.Module)) or self.teacher == "":
             raise refusal(name, "teacher", "a module or a name", self.teacher)
 
     def arguments(self) -> dict[str, Any]:
@@ -336,7 +344,15 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
                 f"{who}: projection='none' needs equal widths, but {sides[0][0]} has {ours} and {sides[1][0]} has "
                 f"{theirs}; use linear or mlp"
             )
-        return make_head(projection, ours, theirs, hidden, bias)
+        try:
+            return make_head(projection, ours, theirs, hidden, bias)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(
+                f"{who}: a projection {projection!r} from {ours} to {theirs} with hidden={hidden} does not fit into "
+                "memory: set a smaller hidden"
+            ) from error
 
     def trains(self, module: nn.Module) -> list[nn.Parameter]:
         return list(self.heads(module).parameters())

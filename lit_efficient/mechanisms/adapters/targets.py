@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from lit_efficient.errors import ConfigurationError, refusal
+from lit_efficient.errors import ConfigurationError, check_list
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, kind_of
 from lit_efficient.mechanisms.blocks.block_map import BlockMap, is_inside
 from lit_efficient.surgery import NewLayer, endings, expert_stacks, match_modules, name_pattern
@@ -32,9 +32,7 @@ def find_targets(root: nn.Module, targets: str | Sequence[str], *, who: str) -> 
         ConfigurationError: If there is no such layer, or a pattern matches nothing. The message lists names.
     """
     if targets not in (ALL_LINEAR, WITH_EXPERTS):
-        patterns = [targets] if isinstance(targets, str) else list(targets or ())
-        if not patterns:
-            raise refusal(who, "targets", f"{ALL_LINEAR}, {WITH_EXPERTS} or a list of patterns", targets)
+        patterns = _patterns(targets, who)
         stacked = {pattern for found in _matched(root, targets, who).values() for pattern in found}
         patterns = [pattern for pattern in patterns if pattern not in stacked]
         if not patterns:
@@ -88,13 +86,19 @@ def _matched(root: nn.Module, targets: str | Sequence[str], who: str) -> dict[st
     """Return the patterns that match stacked weights but no layer, by the weights' dotted names."""
     layers = [name for name, part in root.named_modules() if kind_of(part)]
     found: dict[str, list[str]] = {}
-    for pattern in [targets] if isinstance(targets, str) else targets:
+    for pattern in _patterns(targets, who):
         expression = name_pattern(pattern, who)
         if not any(map(expression.fullmatch, layers)):
             for full in (f"{name}.{key}".lstrip(".") for name, _, keys in expert_stacks(root) for key in keys):
                 if expression.fullmatch(full):
                     found.setdefault(full, []).append(pattern)
     return found
+
+
+def _patterns(targets: str | Sequence[str], who: str) -> list[str]:
+    patterns = [targets] if targets and isinstance(targets, str) else targets
+    check_list(who, "targets", patterns, f"{ALL_LINEAR}, {WITH_EXPERTS} or a list of patterns")
+    return list(patterns)
 
 
 def other_targets(root: nn.Module, kinds: Sequence[str] = ("conv2d", "embedding")) -> list[str]:

@@ -59,8 +59,7 @@ def find_blocks(
         ConfigurationError: If there is no such block.
     """
     if patterns != "auto":
-        wanted = [patterns] if isinstance(patterns, str) else list(patterns)
-        return _unique(root, _outermost(match_modules(root, wanted, who=who)))
+        return _unique(root, _outermost(match_modules(root, patterns, who=who)))
     block_map = BlockMap(root)
     found = block_map.every(declared) if every else block_map.blocks(declared)
     if not found:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from torch import nn
 
 from lit_efficient.declaration import HELD
-from lit_efficient.errors import ConfigurationError, listed, refusal
+from lit_efficient.errors import ConfigurationError, check_list, listed
 from lit_efficient.internals.torch_layers import BatchNorm
 from lit_efficient.mechanisms.blocks.block_map import BlockMap, find_blocks, is_inside
 from lit_efficient.surgery import NewLayer, match_parameters, name_pattern, parents, reshard
@@ -114,8 +114,7 @@ def depth_groups_and_norms(
 def _rule(module: nn.Module, groups: Groups, who: str, others: Collection[str]) -> Rule:
     if groups == "auto":
         return _by_depth(module, who, others)
-    if isinstance(groups, str) or not groups:
-        raise refusal(who, "groups", "auto or a list of patterns from head to stem", groups)
+    check_list(who, "groups", groups, "auto or a list of patterns from head to stem")
     patterns = [[entry] if isinstance(entry, str) else list(entry) for entry in groups]
     return _by_patterns(module, patterns, who)
 
