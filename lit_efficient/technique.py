@@ -97,6 +97,9 @@ def warn_of_uncounted_steps(trainer: Any, module: nn.Module) -> None:
     session = session_of(module)
     if session is None or session.has_ended_epoch:
         return
+    batches = trainer.fit_loop.total_batch_idx - session.first_batch
+    if not batches:  # the run resumes after the last batch of an epoch
+        return
     session.has_ended_epoch = True
     idle = []
     for technique in in_order(techniques_of(trainer)):
@@ -104,7 +107,6 @@ def warn_of_uncounted_steps(trainer: Any, module: nn.Module) -> None:
         if waits or (overrides(technique, "after_step") and not session.has_stepped):
             idle.append(type(technique).__name__)
     if idle:
-        batches = trainer.fit_loop.epoch_loop.batch_idx + 1
         rank_zero_warn(
             f"{', '.join(idle)}: no optimizer step was seen in the {batches} batches of the first epoch, so nothing "
             f"that waits for steps was done: trainer.global_step is {trainer.global_step}. Step the optimizers that "

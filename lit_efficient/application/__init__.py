@@ -322,6 +322,7 @@ def _begin_training(self: Any) -> None:
     session = session_of(self)
     assert session is not None
     session.first_step = self.trainer.global_step
+    session.first_batch = self.trainer.fit_loop.total_batch_idx
     with diagnostic("lit_efficient", "the next validation"):
         warn_of_no_validation(self.trainer)
 

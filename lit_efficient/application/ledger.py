@@ -37,6 +37,7 @@ class Session:
         at_end: Functions that are called with the module when the run ends.
         has_stepped: Whether an optimizer after whose steps techniques change weights has stepped.
         first_step: ``trainer.global_step`` at the start of training; None before it.
+        first_batch: Number of batches of earlier runs, as ``total_batch_idx``.
         has_ended_epoch: Whether an epoch of this run has ended.
         loss_is_checked: Whether the loss of a step was found to follow the loss protocol.
     """
@@ -51,6 +52,7 @@ class Session:
     loss_is_checked: bool = False
     has_stepped: bool = False
     first_step: int | None = None
+    first_batch: int = 0
     has_ended_epoch: bool = False
 
 

@@ -108,9 +108,8 @@ class GradualUnfreezing(OptimizerHooks, Technique):
         check_number("GradualUnfreezing", "every_n_epochs", every_n_epochs, least=1, whole=True, null=True)
         ascending = "steps from 1 on, in ascending order"
         check_list("GradualUnfreezing", "milestones", milestones, ascending, null=True)
-        for step in milestones or ():
-            check_number("GradualUnfreezing", "milestones", step, least=1, whole=True)
-        if milestones is not None and [*milestones] != sorted({*milestones}):
+        whole = all(type(step) is int and step > 0 for step in milestones or ())
+        if milestones is not None and not (whole and [*milestones] == sorted({*milestones})):
             raise refusal("GradualUnfreezing", "milestones", ascending, milestones)
         check_number("GradualUnfreezing", "lr_decay", lr_decay, least=1)
         if groups != "auto":

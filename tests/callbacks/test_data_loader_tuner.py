@@ -285,8 +285,8 @@ def test_several_loaders_are_each_measured() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"workers": [-1]}, "workers must be a whole number of at least 0, got -1"),
-        ({"workers": []}, r"workers must be a list of numbers, got \[\]"),
+        ({"workers": [-1]}, "workers must be a whole number of at least 0 and at most 512, got -1"),
+        ({"workers": []}, r"workers must be a list of numbers or null, got \[\]"),
         ({"prefetch": [0]}, "prefetch must be a whole number of at least 1, got 0"),
         ({"batches": 0}, "batches must be a whole number of at least 1, got 0"),
         ({"margin": 1.0}, "margin must be at least 0 and below 1, got 1.0"),
