@@ -141,7 +141,7 @@ class DecaysNothing(Toy):
 
 def test_a_group_without_parameters_is_nothing_to_set() -> None:
     with pytest.raises(ConfigurationError, match="no group of the optimizer has a weight_decay above 0"):
-        trainer([OptimizerSchedule(weight_decay=[0.8, 0.9])]).fit(DecaysNothing(), data())
+        trainer([OptimizerSchedule(weight_decay=[0.8, 0.9])]).fit(DecaysNothing(), data(), data())
 
 
 def test_what_compiles_its_step_for_each_value_is_refused() -> None:
