@@ -9,10 +9,12 @@ between networks, so several are tried in order.
 The test runs once, and training changes the weights. Initial weights may mix tokens so little that the leak looks like
 rounding. Therefore the gradient of B's logits for the tokens of A must also be exactly zero
 (`lit_efficient.models.probes.dependence`): with the network's weights, in eval mode and in its own mode, and with noise
-in the place of gates, biases and weights of zero. The rows of tables that B's tokens read must not depend on A. Where
-a network cannot be differentiated, such as in shards, the leak must not exceed rounding that is measured.
+in the place of gates, biases and weights of zero. The rows of tables that B's tokens read must not depend on A, the
+gradients of weights must equal those without A, and other tokens of A must leave B's logits equal bit by bit, unless
+other rows of the batch change them. Where a network cannot be differentiated, such as in shards, the leak must not
+exceed rounding that is measured.
 
-The test costs up to sixteen calls with five rows of at most 16 tokens, half of them with a backward pass. For packed
+The test costs up to thirty calls with five rows of at most 16 tokens, half of them with a backward pass. For packed
 rows it adds a few calls with one row of their length, because some layers combine only distant tokens. Weights,
 buffers, counters, modes and random states are restored.
 """
@@ -31,13 +33,13 @@ from lit_efficient.distributed.row_slices import ROW_POSITIONS
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_dispatch import has_values, no_dispatch_modes
 from lit_efficient.internals.torch_modules import held_beside, hook_owners
-from lit_efficient.mechanisms.rewind import Rewind
+from lit_efficient.mechanisms.rewind import Rewind, random_states, set_random_states
 from lit_efficient.mechanisms.router_balance import unasked
 from lit_efficient.models.generation.batched import arguments_of, longest_row
 from lit_efficient.models.networks.document_attention import causal_throughout, document_starts, read_starts
 from lit_efficient.models.networks.gpt import GPT
-from lit_efficient.models.probes.dependence import Lookups, lookups
-from lit_efficient.models.probes.modes import evaluating, whole_precision
+from lit_efficient.models.probes.dependence import Lookups, gradient_difference, lookups
+from lit_efficient.models.probes.modes import evaluating, whole_precision, whole_weights
 from lit_efficient.models.probes.noise import Values, gathers_weights, noise_for_vectors, noise_for_zeros, replaced
 
 _ROW = 16  # tokens of a probe row
@@ -45,6 +47,8 @@ _ROW = 16  # tokens of a probe row
 # isolate documents leak 0 to 1e-4 in float32 and up to 0.06 in bfloat16; the others leak 0.08 to 8.
 _EXACT = 5e-3
 _COARSE = 0.07
+# Largest difference of two equal gradients of a weight by rounding, relative to the gradient.
+_UNEQUAL = 0.05
 _Inputs = dict[str, Any]
 
 
@@ -100,10 +104,12 @@ class DocumentRows:
 
     Args:
         owner: Name of the task, for errors.
+        longest: Largest number of tokens of a row, if it is known. Otherwise that of the first batch is used.
     """
 
-    def __init__(self, owner: str) -> None:
+    def __init__(self, owner: str, longest: int | None = None) -> None:
         self.owner = owner
+        self.longest = longest
         self._tested: nn.Module | None = None  # the network of the results below
         self._way: _Way | None = None  # isolates documents
         self._refusal: ConfigurationError | None = None  # raised if a batch is packed
@@ -136,7 +142,7 @@ class DocumentRows:
             self._way = _usual_way(network)
         elif self._tested is not network or untested:
             with _undisturbed(network, batch["input_ids"].device) as in_training:
-                probe = _Probe(network, batch["input_ids"].device, plain, in_training)
+                probe = _Probe(network, batch["input_ids"], plain, in_training)
                 if self._tested is not network:
                     self._way = None
                     self._refusal = None
@@ -144,7 +150,8 @@ class DocumentRows:
                     self._tested = network
                 if "position_ids" in batch:
                     try:
-                        self._way = self._find(probe, batch["input_ids"].shape[1], agree)
+                        length = max(batch["input_ids"].shape[1], self.longest or 0)
+                        self._way = self._find(probe, length, agree)
                     except ConfigurationError as refusal:
                         self._refusal = refusal
         if packed:
@@ -212,14 +219,14 @@ class _Probe:
 
     Args:
         network: The network, in eval mode.
-        device: Device of its inputs.
+        input_ids: Tokens of the first batch, ``[B, T]``. Long rows consist of them.
         plain: Further arguments of each call.
         in_training: Parts of the network that are in training mode outside of the test.
     """
 
-    def __init__(
-        self, network: nn.Module, device: torch.device, plain: _Inputs, in_training: Sequence[nn.Module]
-    ) -> None:
+    def __init__(self, network: nn.Module, input_ids: Tensor, plain: _Inputs, in_training: Sequence[nn.Module]) -> None:
+        device = input_ids.device
+        self.tokens = input_ids[0]
         self.network: Any = network
         self.name = type(network).__name__
         self.plain = plain
@@ -294,7 +301,7 @@ class _Probe:
                         return True
         except Exception:  # in training some networks, such as Reformer, take only rows of one length
             return False
-        return not decided and self._differs(_without_isolation, 4, slice(0, -1))
+        return not decided and self._differs(_without_isolation, [self.rows[4]], slice(0, -1), decided)
 
     def _reads_other(self, way: _Way, length: int) -> bool:
         """Return whether documents depend on the document before them by any path, however small its weight."""
@@ -309,16 +316,25 @@ class _Probe:
                 decided = True
                 if bool((found.gradients * (index < begins)).any()):
                     return True
+        # A of one token only changes most what is chosen from a row.
+        changes = [torch.where(index < self.first, token, self.rows[0]) for token in self.rows[0, [0, self.first]]]
+        if self._differs(way, changes, slice(self.first, None), decided):
+            return True
         if not decided:
-            return self._differs(way, 1, slice(self.first, None))
+            return False
+        if self._trains_otherwise(way):
+            return True
         if length <= _ROW:
             return False
         length = min(length, longest_row(self.network))
-        # In the network's own mode, in which activation checkpointing is active.
-        far = self._attempt(partial(self._long, way, length, [], 0), (1, length), None, training=True)
-        if far is None or far.gradients is None:  # no memory for its activations: the two runs above decide
-            return False
-        return bool(far.gradients[0, : _first_of(length)].any())
+        for state in ([], self.noise):
+            # In the network's own mode, in which activation checkpointing is active.
+            with replaced(state):
+                far = self._attempt(partial(self._long, way, length, [], 0), (1, length), None, training=True)
+            # Without memory for the activations the two runs above decide.
+            if far is not None and far.gradients is not None and bool(far.gradients[0, : _first_of(length)].any()):
+                return True
+        return False
 
     def _read_elsewhere(self, indices: Tensor) -> bool:
         """Return whether B's tokens look up other rows of a table if A precedes them, or if A changes."""
@@ -326,31 +342,78 @@ class _Probe:
         alone = indices[min(3, len(indices) - 1), :size]
         return any(not torch.equal(row[self.first :], alone) for row in indices[:2])
 
-    def _differs(self, way: _Way, changed: int, kept: slice) -> bool:
-        """Return whether the tokens ``kept`` have other logits in the row ``changed`` than in the first row.
+    def _differs(self, way: _Way, changes: Sequence[Tensor], kept: slice, decided: bool) -> bool:
+        """Return whether the tokens ``kept`` of the first row have other logits in a changed row.
 
-        For a network that cannot be differentiated here. A difference counts if it exceeds that by other rows in the
-        batch, which may be rounded otherwise. Without such rounding it must be zero.
+        This shows paths without gradients, such as choices of tokens. A difference counts if it exceeds that by other
+        rows in the batch, which may be rounded otherwise. Without such rounding it must be zero.
+
+        Args:
+            way: Function that returns the arguments of a call.
+            changes: Rows, ``[T]`` each, that replace the first row one by one.
+            kept: Tokens that are equal in all of them.
+            decided: Whether gradients show no path. Small differences then count only if nothing is rounded.
         """
-        others = [i for i in range(1, len(self.rows)) if i != changed]
-        batch = self.rows.clone()
-        batch[others] = batch[others].roll(1, 1)
-        for state in ([], self.noise):
-            logits = self._logits(way(self.network, self.rows, self.positions), state)
-            again = self._logits(way(self.network, batch, self.positions), state)
-            rounding = (logits - again)[[0, changed]].abs().max()
-            if bool((logits[0, kept] - logits[changed, kept]).abs().max() > 4 * rounding):
+        others = self.rows.clone()
+        others[1:] = self.rows[0, 0]
+        batches = [self.rows, others, *(torch.cat((row[None], self.rows[1:])) for row in changes)]
+        joined = way is by_lengths  # rows of a batch would be further documents of one row
+        if joined:
+            batches = [self.rows[:1], self.rows[2:3], *(row[None] for row in changes)]
+        states = random_states()
+        compares = any(getattr(part, "compares_tokens", False) for part in self.network.modules())
+        for state, training in self._cases():
+            if training and compares:
+                continue
+            found = []
+            for batch in batches:
+                set_random_states(states)  # equal dropout in all calls
+                with _in_training(self.in_training if training else ()):
+                    found.append(self._logits(way(self.network, batch, self.positions[: len(batch)]), state))
+            first, second, *changed = found
+            if joined:
+                limit = self.tolerance * self._effect(torch.cat((first, first, second)))
+            else:
+                limit = 4 * float(_norms(first[0, kept] - second[0, kept]).max())
+                if decided and limit > 0:
+                    limit = max(limit, self.tolerance * self._effect(first))
+            if any(float(_norms(first[0, kept] - logits[0, kept]).max()) > limit for logits in changed):
                 return True
         return False
 
+    def _trains_otherwise(self, way: _Way) -> bool:
+        """Return whether the logits of B give weights another gradient in a packed row than without A.
+
+        This shows weights that are chosen by the number of a token in its row, or by the tokens before it.
+        """
+        weights = [p for p in self.network.parameters() if p.requires_grad and p.is_floating_point()]
+        if not whole_weights(weights) or self.blind:
+            return False
+        packed = way(self.network, self.rows[:1], self.positions[:1])
+        alone = {"input_ids": self.rows[:1, self.first :]}
+
+        def logits(inputs: _Inputs) -> Tensor:
+            found = self._call(inputs, [])
+            return found.reshape(-1, found.shape[-1])[-alone["input_ids"].shape[1] :]
+
+        for state in ([], self.noise):
+            with replaced(state), torch.autocast(self.rows.device.type, enabled=False):
+                if gradient_difference(partial(logits, packed), partial(logits, alone), weights) > _UNEQUAL:
+                    return True
+        return False
+
+    def _cases(self) -> list[tuple[Values, bool]]:
+        """Return the states of the network in which it is tested, each with whether it is in its own mode."""
+        cases: list[tuple[Values, bool]] = [([], False), (self.noise, False)]
+        if self.in_training and self.differentiates:
+            cases += [([], True), (self.noise, True)]
+        return cases
+
     def _lookups(self, inputs: _Inputs, chosen: Tensor) -> Iterator[Lookups]:
-        """Yield the lookups of calls with the network's weights, with noise, and in its own mode."""
+        """Yield the lookups of calls with the network's weights and with noise, in eval mode and in its own mode."""
         if not self.differentiates:
             return
-        cases: list[tuple[Values, bool]] = [([], False), (self.noise, False)]
-        if self.in_training:
-            cases.append(([], True))
-        for state, training in cases:
+        for state, training in self._cases():
             with replaced(state):  # until the backward pass has ended, which may recompute the forward pass
                 found = self._attempt(partial(self._logits, inputs, []), tuple(self.rows.shape), chosen, training)
             if found is not None:
@@ -407,28 +470,36 @@ class _Probe:
         return max(self._most(second - after_other, plain), self._most(second - alone, plain))
 
     def _far(self, way: Any, length: int, state: Values, plain: Tensor) -> float:
-        """Return the leak at the last tokens of a long row.
+        """Return the leak at the last tokens of a long row: with A replaced, and without A.
 
         The median over tokens is used, because rounding may choose other experts for single tokens.
         """
         logits = self._long(way, length, state, 0)
         after_other = self._long(way, length, state, 1)
-        return float(_norms(logits - after_other).median()) / self._effect(plain)
+        alone = self._long(_without_isolation, length, state, 0, alone=True)
+        leaks = [float(_norms(logits - other).median()) for other in (after_other, alone)]
+        return max(leaks) / self._effect(plain)
 
-    def _long(self, way: Any, length: int, state: Values, shift: int) -> Tensor:
-        """Return the logits of the last tokens of a row of two documents. ``shift`` changes the tokens of the first."""
+    def _long(self, way: Any, length: int, state: Values, shift: int, alone: bool = False) -> Tensor:
+        """Return the logits of the last tokens of a row of two documents.
+
+        ``shift`` changes the tokens of the first one, and ``alone`` leaves it out.
+        """
         length = min(length, longest_row(self.network))
         first = _first_of(length)
         index = torch.arange(length, device=self.rows.device)
         positions = torch.where(index < first, index, index - first)[None]
-        tokens = _tokens(self.network).to(self.rows.device)
         last = {"logits_to_keep": _ROW} if "logits_to_keep" in arguments_of(self.network) else {}
-        row = tokens[(index + shift * (index < first)) % len(tokens)][None]
+        row = self.tokens[(index + shift * (index < first)) % len(self.tokens)][None]
+        if alone:
+            row = row[:, first:]
+            positions = positions[:, first:]
         logits = self._call(way(self.network, row, positions) | last, state)
         return logits.reshape(-1, logits.shape[-1])[-min(_ROW, length - first) :].float()
 
     def _logits(self, inputs: _Inputs, state: Values) -> Tensor:
-        return self._call(inputs, state).float().reshape(*self.rows.shape, -1)
+        logits = self._call(inputs, state).float()
+        return logits.reshape(-1, self.rows.shape[1], logits.shape[-1])
 
     def _call(self, inputs: _Inputs, state: Values) -> Tensor:
         inputs = {**self.plain, **inputs}

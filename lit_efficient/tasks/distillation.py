@@ -143,6 +143,7 @@ class Distillation(LanguageModeling):
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
+        self._read = DocumentRows("Distillation: teacher", self._rows.longest)
         if stage == "predict":
             return
         if self.tokenizer_state is not None:

@@ -150,8 +150,9 @@ class LanguageModeling(LightningModule):
     @builds_no_layers
     def setup(self, stage: str) -> None:
         """Take the tokenizer of the data module, if it has one. One with a chat template takes precedence."""
-        self._rows = DocumentRows(type(self).__name__)  # techniques may have changed the network since the last run
         data = getattr(trainer_of(self), "datamodule", None)
+        # A new one, because techniques may have changed the network since the last run.
+        self._rows = DocumentRows(type(self).__name__, getattr(data, "max_length", None))
         tokenizer = getattr(data, "chat_tokenizer", None) or getattr(data, "tokenizer", None)
         self._new_ids = list(getattr(data, "new_ids", ()))
         names_of = getattr(data, "source_names", None)

@@ -15,7 +15,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -76,6 +76,7 @@ class DepthRouted(StaysFloat32):
     """Mix-in of a residual block that runs the block on the chosen tokens of each row."""
 
     float32 = ("depth_",)
+    compares_tokens: ClassVar[bool] = True  # in training it chooses among all tokens of a row, also of other documents
     depth_router: nn.Parameter  # [D]
     depth_predictor: nn.Parameter  # [D + 1], weights and bias; [1]: a bias only, added to the router's scores
     depth_capacity: float

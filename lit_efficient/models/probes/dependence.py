@@ -9,7 +9,7 @@ do not show discrete choices, such as a selection of tokens. Two runs do.
 Costs: one forward and one backward pass, with the activations of the given rows and no gradients of weights
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+_MOST = 1 << 27  # numbers in the gradients that are compared at the same time
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,7 @@ def lookups(call: Callable[[], Tensor], shape: tuple[int, ...], chosen: Tensor |
         leaves = [leaf for index, leaf, _ in found if index.numel() % (batch * length) == 0]
         gradients: tuple[Tensor | None, ...] = ()
         if leaves and logits.requires_grad:
-            # Numbers of both signs that do not repeat, so that sums over the vocabulary or over tokens do not cancel.
-            factors = torch.arange(logits.numel(), device=logits.device).mul(2.4).sin().view_as(logits)
+            factors = _factors(logits)
             if chosen is not None:
                 factors = factors * chosen[..., None]
             gradients = torch.autograd.grad((logits.float() * factors).sum(), leaves, allow_unused=True)
@@ -86,6 +87,63 @@ def lookups(call: Callable[[], Tensor], shape: tuple[int, ...], chosen: Tensor |
     largest = torch.stack(sizes).amax(0)
     usable = bool(largest.isfinite().all()) and bool(largest.any())
     return Lookups(indices, largest if usable else None)
+
+
+def gradient_difference(first: Callable[[], Tensor], second: Callable[[], Tensor], weights: Sequence[Tensor]) -> float:
+    """Return the largest difference between the gradients of two calls for a weight, relative to its gradient.
+
+    Gradients below 1e-4 of the largest one of all weights may be rounding and are compared with that.
+
+    Args:
+        first: Function that returns logits.
+        second: Function that returns logits of the same shape.
+        weights: Weights whose gradients are compared. Not all are held at the same time.
+    """
+    sums = []
+    with torch.enable_grad():
+        for call in (first, second):
+            logits = call().float()
+            sums.append((logits * _factors(logits)).sum())
+        if not all(value.requires_grad for value in sums):
+            return 0.0
+        sizes = []
+        differences = []
+        for part in _parts(weights):
+            gradients = [
+                torch.autograd.grad(value, part, retain_graph=True, allow_unused=True, materialize_grads=True)
+                for value in sums
+            ]
+            for own, other in zip(*gradients, strict=True):
+                sizes.append(_largest(torch.stack((own, other))))
+                differences.append(_largest(own - other))
+    if not sizes:
+        return 0.0
+    size = torch.stack(sizes)
+    found = torch.stack(differences) / size.clamp(min=1e-4 * float(size.max()))
+    return float(found.nan_to_num(0.0).max())  # zero or not finite throughout
+
+
+def _parts(weights: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the weights in lists of limited size."""
+    part: list[Tensor] = []
+    for weight in weights:
+        if part and sum(p.numel() for p in part) + weight.numel() > _MOST:
+            yield part
+            part = []
+        part.append(weight)
+    if part:
+        yield part
+
+
+def _factors(logits: Tensor) -> Tensor:
+    """Return numbers of both signs that do not repeat, so that sums over tokens or the vocabulary do not cancel."""
+    return torch.arange(logits.numel(), device=logits.device).mul(2.4).sin().view_as(logits)
+
+
+def _largest(tensor: Any) -> Tensor:
+    """Return the largest absolute value, of sharded tensors that in the shard of this process."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.detach().abs().amax().float()
 
 
 def _whole(tensor: Any) -> Tensor:

@@ -1,11 +1,11 @@
 """Contexts in which a network evaluates or runs without its deep path, and the precision in which it computes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
 
@@ -45,8 +45,12 @@ def trial_of_layer(layer: nn.Module, device: torch.device) -> Iterator[None]:
 
 def whole_precision(module: nn.Module, device: torch.device) -> bool:
     """Return whether ``module`` computes in float32 or more: no weight has fewer bits, and autocast is off."""
-    dtypes = {parameter.dtype for parameter in module.parameters()}
-    return not torch.is_autocast_enabled(device.type) and dtypes <= {torch.float32, torch.float64}
+    return not torch.is_autocast_enabled(device.type) and whole_weights(module.parameters())
+
+
+def whole_weights(weights: Iterable[Tensor]) -> bool:
+    """Return whether no weight has fewer bits than float32."""
+    return {weight.dtype for weight in weights} <= {torch.float32, torch.float64}
 
 
 def deep_path(network: nn.Module) -> list[nn.Module]:
