@@ -101,7 +101,7 @@ def test_it_says_what_would_run_and_leaves_nothing_behind(capsys):
     [
         [],
         ["--model.late=true", "--model.hidden=8"],
-        ["--trainer.callbacks+=QuantizeBase", "--trainer.callbacks+=LoRA", "--model.hidden=64"],
+        ["--trainer.callbacks+=QuantizeBase", "--trainer.callbacks+=LoRA", "--model.hidden=512"],
         [
             "--optimizer=FusedAdamW",
             "--lr_scheduler=OneCycleLR",
