@@ -367,7 +367,7 @@ SETTINGS: dict[str, How] = {
     "IA3": How(_named("IA3"), on=("Llama", "GPT-2")),
     "KahanSummation": How(_named("KahanSummation"), trainer={"precision": "bf16-true"}),
     "KeepFloat32": How(_named("KeepFloat32"), on=BLOCKS, trainer={"precision": "bf16-true"}),
-    "LRFinder": How(_named("LRFinder", num_steps=6)),
+    "LRFinder": How(_named("LRFinder", num_steps=10, apply=False)),
     "LabelSmoothing": How(_named("LabelSmoothing"), on=("GPT", "Llama")),
     "LatentAlignment": How(lambda: [le.LatentAlignment(_teacher(), images="images")], on=("Autoencoder",)),
     "Lion": How(optimizer=_stepped("Lion")),

@@ -151,7 +151,7 @@ CASES: dict[str, Case] = {
     "LabelSmoothing": Case(lambda: [le.LabelSmoothing()], precision=MIXED),
     "PromptTuning": Case(lambda: [le.PromptTuning(num_virtual_tokens=4, init="random")], precision=MIXED),
     "MaxBatchSize": Case(lambda: [le.MaxBatchSize(max_size=16)], precision=("32-true",)),
-    "LRFinder": Case(lambda: [le.LRFinder(num_steps=8)], precision=("32-true",)),
+    "LRFinder": Case(lambda: [le.LRFinder(num_steps=10, apply=False)], precision=("32-true",)),
 }
 QUICK = ("plain GPT", "LoRA", "EMA")
 # These take a layer for teachers of images, a signal, workers, or batches on the host: plain Python around a step.

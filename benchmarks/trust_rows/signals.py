@@ -24,7 +24,7 @@ from tests.callbacks.resume_kit import equal
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
 PATIENCE = 120  # seconds for a run; what takes longer hangs
-LR = ("--trainer.callbacks+=LRFinder", "--trainer.callbacks.num_steps=4")
+LR = ("--trainer.callbacks+=LRFinder", "--trainer.callbacks.num_steps=10")
 BATCH = ("--trainer.callbacks+=MaxBatchSize", "--trainer.callbacks.memory_limit=1GiB", "--trainer.callbacks.max_size=6")
 COMPILE = ("--trainer.callbacks+=Compile", "--trainer.callbacks.backend=")
 VARIANTS: dict[str, tuple[str, ...]] = {

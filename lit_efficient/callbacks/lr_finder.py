@@ -1,16 +1,18 @@
-"""Learning-rate finder: raise the rate in each step, then compare rates near the point where the loss begins to fall.
+"""Learning-rate finder: try constant rates on the same batches, and train with the rate that lowers the loss most.
 
-    rate_i = min_lr * (max_lr / min_lr)^(i / (n - 1));    start = where the loss has made a quarter of its fall
-    suggestion = best of start * 3^k by the loss after n steps;    losses are compared on the same batches
+    rates = max_lr, max_lr / 3, max_lr / 9, ... until two in a row are clearly worse than the best
+    fall(rate) = mean over the last n / 2 of n steps of (loss at rate 0 - loss at this rate)
+    suggestion = (rate of the largest fall) / sqrt(3)
 
 Saves: runs with a learning rate that is much too large or too small
-Costs: five to eight times ``num_steps`` training steps before the first epoch; during these, a copy of weights and
-    states in CPU memory
-Source: Smith (2015), https://arxiv.org/abs/1506.01186; the comparison of constant rates: own
+Costs: five to ten times ``num_steps`` training steps before the first epoch; during these, a copy of weights and states
+    in CPU memory
+Source: own. The range test of Smith (2015), https://arxiv.org/abs/1506.01186, which raises the rate in each step,
+    takes the noise between batches for an effect of the rate
 
 All trials see the same batches and random numbers, so most of the noise between batches cancels in their differences. A
-fall that is not clearly larger than the remaining noise is refused, and so is a rate at an end of the range where the
-loss still improves.
+fall that is not clearly larger than the remaining noise is refused, and so is a best rate at an end of the range. The
+division by the square root of 3, half a step between the rates, is there because longer runs need lower rates.
 
 The ratios between the rates of parameter groups are kept. All base rates that a scheduler stores are scaled, too, so
 that LambdaLR, one-cycle and plateau schedules also use the suggested rate. The rates of the first two steps are read
@@ -19,7 +21,7 @@ back from the optimizer, because a module may set its own.
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,7 +39,6 @@ from lit_efficient.errors import (
     ConflictError,
     DivergedError,
     LitEfficientError,
-    check_choice,
     check_installed,
     check_number,
     is_out_of_memory,
@@ -49,13 +50,11 @@ from lit_efficient.mechanisms.trials.batch_size import set_at
 from lit_efficient.mechanisms.trials.memory import release_frames
 from lit_efficient.mechanisms.trials.probes import live_generators
 from lit_efficient.mechanisms.trials.rate_range import (
-    CLEAR,
-    FACTOR,
-    NOT_AN_OBJECTIVE,
-    SETTLED,
-    climb,
+    RECENT,
+    Losses,
     fall_between,
     grows,
+    is_passed,
     places_of_rate,
     plot_rates,
     rates_to_try,
@@ -68,30 +67,27 @@ from lit_efficient.mechanisms.trials.steps import Trials, schedule, unschedule
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
 
-_DECAY = 0.8  # of the running mean that smooths the losses
-
 
 class LRFinder(Technique):
-    """Test a range of learning rates before the first epoch, and train with the suggested one.
+    """Compare learning rates before the first epoch, and train with the suggested one.
 
-    ``suggestion`` is the suggested rate, ``rates`` and ``losses`` are those of the range test, ``compared`` holds the
-    rates that were compared with the fall of the loss and its standard error, and ``taken`` is the rate of the first
-    training step, read from the optimizer. A hyper-parameter or attribute of the module that holds the configured rate
-    under a name with ``lr`` or ``learning_rate`` in it is set to the suggestion.
+    ``suggestion`` is the suggested rate, ``compared`` holds the rates that were tried with the fall of the loss and its
+    standard error, and ``taken`` is the rate of the first training step, read from the optimizer. A hyper-parameter or
+    attribute of the module that holds the configured rate under a name with ``lr`` or ``learning_rate`` in it is set to
+    the suggestion.
 
     Rates are rates of the optimizer's first group; the rates of other groups keep their ratio to it. Schedulers do not
     step during the test. Afterwards weights, states, random generators and data are as before the test. A resumed run
     uses the rate of the checkpoint.
 
     Args:
-        min_lr: First rate, above 0.
-        max_lr: Last rate, above ``min_lr``.
-        num_steps: Number of optimizer steps of each trial, at least 6. If the data is shorter, it is repeated.
-        mode: ``exponential`` for equal ratios between rates, ``linear`` for equal differences.
-        early_stop_threshold: A trial ends when the smoothed loss is more than this multiple of its lowest value,
-            above 1, but not within the first five steps; null for no early end.
-        apply: Train with the suggested rate. If false, only report and plot it.
-        plot: Path of a PNG file with a plot of the test; null for none.
+        min_lr: Lowest rate that may be tried, above 0.
+        max_lr: Highest rate, which is tried first, above ``min_lr``.
+        num_steps: Number of optimizer steps of each trial, at least 10. If the data is shorter, it is repeated.
+        early_stop_threshold: A trial ends when the mean loss of five steps is more than this multiple of the loss of
+            the initial weights on the same batches, above 1; null for no early end.
+        apply: Train with the suggested rate. If false, only report and plot it; a refusal is then a warning.
+        plot: Path of a PNG file with a plot of the falls; null for none.
         idle: Names of further callback classes that must not run during the test, because they have effects outside of
             the run, such as uploads.
 
@@ -110,7 +106,6 @@ class LRFinder(Technique):
         min_lr: float = 1e-7,
         max_lr: float = 1.0,
         num_steps: int = 100,
-        mode: str = "exponential",
         early_stop_threshold: float | None = 4.0,
         apply: bool = True,
         plot: str | None = None,
@@ -119,22 +114,18 @@ class LRFinder(Technique):
         super().__init__()
         check_number("LRFinder", "max_lr", max_lr, above=0)
         check_number("LRFinder", "min_lr", min_lr, above=0, below=max_lr)
-        check_number("LRFinder", "num_steps", num_steps, least=6, whole=True)
-        check_choice("LRFinder", "mode", mode, ("exponential", "linear"))
+        check_number("LRFinder", "num_steps", num_steps, least=10, whole=True)
         check_number("LRFinder", "early_stop_threshold", early_stop_threshold, above=1, null=True)
         if plot is not None:
             check_installed("LRFinder(plot=...)", "matplotlib")
         self.min_lr = min_lr
         self.max_lr = max_lr
         self.num_steps = num_steps
-        self.mode = mode
         self.early_stop_threshold = early_stop_threshold
         self.apply = apply
         self.plot = plot
         self.idle = idle
         self.suggestion: float | None = None
-        self.rates: list[float] = []
-        self.losses: list[float] = []
         self.compared: list[tuple[float, float, float]] = []
         self.taken: float | None = None
         self._configured: float | None = None  # rate of the first group before the test
@@ -146,7 +137,7 @@ class LRFinder(Technique):
         if not module.automatic_optimization:
             raise ConfigurationError(
                 f"LRFinder: {type(module).__name__} uses manual optimization, so that rates and losses are unknown. "
-                "Call lit_efficient.mechanisms.trials.rate_range.suggest_lr on rates and losses that you have recorded"
+                "Record the losses of trials at constant rates, and call lit_efficient.suggest_lr"
             )
         traits = traits_of(trainer.strategy)
         if trainer.world_size > 1 and not (traits.replicates or traits.dtensors):
@@ -159,15 +150,13 @@ class LRFinder(Technique):
         """Reset the results of an earlier run. A checkpoint restores its own results later."""
         if stage == "fit":
             self.suggestion = None
-            self.rates = []
-            self.losses = []
             self.compared = []
             self.taken = None
         super().setup(trainer, pl_module, stage)
 
     def describe(self, module: Any) -> Report:
         use = "used for training" if self.apply else "only reported"
-        steps = f"{self.num_steps} steps at rates {self.min_lr:g} to {self.max_lr:g}, {self.mode}"
+        steps = f"{self.num_steps} steps at each of the rates {self.max_lr:g} / 3^k down to at most {self.min_lr:g}"
         return Report(f"{steps}; the suggested rate is {use}")
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -182,23 +171,18 @@ class LRFinder(Technique):
     def state_dict(self) -> dict[str, Any]:
         return {
             "suggestion": self.suggestion,
-            "rates": self.rates,
-            "losses": self.losses,
             "compared": self.compared,
             "configured": self._configured,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.suggestion = state_dict["suggestion"]
-        self.rates = list(state_dict["rates"])
-        self.losses = list(state_dict["losses"])
         self.compared = [tuple(row) for row in state_dict["compared"]]
         self._configured = state_dict["configured"]
 
     def _test(self, trainer: Any) -> None:
-        if self.suggestion is not None:
-            named = self._name_it(trainer) if self.apply else ""
-            rank_zero_info(f"LRFinder: the rate {self.suggestion:.3g} is taken from the checkpoint{named}")
+        if self.compared:
+            self._resume(trainer)
             return
         if trainer.global_step:
             raise ConfigurationError(
@@ -208,83 +192,54 @@ class LRFinder(Technique):
         reference = self._reference(trainer)
         self._configured = reference
         trials = Trials(trainer, self.idle)
+        losses = self._try_rates(trainer, trials, reference)
+        trials.finish()
         problem: ConfigurationError | None = None
         try:
-            self.suggestion = self._find(partial(_run, self, trainer, trials, reference))
+            self.suggestion = suggest_lr(losses)
         except ConfigurationError as error:
             problem = error
-        trials.finish()
-        if self.plot is not None and trainer.is_global_zero and self.rates:
-            plot_rates(Path(self.plot), self.rates, self.losses, self.suggestion, self.mode, _DECAY)
-        if problem is not None:
+        falls = {rate: fall_between(losses[0.0], losses[rate]) for rate in losses if rate}
+        self.compared = [(rate, fall.mean, fall.error) for rate, fall in falls.items()]
+        if self.plot is not None and trainer.is_global_zero:
+            plot_rates(Path(self.plot), self.compared, self.suggestion)
+        if problem is not None and self.apply:
             raise problem
-        assert self.suggestion is not None
+        if problem is not None:
+            rank_zero_warn(str(problem))
+            return
         named = ""
         if self.apply:
-            for optimizer in trainer.optimizers:
-                scale_rates(optimizer, self.suggestion / reference)
-            for config in trainer.lr_scheduler_configs:
-                scale_schedule(config.scheduler, self.suggestion / reference)
+            self._use(trainer, reference)
             named = self._name_it(trainer)
-            self._read_back(trainer)
         use = "set" if self.apply else "not set (apply=False)"
-        _, fall, spread = next(row for row in self.compared if row[0] == self.suggestion)
+        tried = ", ".join(f"{fall.mean:.3g} at {rate:.3g}" for rate, fall in falls.items())
         rank_zero_info(
             f"LRFinder: suggests {self.suggestion:.3g} for the first group, which is {use}; its rate was "
-            f"{reference:.3g}. {self.num_steps} steps at this rate lower the loss by {fall:.3g} (standard error "
-            f"{spread:.2g}); compared with {', '.join(f'{row[0]:.3g}' for row in self.compared)}{named}"
+            f"{reference:.3g}. Fall of the loss in {self.num_steps} steps: {tried}{named}"
         )
 
-    def _find(self, run: Callable[[Sequence[float]], list[float | None]]) -> float:
-        """Return the suggested rate.
+    def _resume(self, trainer: Any) -> None:
+        if self.suggestion is not None:
+            named = self._name_it(trainer) if self.apply else ""
+            rank_zero_info(f"LRFinder: the rate {self.suggestion:.3g} is taken from the checkpoint{named}")
 
-        Args:
-            run: Function that returns the loss of each step of a trial, for the rate of each step.
-        """
-        untrained = run([0.0] * self.num_steps)
-        rates = rates_to_try(self.min_lr, self.max_lr, self.num_steps, self.mode)
-        rising = run(rates)
-        both = [(a, b, c) for a, b, c in zip(rates, rising, untrained) if b is not None and c is not None]
-        trials: dict[float, list[float | None]] = {}
+    def _try_rates(self, trainer: Any, trials: Trials, reference: float) -> dict[float, Losses]:
+        """Return the losses of the trials, by their rates, the first of which is 0."""
+        losses: dict[float, Losses] = {0.0: _run(self, trainer, trials, reference, 0.0, [])}
+        for rate in rates_to_try(self.min_lr, self.max_lr):
+            losses[rate] = _run(self, trainer, trials, reference, rate, losses[0.0])
+            if is_passed(losses):
+                break
+        return losses
 
-        def losses_at(rate: float) -> list[float | None]:
-            if rate not in trials:
-                trials[rate] = run([rate] * self.num_steps)
-            return trials[rate]
-
-        def better(one: float, other: float) -> bool:
-            difference = fall_between(losses_at(other), losses_at(one))
-            return difference.mean > 2 * difference.error
-
-        try:
-            tried, losses, still = ([row[i] for row in both] for i in range(3))
-            best = climb(suggest_lr(tried, losses, _DECAY, still), self.min_lr, self.max_lr, better)
-            self._check(best, trials, untrained)
-        finally:  # the end of each trial restores the attributes of all callbacks
-            self.rates = [rate for rate, _, _ in both]
-            self.losses = [loss for _, loss, _ in both]
-            falls = {rate: fall_between(untrained, trials[rate]) for rate in sorted(trials)}
-            self.compared = [(rate, fall.mean, fall.error) for rate, fall in falls.items()]
-        return best
-
-    def _check(self, best: float, trials: dict[float, list[float | None]], untrained: list[float | None]) -> None:
-        """Raise an error if the fall of the loss is not clear, or if the best rate is at an end of the range."""
-        fall = fall_between(untrained, trials[best])
-        if not fall.clear:
-            raise ConfigurationError(
-                f"LRFinder: {self.num_steps} steps at the rate {best:.3g} lower the loss by {fall.mean:.3g} on the "
-                f"same batches, which is not more than {CLEAR} times the standard error of {fall.error:.2g} between "
-                f"batches: no rate can be suggested. Use more steps (num_steps) or larger batches. {NOT_AN_OBJECTIVE}"
-            )
-        for neighbour, at_end, advice in (
-            (best / FACTOR, best * FACTOR > self.max_lr, f"raise max_lr above {self.max_lr:g}"),
-            (best * FACTOR, best / FACTOR < self.min_lr, f"lower min_lr below {self.min_lr:g}"),
-        ):
-            if at_end and neighbour in trials and fall_between(trials[neighbour], trials[best]).clear:
-                raise ConfigurationError(
-                    f"LRFinder: the loss improves up to the end of the range, from the rate {neighbour:.3g} to "
-                    f"{best:.3g}, so the best rate is outside: {advice}. {NOT_AN_OBJECTIVE}"
-                )
+    def _use(self, trainer: Any, reference: float) -> None:
+        assert self.suggestion is not None
+        for optimizer in trainer.optimizers:
+            scale_rates(optimizer, self.suggestion / reference)
+        for config in trainer.lr_scheduler_configs:
+            scale_schedule(config.scheduler, self.suggestion / reference)
+        self._read_back(trainer)
 
     def _name_it(self, trainer: Any) -> str:
         """Set the suggestion in the module's hyper-parameters and attributes that hold the configured rate."""
@@ -342,16 +297,16 @@ class LRFinder(Technique):
 
 
 def _run(
-    finder: LRFinder, trainer: Any, trials: Trials, reference: float, rates: Sequence[float]
+    finder: LRFinder, trainer: Any, trials: Trials, reference: float, rate: float, untrained: Losses
 ) -> list[float | None]:
-    """Train with given rates of the first group, and undo everything.
+    """Train with a constant rate of the first group, and undo everything.
 
     Returns:
         The loss of each step, the mean over micro-batches and processes as in the gradient; ``None`` for a step without
-        a loss. The list is shorter than ``rates`` if the run diverged.
+        a loss. The list is shorter than ``num_steps`` if the run diverged.
 
     Raises:
-        ConfigurationError: If the optimizer steps with other rates.
+        ConfigurationError: If the optimizer steps with another rate.
     """
     losses: list[float | None] = []
     accumulate = trainer.accumulate_grad_batches
@@ -359,29 +314,27 @@ def _run(
     generators = [(generator, generator.get_state()) for generator in live_generators(combined_loader(trainer))]
     optimizer = trainer.optimizers[0]
     used: list[float] = []  # rate of the first group in the optimizer's step
-    threshold = finder.early_stop_threshold if any(rates) else None  # initial weights do not diverge
     hook = optimizer.register_step_pre_hook(lambda one, *_: used.append(float(one.param_groups[0]["lr"])))
     with trials.trial(accumulate, alone=False):
         trainer.strategy.lr_scheduler_configs = []
         # Ratio of each group's rate to the first group's, from full rates: a warm-up may have set all of them to 0.
         shares = [_full_rate(group) / reference for group in optimizer.param_groups]
-        for rate in rates:
+        while len(losses) < finder.num_steps:
             for group, share in zip(optimizer.param_groups, shares):
-                set_rate(group, rate * share)
-            used.clear()
+                set_rate(group, rate * share)  # in each step, because a module may change it after a step
             # The trial with rate 0 has run the same batches, so a later error comes from the weights.
             may_diverge = bool(rate) and bool(losses) and trainer.world_size == 1
             losses.append(_step(trainer, trials, batches, accumulate, may_diverge))
-            if used and not _close(used, [rate]):
+            if used and not _close(used[-1:], [rate]):
                 raise ConfigurationError(
-                    f"LRFinder: the rate {rate:.3g} was set, but the optimizer steps with {used[0]:.3g}: "
+                    f"LRFinder: the rate {rate:.3g} was set, but the optimizer steps with {used[-1]:.3g}: "
                     f"optimizer_step of {type(trainer.lightning_module).__name__} or a callback sets its own rate, "
                     "so that no other can be tested. Use a scheduler for a warm-up, or leave out LRFinder"
                 )
-            if losses[-SETTLED:] == [None] * SETTLED:
+            last = losses[-1]
+            if last is not None and not math.isfinite(last):
                 break
-            known = [loss for loss in losses if loss is not None]
-            if known and (not math.isfinite(known[-1]) or grows(known, threshold, _DECAY)):
+            if losses[-RECENT:] == [None] * RECENT or grows(losses, untrained, finder.early_stop_threshold):
                 break
     hook.remove()
     for generator, state in generators:

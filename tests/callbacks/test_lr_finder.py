@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from lit_efficient import (
     TokenWeightedAccumulation,
     suggest_lr,
 )
-from lit_efficient.mechanisms.trials.rate_range import grows, rates_to_try, smoothed
+from lit_efficient.mechanisms.trials.rate_range import grows, is_passed, rates_to_try
 from tests.callbacks.test_max_batch_size import Noisy, _everything
 from tests.processes import run_ranks
 from tests.ranks.toys import everyones
@@ -33,7 +34,7 @@ LOW, HIGH = 1e-3, 10.0
 
 
 def finder(**arguments: Any) -> LRFinder:
-    return LRFinder(**{"min_lr": LOW, "max_lr": HIGH, "num_steps": 6, **arguments})
+    return LRFinder(**{"min_lr": LOW, "max_lr": HIGH, "num_steps": 12, **arguments})
 
 
 class Rates(Callback):
@@ -51,24 +52,26 @@ everything: list[list[float]] = []
 
 
 def test_pure_functions() -> None:
-    assert rates_to_try(1e-3, 1e-1, 3, "exponential") == pytest.approx([1e-3, 1e-2, 1e-1])
-    assert rates_to_try(1.0, 2.0, 3, "linear") == [1.0, 1.5, 2.0]
-    assert smoothed([2.0, math.nan, 2.0])[::2] == pytest.approx([2.0, 2.0])
-    rates = rates_to_try(1e-5, 10.0, 61, "exponential")
-    # falls as a sigmoid of the logarithm, steepest at 1e-2, and grows beyond 1
-    losses = [3 - 2 / (1 + math.exp(-3 * math.log10(rate / 1e-2))) + max(0.0, math.log10(rate)) * 9 for rate in rates]
-    # a quarter of the fall of a sigmoid is where its exponent is log(1 / 3)
-    assert suggest_lr(rates, losses, decay=0.0) == pytest.approx(1e-2 * 10 ** (-math.log(3) / 3), rel=0.2)
-    cut = [loss if rate < 0.5 else math.nan for rate, loss in zip(rates, losses)]
-    assert suggest_lr(rates, cut, decay=0.0) == suggest_lr(rates, losses, decay=0.0)
-    with pytest.raises(ConfigurationError, match="falls by 0 between"):
-        suggest_lr([1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
-    with pytest.raises(ConfigurationError, match=r"1 finite losses are too few .* the loss is inf at the rate 2"):
-        suggest_lr([1.0, 2.0, 3.0], [1.0, math.inf, 3.0])
-    noisy = [0.1, 1.0, 1.2, 1.1, 1.0, 0.9, 0.8, 0.8, 0.7]
-    assert not any(grows(noisy[:end], 4.0) for end in range(10))
-    assert grows([*noisy, 30.0], 4.0)
-    assert not grows([*noisy, 30.0], None)
+    assert rates_to_try(1e-1, 1.0) == pytest.approx([1.0, 1 / 3, 1 / 9])
+    assert len(rates_to_try(3.0**-14, 1.0)) == 15
+    still = [2.0, 3.0] * 10
+    trials = {0.0: still, 1.0: [*still[:3], math.inf], 0.1: [loss * 0.5 for loss in still], 0.01: still}
+    assert suggest_lr(trials) == pytest.approx(0.1 / math.sqrt(3))
+    assert suggest_lr({**trials, 0.3: [loss * 0.5 for loss in still]}) == pytest.approx(0.3 / math.sqrt(3))  # equal
+    assert not is_passed({0.0: still, 1.0: still[:3], 0.1: trials[0.1], 0.01: still})
+    assert is_passed({**trials, 0.001: still})
+    for losses, message in (
+        ({1.0: still}, "lower the loss by 0 on the same batches"),
+        ({1.0: still[:9], 0.5: still[:9]}, r"diverges at all rates down to 0\.5: lower min_lr"),
+        ({0.0: [2.0, None, None, None]}, "initial weights are 2, .* no loss in the other steps"),
+        ({0.0: [2.0, math.nan, 2.0, 2.0]}, "initial weights are 2, nan, 2, 2"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            suggest_lr({0.0: still, 1.0: still, **losses})
+    assert not grows([2.0, 3.0, 2.0, 3.0, 11.0], still, 2.0)
+    assert grows([2.0, 3.0, 2.0, 3.0, 11.0], still, 1.5)
+    assert not grows([11.0] * 4, still, 1.5)
+    assert not grows([11.0] * 5, still, None)
 
 
 @pytest.mark.turns(3)
@@ -80,15 +83,15 @@ def test_groups_stay_in_proportion_and_every_schedule_holds_the_rate(scheduler: 
     trainer([plain], max_epochs=2).fit(Toy("init", scheduler), data(), data())
     everything.clear()
     trainer([found, search], max_epochs=2).fit(Toy("init", scheduler), data(), data())
-    control, tested, first = everything[:6], everything[6:12], everything[-8]
+    control, tested = everything[:12], everything[12:-8]
     assert {rate for group in control for rate in group} == {0.0}
-    assert [group[0] for group in tested] == pytest.approx(rates_to_try(LOW, HIGH, 6, "exponential"))
-    ratios = [group[1] / group[0] for group in tested]
-    assert ratios == pytest.approx([1.0 if scheduler == "one_cycle" else 0.5] * 6)
+    rates = list(dict.fromkeys(group[0] for group in tested))
+    assert rates == pytest.approx(rates_to_try(LOW, HIGH)[: len(rates)])
+    assert rates == [row[0] for row in search.compared]
+    assert {round(group[1] / group[0], 6) for group in tested} == {1.0 if scheduler == "one_cycle" else 0.5}
     assert search.suggestion is not None
     scale = search.suggestion / 1e-2  # the rate that the module was written with
     assert len(found.seen) == len(plain.seen) == 8
-    assert first == found.seen[0]
     for ours, theirs in zip(found.seen, plain.seen):
         assert ours == pytest.approx([rate * scale for rate in theirs])
 
@@ -103,10 +106,9 @@ def test_everything_but_the_rate_is_as_before(tmp_path: Path) -> None:
         def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             states.append(_everything(trainer, pl_module))
 
-    search = finder(apply=False, plot=str(tmp_path / "rates.png"), num_steps=14, early_stop_threshold=None)
+    search = finder(apply=False, plot=str(tmp_path / "rates.png"), num_steps=14, max_lr=0.1)
     run = trainer([Spy(), search], accumulate_grad_batches=2)
     run.fit(Noisy("init", "sequential"), data(12), data())  # three batches: the data is begun anew
-    assert len(search.losses) == 14
     before, after = states[0], states[-3]
     assert after["step"] == 0
     for state in (before, after):
@@ -129,16 +131,21 @@ def test_without_applying_it_the_run_is_a_plain_one_shuffling_included() -> None
 
 
 @pytest.mark.parametrize("guard", [False, True])
-def test_divergence_ends_the_test(guard: bool) -> None:
-    search = finder(min_lr=1e-3, max_lr=1e30, num_steps=40, early_stop_threshold=None)
-    trainer([search, *([NonFiniteGuard()] if guard else [])]).fit(Toy(), data(), data())
-    assert len(search.losses) < 40
-    assert not math.isfinite(search.losses[-1])
+def test_divergence_ends_a_trial(guard: bool) -> None:
+    def steps(**arguments: Any) -> tuple[LRFinder, dict[float, int]]:
+        everything.clear()
+        search = finder(min_lr=1e-3, max_lr=1e9, num_steps=20, apply=False, **arguments)
+        trainer([Rates(), search, *([NonFiniteGuard()] if guard else [])]).fit(Toy(), data(), data())
+        return search, Counter(rates[0] for rates in everything)
+
+    search, full = steps(early_stop_threshold=None)
     assert search.suggestion is not None
     assert LOW < search.suggestion < 1
-    early = finder(min_lr=1e-3, max_lr=1e30, num_steps=40)
-    trainer([early]).fit(Toy(), data(), data())
-    assert len(early.losses) < len(search.losses) + guard  # which ends it where weights would stand still for good
+    assert search.compared[0][:2] == (1e9, -math.inf)
+    assert full[1e9] < 20  # the loss is infinite
+    early, short = steps()
+    assert early.suggestion == search.suggestion
+    assert sum(short.values()) < sum(full.values())
 
 
 class Asserts(Toy):
@@ -179,22 +186,21 @@ class Skips(Toy):
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_a_step_without_a_loss_is_left_out() -> None:
-    search = finder(num_steps=8)
+    search = finder(num_steps=20)
     trainer([search]).fit(Skips(), data(), data())
-    assert len(search.losses) == 6
-    assert search.rates == [rate for i, rate in enumerate(rates_to_try(LOW, HIGH, 8, "exponential")) if i not in (0, 2)]
+    assert search.suggestion is not None
     never = Skips()
-    never.skipped = range(2, 100)
-    search = finder(num_steps=50)
-    with pytest.raises(ConfigurationError, match=r"2 finite losses .*: training_step returned no loss in the other"):
-        trainer([search]).fit(never, data(), data())
+    never.skipped = range(2, 1000)
+    with pytest.raises(ConfigurationError, match=r"from which no rate .*: training_step returned no loss in the other"):
+        trainer([finder(num_steps=50)]).fit(never, data(), data())
 
 
 def test_a_step_s_loss_is_that_of_its_tokens_however_its_micro_batches_lie() -> None:
-    whole, parts = finder(num_steps=6), finder(num_steps=6)
+    whole, parts = finder(), finder()
     trainer([whole]).fit(Toy(), data(12, 12), data())
     trainer([parts, TokenWeightedAccumulation()], accumulate_grad_batches=2).fit(Toy(), data(12, 8), data())
-    assert parts.losses == pytest.approx(whole.losses, rel=1e-5)
+    for ours, theirs in zip(parts.compared, whole.compared, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
 
 
 def test_nothing_is_said_of_what_is_undone(caplog: pytest.LogCaptureFixture) -> None:
@@ -213,15 +219,14 @@ def test_a_resumed_run_does_not_test_again(tmp_path: Path) -> None:
     rates, again = Rates(), finder(max_lr=0.5)
     trainer([rates, again], max_epochs=2).fit(Toy("init", "lambda"), data(), data(), ckpt_path=tmp_path / "half.ckpt")
     assert len(everything) == 4
-    assert (again.suggestion, again.losses) == (first.suggestion, first.losses)
+    assert (again.suggestion, again.compared) == (first.suggestion, first.compared)
     assert rates.seen[0] == pytest.approx([first.suggestion / 5, first.suggestion / 10])
 
 
 def test_what_cannot_work_is_refused() -> None:
     for arguments, message in (
         ({"min_lr": 1.0, "max_lr": 0.1}, "min_lr must be above 0 and below 0.1, got 1.0"),
-        ({"num_steps": 2}, "num_steps must be a whole number of at least 6, got 2"),
-        ({"mode": "cubic"}, "mode must be one of exponential, linear, got 'cubic'"),
+        ({"num_steps": 2}, "num_steps must be a whole number of at least 10, got 2"),
         ({"early_stop_threshold": 1.0}, "early_stop_threshold must be above 1 or null, got 1.0"),
     ):
         with pytest.raises(ConfigurationError, match=message):
@@ -238,9 +243,9 @@ def test_processes_agree(tmp_path: Path) -> None:
 def _agree() -> None:
     search = finder()
     trainer([search], devices=2, strategy="ddp").fit(module := Toy(), data(32), data())
-    first, second = everyones([search.suggestion, search.losses, weights(module)])
+    first, second = everyones([search.suggestion, search.compared, weights(module)])
     assert_equal(first, second)
-    assert len(search.losses) == 6
+    assert len(search.compared) > 2
 
 
 def test_a_sparse_buffer_is_put_back_and_the_rate_of_swa_is_scaled() -> None:
@@ -254,12 +259,12 @@ def test_a_sparse_buffer_is_put_back_and_the_rate_of_swa_is_scaled() -> None:
             scheduler = torch.optim.swa_utils.SWALR(optimizer, swa_lr=5e-4, anneal_epochs=1)
             return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
-    finder = LRFinder(min_lr=1e-3, max_lr=1.0, num_steps=12, early_stop_threshold=None)
-    run = trainer([finder])
+    search = finder(max_lr=1.0)
+    run = trainer([search])
     run.fit(module := Graph(), data(), data())
-    assert finder.suggestion is not None
+    assert search.suggestion is not None
     group = run.optimizers[0].param_groups[0]
-    assert group["swa_lr"] == pytest.approx(0.5 * finder.suggestion)
+    assert group["swa_lr"] == pytest.approx(0.5 * search.suggestion)
     assert torch.equal(module.adjacency.to_dense(), torch.eye(8))
 
 
@@ -285,7 +290,7 @@ class WarmsUp(Toy):
 
 
 def test_rates_that_the_module_sets_are_read_back_and_hyper_parameters_follow() -> None:
-    search = finder(num_steps=12)
+    search = finder()
     with pytest.warns(UserWarning, match=r"step 2 should have the rate .* but it is .*: optimizer_step of WarmsUp"):
         trainer([search], max_steps=3).fit(module := WarmsUp(), data(), data())
     assert search.suggestion is not None
@@ -299,10 +304,10 @@ def test_rates_that_the_module_sets_are_read_back_and_hyper_parameters_follow() 
 
 
 def test_a_rate_that_is_taken_is_read_from_the_optimizer() -> None:
-    search = finder(num_steps=12)
+    search = finder()
     trainer([search], max_steps=3).fit(Toy("init", "lambda"), data(), data())
     assert search.taken == pytest.approx(search.suggestion)
-    assert max(search.compared, key=lambda row: row[1])[0] == search.suggestion
+    assert max(search.compared, key=lambda row: row[1])[0] == pytest.approx(search.suggestion * math.sqrt(3))
 
 
 class NoObjective(Toy):
@@ -319,17 +324,36 @@ class NoObjective(Toy):
 def test_a_loss_that_does_not_depend_on_the_rate_is_refused(constant: bool) -> None:
     module = NoObjective()
     module.constant = constant
-    with pytest.raises(ConfigurationError, match=r"falls by 0 between .* as in reinforcement learning"):
+    with pytest.raises(ConfigurationError, match=r"lower the loss by 0 .* as in reinforcement learning"):
         trainer([finder(num_steps=20)]).fit(module, data(), data())
 
 
-def test_a_fall_within_the_noise_is_refused() -> None:
-    rates = rates_to_try(1e-6, 1.0, 60, "exponential")
+def test_a_refusal_of_a_rate_that_is_only_reported_does_not_end_the_run(tmp_path: Path) -> None:
+    run = trainer([search := finder(apply=False)])
+    with pytest.warns(UserWarning, match=r"LRFinder: 12 steps at the best rate .* lower the loss by 0 "):
+        run.fit(NoObjective(), data(), data())
+    assert (run.global_step, search.suggestion) == (4, None)
+    run.save_checkpoint(tmp_path / "last.ckpt", weights_only=False)
+    again = trainer([finder(apply=False)], max_epochs=2)
+    again.fit(NoObjective(), data(), data(), ckpt_path=tmp_path / "last.ckpt")
+    assert again.global_step == 8
+
+
+@pytest.mark.parametrize("fall", [0.1, 1.0])
+def test_a_fall_within_the_noise_is_refused(fall: float) -> None:
     noise = random.Random(0)
-    with pytest.raises(ConfigurationError, match=r"not more than 3 times its noise .* \(num_steps\), larger batches"):
-        suggest_lr(rates, [1 + noise.gauss(0, 0.3) for _ in rates])
-    falls = [1 + noise.gauss(0, 0.3) - 5 * max(0.0, math.log10(rate) + 3) for rate in rates]
-    assert 1e-3 < suggest_lr(rates, falls) < 1
+    untrained = [3 + noise.gauss(0, 1) for _ in range(60)]
+    trials = {0.0: untrained}
+    for rate in rates_to_try(1e-3, 1.0):  # the best is 1 / 9
+        share = math.exp(-abs(math.log(rate * 9)))
+        trials[rate] = [loss - fall * share + noise.gauss(0, 0.5) for loss in untrained]
+    if fall == 0.1:
+        with pytest.raises(
+            ConfigurationError, match=r"not more than 3 times the standard error .* \(num_steps\) or lar"
+        ):
+            suggest_lr(trials)
+    else:
+        assert suggest_lr(trials) == pytest.approx(1 / 9 / math.sqrt(3))
 
 
 def test_a_best_rate_at_an_end_of_the_range_is_refused() -> None:

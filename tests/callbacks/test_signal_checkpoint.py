@@ -77,7 +77,7 @@ class Trying(pl.Callback):
 def test_a_signal_in_trials_before_the_first_step_ends_them(tmp_path, capsys):
     trying, before = Trying(), signal.getsignal(signal.SIGUSR1)
     with pytest.raises(SystemExit) as exit_:
-        trainer([SignalCheckpoint(dirpath=tmp_path), LRFinder(num_steps=4), trying]).fit(Tiny())
+        trainer([SignalCheckpoint(dirpath=tmp_path), LRFinder(num_steps=10), trying]).fit(Tiny())
     assert (exit_.value.code, len(trying.begun)) == (138, 1)
     assert "Interrupted by SIGUSR1 before training began" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []

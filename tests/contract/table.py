@@ -66,7 +66,7 @@ def _power_ema() -> PowerEMA:
 
 
 def _lr_finder(apply: bool = True, max_lr: float = 3.0) -> LRFinder:
-    return LRFinder(min_lr=1e-3, max_lr=max_lr, num_steps=12, early_stop_threshold=None, apply=apply)
+    return LRFinder(min_lr=1e-3, max_lr=max_lr, num_steps=12, apply=apply)
 
 
 class Teacher(nn.Sequential):

@@ -102,7 +102,7 @@ def test_trials_leave_the_scale_alone(technique: Any) -> None:
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
             scales.append(trainer.precision_plugin.scaler.get_scale())
 
-    arguments = {"num_steps": 8, "apply": False} if technique is LRFinder else {"max_size": 4}
+    arguments = {"num_steps": 10, "apply": False} if technique is LRFinder else {"max_size": 4}
     run = trainer([technique(**arguments), Note()], plugins=[Scaled(2.0**127)], max_steps=2, limit_val_batches=1)
     with pytest.warns(UserWarning, match="lr_scheduler"):  # the scaler skips what torch's schedulers count
         run.fit(Loud(), data(), data())

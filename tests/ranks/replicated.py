@@ -96,7 +96,7 @@ def resumed_by_three() -> None:
         def epochs(count: int, path: str | None = None, make: Any = strategy, more: Any = more) -> Any:
             chosen = make() if isinstance(make, type) else make
             # Trials leave the module with another reducer; a resumed run makes none.
-            trials = LRFinder(min_lr=1e-3, max_lr=1.0, num_steps=6, early_stop_threshold=None)
+            trials = LRFinder(min_lr=1e-3, max_lr=1.0, num_steps=12)
             return sharded.fit(lambda: [ExactResume(seed=0), trials], Small, count, path, chosen, **more)
 
         _, _, straight = epochs(2)

@@ -1,19 +1,17 @@
-"""Learning-rate range test as pure functions: rates to try, the suggested rate, and the plot.
+"""Choice of a learning rate as pure functions: rates to try, the suggested rate, and the plot.
 
-    factor_i = (low / reference) * (high / low)^(i / (n - 1))
-    suggestion = rate at which the smoothed loss has made a quarter of its fall
+    rates = max_lr / 3^k for k = 0, 1, ...;    fall(rate) = mean over steps of (loss at rate 0 - loss at this rate)
+    suggestion = (rate of the largest fall) / sqrt(3)
 
 All parameter groups are scaled by one factor, so the ratios of their rates stay the same.
-Source: Smith (2015), https://arxiv.org/abs/1506.01186.
 """
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from torch import Tensor
@@ -23,87 +21,96 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_optimizers import INNER_SCHEDULERS, LAST_RATES
 
 CLEAR = 3  # standard errors by which a fall must exceed the noise
-FACTOR = 3.0  # ratio of neighbouring rates that are compared
-NOT_AN_OBJECTIVE = "A loss that does not measure success, as in reinforcement learning, gives no rate: set it by hand"
+FACTOR = 3.0  # ratio of neighbouring rates
+RECENT = 5  # steps whose mean loss is compared with the threshold of an early end
+_NOT_AN_OBJECTIVE = "A loss that does not measure success, as in reinforcement learning, gives no rate: set it by hand"
 _NAMES_A_RATE = re.compile(r"(^|_)(lr|learning_rate)(_|$)")
-_MEDIAN_DIFFERENCE = 0.954  # median of |a - b| for two normal values of standard deviation 1
+
+Losses = Sequence[float | None]  # the loss of each step of a trial; None for a step without a loss
 
 
-def rates_to_try(low: float, high: float, steps: int, mode: str) -> list[float]:
-    """Return ``steps`` rates from ``low`` to ``high`` with equal ratios (``exponential``) or equal differences."""
-    fractions = [i / (steps - 1) for i in range(steps)]
-    if mode == "linear":
-        return [low + (high - low) * fraction for fraction in fractions]
-    return [low * (high / low) ** fraction for fraction in fractions]
-
-
-def smoothed(losses: Sequence[float], decay: float = 0.8) -> list[float]:
-    """Return the bias-corrected exponential average after each loss. Losses that are not finite are kept."""
-    average = 0.0
-    weight = 0.0
-    result = []
-    for loss in losses:
-        if not math.isfinite(loss):
-            result.append(loss)
-            continue
-        average = decay * average + (1 - decay) * loss
-        weight = decay * weight + 1 - decay
-        result.append(average / weight)
-    return result
-
-
-def suggest_lr(
-    rates: Sequence[float], losses: Sequence[float], decay: float = 0.8, untrained: Sequence[float] | None = None
-) -> float:
-    """Return the rate at which the smoothed loss has made a quarter of its fall to its minimum.
-
-    At higher rates the loss still falls in a test of few steps at each rate, but a run of many steps at these rates is
-    often worse or diverges.
-
-    Args:
-        rates: Rates that were tried, in ascending order.
-        losses: Loss at each rate. Losses from the first one on that is not finite are ignored.
-        decay: Decay of the smoothing, in [0, 1).
-        untrained: Losses of the initial weights on the same batches, from which the fall is measured. ``None``: the
-            fall is measured from the first losses, and must exceed the noise between them.
-
-    Raises:
-        ConfigurationError: If fewer than three losses are finite, or the loss does not fall.
+def rates_to_try(low: float, high: float) -> list[float]:
+    """Return the rates ``high / 3**k`` that are at least ``low``, the highest first.
 
     Example:
-        >>> suggest_lr([1e-4, 1e-3, 1e-2, 1e-1, 1.0], [4.0, 3.9, 2.0, 1.9, 9.0], decay=0.0)
-        0.01
+        >>> rates_to_try(0.1, 1.0)
+        [1.0, 0.3333333333333333, 0.1111111111111111]
     """
-    end = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
-    if end < 3:
-        reason = "training_step returned no loss in the other steps"
-        if end < len(losses):
-            reason = (
-                f"the loss is {losses[end]} at the rate {rates[end]:g}; if it is finite at smaller rates, lower min_lr"
-            )
-        raise ConfigurationError(f"LRFinder: {end} finite losses are too few to suggest a rate: {reason}")
-    if untrained is None:
-        first = min(_settled(decay), end - 1) - 1  # the first value of the curve that covers enough batches
-        curve = smoothed(losses[:end], decay)
-        level = curve[first]
-    else:
-        first = 0
-        curve = smoothed([loss - other for loss, other in zip(losses[:end], untrained)], decay)
-        level = 0.0
-    lowest = min(range(first, len(curve)), key=curve.__getitem__)
-    fall = level - curve[lowest]
-    noise = 0.0
-    if untrained is None and lowest:
-        # The median of the differences of neighbours does not depend on the fall itself, which is in few of them.
-        typical = median(abs(losses[i] - losses[i - 1]) for i in range(1, lowest + 1))
-        noise = typical / _MEDIAN_DIFFERENCE * math.sqrt((1 - decay) / (1 + decay))
-    if not fall > CLEAR * noise:
+    count = math.floor(math.log(high / low, FACTOR) + 1e-9) + 1
+    return [high / FACTOR**k for k in range(count)]
+
+
+def suggest_lr(trials: Mapping[float, Losses]) -> float:
+    """Return the rate with the largest fall of the loss, divided by the square root of 3.
+
+    The division takes half a step between neighbouring rates, because a run that is longer than the trials needs lower
+    rates.
+
+    Args:
+        trials: Loss of each step of trials that start from the same weights and see the same batches, by the constant
+            rate of the trial. The rate 0 must be among them. A trial has diverged if it is shorter than that of the
+            rate 0, or if a loss is not finite.
+
+    Raises:
+        ConfigurationError: If the losses are too few or not finite at the rate 0, if the largest fall is not clearly
+            larger than the noise between batches, and if the loss improves up to the highest or lowest rate.
+
+    Example:
+        >>> still = [2.0, 3.0, 2.0, 3.0, 2.0, 3.0]
+        >>> falling = [2.0, 2.5, 1.0, 2.0, 1.0, 2.0]
+        >>> trials = {0.0: still, 0.3: still, 0.1: falling, 0.03: still}
+        >>> round(suggest_lr(trials), 3)
+        0.058
+    """
+    untrained = trials[0.0]
+    known = [loss for loss in untrained if loss is not None]
+    if len(known) < 4 or _diverged(untrained):
+        reason = "training_step returned no loss in the other steps" if len(known) < 4 else "the network is broken"
         raise ConfigurationError(
-            f"LRFinder: the smoothed loss falls by {fall:.3g} between the rates {rates[0]:g} and {rates[end - 1]:g}, "
-            f"which is not more than {CLEAR} times its noise between batches of {noise:.3g}. If the loss depends on "
-            f"the rate, use more steps (num_steps), larger batches or another range. {NOT_AN_OBJECTIVE}"
+            f"LRFinder: the losses of the initial weights are {_few(known)}, from which no rate can be suggested: "
+            f"{reason}"
         )
-    return float(rates[next(i for i in range(first, end) if level - curve[i] >= fall / 4)])
+    best = best_of(trials)
+    steps = len(untrained)
+    fall = fall_between(untrained, trials[best])
+    if fall.mean == -math.inf:
+        raise ConfigurationError(
+            f"LRFinder: training diverges at all rates down to {min(filter(None, trials)):.3g}: lower min_lr"
+        )
+    if not fall.clear:
+        raise ConfigurationError(
+            f"LRFinder: {steps} steps at the best rate of {best:.3g} lower the loss by {fall.mean:.3g} on the same "
+            f"batches, which is not more than {CLEAR} times the standard error of {fall.error:.2g} between batches: no "
+            f"rate can be suggested. Use more steps (num_steps) or larger batches. {_NOT_AN_OBJECTIVE}"
+        )
+    rates = sorted(filter(None, trials))
+    for neighbour, end, advice in (
+        (rates[-2:][0], rates[-1], f"raise max_lr above {rates[-1]:.3g}"),
+        (rates[:2][-1], rates[0], f"lower min_lr below {rates[0]:.3g}"),
+    ):
+        if best == end and fall_between(trials[neighbour], trials[best]).clear:
+            raise ConfigurationError(
+                f"LRFinder: the loss improves up to the end of the range, from the rate {neighbour:.3g} to {best:.3g}, "
+                f"so the best rate is outside: {advice}. {_NOT_AN_OBJECTIVE}"
+            )
+    return best / math.sqrt(FACTOR)
+
+
+def best_of(trials: Mapping[float, Losses]) -> float:
+    """Return the rate above 0 whose trial has the lowest losses; of equal rates the highest."""
+    rates = sorted(filter(None, trials), reverse=True)
+    best = rates[0]
+    for rate in rates[1:]:
+        if fall_between(trials[best], trials[rate]).mean > 0:
+            best = rate
+    return best
+
+
+def is_passed(trials: Mapping[float, Losses]) -> bool:
+    """Return whether the two lowest rates are clearly worse than the best rate, so that lower rates are worse, too."""
+    best = best_of(trials)
+    lowest = sorted(filter(None, trials))[:2]
+    return len(lowest) == 2 and all(rate < best and fall_between(trials[rate], trials[best]).clear for rate in lowest)
 
 
 @dataclass(frozen=True)
@@ -119,7 +126,7 @@ class Fall:
         return self.mean > CLEAR * self.error
 
 
-def fall_between(first: Sequence[float | None], second: Sequence[float | None]) -> Fall:
+def fall_between(first: Losses, second: Losses) -> Fall:
     """Compare two trials that saw the same batches. Noise that both share cancels.
 
     Args:
@@ -144,51 +151,20 @@ def fall_between(first: Sequence[float | None], second: Sequence[float | None]) 
     return Fall(sum(differences) / count, math.sqrt(squares / (2 * (count - 1)) / count))
 
 
-def _diverged(losses: Sequence[float | None]) -> bool:
+def grows(losses: Losses, untrained: Losses, threshold: float | None) -> bool:
+    """Return whether the last losses of a trial exceed ``threshold`` times those of the initial weights."""
+    pairs = [(a, b) for a, b in zip(losses, untrained) if a is not None and b is not None][-RECENT:]
+    if threshold is None or len(pairs) < RECENT:
+        return False
+    return sum(a for a, _ in pairs) > threshold * sum(b for _, b in pairs) > 0
+
+
+def _diverged(losses: Losses) -> bool:
     return any(loss is not None and not math.isfinite(loss) for loss in losses)
 
 
-def climb(start: float, low: float, high: float, better: Callable[[float, float], bool]) -> float:
-    """Return the best of the rates ``start * 3**k`` between ``low`` and ``high``, found by steps up or down.
-
-    Args:
-        start: First rate.
-        low: Smallest rate.
-        high: Largest rate.
-        better: Function that returns whether its first rate gives a lower loss than its second.
-
-    Example:
-        >>> climb(1.0, 0.01, 30.0, lambda one, other: abs(one - 8) < abs(other - 8))
-        9.0
-    """
-    best = start
-    for factor in (FACTOR, 1 / FACTOR):
-        moved = True
-        while moved:
-            moved = False
-            for rate in (best * factor, best * factor**2):  # the second, because noise may hide one step's gain
-                if not moved and low <= rate <= high and better(rate, best):
-                    best = rate
-                    moved = True
-        if best > start:
-            break
-    return best
-
-
-def _settled(decay: float) -> int:
-    """Return the number of steps after which the smoothed loss covers enough batches to be judged."""
-    return math.ceil(1 / (1 - decay))
-
-
-SETTLED = _settled(0.8)
-
-
-def grows(losses: Sequence[float], threshold: float | None, decay: float = 0.8) -> bool:
-    """Return whether the smoothed loss exceeds ``threshold`` times its minimum. The first, noisy steps are ignored."""
-    curve = smoothed(losses, decay)[_settled(decay) :]
-    if threshold is None or not curve:
-        return False
-    return curve[-1] > threshold * min(curve) > 0
+def _few(losses: Sequence[float]) -> str:
+    return ", ".join(f"{loss:.3g}" for loss in losses[:6]) or "missing"
 
 
 def scale_rates(optimizer: Optimizer, factor: float) -> None:
@@ -250,29 +226,31 @@ def scale_schedule(scheduler: Any, factor: float) -> None:
         scale_schedule(inner, factor)
 
 
-def plot_rates(
-    path: Path, rates: Sequence[float], losses: Sequence[float], suggestion: float | None, mode: str, decay: float
-) -> None:
-    """Write a PNG of the range test: the losses, their smoothed curve and the suggested rate."""
+def plot_rates(path: Path, compared: Sequence[tuple[float, float, float]], suggestion: float | None) -> None:
+    """Write a PNG of the fall of the loss at each rate, with its standard error, and of the suggested rate.
+
+    Args:
+        path: Path of the file.
+        compared: Rate, fall and standard error of each trial. Trials that diverged are left out of the plot.
+        suggestion: The suggested rate.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     FigureCanvasAgg(figure)  # needs no display and does not change pyplot's backend
     axes = figure.add_subplot()
-    curve = smoothed(losses, decay)
-    axes.plot(rates[: len(losses)], losses, color="0.75", linewidth=1, marker=".", markersize=4, label="loss")
-    axes.plot(rates[: len(losses)], curve, color="tab:blue", linewidth=2, label="smoothed")
+    rows = [row for row in compared if math.isfinite(row[1])]
+    rates = [row[0] for row in rows]
+    falls = [row[1] for row in rows]
+    axes.errorbar(rates, falls, [row[2] for row in rows], color="tab:blue", marker=".", label="fall and standard error")
+    axes.axhline(0, color="0.75", linewidth=1)
     if suggestion is not None:
         axes.axvline(suggestion, color="tab:red", linestyle="--", label=f"suggestion {suggestion:.3g}")
-    axes.set_xscale("linear" if mode == "linear" else "log")
-    finite = [loss for loss in curve if math.isfinite(loss)]
-    if finite:  # limits from the finite losses, so that a diverged loss at the end does not flatten the rest
-        low = min(finite)
-        start = finite[0]
-        room = max(start - low, abs(low) * 0.05, 1e-12)
-        axes.set_ylim(low - 0.15 * room, start + 0.6 * room)
-    axes.set(xlabel="learning rate (first parameter group)", ylabel="training loss", title="Learning-rate range test")
+    axes.set_xscale("log")
+    if falls and max(falls) > 0:  # a rate that nearly diverged would flatten the rest
+        axes.set_ylim(max(min(falls), -max(falls)) - 0.1 * max(falls), 1.2 * max(falls))
+    axes.set(xlabel="learning rate (first parameter group)", ylabel="fall of the training loss", title="Learning rates")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
