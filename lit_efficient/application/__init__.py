@@ -28,6 +28,7 @@ from lit_efficient.application.ledger import (
     start_session,
 )
 from lit_efficient.application.overwritten import wraps_of_start
+from lit_efficient.application.read_back import ReadBack, clips_itself, exceeds_clip_val
 from lit_efficient.application.validation import warn_of_no_validation
 from lit_efficient.declaration import (
     Declaration,
@@ -43,6 +44,7 @@ from lit_efficient.declaration import (
     techniques_of,
 )
 from lit_efficient.errors import ConfigurationError, ConflictError, diagnostic, refusal
+from lit_efficient.internals.contents import contents
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_shards import is_sharded
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
@@ -171,6 +173,8 @@ def install(trainer: Any, module: Any) -> None:
         wraps.append(("on_train_start", _watch_parameters))
     if constrains:  # after what rewrites have registered
         wraps.append(("configure_optimizers", _watch_steps))
+    if clips_itself(trainer, module):
+        wraps.append(("on_train_start", _watch_clipping))
     start_session(module, Session(id(trainer), wraps))
     for name, function in wraps:
         wrap_method(module, name, function)
@@ -338,6 +342,15 @@ def _watch_parameters(self: Any) -> None:
         session.at_end.append(partial(_remove, handle))
 
 
+def _watch_clipping(self: Any) -> None:
+    """Compare the gradients of the first steps with ``gradient_clip_val``."""
+    inner_method(self, "on_train_start", _watch_clipping)()
+    session = session_of(self)
+    assert session is not None
+    reads = ReadBack(self.trainer.optimizers, partial(exceeds_clip_val, self))
+    session.at_end.append(lambda _: reads.stop())
+
+
 def _remove(handle: Any, module: nn.Module) -> None:
     handle.remove()
 
@@ -379,7 +392,7 @@ def configured_at(configured: object, *keys: str) -> list[Any]:
         if isinstance(item, Mapping):
             stack.extend(item.get(key) for key in keys)
         elif isinstance(item, list | tuple):
-            stack.extend(reversed(item))
+            stack += contents(item)[::-1]
         elif item is not None:
             found.setdefault(id(item), item)
     return list(found.values())

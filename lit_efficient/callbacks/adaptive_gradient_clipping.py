@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import check_list, check_number
@@ -121,6 +120,7 @@ class AdaptiveGradientClipping(ClipsGradients):
         self._dims: dict[Tensor, tuple[int, ...]] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         self._skipped = self._matches(pl_module)
         self._dims = input_dims(pl_module)
 
@@ -130,7 +130,7 @@ class AdaptiveGradientClipping(ClipsGradients):
         self._dims = {}
         super().teardown(trainer, pl_module, stage)
 
-    def change_gradients(self, gradients: dict[Tensor, Tensor], optimizer: Optimizer, module: nn.Module) -> None:
+    def clip(self, gradients: dict[Tensor, Tensor]) -> None:
         pairs = []
         for p, gradient in gradients.items():
             if p not in self._skipped:

@@ -17,12 +17,15 @@ are used, in the same order. The learning rate is that of the schedule: for Sees
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
+from torch.optim import Optimizer
 
+from lit_efficient.application.read_back import ReadBack, who_sets
 from lit_efficient.declaration import Phase, Report, technique_of
 from lit_efficient.errors import ConfigurationError, ConflictError, check_list, check_number, refusal
 from lit_efficient.internals.lightning_data import combined_loader
@@ -111,6 +114,7 @@ class BatchRamp(Technique):
         self._full = 1  # accumulate_grad_batches of the trainer
         self._now: int | None = None  # current accumulation
         self._loader: PiecewiseLoader | None = None
+        self._reads: ReadBack | None = None
 
     def check(self, trainer: Trainer, module: LightningModule) -> None:
         if not module.automatic_optimization:
@@ -152,6 +156,7 @@ class BatchRamp(Technique):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         unwrap_method(trainer.strategy, "process_dataloader", _process_dataloader)
+        self._stop_reading()
         if self._now is not None:
             trainer.accumulate_grad_batches = self._full
             self._now = None
@@ -167,6 +172,7 @@ class BatchRamp(Technique):
         if self._now is None:
             self._now = self._accumulation(trainer.global_step)
         trainer.accumulate_grad_batches = self._now
+        self._read_back(trainer)
         if self._loader is not None:
             if len(loaders_in(combined_loader(trainer))) > 1:
                 raise ConfigurationError(
@@ -187,6 +193,26 @@ class BatchRamp(Technique):
                 rank_zero_info(f"BatchRamp: step {trainer.global_step}: {wanted} micro-batches per step")
             self._now = wanted
             trainer.accumulate_grad_batches = wanted
+            self._read_back(trainer)
+
+    def _read_back(self, trainer: Trainer) -> None:
+        self._stop_reading()
+        self._reads = ReadBack(trainer.optimizers, partial(self._differs, trainer))
+
+    def _stop_reading(self) -> None:
+        if self._reads is not None:
+            self._reads.stop()
+            self._reads = None
+
+    def _differs(self, trainer: Trainer, optimizer: Optimizer, step: int) -> str | None:
+        """Return a sentence if a step accumulates another number of batches than the ramp has set."""
+        if trainer.accumulate_grad_batches == self._now:
+            return None
+        return (
+            f"BatchRamp: step {trainer.global_step} should accumulate {self._now} batches, but accumulate_grad_batches "
+            f"is {trainer.accumulate_grad_batches}: {who_sets(trainer.lightning_module)} sets it, too. Leave out one "
+            "of them"
+        )
 
     def state_dict(self) -> dict[str, object]:
         """Return the current accumulation: a window of the old size may still be open."""

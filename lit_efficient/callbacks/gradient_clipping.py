@@ -10,7 +10,6 @@ Source: Pascanu et al. (2013), https://arxiv.org/abs/1211.5063
 """
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.distributed.gradient_norm import gradient_norm
@@ -54,7 +53,7 @@ class GradientClipping(ClipsGradients):
         self.max_norm = max_norm
         self.max_value = max_value
 
-    def change_gradients(self, gradients: dict[Tensor, Tensor], optimizer: Optimizer, module: nn.Module) -> None:
+    def clip(self, gradients: dict[Tensor, Tensor]) -> None:
         values = [gradient.values() if gradient.is_sparse else gradient for gradient in gradients.values()]
         if self.max_value is not None:
             for value in values:

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lit_efficient.application.loss import LossHooks
+from lit_efficient.application.read_back import ReadBack, who_sets
 from lit_efficient.declaration import Phase, Report, techniques_of
 from lit_efficient.errors import (
     ConfigurationError,
@@ -130,8 +131,7 @@ class LRFinder(Technique):
         self.taken: float | None = None
         self._configured: float | None = None  # rate of the first group before the test
         self._expected: list[float] = []  # rates of the groups in the next step
-        self._steps = 0  # steps whose rates were read back
-        self._hook: Any = None  # hook of the optimizer that reads them
+        self._reads: ReadBack | None = None
 
     def check(self, trainer: Any, module: Any) -> None:
         if not module.automatic_optimization:
@@ -165,7 +165,9 @@ class LRFinder(Technique):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         unschedule(trainer)
-        self._stop_reading()
+        if self._reads is not None:
+            self._reads.stop()
+            self._reads = None
         super().teardown(trainer, pl_module, stage)
 
     def state_dict(self) -> dict[str, Any]:
@@ -239,7 +241,9 @@ class LRFinder(Technique):
             scale_rates(optimizer, self.suggestion / reference)
         for config in trainer.lr_scheduler_configs:
             scale_schedule(config.scheduler, self.suggestion / reference)
-        self._read_back(trainer)
+        optimizer = trainer.optimizers[0]
+        self._expected = [float(group["lr"]) for group in optimizer.param_groups]
+        self._reads = ReadBack([optimizer], partial(self._differs, trainer))
 
     def _name_it(self, trainer: Any) -> str:
         """Set the suggestion in the module's hyper-parameters and attributes that hold the configured rate."""
@@ -249,41 +253,25 @@ class LRFinder(Technique):
         names = sorted({name for _, name in places})
         return f"; the module's {' and '.join(names)} is set to it" if names else ""
 
-    def _read_back(self, trainer: Any) -> None:
-        """Compare the rates of the next two steps with those that were set.
-
-        The second step matters, because a module may change the rates after its own ``optimizer.step()``.
-        """
-        optimizer = trainer.optimizers[0]
-        self._expected = [float(group["lr"]) for group in optimizer.param_groups]
-        self._steps = 0
-        self._hook = optimizer.register_step_pre_hook(partial(self._read, trainer))
-
-    def _read(self, trainer: Any, optimizer: Any, *_: Any) -> None:
+    def _differs(self, trainer: Any, optimizer: Any, step: int) -> str | None:
+        """Return a sentence if a step has another rate than the suggestion or its schedule gives."""
         used = [float(group["lr"]) for group in optimizer.param_groups]
         expected = self._expected
-        self._steps += 1
-        if self._steps == 1:
+        if step == 1:
             self.taken = used[0]
         else:
-            self._stop_reading()
             for config in trainer.lr_scheduler_configs:
                 if hasattr(config.scheduler, "get_last_lr"):
                     expected = [float(rate) for rate in config.scheduler.get_last_lr()]
-        if len(used) == len(expected) and not _close(used, expected):
-            self._stop_reading()
-            self.taken = used[0]
-            rank_zero_warn(
-                f"LRFinder: step {self._steps} should have the rate {expected[0]:.3g}, but it is {used[0]:.3g} in the "
-                f"optimizer: optimizer_step of {type(trainer.lightning_module).__name__} or a callback sets its own "
-                f"rate. The suggestion of {self.suggestion:.3g} is used only where this code takes it from the "
-                "module's hyper-parameters or the groups. Use a scheduler for a warm-up"
-            )
-
-    def _stop_reading(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        if len(used) != len(expected) or _close(used, expected):
+            return None
+        self.taken = used[0]
+        return (
+            f"LRFinder: step {step} should have the rate {expected[0]:.3g}, but it is {used[0]:.3g} in the optimizer: "
+            f"{who_sets(trainer.lightning_module)} sets its own rate. The suggestion of {self.suggestion:.3g} is used "
+            "only where this code takes it from the module's hyper-parameters or the groups. Use a scheduler for a "
+            "warm-up"
+        )
 
     def _reference(self, trainer: Any) -> float:
         """Return the full rate of the first group, by which the schedule multiplies, before any warm-up factor."""
@@ -314,7 +302,7 @@ def _run(
     generators = [(generator, generator.get_state()) for generator in live_generators(combined_loader(trainer))]
     optimizer = trainer.optimizers[0]
     used: list[float] = []  # rate of the first group in the optimizer's step
-    hook = optimizer.register_step_pre_hook(lambda one, *_: used.append(float(one.param_groups[0]["lr"])))
+    hook = optimizer.register_step_post_hook(lambda one, *_: used.append(float(one.param_groups[0]["lr"])))
     with trials.trial(accumulate, alone=False):
         trainer.strategy.lr_scheduler_configs = []
         # Ratio of each group's rate to the first group's, from full rates: a warm-up may have set all of them to 0.
@@ -328,8 +316,8 @@ def _run(
             if used and not _close(used[-1:], [rate]):
                 raise ConfigurationError(
                     f"LRFinder: the rate {rate:.3g} was set, but the optimizer steps with {used[-1]:.3g}: "
-                    f"optimizer_step of {type(trainer.lightning_module).__name__} or a callback sets its own rate, "
-                    "so that no other can be tested. Use a scheduler for a warm-up, or leave out LRFinder"
+                    f"{who_sets(trainer.lightning_module)} sets its own rate, so that no other can be tested. "
+                    " Use a scheduler for a warm-up, or leave out LRFinder"
                 )
             last = losses[-1]
             if last is not None and not math.isfinite(last):

@@ -21,7 +21,9 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.utils.data import DataLoader
 
+from lit_efficient.application.read_back import ReadBack, who_sets
 from lit_efficient.declaration import Report, format_bytes
 from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number, refusal
 from lit_efficient.internals.lightning_data import combined_loader, data_source, drop_loaders
@@ -31,7 +33,7 @@ from lit_efficient.mechanisms.rewind import other_randomness
 from lit_efficient.mechanisms.trials.batch_search import BatchSearch, FoundBatch, Trial
 from lit_efficient.mechanisms.trials.batch_size import BatchSizeTarget
 from lit_efficient.mechanisms.trials.memory import parse_bytes
-from lit_efficient.mechanisms.trials.probes import live_generators
+from lit_efficient.mechanisms.trials.probes import batch_size_of, live_generators, loaders_in
 from lit_efficient.mechanisms.trials.steps import schedule, unschedule
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
@@ -125,6 +127,7 @@ class MaxBatchSize(Technique):
         self.found: FoundBatch | None = None
         self._configured: tuple[int, int] | None = None  # batch size and accumulation before the run
         self._place: BatchSizeTarget | None = None  # the attribute or loader that holds the batch size
+        self._reads: ReadBack | None = None
         self._batch_counts: dict[str, int] = {}  # settings of the trainer that count batches, before the run
         # States of the global generators, and of the loaders' own generators, before data is loaded.
         self._start: dict[str, Any] = {}
@@ -167,8 +170,15 @@ class MaxBatchSize(Technique):
         self._configured = (self._place.value, trainer.accumulate_grad_batches)
         schedule(trainer, partial(self._before_run, trainer), partial(self._before_epoch, trainer), order=0)
 
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._reads is None and self.found is not None:
+            self._reads = ReadBack(trainer.optimizers, partial(self._differs, trainer, self.found))
+
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Restore batch size and accumulation, so that the next run starts from the user's configuration."""
+        if self._reads is not None:
+            self._reads.stop()
+            self._reads = None
         self._restore_configuration(trainer)
         super().teardown(trainer, pl_module, stage)
 
@@ -255,6 +265,25 @@ class MaxBatchSize(Technique):
                 trainer.training = True
         for generator, state in now:
             generator.set_state(state)
+
+    def _differs(self, trainer: Any, found: FoundBatch, optimizer: Any, step: int) -> str | None:
+        """Return a sentence if the loaders or the accumulation are not those of the found batch."""
+        module = trainer.lightning_module
+        automatic = module.automatic_optimization
+        if automatic and trainer.accumulate_grad_batches != found.accumulation:
+            return (
+                f"MaxBatchSize: step {step} should accumulate {found.accumulation} batches, but "
+                f"accumulate_grad_batches is {trainer.accumulate_grad_batches}: {who_sets(module)} sets it, too"
+            )
+        for loader in loaders_in(combined_loader(trainer)):
+            size = batch_size_of(loader) if isinstance(loader, DataLoader) else None
+            if size is not None and size != found.size:
+                return (
+                    f"MaxBatchSize: batches should have {found.size} samples, but the training loader has the batch "
+                    f"size {size}: it is not built from {self.target}. Set target to the attribute from which it is "
+                    "built"
+                )
+        return None
 
     def _log_found(self, origin: str) -> None:
         assert self.found is not None

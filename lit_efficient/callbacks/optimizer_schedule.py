@@ -9,11 +9,13 @@ Source: Caron et al. (2021), https://arxiv.org/abs/2104.14294; momentum: https:/
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
+from lit_efficient.application.read_back import ReadBack, who_sets
 from lit_efficient.declaration import Report
 from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_list, check_number, refusal
 from lit_efficient.optimizers.rates import nested_schedulers
@@ -72,6 +74,8 @@ class OptimizerSchedule(Technique):
         self._steps = 0  # number of steps until the end value is reached
         self._run: list[Any] = []  # max_steps and max_epochs of the run for which the steps were counted
         self._decays: list[list[float]] = []  # weight decay of each optimizer's groups, as a share of the largest
+        self._expected: dict[int, list[dict[str, Any]]] = {}  # settings of the next step, by the optimizer's id
+        self._reads: ReadBack | None = None
         self._largest = 1.0  # the largest weight decay before the first step, or 1 if no group has any
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -80,6 +84,13 @@ class OptimizerSchedule(Technique):
             # A checkpoint restores its own values later.
             self._decays = []
             self._run = []
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if self._reads is not None:
+            self._reads.stop()
+            self._reads = None
+        self._expected = {}
+        super().teardown(trainer, pl_module, stage)
 
     def describe(self, module: nn.Module) -> Report:
         parts = []
@@ -129,6 +140,7 @@ class OptimizerSchedule(Technique):
             raise ConfigurationError(
                 "OptimizerSchedule: no group of the optimizer has a weight_decay above 0 and parameters"
             )
+        self._reads = ReadBack(trainer.optimizers, partial(self._differs, pl_module))
         if self.momentum is None:
             return
         if not any(_has_momentum(optimizer) for optimizer in trainer.optimizers):
@@ -153,6 +165,18 @@ class OptimizerSchedule(Technique):
                     group["weight_decay"] = share * _between(self.weight_decay, left)
             if self.momentum is not None:
                 _set_momentum(optimizer, _between(self.momentum, left))
+            self._expected[id(optimizer)] = [_settings(group) for group in optimizer.param_groups]
+
+    def _differs(self, module: Any, optimizer: Optimizer, step: int) -> str | None:
+        """Return a sentence if the optimizer steps with other settings than those that were set."""
+        for group, expected in zip(optimizer.param_groups, self._expected.get(id(optimizer), [])):
+            for name, used in _settings(group).items():
+                if used != expected.get(name):
+                    return (
+                        f"OptimizerSchedule: step {step} should have {name} {_shown(expected.get(name))}, but the "
+                        f"optimizer has {_shown(used)}: {who_sets(module)} sets it, too. Leave out one of them"
+                    )
+        return None
 
     def _progress(self, trainer: Any, module: Any) -> float:
         """Return the current step as a share of the steps until the end value.
@@ -186,6 +210,21 @@ def _between(ends: Sequence[float], left: float) -> float:
 def _decay(group: dict[str, Any]) -> float:
     """Return the weight decay of a group, which is 0 if the group has no parameters."""
     return float(group.get("weight_decay", 0.0)) if group["params"] else 0.0
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group that a schedule may set."""
+    settings: dict[str, Any] = {}
+    for name in ("weight_decay", "momentum"):
+        if name in group:
+            settings[name] = float(group[name])
+    if "betas" in group:
+        settings["betas"] = tuple(float(beta) for beta in group["betas"])
+    return settings
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(f"{number:.4g}" for number in (value if isinstance(value, tuple) else (value,)))
 
 
 def _has_momentum(optimizer: Optimizer) -> bool:

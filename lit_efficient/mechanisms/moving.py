@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.contents import length
 
 
 def move(batch: Any, device: torch.device) -> Any:
@@ -41,13 +42,13 @@ def rebuilt(batch: Any, change: Callable[[Any], Any]) -> Any:
     """
     if isinstance(batch, Mapping):
         items = {key: change(value) for key, value in batch.items()}
-        if not hasattr(batch, "__setitem__"):
+        if not hasattr(type(batch), "__setitem__"):
             return type(batch)(items)  # type: ignore[call-arg]
         other: Any = copy.copy(batch)
         for key, value in items.items():
             other[key] = value
         return other
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+    if isinstance(batch, tuple) and hasattr(type(batch), "_fields"):
         return type(batch)(*map(change, batch))
     if isinstance(batch, list | tuple):
         return type(batch)(map(change, batch))
@@ -84,8 +85,8 @@ def take_rows(batch: Any, rows: Tensor | slice, size: int) -> Any:
             f"the batch holds a {type(batch).__name__}, and it is unknown how to take rows of it. Give tensors in "
             "dictionaries, tuples, lists or dataclasses, and build the object in training_step"
         )
-    plain = isinstance(batch, list | tuple) and not hasattr(batch, "_fields") and next(tensors_in(batch), None) is None
-    if plain and len(batch) == size:
+    plain = isinstance(batch, list | tuple) and not hasattr(type(batch), "_fields")
+    if plain and length(batch) == size and next(tensors_in(batch), None) is None:
         if isinstance(rows, slice):
             return batch[rows]
         return type(batch)(batch[i] for i in rows.tolist())

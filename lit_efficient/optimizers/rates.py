@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.contents import contents
 from lit_efficient.internals.torch_optimizers import LAST_RATES
 
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # keys of a group; schedulers add all but the first
@@ -93,8 +94,8 @@ def nested_schedulers(schedulers: Iterable[object]) -> Iterator[Any]:
         seen.add(id(scheduler))
         yield scheduler
         for value in vars(scheduler).values():
-            inner = value if isinstance(value, list | tuple) else (value,)
-            stack.extend(item for item in inner if isinstance(item, LRScheduler))
+            inner = [value] if issubclass(type(value), LRScheduler) else contents(value)
+            stack += [item for item in inner if issubclass(type(item), LRScheduler)]
 
 
 def _parts(parameters: list[Tensor], part_of: Callable[[Tensor], int]) -> dict[int, list[int]]:

@@ -4,6 +4,7 @@ import inspect
 import math
 from typing import Any, Literal
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -73,6 +74,24 @@ class FactorLRScheduler(LRScheduler):
     def factor(self, step: int) -> float:
         """Return the factor on the rates in a step, from 0."""
         raise NotImplementedError
+
+    def step(self, epoch: int | None = None) -> None:
+        """Set the rates of the next step, and warn if something else has changed those of the step before."""
+        # Not in the first step: techniques may have scaled the rates since the constructor set them.
+        if self._step_count in (2, 3):
+            self._warn_of_other_rates()
+        super().step(epoch)
+
+    def _warn_of_other_rates(self) -> None:
+        used = [float(group["lr"]) for group in self.optimizer.param_groups]
+        for rate, own in zip(used, self.get_last_lr()):
+            if not math.isclose(rate, float(own), rel_tol=1e-5):
+                rank_zero_warn(
+                    f"{type(self).__name__}: the schedule has set the rate {float(own):.3g}, but the optimizer has "
+                    f"{rate:.3g}: optimizer_step of the module, a callback or another scheduler sets it, too. Leave "
+                    "out one of them"
+                )
+                return
 
     def get_lr(self) -> list[Any]:
         factor = self.factor(self.last_epoch)

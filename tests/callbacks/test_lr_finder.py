@@ -161,10 +161,9 @@ class Asserts(Toy):
 
 
 def test_an_error_that_the_module_raises_for_a_large_loss_ends_the_trial() -> None:
-    search = finder(min_lr=1e-3, max_lr=1e30, num_steps=40, early_stop_threshold=None)
+    search = finder(min_lr=1e-3, max_lr=1e9, num_steps=20, early_stop_threshold=None)
     trainer([search]).fit(module := Asserts(), data(), data())
-    assert len(search.losses) < 40
-    assert math.isnan(search.losses[-1])
+    assert search.compared[0][:2] == (1e9, -math.inf)
     assert search.suggestion is not None
     assert LOW < search.suggestion < 1
     module.broken_at = 3  # with initial weights, too
@@ -291,7 +290,9 @@ class WarmsUp(Toy):
 
 def test_rates_that_the_module_sets_are_read_back_and_hyper_parameters_follow() -> None:
     search = finder()
-    with pytest.warns(UserWarning, match=r"step 2 should have the rate .* but it is .*: optimizer_step of WarmsUp"):
+    with pytest.warns(
+        UserWarning, match=r"step 2 should have the rate .* but it is .*: optimizer_step or another hook of WarmsUp"
+    ):
         trainer([search], max_steps=3).fit(module := WarmsUp(), data(), data())
     assert search.suggestion is not None
     assert module.hparams["lr"] == module.hparams["nested"]["learning_rate"] == search.suggestion
@@ -299,7 +300,9 @@ def test_rates_that_the_module_sets_are_read_back_and_hyper_parameters_follow() 
     assert search.taken == pytest.approx(search.suggestion / 500)
     early = WarmsUp()
     early.before = True
-    with pytest.raises(ConfigurationError, match=r"the optimizer steps with .*optimizer_step of WarmsUp or a callback"):
+    with pytest.raises(
+        ConfigurationError, match=r"the optimizer steps with .*optimizer_step or another hook of WarmsUp, or a callback"
+    ):
         trainer([finder()]).fit(early, data(), data())
 
 

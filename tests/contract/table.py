@@ -179,8 +179,9 @@ CASES: dict[str, Row] = {
         _lr_finder,
         effects.rate_is_the_suggested_one,
         lambda: _lr_finder(apply=False),
-        # Its best loss is a number, which logits that explode have no digits for.
-        beside={"LabelSmoothing": lambda: _lr_finder(max_lr=0.1)},
+        # LabelSmoothing's best loss is a number, which logits that explode have no digits for. The few parameters of a
+        # prefix improve up to high rates.
+        beside={"LabelSmoothing": lambda: _lr_finder(max_lr=0.1), "PrefixTuning": lambda: _lr_finder(max_lr=300.0)},
     ),
     # half the batch, accumulated: the same gradient up to rounding
     "MaxBatchSize": Row(lambda: MaxBatchSize(max_size=2), effects.batches_are_smaller, MaxBatchSize),

@@ -9,11 +9,15 @@ import pytest
 import torch
 
 from lit_efficient import ExactResume, LRFinder, MaxBatchSize
+from lit_efficient.application import find_optimizers
 from lit_efficient.evidence.fits import _described
 from lit_efficient.internals.contents import attributes, contents, length, restorer
 from lit_efficient.mechanisms.blocks.swapping import _tensors_in
+from lit_efficient.mechanisms.metering import samples_of
+from lit_efficient.mechanisms.moving import move, take_rows, tensors_in
 from lit_efficient.mechanisms.order.carried import attributes_of
 from lit_efficient.mechanisms.rewind import Rewind, own_generators
+from lit_efficient.optimizers.rates import nested_schedulers
 from tests.support import Toy, data, trainer
 
 
@@ -136,3 +140,45 @@ def test_a_run_does_not_stumble_over_them(technique: Any) -> None:
     run.fit(module := Holds(), data(), data())
     assert run.global_step
     assert contents(module.kept_tuple) == [1]
+
+
+class Counted(tuple):
+    """Tuple whose length is unknown, as that of a stream's batch."""
+
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class Unbound:
+    """Object that refuses attributes that it does not have, with an error of its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"no {name} before the proxy is bound")
+
+
+def test_walkers_of_batches_ask_neither_lengths_nor_attributes() -> None:
+    rows = torch.arange(6.0).view(3, 2)
+    proxy = Unbound()
+    batch = Counted([proxy, {"x": rows}, Counted(["a", "b", "c"])])
+    assert samples_of(batch) == 3
+    assert [one is rows for one in tensors_in(batch)] == [True]
+    moved = move(batch, torch.device("meta"))
+    assert type(moved) is Counted
+    first, second, _ = tuple.__iter__(moved)
+    assert first is proxy
+    assert second["x"].device.type == "meta"
+    _, part, names = tuple.__iter__(take_rows(batch, torch.tensor([0, 2]), 3))
+    assert part["x"].tolist() == [[0.0, 1.0], [4.0, 5.0]]
+    assert tuple.__eq__(names, ("a", "c"))
+
+
+def test_walkers_of_optimizers_and_schedulers_ask_no_lengths() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    inner = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    outer = torch.optim.lr_scheduler.SequentialLR(optimizer, [inner], [])
+    outer._schedulers = hostile(list, [inner])
+    outer.proxy = Unbound()
+    assert [one is other for one, other in zip([*nested_schedulers([outer])], [outer, inner], strict=True)]
+    assert find_optimizers(Counted([optimizer, Counted([optimizer])])) == [optimizer]
