@@ -44,8 +44,7 @@ def suggest_lr(trials: Mapping[float, Losses]) -> float:
     """Return the rate with the largest fall of the loss, divided by the square root of 3.
 
     The division takes half a step between neighbouring rates, because a run that is longer than the trials needs lower
-    rates. If a rate that is at least nine times as high is not clearly worse, the rate below the highest such rate is
-    divided instead.
+    rates.
 
     Args:
         trials: Loss of each step of trials that start from the same weights and see the same batches, by the constant
@@ -94,8 +93,7 @@ def suggest_lr(trials: Mapping[float, Losses]) -> float:
                 f"LRFinder: the loss improves up to the end of the range, from the rate {neighbour:.3g} to {best:.3g}, "
                 f"so the best rate is outside: {advice}. {_NOT_AN_OBJECTIVE}"
             )
-    alike = [rate for rate in rates if not fall_between(trials[rate], trials[best]).clear]
-    return max(best, max(alike) / FACTOR) / math.sqrt(FACTOR)
+    return best / math.sqrt(FACTOR)
 
 
 def best_of(trials: Mapping[float, Losses]) -> float:
