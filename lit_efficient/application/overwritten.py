@@ -51,9 +51,8 @@ def _watched(module: Any, hook: str, call: Callable[[], object]) -> None:
     if not changed:
         return
     where = f"{type(module).__name__}.{hook}"
-    for technique in in_order(techniques_of(module.trainer)):
-        if not overrides(technique, "adapters"):
-            continue
+    hooks: list[Any] = [one for one in in_order(techniques_of(module.trainer)) if overrides(one, "adapters")]
+    for technique in hooks:
         added = {id(p) for p in technique.adapters(module)}
         lost = [name for name in changed if id(module.get_parameter(name)) in added]
         if lost:

@@ -317,7 +317,7 @@ def _run(
                 raise ConfigurationError(
                     f"LRFinder: the rate {rate:.3g} was set, but the optimizer steps with {used[-1]:.3g}: "
                     f"{who_sets(trainer.lightning_module)} sets its own rate, so that no other can be tested. "
-                    " Use a scheduler for a warm-up, or leave out LRFinder"
+                    "Use a scheduler for a warm-up, or leave out LRFinder"
                 )
             last = losses[-1]
             if last is not None and not math.isfinite(last):

@@ -195,11 +195,15 @@ def tracked_weights(module: nn.Module, who: str, trainable_only: bool = True) ->
 
 @torch.no_grad()
 def fingerprint(weights: Sequence[Tensor]) -> list[float]:
-    """Return a number for each tensor that changes if its values change."""
+    """Return a number for each tensor that changes if its values change.
+
+    Tensors of whole numbers, such as the packed weights of a quantised base, do not train and are left out.
+    """
     norms: dict[torch.device, list[Tensor]] = {}
     for weight in weights:
         own = local(weight)
-        norms.setdefault(own.device, []).append(torch.linalg.vector_norm(own))
+        if own.is_floating_point() or own.is_complex():
+            norms.setdefault(own.device, []).append(torch.linalg.vector_norm(own))
     found: list[float] = []
     for numbers in norms.values():  # one wait for each device
         found += torch.stack([number.double() for number in numbers]).tolist()
