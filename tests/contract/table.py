@@ -65,8 +65,8 @@ def _power_ema() -> PowerEMA:
     return PowerEMA(sigma_rels=[0.1, 0.25], dirpath=str(effects.SNAPSHOTS))
 
 
-def _lr_finder(apply: bool = True, max_lr: float = 3.0) -> LRFinder:
-    return LRFinder(min_lr=1e-3, max_lr=max_lr, num_steps=12, apply=apply)
+def _lr_finder(apply: bool = True, max_lr: float = 3.0, num_steps: int = 12) -> LRFinder:
+    return LRFinder(min_lr=1e-3, max_lr=max_lr, num_steps=num_steps, apply=apply)
 
 
 class Teacher(nn.Sequential):
@@ -180,8 +180,12 @@ CASES: dict[str, Row] = {
         effects.rate_is_the_suggested_one,
         lambda: _lr_finder(apply=False),
         # LabelSmoothing's best loss is a number, which logits that explode have no digits for. The few parameters of a
-        # prefix improve up to high rates.
-        beside={"LabelSmoothing": lambda: _lr_finder(max_lr=0.1), "PrefixTuning": lambda: _lr_finder(max_lr=300.0)},
+        # prefix improve up to high rates. NEFTune's noise on the loss needs more steps.
+        beside={
+            "LabelSmoothing": lambda: _lr_finder(max_lr=0.1),
+            "NEFTune": lambda: _lr_finder(num_steps=60),
+            "PrefixTuning": lambda: _lr_finder(max_lr=300.0),
+        },
     ),
     # half the batch, accumulated: the same gradient up to rounding
     "MaxBatchSize": Row(lambda: MaxBatchSize(max_size=2), effects.batches_are_smaller, MaxBatchSize),

@@ -12,7 +12,9 @@ from torch import nn
 from lit_efficient import ConfigurationError
 from lit_efficient.mechanisms.averages.weights import (
     averageable,
+    check_unchanged,
     decay_at,
+    fingerprint,
     gamma_of,
     position_weights,
     power_decay,
@@ -184,3 +186,12 @@ def test_averages_of_two_devices_are_copied_where_they_are() -> None:
     here, there = torch.zeros(3), torch.zeros(3, device="meta")
     update_([here, there], [torch.ones(3), torch.ones(3, device="meta")], 0.0)
     assert here.tolist() == [1, 1, 1]
+
+
+def test_packed_weights_are_no_part_of_a_fingerprint() -> None:
+    packed, trained = torch.arange(4, dtype=torch.uint8), torch.tensor([3.0, 4.0])
+    before = fingerprint([packed, trained])
+    assert before == [5.0]
+    check_unchanged("EMA", before, [packed, trained])
+    with pytest.raises(ConfigurationError, match="EMA evaluates other weights"):
+        check_unchanged("EMA", before, [packed, trained + 1])
