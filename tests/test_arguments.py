@@ -1,6 +1,7 @@
 """No class takes more than ten arguments: what belongs together is a dataclass, which is a block in YAML."""
 
 import ast
+import re
 from pathlib import Path
 
 import lit_efficient
@@ -27,7 +28,8 @@ def arguments(node: ast.ClassDef) -> list[str]:
     if not names & {"dataclass", "NamedTuple"}:
         return []
     fields = [one for one in node.body if isinstance(one, ast.AnnAssign)]
-    return [ast.unparse(one.target) for one in fields if "ClassVar" not in ast.unparse(one.annotation)]
+    given = [one for one in fields if not re.search(r"ClassVar|init=False", ast.unparse(one))]
+    return [ast.unparse(one.target) for one in given]
 
 
 def longer(source: str) -> set[str]:
@@ -48,3 +50,5 @@ def test_what_is_counted() -> None:
     assert longer(f"class A:\n    def __init__(self, *, {', '.join(names[1:])}): ...") == set()
     assert longer(f"@dataclass(frozen=True)\nclass B:\n{fields}") == longer(f"class B(NamedTuple):\n{fields}") == {"B"}
     assert longer(f"class C:\n{fields}") == set()
+    kept = "    b: int = field(default=0, init=False)\n"
+    assert longer(f"@dataclass\nclass D:\n{kept * (MOST + 1)}") == set()

@@ -49,11 +49,11 @@ class Session:
     schedulers: list[Any] = field(default_factory=list)
     around_step: list[Callable[[], AbstractContextManager[None]]] = field(default_factory=list)
     at_end: list[Callable[[nn.Module], None]] = field(default_factory=list)
-    loss_is_checked: bool = False
-    has_stepped: bool = False
-    first_step: int | None = None
-    first_batch: int = 0
-    has_ended_epoch: bool = False
+    loss_is_checked: bool = field(default=False, init=False)
+    has_stepped: bool = field(default=False, init=False)
+    first_step: int | None = field(default=None, init=False)
+    first_batch: int = field(default=0, init=False)
+    has_ended_epoch: bool = field(default=False, init=False)
 
 
 @dataclass(frozen=True)
