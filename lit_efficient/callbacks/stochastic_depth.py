@@ -195,7 +195,8 @@ class _ZeroGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*tensors[count:])
-        return tuple(stream.view_as(stream) for stream in tensors[:count])
+        # Copies, because torch forbids changes in place of views that such a function returns.
+        return tuple(stream.clone() for stream in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -64,6 +64,18 @@ def test_a_dropped_block_is_not_run_and_its_gradients_are_those_of_a_mask() -> N
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in block.parameters())
 
 
+def test_the_network_may_change_the_output_of_a_dropped_block_in_place() -> None:
+    """As recommenders do, which multiply by a mask of the padding between blocks."""
+    block = Block(8)
+    x = torch.randn(3, 8, requires_grad=True)
+    hidden = x * 1
+    y = drop_block(block, hidden, 0.5, parameters=block.parameters(), drop=True)
+    y *= 2
+    assert torch.equal(hidden, x)
+    (y + hidden).sum().backward()
+    assert torch.equal(x.grad, torch.full((3, 8), 3.0))
+
+
 def test_gradients_of_kept_blocks_equal_those_of_a_mask() -> None:
     block, x = Block(8), torch.randn(3, 8)
     ours = torch.autograd.grad(drop_block(block, x, 0.3, drop=False).square().sum(), list(block.parameters()))
