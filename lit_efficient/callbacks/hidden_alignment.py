@@ -91,8 +91,8 @@ class HiddenAlignment(Alignment):
         head: AlignmentHead = AlignmentHead(),  # noqa: B008 (frozen)
     ) -> None:
         super().__init__()
-        if not isinstance(block, str):
-            check_number("HiddenAlignment", "block", block, least=1, whole=True)
+        if not isinstance(block, str) and (not isinstance(block, int) or block < 1):
+            raise refusal("HiddenAlignment", "block", "a whole number of at least 1 or a pattern", block)
         check_choice("HiddenAlignment", "projection", projection, (*PROJECTIONS, "conv"))
         check_number("HiddenAlignment", "hidden", hidden, least=1, whole=True)
         check_number("HiddenAlignment", "image_size", image_size, least=1, whole=True, null=True)

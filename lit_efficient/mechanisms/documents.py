@@ -190,7 +190,7 @@ class DocumentRows:
             option = "config_fields: {is_decoder: true}, or " if hasattr(probe.network.config, "is_decoder") else ""
             how = ""
             if probe.sees_later <= probe.tolerance:
-                how = " with the present weights. Training would change that, because the gradient is not zero"
+                how = " with the present weights. Training may change that, because a path between them exists"
             raise ConfigurationError(
                 f"{self.owner}: {probe.name} is not causal: a later token changes the logits of a token by "
                 f"{probe.sees_later:.2g} of the change by an earlier token{how}, so each token would be predicted from "
@@ -280,7 +280,7 @@ class _Probe:
             if max(leaks) <= self.tolerance and self._reads_other(way, length):
                 return float("inf"), (
                     f"a document changes the next one by {max(leaks):.2g} of that document's own effect with the "
-                    "present weights. Training would change that, because the gradient is not zero"
+                    "present weights. Training may change that, because a path between the documents exists"
                 )
         except Exception as error:  # networks raise different errors for arguments that they do not take
             message = str(error).strip().splitlines()[0] if str(error) else repr(error)

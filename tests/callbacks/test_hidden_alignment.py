@@ -265,7 +265,7 @@ def test_a_damaged_teacher_is_refused_before_it_is_built(tmp_path):
 
 def test_what_cannot_work_is_refused_by_name():
     for arguments, message in (
-        ({"block": 0, "teacher": "x"}, "block must be at least 1 or a pattern, got 0"),
+        ({"block": 0, "teacher": "x"}, "block must be a whole number of at least 1 or a pattern, got 0"),
         ({"block": 1, "teacher": None}, "features are in the batch, .*: set head.widths"),
         ({"block": 1, "teacher": "x", "hidden": 0}, "hidden must be a whole number of at least 1"),
         ({"block": 1, "teacher": "x", "projection": "cnn"}, "projection must be one of"),

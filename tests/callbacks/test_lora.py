@@ -150,7 +150,7 @@ def test_lora_plus_stretches_an_optimizer_once_that_is_returned_in_a_second_fit(
             return self.kept
 
     class Filled(Kept):
-        def on_train_start(self) -> None:
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             for p in self.parameters():
                 p.data.fill_(0.1)
 

@@ -97,8 +97,8 @@ BORING = "lightning.pytorch.demos.boring_classes"
 
 
 def config(name: str = "hostile.yaml", **parts: Any) -> str:
-    """A config of a fit of one step."""
-    trainer = {"accelerator": "cpu", "max_steps": 1, "logger": False, "enable_progress_bar": False}
+    """A config of a fit of two steps; the checkpoints of `checkpoint` are at the first one."""
+    trainer = {"accelerator": "cpu", "max_steps": 2, "logger": False, "enable_progress_bar": False}
     trainer |= {"enable_model_summary": False, "limit_val_batches": 0, **parts.pop("trainer", {})}
     whole = {"model": {"class_path": f"{BORING}.BoringModel"}, "data": {"class_path": f"{BORING}.BoringDataModule"}}
     Path(name).write_text(yaml.safe_dump({**whole, "trainer": trainer, **parts}))
