@@ -66,7 +66,7 @@ def loaded_updates(folder: Path, parts: Sequence[_Part]) -> tuple[dict[str, Tens
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """Return B A x for a fixed x."""
     a = a.flatten(1).float()
-    x = torch.randn(a.shape[1], generator=torch.Generator().manual_seed(0))
+    x = torch.randn(a.shape[1], generator=torch.Generator().manual_seed(0), device="cpu")
     return b.flatten(1).float() @ (a @ x)
 
 

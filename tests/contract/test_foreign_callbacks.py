@@ -172,6 +172,7 @@ DIAGONAL = [
 
 # Lightning warns of parameters that a technique has added after its callback froze the layers.
 @pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist")
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback")
 @pytest.mark.turns(100, always=DIAGONAL)
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_callback_that_changes_parameters_works_beside_a_technique_or_is_refused(pair: str, tmp_path: Path) -> None:

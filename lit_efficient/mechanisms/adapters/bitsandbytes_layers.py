@@ -177,6 +177,7 @@ class _Loads8bit(_Loads):
             if holder.CB is not None:
                 holder.CB = self.weight.data
                 holder.SCB = holder.SCB.to(self.weight.device)
+        self.state.idx = None  # columns of outliers in the last input
 
     def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:
         self.after_move()  # a deep copy has two copies of the codes, of which only the weight's would be loaded
