@@ -78,7 +78,7 @@ class FactorLRScheduler(LRScheduler):
     def step(self, epoch: int | None = None) -> None:
         """Set the rates of the next step, and warn if something else has changed those of the step before."""
         # Not in the first step: techniques may have scaled the rates since the constructor set them.
-        if self._step_count in (2, 3):
+        if self.last_epoch in (1, 2):
             self._warn_of_other_rates()
         super().step(epoch)
 

@@ -40,7 +40,7 @@ def trial_of_layer(layer: nn.Module, device: torch.device) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for part, name, buffer, value in buffers:
-                part._buffers[name] = buffer.copy_(value)
+                setattr(part, name, buffer.copy_(value))
 
 
 def whole_precision(module: nn.Module, device: torch.device) -> bool:
