@@ -210,6 +210,7 @@ class ShadowWeights(CheckpointHooks, Technique):
         """Return the module's parameters that hold the average now."""
         if self._raw is None:
             return []
+        reshard(module)  # a forward pass leaves some parameters whole
         parameters = dict(module.named_parameters())
         return [parameters[name] for name in self._raw]
 
