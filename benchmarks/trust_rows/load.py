@@ -110,7 +110,7 @@ def long_run(case: str, folder: Path) -> str:
 
 
 SEARCHES = {
-    "rate": {"class_path": "LRFinder", "init_args": {"num_steps": 10, "max_lr": 0.05}},
+    "rate": {"class_path": "LRFinder", "init_args": {"num_steps": 40, "max_lr": 1.0}},
     "batch": {"class_path": "MaxBatchSize", "init_args": {"max_size": 4}},
 }
 TWICE = 2
