@@ -300,7 +300,7 @@ def together_trial(case: str, folder: Path) -> str:
         if kind.startswith("killed") and i == 0:
             continue
         if code:
-            wrong = unhelpful(said, code, "in use")
+            wrong = unhelpful(said, code, ("in use", "nothing is left to do"))  # where the other has ended
             if wrong:
                 return wrong
     wrong = spoilt(Path("runs"), {})

@@ -116,7 +116,9 @@ def check_classes(tree: Table, knows_others: bool) -> set[str]:
 def _check_profiler(value: str, place: Place | None, knows_others: bool) -> None:
     """Check a profiler that is given by name: one of Lightning's words, or a class."""
     classes = names_in(SHORT["profiler"])
-    if value in (*_PROFILERS, "null", "") or class_name(value) in classes or "." in value or knows_others:
+    if value in (*_PROFILERS, "null", "") or class_name(value) in classes or "." in value:
+        return
+    if knows_others and not value.islower():  # it may be the short name of a class of the user's
         return
     near = did_you_mean(value, [*_PROFILERS, *classes])
     raise _error(f"trainer.profiler: there is no profiler {value!r}{near}", place, (*_PROFILERS, *classes))

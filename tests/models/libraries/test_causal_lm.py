@@ -252,7 +252,7 @@ def test_a_network_that_a_checkpoint_fills_is_tied_from_the_start_and_not_drawn(
 
 
 def test_weights_of_one_variant_are_found_by_their_files(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: Any = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, **sizes)).half()
     theirs.save_pretrained(tmp_path, variant="fp16")
     assert [file.name for file in tmp_path.glob("*.safetensors")] == ["model.fp16.safetensors"]
