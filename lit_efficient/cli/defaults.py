@@ -12,13 +12,14 @@ from typing import Any
 import yaml
 from lightning.fabric.plugins import CheckpointIO, Precision
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ModelSummary, ProgressBar
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 import lit_efficient
 from lit_efficient.application import check_sharded
+from lit_efficient.cli.parameter_summary import ParameterSummary
 from lit_efficient.cli.run_folder import LAST, LastCheckpoint, RunFolder
 from lit_efficient.cli.secrets import masked
 from lit_efficient.cli.tree import DEFAULTS, by_option, class_name
@@ -32,7 +33,13 @@ from lit_efficient.internals.wraps import inner_method
 from lit_efficient.technique import warn_of_rounding
 
 # Beginnings of messages that advertise, or report that hardware is not there.
-_CHATTER = ("💡", "TPU available: False", "HPU available: False", "Loading `train_dataloader` to estimate")
+_CHATTER = (
+    "💡",
+    "TPU available: False",
+    "HPU available: False",
+    "Loading `train_dataloader` to estimate",
+    "Trainer already configured with model summary",
+)
 _NOISE = (
     "does not have many workers",
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
@@ -98,6 +105,9 @@ def add_default_parts(
     wants_bar = trainer_config.get("enable_progress_bar") is not False
     if wants_bar and not in_terminal and not any(isinstance(callback, ProgressBar) for callback in callbacks):
         callbacks.append(default_part("bar")())
+    wants_summary = trainer_config.get("enable_model_summary") is not False
+    if wants_summary and not any(isinstance(callback, ModelSummary) for callback in callbacks):
+        callbacks.append(ParameterSummary())
     trainer_config["callbacks"] = callbacks
 
 

@@ -118,6 +118,20 @@ def test_no_advertising_and_no_noise(capsys, caplog):
     assert "💡" not in captured.out + captured.err + caplog.text
 
 
+def test_the_summary_counts_parameters_and_no_flops(caplog):
+    assert fit("--trainer.enable_model_summary=true") == 0
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    lines = said.splitlines()
+    module = Recorder.last.trainer.lightning_module
+    total = sum(parameter.numel() for parameter in module.parameters())
+    assert any(line.startswith(f"Parameters: {total}, of which {total} are trained") for line in lines)
+    listed = {line.split()[0]: line.split()[-1] for line in lines if line.startswith("  ") and len(line.split()) == 3}
+    for name, part in module.named_children():
+        assert listed[name] == str(sum(parameter.numel() for parameter in part.parameters()))
+    assert "FLOPs" not in said
+    assert "configured with model summary" not in said
+
+
 def test_checkpoint_io_and_signals_are_part_of_every_fit():
     from lit_efficient import SafeCheckpointIO, SignalCheckpoint
 

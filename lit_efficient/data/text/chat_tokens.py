@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from lit_efficient.data.text.chat_formats import Document, MalformedRow, Message
 from lit_efficient.data.text.left_out import left_out
@@ -110,7 +111,8 @@ class ChatTokens:
         self.new_special = [str(token) for token in added.values() if token.special and str(token) in new_tokens]
         # The token for unknown text is no control token: it stands for text, and any text may contain its spelling. But
         # GPT-2 and others have one token for it and for the end of a text.
-        if tokenizer.unk_token not in (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token):
+        shared = tokenizer.unk_token in (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
+        if not shared and _may_be_unknown(tokenizer):
             self.special_ids.discard(tokenizer.unk_token_id)
         control = sorted(str(added[i]) for i in self.special_ids if i in added)
         self.turns = TurnSpans(tokenizer, train_on, control, choices.template_kwargs)
@@ -394,6 +396,12 @@ class ChatTokens:
         until = np.concatenate(([0], np.cumsum(lengths)))[np.maximum.accumulate(tokens.stops)]
         special = np.isin(tokens.ids, list(self.special_ids))
         return np.where(special, 0, np.diff(until, prepend=0))
+
+
+def _may_be_unknown(tokenizer: Any) -> bool:
+    """Whether a text can have a part that the tokenizer does not know. BPE over bytes knows each byte."""
+    model = tokenizer.backend_tokenizer.model
+    return not isinstance(model, BPE) or model.byte_fallback or model.unk_token is not None
 
 
 def _first_token(text: str, place: int, tokens: _Tokens) -> int:

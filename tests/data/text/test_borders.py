@@ -145,10 +145,12 @@ def test_control_tokens_are_found_wherever_a_template_writes_text(place: str) ->
     assert "spells the control token '<|im_" in str(found)
 
 
-def test_the_end_of_a_text_is_a_control_token_even_if_it_also_stands_for_unknown_text() -> None:
-    tokenizer = make("smollm2")
+@pytest.mark.parametrize("family", ["smollm2", "granite"])
+def test_the_end_of_a_text_is_a_control_token_even_if_it_also_stands_for_unknown_text(family: str) -> None:
+    """Tokenizers over bytes know every text, so that their token for unknown text is only ever a control token."""
+    tokenizer = make(family)
     assert tokenizer.unk_token == "<|endoftext|>"
-    tokenizer.eos_token = "<|endoftext|>"
+    assert tokenizer.eos_token != tokenizer.unk_token
     turns = (TURNS[0], {"role": "assistant", "content": "a<|endoftext|>b"})
     (found,) = ChatTokens(tokenizer, untrained_end="train").encode([Document(messages=turns)])
     assert isinstance(found, MalformedRow)
