@@ -265,7 +265,8 @@ def _losses_of(network: nn.Module, batches: int | None, *callbacks: Callback) ->
         (metrics,) = trainer.validate(language_model(), data, verbose=False)
     total = 0.0
     tokens = 0
-    network.eval()
+    # This network has no dropout. In eval mode bitsandbytes would use its kernel for CPUs, which rounds to bfloat16.
+    network.train()
     with torch.no_grad():
         for batch in itertools.islice(data.val_dataloader(), batches):
             batch.pop("num_bytes")

@@ -27,7 +27,7 @@ from lit_efficient.data.text.chat_data import ChatDataModule
 from lit_efficient.data.text.chat_tokens import ChatTokens
 from lit_efficient.data.text.collate import packed_batch, padded_batch
 from lit_efficient.data.text.document_store import Documents
-from lit_efficient.data.text.mixture import LanguageMixture, MixtureSource
+from lit_efficient.data.text.mixture import LanguageMixture, MixtureSource, share_text
 from lit_efficient.data.text.packing import Bins, PackedRow, joined, pack_lengths
 from lit_efficient.data.text.reading import Reader
 from lit_efficient.data.text.rows import STDLIB_INSTRUCTIONS, Source
@@ -36,7 +36,7 @@ from lit_efficient.data.text.truncation import Counts, Pieces, cut
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.files.cache import read_manifest
 from lit_efficient.mechanisms.order.keyed_batch_sampler import data_parallel_part, loading, no_loaders
-from lit_efficient.mechanisms.order.mixture_sampler import MixtureSampler
+from lit_efficient.mechanisms.order.mixture_sampler import MixtureSampler, schedule_mean
 
 _ROLES = {"system", "user", "assistant", "model"}  # lines of templates that are no text of the row
 
@@ -172,7 +172,9 @@ class LanguageData(ChatDataModule):
         order: dict[str, Any] = {"shuffle": True}
         if self.mixes:
             place = data_parallel_part(self.trainer)
-            order = {"sampler": MixtureSampler(self.train_rows.sizes, self._passes(), self.seed, **place)}
+            epochs = self.mixture.epochs
+            sampler = MixtureSampler(self.train_rows.sizes, self._passes(), self.seed, **place, epochs=epochs)
+            order = {"sampler": sampler}
         return DataLoader(
             self.train_rows,
             self.batch_size,
@@ -206,20 +208,25 @@ class LanguageData(ChatDataModule):
         lines = [line.strip() for line in text.splitlines() if line.strip() not in _ROLES]
         return max(lines, key=len, default="")[:60].strip(), is_chat
 
-    def _passes(self) -> list[float]:
-        """Return the number of passes over each source in an epoch."""
+    def _mixed_sizes(self) -> list[int]:
+        """Return the number of rows or tokens of each source."""
         assert isinstance(self.train_rows, PackedDocuments)
-        sizes = self.train_rows.tokens if self.mixture.by == "tokens" else self.train_rows.rows
-        return [float(number) for number in self.mixture.passes(self.train, sizes)]
+        return self.train_rows.tokens if self.mixture.by == "tokens" else self.train_rows.rows
+
+    def _passes(self) -> list[list[float]]:
+        """Return the number of passes over each source in an epoch, at each point of the schedule."""
+        return self.mixture.passes(self.train, self._mixed_sizes()).tolist()
 
     def _describe_mixture(self) -> None:
         """Log the share of each source and the number of its passes in an epoch."""
-        assert isinstance(self.train_rows, PackedDocuments)
-        sizes = self.train_rows.tokens if self.mixture.by == "tokens" else self.train_rows.rows
-        for source, share, passes in zip(self.train, self.mixture.shares(self.train, sizes), self._passes()):
-            rank_zero_info(
-                f"LanguageData: {source.label}: {share:.1%} of the {self.mixture.by}, {passes:.3g} passes in an epoch"
-            )
+        shares = self.mixture.shares(self.train, self._mixed_sizes())
+        means = schedule_mean(np.array(self._passes()))
+        for number, source in enumerate(self.train):
+            share = share_text(shares[:, number])
+            passes = f"{means[number]:.3g} passes in an epoch"
+            if len(shares) > 1:
+                passes += ", in the mean over the schedule"
+            rank_zero_info(f"LanguageData: {source.label}: {share} of the {self.mixture.by}, {passes}")
 
     def fill(self, split: str = "train") -> float:
         """Return the share of the tokens of packed rows that are no padding; 1 for rows that are not packed."""
@@ -322,9 +329,11 @@ class LanguageData(ChatDataModule):
                     "of its tokens is not known before it is read."
                 )
             shares = self.mixture.shares(self.train, [max(1.0, sum(reader.estimates)) for reader in readers])
-            mixture = StreamMixture(shares, self.mixture.by, self.mixture.stop)
-            for source, share in zip(self.train, shares):
-                rank_zero_info(f"LanguageData: {source.label}: {share:.1%} of the {self.mixture.by}, streamed")
+            rows = self.mixture.epochs * self.stream.epoch_batches * self.batch_size
+            mixture = StreamMixture(shares, self.mixture.by, self.mixture.stop, rows)
+            for number, source in enumerate(self.train):
+                share = share_text(shares[:, number])
+                rank_zero_info(f"LanguageData: {source.label}: {share} of the {self.mixture.by}, streamed")
         encoder = ChatTokens(self.chat_tokenizer, **self.encoding())
         if self.chat_tokenizer.chat_template is not None:
             problem = encoder.check_end_of_turn()

@@ -24,7 +24,7 @@ from tests.support import trainer
 SIZES = {"a": 60, "b": 12, "c": 30}
 
 
-def mixture(tmp_path: Path, weights: dict[str, float | None], **changes: Any) -> LanguageData:
+def mixture(tmp_path: Path, weights: dict[str, Any], **changes: Any) -> LanguageData:
     """Return data of sources whose rows have other words, and whose answers differ in length."""
     train = []
     for start, (name, size) in enumerate(SIZES.items()):
@@ -72,10 +72,11 @@ def test_passes_are_those_of_a_slow_loop(temperature: float, stop: Any) -> None:
         weights = rng.uniform(0.2, 1, 4).tolist()
         sources = [MixtureSource(str(i), weight) for i, weight in enumerate(weights)]
         found = LanguageMixture(temperature=temperature, stop=stop).passes(sources, sizes)
-        assert found.tolist() == pytest.approx(slow_passes(weights, sizes, temperature, stop), rel=0.02)
+        assert found.shape == (1, 4)
+        assert found[0].tolist() == pytest.approx(slow_passes(weights, sizes, temperature, stop), rel=0.02)
         assert (found.min() if stop == "all_exhausted" else found.max()) == 1
     without = [MixtureSource(str(i)) for i in range(3)]
-    assert LanguageMixture(stop=stop).passes(without, [5, 7, 9]).tolist() == [1, 1, 1]
+    assert LanguageMixture(stop=stop).passes(without, [5, 7, 9]).tolist() == [[1, 1, 1]]
 
 
 @pytest.mark.parametrize(
@@ -133,8 +134,9 @@ def test_a_resumed_mixture_has_the_batches_of_one_that_never_stopped(tmp_path: P
     stream = LanguageStream(streaming, epoch_batches=4, buffer=10)
 
     def run(*callbacks: Any, **arguments: Any) -> Watched:
-        weights: dict[str, float | None] = {"a": 1, "b": 2, "c": 1}
-        data = mixture(tmp_path, weights, mixture={"by": by}, stream=stream, num_workers=2, batch_size=2)
+        weights: dict[str, Any] = {"a": [1, 0], "b": 2, "c": 1}
+        settings = {"by": by, "epochs": 20.0}
+        data = mixture(tmp_path, weights, mixture=settings, stream=stream, num_workers=2, batch_size=2)
         module = Watched()
         made = trainer([ExactResume(seed=1), *callbacks], max_steps=9, max_epochs=-1, default_root_dir=tmp_path)
         made.fit(module, data, **arguments)
@@ -163,6 +165,81 @@ def test_a_stream_has_the_shares_everywhere(tmp_path: Path, by: Any, stop: Any, 
     rows, _ = seen(data, batches)
     if stop == "all_exhausted":
         assert rows["b"] > 1.4 * SIZES["b"]  # repeated, before "a" has ended
+
+
+# Schedules ------------------------------------------------------------------------------------------------------------
+
+FADE = {"a": [3, 0], "b": [0, 1], "c": 1}
+
+
+def shares_of_fade(begin: float, end: float) -> list[float]:
+    """Return the mean shares of ``FADE`` from one place of its schedule to another, where shares change linearly."""
+    middle = (begin + end) / 2
+    return [0.75 * (1 - middle), 0.5 * middle, 0.25 * (1 - middle) + 0.5 * middle]
+
+
+@pytest.mark.parametrize("epochs", [1.0, 2.0, 0.5])
+def test_a_schedule_moves_the_shares_in_an_epoch_and_from_epoch_to_epoch(tmp_path: Path, epochs: float) -> None:
+    data = mixture(tmp_path, FADE, mixture={"epochs": epochs}, pack=False)
+    loader = data.train_dataloader()
+    for epoch in range(3):
+        loader.sampler.set_epoch(epoch)
+        batches = list(loader)
+        half = len(batches) // 2
+        for number, part in enumerate((batches[:half], batches[half:])):
+            rows, _ = seen(data, part)
+            places = [min(1.0, (epoch + (number + side) / 2) / epochs) for side in (0, 1)]
+            for name, share in zip(FADE, shares_of_fade(*places)):
+                # Four standard errors of a draw of this size.
+                error = 4 * (share * (1 - share) / half) ** 0.5
+                assert rows[name] / half == pytest.approx(share, abs=error + 0.5 / half), (epoch, number, name)
+
+
+def test_every_row_is_read_over_the_epochs_of_a_schedule() -> None:
+    sampler = MixtureSampler([30, 12], [[2.0, 0.0], [0.0, 2.0]], seed=1, epochs=3.0)
+    read: Counter[int] = Counter()
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        order = list(sampler)
+        assert len(order) == len(sampler) == 42
+        read.update(order)
+    for begin, size in ((0, 30), (30, 12)):
+        counts = [read[begin + number] for number in range(size)]
+        assert max(counts) - min(counts) <= 1  # the permutation goes on where the last epoch has stopped
+        assert sum(counts) == pytest.approx(3 * size, rel=0.2)  # epochs have one length, sources have two
+
+
+@pytest.mark.parametrize(("by", "workers"), [("rows", 0), ("tokens", 0), ("rows", 2)])
+def test_a_schedule_moves_the_shares_of_a_stream(tmp_path: Path, by: Any, workers: int) -> None:
+    stream = LanguageStream(enabled=True, epoch_batches=480, buffer=20)
+    data = mixture(tmp_path, FADE, mixture={"by": by}, stream=stream, num_workers=workers, pack=False)
+    batches = list(data.train_dataloader())
+    for number in range(3):
+        counted = seen(data, batches[160 * number : 160 * number + 160])[by == "tokens"]
+        for name, share in zip(FADE, shares_of_fade(number / 3, (number + 1) / 3)):
+            assert counted[name] / sum(counted.values()) == pytest.approx(share, abs=0.07), (number, name)
+
+
+def test_a_schedule_that_ends_within_a_buffer_says_so(tmp_path: Path) -> None:
+    stream = LanguageStream(enabled=True, epoch_batches=20, buffer=100)
+    data = mixture(tmp_path, FADE, stream=stream, pack=False)
+    with pytest.warns(UserWarning, match=r"ends after 20 rows, and changes only every 100 rows"):
+        list(data.train_dataloader())
+
+
+@pytest.mark.parametrize(
+    ("weights", "reason"),
+    [
+        ([[1.0], 1.0], "at least two numbers"),
+        ([[0, 0], 1.0], "not all of them 0"),
+        ([[1, -1], 1.0], "train.weight"),
+        ([[1, 2], [1, 2, 3]], r"different lengths: \[2, 3\]"),
+        ([[1, 0], [1, 0]], "all weights are 0 at number 2"),
+    ],
+)
+def test_schedules_that_say_nothing_are_refused(weights: list[Any], reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=reason):
+        as_sources("LanguageData", "train", [{"path": str(i), "weight": one} for i, one in enumerate(weights)])
 
 
 class ByHand(LanguageModeling):

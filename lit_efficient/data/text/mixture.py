@@ -4,6 +4,9 @@
     N   = max_i n_i / p_i  (or min_i)          size of an epoch, for sources of n_i rows or tokens
     passes over source i in an epoch = p_i N / n_i
 
+The weight of a source may be a schedule, w_i(t): the numbers of a list hold at places of training at equal distances,
+and the shares change linearly between these. N is then that of the mean shares over the schedule.
+
 With the maximum every row is read at least once in an epoch, and small sources are repeated. With the minimum no row is
 read twice, and an epoch ends with the source that is the first to be used up.
 
@@ -18,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
+from lit_efficient.mechanisms.order.mixture_sampler import schedule_mean
 
 By = Literal["rows", "tokens"]
 Stop = Literal["all_exhausted", "first_exhausted"]
@@ -29,20 +33,27 @@ class MixtureSource:
 
     Args:
         path: File, folder, address or name of a data set, or a list of them, such as the shards of a data set.
-        weight: Share of the source relative to the others, above 0. null for all sources: their sizes.
+        weight: Share of the source relative to the others, above 0. null for all sources: their sizes. A list is a
+            schedule, from the beginning of training to the end of ``mixture.epochs``: ``[1, 0]`` fades a source out.
         name: Name in logs. null: the last part of the path.
         split: Split of Hugging Face data sets. null: that of ``rows``.
         subset: Configuration of Hugging Face data sets. null: that of ``rows``.
     """
 
     path: str | list[str]
-    weight: float | None = None
+    weight: float | list[float] | None = None
     name: str | None = None
     split: str | None = None
     subset: str | None = None
 
     def __post_init__(self) -> None:
-        check_number("LanguageData", "train.weight", self.weight, above=0, null=True)
+        if isinstance(self.weight, list):
+            for weight in self.weight:
+                check_number("LanguageData", "train.weight", weight, least=0)
+            if len(self.weight) < 2 or not any(self.weight):
+                raise refusal("LanguageData", "train.weight", "at least two numbers, not all of them 0", self.weight)
+        else:
+            check_number("LanguageData", "train.weight", self.weight, above=0, null=True)
         if not self.path or not all(self.paths):
             raise refusal("LanguageData", "train.path", "at least one path", self.path)
 
@@ -69,28 +80,51 @@ class LanguageMixture:
         stop: End of an epoch. ``all_exhausted``: every row is read at least once, and small sources are repeated.
             ``first_exhausted``: no row is read twice, and large sources are cut; each epoch takes other rows of them.
             A stream does not end: there the sources start again, each on its own, or all of them with the first.
+        epochs: Epochs from the first to the last weight of a schedule. Afterwards the last weight holds. It may be
+            a part of an epoch, such as 0.5.
     """
 
     by: By = "rows"
     temperature: float = 1.0
     stop: Stop = "all_exhausted"
+    epochs: float = 1.0
 
     def __post_init__(self) -> None:
         check_choice("LanguageData", "mixture.by", self.by, ("rows", "tokens"))
         check_number("LanguageData", "mixture.temperature", self.temperature, above=0)
         check_choice("LanguageData", "mixture.stop", self.stop, ("all_exhausted", "first_exhausted"))
+        check_number("LanguageData", "mixture.epochs", self.epochs, above=0)
 
     def shares(self, sources: Sequence[MixtureSource], sizes: Sequence[float]) -> np.ndarray:
-        """Return the share of each source [S]. ``sizes`` are the numbers of their rows or tokens."""
-        weights = [size if source.weight is None else source.weight for source, size in zip(sources, sizes)]
-        powers = (np.array(weights, dtype=np.float64) / max(weights)) ** (1 / self.temperature)
-        return powers / powers.sum()
+        """Return the share of each source at each point of the schedule [K, S]; K is 1 without a schedule.
+
+        Args:
+            sources: The sources, which `as_sources` has compared with each other.
+            sizes: Numbers of their rows or tokens.
+        """
+        points = schedule_points(sources)
+        weights = np.empty((points, len(sources)))
+        for column, (source, size) in enumerate(zip(sources, sizes)):
+            weights[:, column] = size if source.weight is None else source.weight
+        powers = (weights / weights.max()) ** (1 / self.temperature)
+        return powers / powers.sum(axis=1, keepdims=True)
 
     def passes(self, sources: Sequence[MixtureSource], sizes: Sequence[float]) -> np.ndarray:
-        """Return the number of passes over each source in an epoch [S]."""
+        """Return the passes over each source in an epoch, at each point of the schedule [K, S]."""
         ratios = self.shares(sources, sizes) / np.array(sizes, dtype=np.float64)
-        # The reference source is passed once, exactly.
-        return ratios / (ratios.min() if self.stop == "all_exhausted" else ratios.max())
+        means = schedule_mean(ratios)
+        # The reference source is passed once in the mean, exactly.
+        return ratios / (means.min() if self.stop == "all_exhausted" else means.max())
+
+
+def schedule_points(sources: Sequence[MixtureSource]) -> int:
+    """Return the number of weights in the schedule of a mixture; 1 without a schedule."""
+    return max(len(source.weight) if isinstance(source.weight, list) else 1 for source in sources)
+
+
+def share_text(shares: np.ndarray) -> str:
+    """Return the share of a source at each point of a schedule [K] in words."""
+    return " to ".join(f"{share:.1%}" for share in shares.tolist())
 
 
 def as_sources(owner: str, name: str, given: str | Sequence[Any]) -> tuple[list[MixtureSource], bool]:
@@ -124,4 +158,14 @@ def as_sources(owner: str, name: str, given: str | Sequence[Any]) -> tuple[list[
     for label in labels:
         if labels.count(label) > 1:
             raise ConfigurationError(f"{owner}: {name}: two sources have the name {label!r}. Set another name.")
+    lengths = {len(source.weight) for source in sources if isinstance(source.weight, list)}
+    if len(lengths) > 1:
+        raise ConfigurationError(
+            f"{owner}: {name}: the schedules of weights have different lengths: {sorted(lengths)}. Give each the same "
+            "number of weights."
+        )
+    for point in range(schedule_points(sources)):
+        now = [source.weight[point] if isinstance(source.weight, list) else source.weight for source in sources]
+        if not any(weight is None or weight > 0 for weight in now):
+            raise ConfigurationError(f"{owner}: {name}: all weights are 0 at number {point + 1} of the schedule.")
     return sources, True

@@ -44,11 +44,24 @@ Waiting = tuple[str, Example, int]
 
 @dataclass(frozen=True)
 class StreamMixture:
-    """Shares of the sources of a stream [S], their unit, and what happens when a source ends."""
+    """Shares of the sources of a stream, their unit, and what happens when a source ends.
+
+    Args:
+        shares: Share of each source at K places of a schedule [K, S]; K is 1 without a schedule.
+        by: Unit of the shares.
+        stop: What happens when a source ends.
+        rows: Number of rows of a process from the beginning to the end of the schedule.
+    """
 
     shares: np.ndarray
     by: By
     stop: Stop
+    rows: float
+
+    def shares_at(self, rows: float) -> np.ndarray:
+        """Return the shares [S] after a number of rows of a process."""
+        points = np.linspace(0, self.rows, len(self.shares))
+        return np.array([np.interp(rows, points, column) for column in self.shares.T])
 
 
 class StreamedRows(IterableDataset[PackedRow]):
@@ -106,7 +119,7 @@ class StreamedRows(IterableDataset[PackedRow]):
         part = rank * workers + (worker.id if worker else 0)
         parts = ranks * workers
         if self.mixture is not None:
-            yield from self._mixed(part, parts, self.mixture)
+            yield from self._mixed(part, parts, workers, self.mixture)
             return
         for number in count():
             yielded = 0
@@ -123,30 +136,38 @@ class StreamedRows(IterableDataset[PackedRow]):
                         )
                 yield from rows
 
-    def _mixed(self, part: int, parts: int, mixture: StreamMixture) -> Iterator[PackedRow]:
+    def _mixed(self, part: int, parts: int, workers: int, mixture: StreamMixture) -> Iterator[PackedRow]:
         """Yield the rows of a mixture.
 
         The next row is one of the source that has the smallest number of rows or tokens for its share. The tokens of a
-        row are known when its buffer is tokenised; until then it counts like the average row of its source.
+        row are known when its buffer is tokenised; until then it counts like the average row of its source. With a
+        schedule each buffer has the shares of its middle, if it is as long as the one before, and counts from there.
         """
-        shares = mixture.shares
-        passes = [self._own_rows(source, part, parts) for source in range(len(shares))]
-        rows = np.zeros(len(shares))
-        tokens = np.zeros(len(shares))
+        sources = mixture.shares.shape[1]
+        passes = [self._own_rows(source, part, parts) for source in range(sources)]
+        rows = np.zeros(sources)
+        tokens = np.zeros(sources)
+        start = np.zeros(sources)  # what had been used of each source when the schedule was asked
+        yielded = 0  # rows of this worker
+        last = 0  # those of the buffer before
         ended: set[int] = set()  # sources that were read to their ends
         for number in count():
             waiting: list[Waiting] = []
             tokenised = rows.copy()
+            shares = mixture.shares_at((yielded + last / 2) * workers)
+            if len(mixture.shares) > 1:
+                start = tokens.copy() if mixture.by == "tokens" else rows.copy()
             while len(waiting) < self.buffer:
                 used = rows
                 if mixture.by == "tokens":
                     average = tokens.sum() / max(tokenised.sum(), 1) or 1.0
                     mean = np.where(tokens > 0, tokens / np.maximum(tokenised, 1), average)
                     used = tokens + (rows - tokenised) * mean
-                source = int(np.argmin(used / shares))
+                # A source without a share now has an infinite use of it.
+                source = int(np.argmin(np.divide(used - start, shares, out=np.full(sources, np.inf), where=shares > 0)))
                 found = next(passes[source], None)
                 if found is None and mixture.stop == "first_exhausted":
-                    passes = [self._own_rows(source, part, parts) for source in range(len(shares))]
+                    passes = [self._own_rows(one, part, parts) for one in range(sources)]
                     ended.add(source)
                 elif found is None:
                     passes[source] = self._own_rows(source, part, parts)
@@ -163,6 +184,15 @@ class StreamedRows(IterableDataset[PackedRow]):
                         f"LanguageData: source {source + 1} of the mixture holds nothing to learn for part {part + 1} "
                         f"of {parts} (process, worker). Use fewer workers, or more data."
                     )
+            # Rows of one buffer are shuffled, so that the shares change from buffer to buffer only.
+            if not yielded and len(mixture.shares) > 1 and 4 * len(packed) * workers > mixture.rows:
+                rank_zero_warn(
+                    f"LanguageData: the schedule of weights ends after {mixture.rows:g} rows, and changes only every "
+                    f"{len(packed) * workers} rows, the length of stream.buffer ({self.buffer}) in each worker. Set a "
+                    "smaller stream.buffer."
+                )
+            last = len(packed)
+            yielded += last
             yield from packed
 
     def _own_rows(self, source: int, part: int, parts: int) -> Iterator[tuple[str, Example]]:
