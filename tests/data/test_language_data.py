@@ -16,7 +16,7 @@ from lit_efficient.data.text.arguments import LanguageChat, LanguageRows, Langua
 from lit_efficient.data.text.rows import STDLIB_PACKAGES, open_sources
 from lit_efficient.data.text.text_files import standard_library
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.files.cache import read_manifest
+from lit_efficient.files.cache import MANIFEST, read_manifest, write_json
 from lit_efficient.losses.next_token import IGNORE
 from lit_efficient.mechanisms.order.resumable_loader import make_resumable
 from tests.data.text.chat_kit import PLAIN, THINKING, tokenizer
@@ -111,6 +111,20 @@ def test_validation_counts_the_bytes_of_what_it_scores(tmp_path: Path) -> None:
         for labels, size in zip(batch["labels"], batch["num_bytes"]):
             text = data.chat_tokenizer.decode(labels[labels != IGNORE], skip_special_tokens=True)
             assert size == len(text.encode())
+
+
+def test_a_cache_of_another_format_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its manifest may have other entries, and its key is another one."""
+    ready(language_data(tmp_path))
+    (name,) = caches(tmp_path)
+    cache = tmp_path / "cache" / "language" / name
+    about = read_manifest(cache)
+    about["made_from"] = {"sources": about["made_from"]["sources"], "format": 0}
+    write_json(cache / MANIFEST, about)
+    cache.rename(cache.with_name("old"))
+    with caplog.at_level("INFO"):
+        ready(language_data(tmp_path))
+    assert "making the cache again, because the format of the cache changed since" in caplog.text
 
 
 def test_the_cache_is_used_again_and_never_stale(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -280,6 +280,9 @@ def _source_names(made_from: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
+    if old["format"] != new["format"]:
+        yield "the format of the cache"
+        return  # another format may have other entries
     for split, sources in new["sources"].items():
         for (name, digest), (_, old_digest) in zip(sources, old["sources"][split]):
             if digest != old_digest:
@@ -291,5 +294,3 @@ def _differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
     for name, value in new["settings"].items():
         if old["settings"].get(name) != value:
             yield name
-    if old["format"] != new["format"]:
-        yield "the format of the cache"

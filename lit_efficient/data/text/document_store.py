@@ -22,7 +22,7 @@ from lit_efficient.files.cache import map_numbers
 from lit_efficient.losses.next_token import IGNORE
 
 # Part of every key; raise it when the meaning of the files changes.
-FORMAT = 7
+FORMAT = 8
 
 
 class DocumentWriter:
