@@ -26,6 +26,7 @@ from lit_efficient.errors import ConfigurationError, check_choice, check_number,
 from lit_efficient.internals.torch_as_cuda import kind_of
 from lit_efficient.losses import liger_cross_entropy
 from lit_efficient.losses.head_chunks import MatrixHead, ModuleHead, apply_sweep, autocast_dtype, is_expanded
+from lit_efficient.losses.token_weighting import TokenWeighting
 
 _WHO = "chunked_cross_entropy"
 CHUNK_SIZE = 256  # tokens on a CPU, measured by benchmarks/cross_entropy.py
@@ -44,6 +45,7 @@ class TokenLoss:
     z_loss: float = 0.0  # z, at least 0 (1e-4 in PaLM)
     softcap: float | None = None  # bound of the logits, above 0 (30 in Gemma 2), or ``None``
     logit_scale: float = 1.0  # factor on the logits, before the bound
+    weighting: TokenWeighting | None = None  # weights of tokens that depend on their logits
 
     def __post_init__(self) -> None:
         check_number(_WHO, "label_smoothing", self.label_smoothing, least=0, below=1)
@@ -72,6 +74,11 @@ class TokenLoss:
             if scale is not None:
                 slope = logits.square().neg_().add_(1)
             logits.mul_(self.softcap)
+        weights = None
+        if self.weighting is not None:
+            weights = self.weighting(logits, labels)
+            if scale is not None:
+                scale = scale * weights
         label_column = labels[:, None]
         top = logits.amax(1)
         logits.sub_(top[:, None])  # so that exp cannot overflow; the loss depends on differences of logits only
@@ -82,6 +89,8 @@ class TokenLoss:
         losses = lse - (1 - eps) * target - eps * mean
         if z:
             losses = losses + z * (lse + top).square()
+        if weights is not None:
+            losses = losses * weights
         if scale is None:
             return losses
         logits.mul_((scale * (1 + 2 * z * (lse + top)) / mass)[:, None])
@@ -107,6 +116,7 @@ def chunked_cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    weighting: TokenWeighting | None = None,
     token_weights: Tensor | None = None,
     reduction: str = "mean",
     backend: str = "auto",
@@ -132,6 +142,7 @@ def chunked_cross_entropy(
         z_loss: Weight of the squared log-partition function, at least 0. The term is part of the returned loss.
         softcap: Bound of the logits, above 0.
         logit_scale: Factor on the logits, before the bound.
+        weighting: Factor on the loss of each token that depends on its logits. ``mean`` does not divide by it.
         token_weights: Constant factor on the loss of each token, [...].
         reduction: ``mean`` divides by the number of tokens that contribute, or by the sum of their weights. It gives 0
             if there is none. ``sum`` adds the losses up. ``none`` gives [...]. With ``none``, an upstream gradient that
@@ -151,7 +162,7 @@ def chunked_cross_entropy(
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
         allowed = f"[V, {hidden.shape[-1]}] for hidden {list(hidden.shape)}"
         raise refusal(_WHO, "weight", allowed, list(weight.shape))
-    terms = TokenLoss(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    terms = TokenLoss(ignore_index, label_smoothing, z_loss, softcap, logit_scale, weighting)
     parameters = [weight]
     if bias is not None:
         parameters.append(bias)
@@ -297,7 +308,9 @@ def takes_liger(backend: str, device: torch.device, dtype: torch.dtype, terms: T
     """
     if backend == "torch" or (backend == "auto" and torch.compiler.is_compiling()):
         return False
-    if kind_of(device) == device.type:
+    if terms.weighting is not None:
+        reason = f"Liger's kernel does not compute the weights of {terms.weighting.kind}"
+    elif kind_of(device) == device.type:
         reason = liger_cross_entropy.why_not(device, dtype, terms)
     elif liger_cross_entropy.installed():  # a plan stands in for the GPU, so the kernel cannot be tried
         reason = ""

@@ -28,6 +28,7 @@ from lit_efficient.losses.chunked_cross_entropy import (
     chunked_head_cross_entropy,
 )
 from lit_efficient.losses.next_token import token_losses
+from lit_efficient.losses.token_weighting import TokenWeighting
 from lit_efficient.surgery import mix_in, moved
 
 
@@ -223,19 +224,22 @@ class _DeferringNetwork:
             return tuple(value for value in output if not isinstance(value, DeferredLogits))
         return output
 
-    def token_losses(self, targets: Tensor, learned: int | None = None, **inputs: Any) -> tuple[Tensor, Any]:
+    def token_losses(
+        self, targets: Tensor, learned: int | None = None, weighting: TokenWeighting | None = None, **inputs: Any
+    ) -> tuple[Tensor, Any]:
         """Compute the loss of each token, for callers that weight tokens or samples.
 
         Args:
             targets: [B, T], already shifted.
             learned: Upper bound on the number of targets that count, if the host knows it. A GPU then skips the
                 ignored ones.
+            weighting: Weights of tokens that depend on their logits. They are part of the returned losses.
             inputs: Inputs of the network's forward, without labels.
 
         Returns:
             Losses [B, T], 0 where a target is ignored, and the output of the network, whose own loss must not be used.
         """
-        self._wanted = {"targets": targets, "learned": learned}
+        self._wanted = {"targets": targets, "learned": learned, "weighting": weighting}
         try:
             output = self(labels=targets, **inputs)  # type: ignore[operator]
             return self._wanted["losses"], output
@@ -272,8 +276,9 @@ class _DeferringNetwork:
         terms = logits.terms(terms)
         head: Any = output_head(self)  # type: ignore[arg-type]
         if own is token_losses or self._wanted is not None:
-            wanted = self._wanted or {"targets": labels, "learned": None}
+            wanted = self._wanted or {"targets": labels, "learned": None, "weighting": None}
             targets = wanted["targets"]
+            terms = replace(terms, weighting=wanted["weighting"])
             request = _LossRequest(targets.reshape(-1), terms, settings, "none", wanted["learned"])
             losses = head(logits.hidden, request=request).view(targets.shape)
             wanted["losses"] = losses

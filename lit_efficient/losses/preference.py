@@ -1,7 +1,8 @@
 """Losses on pairs of a chosen and a rejected answer, from log-probabilities of the answers or from rewards.
 
     h          = (log p(c) - log p_ref(c)) - (log p(r) - log p_ref(r)),    c chosen, r rejected
-    sigmoid    -(1 - e) log s(b h) - e log s(-b h)       DPO, s the logistic function; e > 0 is conservative DPO
+    sigmoid    -(1 - e) log s(b h - o) - e log s(o - b h)    DPO, s the logistic function; e > 0 is conservative DPO,
+                                                             o > 0 is DPO with an offset
     hinge      max(0, 1 - b h)                           SLiC
     ipo        (h - 1 / (2 b))^2                         with log-probabilities averaged over tokens
     orpo       -a(c) - l log s(o(c) - o(r)),             o(x) = a(x) - log(1 - exp a(x)), a = log p averaged over tokens
@@ -9,9 +10,10 @@
     reward     -log s(R(c) - R(r) - m) + k (R(c) + R(r))^2
 
 Inputs and outputs are ``[B]``, one number for each pair, so that any weighting can be applied afterwards.
-Sources: DPO https://arxiv.org/abs/2305.18290, SLiC https://arxiv.org/abs/2305.10425 (as a loss of this family:
-https://arxiv.org/abs/2309.06657), IPO https://arxiv.org/abs/2310.12036, ORPO https://arxiv.org/abs/2403.07691, SimPO
-https://arxiv.org/abs/2405.14734, centred rewards https://arxiv.org/abs/2312.09244.
+Sources: DPO https://arxiv.org/abs/2305.18290, its offsets https://arxiv.org/abs/2402.10571, SLiC
+https://arxiv.org/abs/2305.10425 (as a loss of this family: https://arxiv.org/abs/2309.06657), IPO
+https://arxiv.org/abs/2310.12036, ORPO https://arxiv.org/abs/2403.07691, SimPO https://arxiv.org/abs/2405.14734, centred
+rewards https://arxiv.org/abs/2312.09244.
 """
 
 import math
@@ -52,6 +54,7 @@ def dpo_loss(
     beta: float,
     kind: Kind = "sigmoid",
     label_smoothing: float = 0.0,
+    offset: Tensor | None = None,
 ) -> Tensor:
     """Return losses ``[B]`` that make the chosen answer more likely than the rejected one, relative to a reference.
 
@@ -63,20 +66,27 @@ def dpo_loss(
         beta: Strength of the reference, above 0. Larger values keep the policy closer to it.
         kind: ``sigmoid`` (DPO), ``hinge`` (SLiC) or ``ipo``.
         label_smoothing: Probability e that a pair is labelled the wrong way round, in [0, 0.5). Only for ``sigmoid``.
+        offset: Amount o by which the reward ``beta h`` of the chosen answer should be larger ``[B]``. Only for
+            ``sigmoid``. ``None`` is 0.
 
     Raises:
         ConfigurationError: For an argument out of range.
     """
     check_dpo("dpo_loss", beta, kind, label_smoothing)
+    if offset is not None and kind != "sigmoid":
+        raise ConfigurationError(f"dpo_loss: offset needs kind 'sigmoid', got {kind!r}")
     h = (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected)
     if kind == "hinge":
         return F.relu(1 - beta * h)
     if kind == "ipo":
         return (h - 1 / (2 * beta)).square()
-    losses = -F.logsigmoid(beta * h)
+    rewards = beta * h
+    if offset is not None:
+        rewards = rewards - offset
+    losses = -F.logsigmoid(rewards)
     if label_smoothing == 0:
         return losses
-    return (1 - label_smoothing) * losses - label_smoothing * F.logsigmoid(-beta * h)
+    return (1 - label_smoothing) * losses - label_smoothing * F.logsigmoid(-rewards)
 
 
 def check_dpo(who: str, beta: float, kind: str, label_smoothing: float) -> None:

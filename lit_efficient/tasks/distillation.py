@@ -37,6 +37,7 @@ from lit_efficient.losses.chunked_distillation import (
 )
 from lit_efficient.losses.distillation import Divergence, top_k_of
 from lit_efficient.losses.next_token import IGNORE, sample_means, targets_of
+from lit_efficient.losses.token_weighting import TokenWeighting
 from lit_efficient.mechanisms.documents import DocumentRows
 from lit_efficient.models.libraries.causal_lm import CausalLMConfig
 from lit_efficient.models.networks.gpt import GPTConfig
@@ -205,7 +206,9 @@ class Distillation(LanguageModeling):
         if self._live is not None:
             self.epoch_divergence.update(parts.divergence, targets)
 
-    def _losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _losses(
+        self, batch: dict[str, Tensor], weighting: TokenWeighting | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         parts, targets, router_loss = self._token_losses(batch, 0.0)
         return parts.cross_entropy, targets, router_loss
 

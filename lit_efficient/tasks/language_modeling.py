@@ -23,7 +23,7 @@ from lit_efficient.callbacks.token_weighted_accumulation import TokenWeightedAcc
 from lit_efficient.data.text.chat_tokenizer import pack_tokenizer, token_ids, unpack_tokenizer
 from lit_efficient.distributed.row_slices import ROW_POSITIONS, mean_over_rows
 from lit_efficient.distributed.weight_slices import built_empty
-from lit_efficient.errors import CheckpointError, ConfigurationError, check_number, refusal
+from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.files.records import rebuild
 from lit_efficient.internals.hugging_face import generation_json, masks_unread, take_generation
 from lit_efficient.internals.hugging_face_loading import Replacing
@@ -32,6 +32,7 @@ from lit_efficient.internals.lightning_metrics import logs_in_bar
 from lit_efficient.internals.lightning_trainer import logger_connector, trainer_of
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.losses.next_token import IGNORE, sample_means, targets_of, token_losses
+from lit_efficient.losses.token_weighting import Kind, TokenWeighting
 from lit_efficient.mechanisms.documents import DocumentRows
 from lit_efficient.mechanisms.router_balance import RouterBalance
 from lit_efficient.models.generation.sampling import Sampling
@@ -81,6 +82,9 @@ class LanguageModeling(LightningModule):
 
     Random weights are drawn on the device of the run, so a GPU and a CPU give different weights for one seed.
 
+    ``weighting`` changes the training loss only: validation computes the cross-entropy. Formulas:
+    :mod:`lit_efficient.losses.token_weighting`.
+
     Logs ``train/loss``, and ``loss``, ``perplexity`` and (for batches with ``num_bytes`` ``[B]``) ``bits_per_byte``
     under ``val/`` and ``test/``. For a mixture of data sets the loss of each source is logged, too: ``val/loss/NAME``,
     and ``train/loss/NAME`` over the batches since the last log. Prediction continues the texts of a batch
@@ -92,6 +96,9 @@ class LanguageModeling(LightningModule):
         learning_rate: Peak learning rate of AdamW. It is not used if the config sets an ``optimizer``.
         weight_decay: Weight decay of the matrices. Vectors (norms) have none.
         warmup_steps: Optimizer steps of the warm-up, which is followed by half a cosine to 0 at the end of training.
+        weighting: Weight of each training token, without a gradient: ``dft``, its probability; ``eaft``, the entropy of
+            the prediction. null: 1.
+        eaft_alpha: Exponent of the entropy for eaft, above 0. null takes 1.
     """
 
     logs: ClassVar[tuple[str, ...]] = (
@@ -113,6 +120,8 @@ class LanguageModeling(LightningModule):
         learning_rate: float = 1e-3,
         weight_decay: float = 0.1,
         warmup_steps: int = 100,
+        weighting: Kind | None = None,
+        eaft_alpha: float | None = None,
     ) -> None:
         super().__init__()
         if isinstance(model, Mapping):  # from the hyper-parameters of a checkpoint, which are primitives
@@ -123,7 +132,17 @@ class LanguageModeling(LightningModule):
         check_number("LanguageModeling", "learning_rate", learning_rate, above=0)
         check_number("LanguageModeling", "weight_decay", weight_decay, least=0)
         check_number("LanguageModeling", "warmup_steps", warmup_steps, least=0, whole=True)
+        check_choice("LanguageModeling", "weighting", weighting, ("dft", "eaft"), null=True)
+        check_number("LanguageModeling", "eaft_alpha", eaft_alpha, above=0, null=True)
+        if eaft_alpha is not None and weighting != "eaft":
+            allowed = f"null with the weighting {weighting or 'null'}, because only eaft uses it"
+            raise refusal("LanguageModeling", "eaft_alpha", allowed, eaft_alpha)
         self.model = model
+        self.weighting = weighting
+        self.eaft_alpha = eaft_alpha
+        self._weighting: TokenWeighting | None = None
+        if weighting is not None:
+            self._weighting = TokenWeighting(weighting, 1.0 if eaft_alpha is None else eaft_alpha)
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
         self.warmup_steps = warmup_steps
@@ -133,6 +152,8 @@ class LanguageModeling(LightningModule):
                 "learning_rate": learning_rate,
                 "weight_decay": weight_decay,
                 "warmup_steps": warmup_steps,
+                "weighting": weighting,
+                "eaft_alpha": eaft_alpha,
             }
         )
         self.network: nn.Module | None = None
@@ -263,7 +284,7 @@ class LanguageModeling(LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         """Return the mean loss over all tokens, and over each sequence ``[B]`` for techniques that reweight samples."""
-        losses, targets, router_loss = self._losses(batch)
+        losses, targets, router_loss = self._losses(batch, self._weighting)
         loss, sample_loss = sample_means(losses, targets)
         logged = loss
         if ROW_POSITIONS in batch:  # this process has a part of each row
@@ -453,7 +474,9 @@ class LanguageModeling(LightningModule):
             )
         self.tokenizer_state = state
 
-    def _losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _losses(
+        self, batch: dict[str, Tensor], weighting: TokenWeighting | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return losses and targets ``[B, T]``, and the balancing loss of a mixture of experts, if it has one."""
         network: Any = self._built()
         targets = targets_of(batch)
@@ -469,12 +492,15 @@ class LanguageModeling(LightningModule):
                 known = None
                 if counted is not None and counted[0] == targets.numel():  # this is the batch that was counted
                     known = counted[1]
-                losses, output = network.token_losses(arranged, known, **inputs)
-            elif isinstance(network, GPT):
+                losses, output = network.token_losses(arranged, known, weighting, **inputs)
+            elif isinstance(network, GPT) and weighting is None:
                 losses = output = network(**inputs, labels=arranged)
             else:
                 output = network(**inputs)
-                losses = token_losses(output.logits, arranged)
+                logits = output if isinstance(output, Tensor) else output.logits
+                losses = token_losses(logits, arranged)
+                if weighting is not None:
+                    losses = losses * weighting(logits, arranged)
         return losses.view_as(targets), targets, balance.loss(output)
 
     def _balance(self) -> RouterBalance:

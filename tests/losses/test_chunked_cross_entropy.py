@@ -19,6 +19,7 @@ from lit_efficient.losses.chunked_cross_entropy import (
     is_expanded,
     takes_liger,
 )
+from lit_efficient.losses.token_weighting import TokenWeighting
 
 N, H, V = 50, 12, 37
 SETTINGS = {
@@ -29,6 +30,8 @@ SETTINGS = {
     "scale": {"logit_scale": 0.3},
     "ignore_index": {"ignore_index": 5},
     "all": {"label_smoothing": 0.2, "z_loss": 1e-2, "softcap": 2.0, "logit_scale": 1.7},
+    "dft": {"weighting": TokenWeighting("dft"), "softcap": 2.0, "label_smoothing": 0.2},
+    "eaft": {"weighting": TokenWeighting("eaft", 1.5), "logit_scale": 1.7, "z_loss": 1e-2},
 }
 
 
@@ -57,6 +60,8 @@ def dense(hidden, weight, labels, bias=None, *, token_weights=None, reduction="m
     losses = F.cross_entropy(logits, labels, ignore_index=ignore, label_smoothing=smoothing, reduction="none")
     valid = labels != ignore
     losses = losses + terms.get("z_loss", 0.0) * logits.logsumexp(1).square() * valid
+    if terms.get("weighting") is not None:
+        losses = losses * terms["weighting"](logits, labels)
     weights = torch.ones_like(losses) if token_weights is None else token_weights
     losses = losses * weights
     if reduction == "none":

@@ -124,6 +124,18 @@ def test_log1mexp_is_exact_in_float32(x: float) -> None:
     assert float(log1mexp(torch.tensor(x))) == pytest.approx(expected, rel=1e-6, abs=0)
 
 
+def test_an_offset_moves_the_difference_of_rewards() -> None:
+    """https://arxiv.org/abs/2402.10571, equation 6, pair by pair."""
+    policy = torch.tensor([-3.0, -5.0]), torch.tensor([-4.0, -4.5])
+    refs = torch.tensor([-3.5, -4.0]), torch.tensor([-3.0, -6.0])
+    offset = torch.tensor([0.0, 0.7])
+    got = dpo_loss(*policy, *refs, 0.5, offset=offset)
+    rewards = [0.5 * (0.5 + 1.0), 0.5 * (-1.0 - 1.5) - 0.7]
+    assert got.tolist() == pytest.approx([math.log(1 + math.exp(-reward)) for reward in rewards])
+    with pytest.raises(ConfigurationError, match="offset needs kind 'sigmoid', got 'ipo'"):
+        dpo_loss(*policy, *refs, 0.5, "ipo", offset=offset)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -9,8 +9,19 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from lit_efficient import CausalLMConfig, ConfigurationError, CorpusFiles, LanguageModeling, LoRA, PythonCorpus
+from lit_efficient import (
+    CausalLMConfig,
+    ChunkedCrossEntropy,
+    ConfigurationError,
+    CorpusFiles,
+    GPTConfig,
+    LanguageModeling,
+    LoRA,
+    PythonCorpus,
+)
+from lit_efficient.application import apply
 from lit_efficient.data.text.chat_tokenizer import pack_tokenizer, train_chat_tokenizer
+from lit_efficient.losses.deferred_logits import output_head
 from lit_efficient.models.libraries.causal_lm import build
 from lit_efficient.tasks.loading import load_language_model
 from tests.models.libraries.test_causal_lm import FAMILIES, SMALL
@@ -61,6 +72,54 @@ def test_the_loss_and_its_gradients_are_the_models_own(family: str) -> None:
     for name, parameter in network.named_parameters():
         torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=1e-6)
     assert ("extra_loss" in task.training_step(batch, 0)) is (family == "mixtral")
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("weighting", ["dft", "eaft"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt"])
+def test_weighted_tokens_give_the_loss_of_llama_factory(family: str, weighting: Any, chunked: bool) -> None:
+    """The formulas of LLaMA-Factory 0.9.5 (`_dft_cross_entropy`, `_eaft_cross_entropy`), with log 20 in place of 3."""
+    torch.manual_seed(0)
+    alpha = {"eaft_alpha": 0.5} if weighting == "eaft" else {}
+    model = GPTConfig(97, dim=32, depth=2, num_heads=4, max_length=16)
+    config = model if family == "gpt" else CausalLMConfig(config_fields=FAMILIES[family])
+    task = LanguageModeling(config, weighting=weighting, **alpha)
+    task.configure_model()
+    task.log = lambda *args, **options: None  # type: ignore[method-assign]
+    network: Any = task.network
+    head: Any = output_head(network)
+    torch.nn.init.normal_(head.weight, std=0.3)  # so that the weights of tokens differ
+    batch = _batch()
+    logits = task(batch["input_ids"]).float()
+    losses = torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="none"
+    )
+    top = logits.detach()[:, :-1].flatten(0, 1).topk(20).values.softmax(-1)
+    entropy = -(top * top.log()).sum(-1) / torch.tensor(20.0).log()
+    weights = (-losses.detach()).exp() if weighting == "dft" else entropy**0.5
+    kept = batch["labels"][:, 1:].flatten() != -100
+    expected = (losses * weights)[kept].mean()
+    assert weights[kept].std() > 0.01 * weights[kept].mean()
+    expected.backward()
+    gradients = {name: p.grad.clone() for name, p in network.named_parameters()}
+    network.zero_grad()
+    if chunked:
+        apply(task, [ChunkedCrossEntropy(chunk_size=3)])
+    loss = task.training_step(batch, 0)["loss"]
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    for name, parameter in network.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
+    # Validation computes the cross-entropy.
+    task.validation_step(batch, 0)
+    assert float(task.epoch_metrics.compute()["loss"]) == pytest.approx(float(losses[kept].mean().detach()), rel=1e-5)
+
+
+def test_an_exponent_without_eaft_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="eaft_alpha must be null with the weighting dft, because only eaft"):
+        LanguageModeling(weighting="dft", eaft_alpha=2.0)
+    with pytest.raises(ConfigurationError, match="weighting must be one of dft, eaft or null, got 'focal'"):
+        LanguageModeling(weighting="focal")  # type: ignore[arg-type]
 
 
 def test_labels_shifted_beforehand_give_the_same_loss() -> None:
