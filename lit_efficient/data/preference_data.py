@@ -7,12 +7,14 @@ Saves: tokenising (once for each content and setting).
 Costs: reading and hashing the sources at every start; padding: pairs are not packed.
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -24,13 +26,16 @@ from lit_efficient.data.text.reading import PairReader, Reader
 from lit_efficient.data.text.rows import STDLIB_PREFERENCES, Source
 from lit_efficient.data.text.truncation import Counts, TooLong, cut_pairs
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.files.cache import map_numbers
 from lit_efficient.mechanisms.order.keyed_batch_sampler import loading, no_loaders
 
 Side = tuple[np.ndarray, np.ndarray]
+PairRow = tuple[Side, Side, float | None]
+"""Chosen and rejected answer, and the margin between them."""
 
 
 class PairRows:
-    """Pairs of a split: item i is (chosen, rejected), each as ids and labels [n].
+    """Pairs of a split: item i is (chosen, rejected, margin). The answers are ids and labels [n].
 
     The numbers of what is left, and of what `cut_pairs` cuts, are added to ``counts``.
     """
@@ -39,6 +44,8 @@ class PairRows:
         sides = [Documents(folder, f"{split}.{name}") for name in ("chosen", "rejected")]
         pieces = cut_pairs(sides[0].facts, sides[1].facts, max_length, too_long)
         self._sides = list(zip(sides, pieces))
+        self.margins = map_numbers(folder / f"{split}.margin.bin", np.float64)[pieces[0].document]
+        """Margin of each pair, or NaN."""
         counts.documents = len(self)
         counts.dropped = len(sides[0].facts) - len(self)
         counts.truncated = int((pieces[0].start > 0).sum())
@@ -48,18 +55,20 @@ class PairRows:
     def __len__(self) -> int:
         return len(self._sides[0][1])
 
-    def __getitem__(self, index: int) -> tuple[Side, Side]:
+    def __getitem__(self, index: int) -> PairRow:
         (ids, labels, _), (other_ids, other_labels, _) = (side.piece(pieces, index) for side, pieces in self._sides)
-        return (ids, labels), (other_ids, other_labels)
+        margin = float(self.margins[index])
+        return (ids, labels), (other_ids, other_labels), None if math.isnan(margin) else margin
 
 
 class PreferenceData(ChatDataModule):
-    """DataModule of pairs of a chosen and a rejected answer, for `Preference`.
+    """DataModule of pairs of a chosen and a rejected answer, for `Preference` and `RewardModeling`.
 
-    Batches have ``chosen_`` and ``rejected_`` with ``input_ids``, ``labels`` and ``attention_mask``, all [B, T]. Rows
-    have ``prompt``, ``chosen`` and ``rejected``, as texts or as lists of messages; conversations may lack ``prompt``.
-    Only the last answer, with the token that ends it, contributes to the loss. Labels are not shifted. Malformed rows
-    are counted and shown. Testing uses the validation pairs.
+    Batches have ``chosen_`` and ``rejected_`` with ``input_ids``, ``labels`` and ``attention_mask``, all [B, T], and
+    ``margin`` [B] if the rows tell how much better the chosen answer is. Rows have ``prompt``, ``chosen`` and
+    ``rejected``, as texts or as lists of messages; conversations may lack ``prompt``. Conversations may share any
+    beginning: all assistant turns after it, with the tokens that end them, contribute to the loss. Labels are not
+    shifted. Malformed rows are counted and shown. Testing uses the validation pairs.
 
     Args:
         train: Files (.jsonl, .json, .csv, .tsv, .parquet; compressed with .gz, .bz2 or .xz), folders of such files or
@@ -85,6 +94,7 @@ class PreferenceData(ChatDataModule):
 
     kind = "preference"
     parts = (".chosen", ".rejected")
+    columns = ("margin",)
     rows: PreferenceRows
     chat: PreferenceChat
 
@@ -122,6 +132,8 @@ class PreferenceData(ChatDataModule):
         )
         self.train_pairs: PairRows | None = None
         self.val_pairs: PairRows | None = None
+        self.has_margins = False
+        """True if batches have margins; known after `setup`."""
 
     def train_dataloader(self) -> DataLoader[Any]:
         return self._loader(self.train_pairs, self.batch_size, training=True)
@@ -139,7 +151,7 @@ class PreferenceData(ChatDataModule):
         )
 
     def reader(self, sources: list[Source]) -> Reader:
-        return PairReader(sources, self.rows.strings_as, self.rows.columns, self.rows.max_rows)
+        return PairReader(sources, self.rows.strings_as, self.rows.columns, self.rows.max_rows, self.rows.margin)
 
     def _loader(self, pairs: PairRows | None, batch_size: int, *, training: bool) -> DataLoader[Any]:
         assert pairs is not None
@@ -160,19 +172,31 @@ class PreferenceData(ChatDataModule):
                     f"PreferenceData: at least {needed} pairs are needed to {use} on, got {len(found[split])}: the "
                     f"others are malformed, or too long for max_length = {self.max_length}."
                 )
+        lacking = sum(int(np.isnan(pairs.margins).sum()) for pairs in found.values())
+        count = sum(map(len, found.values()))
+        if 0 < lacking < count:
+            raise ConfigurationError(
+                f"PreferenceData: {lacking} of {count} pairs have no margin, and the others have one. Complete the "
+                "rows, or set rows.margin to none."
+            )
+        self.has_margins = lacking == 0
         self.train_pairs = found["train"]
         self.val_pairs = found["val"]
 
 
-def pair_batch(pairs: Sequence[tuple[Side, Side]], pad_id: int = 0) -> dict[str, Tensor]:
+def pair_batch(pairs: Sequence[PairRow], pad_id: int = 0) -> dict[str, Tensor]:
     """Collate pairs of ids and unshifted labels [n]. All rows of both sides are padded on the right to one length.
 
     Returns:
-        ``chosen_`` and ``rejected_`` with ``input_ids``, ``labels`` and ``attention_mask``, [B, T] int64.
+        ``chosen_`` and ``rejected_`` with ``input_ids``, ``labels`` and ``attention_mask``, [B, T] int64; and
+        ``margin`` [B] float32, if all pairs have one.
     """
     # One length for both sides lets a task run them as one batch.
-    rows = padded_batch([chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs], pad_id)
+    rows = padded_batch([chosen for chosen, _, _ in pairs] + [rejected for _, rejected, _ in pairs], pad_id)
     batch = {}
+    margins = [margin for _, _, margin in pairs if margin is not None]
+    if len(margins) == len(pairs):
+        batch["margin"] = torch.tensor(margins)
     for name, values in rows.items():
         batch[f"chosen_{name}"] = values[: len(pairs)]
         batch[f"rejected_{name}"] = values[len(pairs) :]

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lit_efficient.errors import CheckpointError, ConflictError, check_choice, check_number, refusal
+from lit_efficient.errors import CheckpointError, ConfigurationError, ConflictError, check_choice, check_number, refusal
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.losses.preference import check_dpo, dpo_loss, orpo_loss, sequence_log_probs, simpo_loss
@@ -55,6 +55,8 @@ class Preference(PairTask):
             0.1, or 2 for simpo.
         label_smoothing: Probability that a pair is labelled the wrong way round, in [0, 0.5). Only for sigmoid.
         gamma: Margin between rewards for simpo, at least 0. null takes 1.
+        offset: Factor of the pairs' ``margin``, by which the reward of the chosen answer should exceed that of the
+            rejected one (ODPO), at least 0. 0 ignores margins. Only for sigmoid.
         start_from: Checkpoint of `LanguageModeling` (SFT) of the same shape with the initial weights. Its adapters are
             merged. A resumed run needs this file too.
         learning_rate: Peak learning rate of AdamW: 1e-6 or below for all weights, ten times more for adapters.
@@ -71,6 +73,7 @@ class Preference(PairTask):
         beta: float | None = None,
         label_smoothing: float = 0.0,
         gamma: float | None = None,
+        offset: float = 0.0,
         start_from: str | None = None,
         learning_rate: float = 1e-6,
         weight_decay: float = 0.0,
@@ -88,12 +91,17 @@ class Preference(PairTask):
         if label_smoothing and loss != "sigmoid":
             allowed = f"0 with {loss}, because only sigmoid uses it"
             raise refusal("Preference", "label_smoothing", allowed, label_smoothing)
+        check_number("Preference", "offset", offset, least=0)
+        if offset and loss != "sigmoid":
+            raise refusal("Preference", "offset", f"0 with {loss}, because only sigmoid uses it", offset)
         self.loss: Loss = loss
+        self.offset = offset
         self.label_smoothing = label_smoothing
         self.gamma = 1.0
         if gamma is not None:
             self.gamma = gamma
-        self.save_hyperparameters({"loss": loss, "beta": beta, "label_smoothing": label_smoothing, "gamma": gamma})
+        own = {"loss": loss, "beta": beta, "label_smoothing": label_smoothing, "gamma": gamma, "offset": offset}
+        self.save_hyperparameters(own)
         self._reference: Reference | None = None
         self._fingerprint: str | None = None  # of the reference in the run that wrote the checkpoint
 
@@ -103,6 +111,8 @@ class Preference(PairTask):
         return self.loss in _DPO
 
     def on_fit_start(self) -> None:
+        if getattr(getattr(self.trainer, "datamodule", None), "has_margins", False) and not self.offset:
+            rank_zero_info("Preference: the margins of the pairs are not used, because offset is 0")
         self.reference()
 
     def reference(self) -> Reference | None:
@@ -146,7 +156,7 @@ class Preference(PairTask):
             refs = pairs_of(reference(self._built(), lambda: self._log_probs(rows)[0]))
         log_probs, router_loss = self._log_probs(rows)
         policy = pairs_of(log_probs)
-        losses = self._pair_losses(policy, refs)
+        losses = self._pair_losses(policy, refs, self._offsets(batch))
         chosen, rejected = (log_prob.detach() for log_prob in policy)
         if refs is not None:
             chosen = chosen - refs[0]
@@ -186,10 +196,23 @@ class Preference(PairTask):
             sums = sums / tokens
         return sums, router_loss
 
-    def _pair_losses(self, policy: tuple[Tensor, Tensor], refs: tuple[Tensor, Tensor] | None) -> Tensor:
+    def _offsets(self, batch: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the amount by which the reward of each chosen answer should be larger ``[B]``."""
+        if not self.offset:
+            return None
+        if "margin" not in batch:
+            raise ConfigurationError(
+                f"Preference: offset={self.offset} needs margins, and the batch has none: give rows a margin, or set "
+                "rows.margin to scores for rows with score_chosen and score_rejected"
+            )
+        return self.offset * batch["margin"]
+
+    def _pair_losses(
+        self, policy: tuple[Tensor, Tensor], refs: tuple[Tensor, Tensor] | None, offsets: Tensor | None
+    ) -> Tensor:
         if self.loss == "orpo":
             return orpo_loss(*policy, self.beta)[0]
         if self.loss == "simpo":
             return simpo_loss(*policy, self.beta, self.gamma)
         assert refs is not None
-        return dpo_loss(*policy, *refs, self.beta, self.loss, self.label_smoothing)
+        return dpo_loss(*policy, *refs, self.beta, self.loss, self.label_smoothing, offsets)

@@ -27,7 +27,8 @@ class RewardModeling(PairTask):
     """Training of a reward model on batches of pairs.
 
     Batches have ``input_ids`` and ``attention_mask`` ``[B, T]``, each with the prefixes ``chosen_`` and ``rejected_``,
-    and optionally ``margin`` ``[B]``, the amount by which the chosen reward should be higher. The language model's head
+    and optionally ``margin`` ``[B]``, the amount by which the chosen reward should be higher (`PreferenceData` makes it
+    of rows with a ``margin``, or with ``rows.margin: scores`` of two scores). The language model's head
     is removed. The layer ``score`` is initialised to zero, so the loss starts at log 2. With LoRA, set
     ``modules_to_save: [score]``. ``export`` writes a folder for ``AutoModelForSequenceClassification``.
 

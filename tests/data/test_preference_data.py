@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,23 @@ def test_texts_are_texts_or_turns() -> None:
         ),
         ({"prompt": "z", "chosen": [*ASK, _says("b")], "rejected": [*ASK, _says("c")]}, "none of the conversation's"),
         (
-            {"prompt": ASK, "chosen": [_says("a"), _user("b"), _says("c")], "rejected": [_says("d")]},
-            "differ before the last turn",
+            {"prompt": ASK, "chosen": [_says("a"), _user("b"), _says("c")], "rejected": [_says("a")]},
+            "rejected is the beginning of the other conversation",
         ),
+        (
+            {
+                "prompt": ASK,
+                "chosen": [_says("a"), _user("b"), _says("c")],
+                "rejected": [_says("a"), _user("d"), _says("c")],
+            },
+            "first differ at turn 3, which is of the role user in chosen",
+        ),
+        (
+            {"prompt": ASK, "chosen": [_says("a")], "rejected": [_user("b"), _says("c")]},
+            "first differ at turn 2, which is of the role user in rejected",
+        ),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "high"}, "margin is 'high', not a finite number"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": math.nan}, "margin is nan, not a finite number"),
     ],
 )
 def test_rows_that_are_no_pairs(row: dict[str, Any], reason: str) -> None:
@@ -94,6 +109,22 @@ def test_conversations_need_a_beginning_and_texts_a_prompt() -> None:
         read_pair({"chosen": [_says("a")], "rejected": [_says("b")]}, "conversations")
     with pytest.raises(MalformedRow, match="chosen is a text, and there is no prompt"):
         read_pair({"chosen": "a", "rejected": "b"}, "conversations")
+
+
+def test_scores_give_a_margin_and_must_not_contradict_the_choice() -> None:
+    row = {"prompt": "a", "chosen": "b", "rejected": "c", "score_chosen": "8.5", "score_rejected": 6, "margin": 1}
+    assert read_pair(row, "prompt").margin == 1.0
+    assert read_pair(row, "prompt", margin="scores").margin == 2.5
+    assert read_pair(row, "prompt", margin="none").margin is None
+    assert read_pair({**row, "score_rejected": 8.5}, "prompt", margin="scores").margin == 0.0
+    with pytest.raises(
+        MalformedRow, match=r"score_chosen is 8\.5 and score_rejected 9: the rejected answer is the better"
+    ):
+        read_pair({**row, "score_rejected": 9}, "prompt", margin="scores")
+    with pytest.raises(MalformedRow, match="score_rejected is None, not a finite number"):
+        read_pair({**row, "score_rejected": None}, "prompt", margin="scores")
+    _, sentence = recognise_pairs([row], "data.jsonl", margin="scores")
+    assert sentence.endswith("with a margin of score_chosen and score_rejected; not read: margin")
 
 
 def _encoded(given: int, length: int) -> Encoded:
@@ -113,6 +144,64 @@ def test_long_pairs_are_dropped_or_lose_the_same_beginning() -> None:
     assert left(7, "left") == [[(0, 3, 10), (1, 0, 3)], [(0, 3, 8), (1, 0, 3)]]
     assert left(5, "left")[0] == [(0, 5, 10), (1, 0, 3)]  # one token of the prompt stays
     assert left(4, "left")[0] == [(1, 0, 3)]
+
+
+def test_conversations_that_share_a_beginning_learn_all_later_answers(tmp_path: Path, words: str) -> None:
+    """The loss is on the assistant's turns only: the user's turns among them are no answers."""
+    begin = [*ASK, _says("Four."), _user("Is it?")]
+    rows = [
+        {
+            "chosen": [*begin, _says(f"Yes {i}."), _user("Done?"), _says("Of course.")],
+            "rejected": [*begin, _says("Done.")],
+        }
+        for i in range(3)
+    ]
+    source = _file(tmp_path, rows)
+    data = PreferenceData(train=source, val=source, tokenizer=words, batch_size=3, cache_dir=str(tmp_path))
+    data.prepare_data()
+    data.setup()
+    assert data.train_pairs is not None
+    read = data.chat_tokenizer
+    for index in range(3):
+        (ids, labels), (other_ids, other_labels), margin = data.train_pairs[index]
+        assert margin is None
+        assert read.decode(labels[labels != -100]) == f"Yes {index}.<|im_end|>Of course.<|im_end|>"
+        assert read.decode(other_labels[other_labels != -100]) == "Done.<|im_end|>"
+        shared = int((labels != -100).argmax())
+        assert np.array_equal(ids[:shared], other_ids[:shared])
+        assert read.decode(ids[:shared]).endswith("Is it?<|im_end|>\n<|im_start|>assistant\n")
+        both = ids[shared:][labels[shared:] == -100]
+        assert "Done?" in read.decode(both)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("margin", [0.5, 1.5, 2.5]), ("scores", [1.0, 3.0, 5.0]), ("none", None)]
+)
+def test_batches_hold_the_margins_of_their_pairs(tmp_path: Path, words: str, kind: Any, expected: Any) -> None:
+    rows = [
+        {"prompt": f"Is {i} two?", "chosen": "Of course.", "rejected": "Done.", "margin": i + 0.5}
+        | {"score_chosen": 2 * i + 1.0, "score_rejected": 0.0}
+        for i in range(3)
+    ]
+    source = _file(tmp_path, rows)
+    options: dict[str, Any] = {"val": source, "tokenizer": words, "batch_size": 3, "cache_dir": str(tmp_path)}
+    data = PreferenceData(train=source, rows=PreferenceRows(margin=kind), **options)
+    data.prepare_data()
+    data.setup()
+    assert data.has_margins is (expected is not None)
+    batch = next(iter(data.train_dataloader()))
+    if expected is None:
+        assert "margin" not in batch
+        return
+    prompts = [data.chat_tokenizer.decode(ids) for ids in batch["chosen_input_ids"]]  # shuffled
+    order = [int(prompt.split()[1]) for prompt in prompts]
+    assert batch["margin"].tolist() == [expected[number] for number in order]
+    for row in rows[1:]:
+        del row["margin"]
+    if kind == "margin":
+        other = _file(tmp_path, rows)
+        with pytest.raises(ConfigurationError, match="4 of 6 pairs have no margin, and the others have one"):
+            PreferenceData(train=other, **options).setup()
 
 
 def _file(folder: Path, rows: list[Any]) -> str:
@@ -156,7 +245,7 @@ def test_batches_hold_both_answers_and_learn_them_with_their_end(tmp_path: Path,
             whole = read.decode(ids[row][mask[row] == 1])
             assert whole.startswith("<|im_start|>user\nWhat is")
     prompts = [
-        {ids[labels == -100].tobytes() for (ids, labels), _ in (pairs[i] for i in range(len(pairs)))}
+        {ids[labels == -100].tobytes() for (ids, labels), _, _ in (pairs[i] for i in range(len(pairs)))}
         for pairs in (data.train_pairs, data.val_pairs)
         if pairs is not None
     ]
@@ -184,13 +273,15 @@ def test_one_cache_serves_every_length_and_pairs_that_are_cut_lose_their_beginni
     whole, counts = found[1000, "drop"]
     assert (counts["documents"], counts["dropped"], counts["truncated"]) == (len(whole), 0, 0)
     short, counts = found[60, "drop"]
+    assert all(margin is None for _, _, margin in whole)
+    whole, short = ([pair[:2] for pair in pairs] for pairs in (whole, short))
     fitting = [pair for pair in whole if max(len(ids) for ids, _ in pair) <= 60]
     assert 0 < len(short) == len(fitting) == len(whole) - counts["dropped"] < len(whole)
     for pair, kept in zip(fitting, short):
         assert all(np.array_equal(a, b) for one, other in zip(pair, kept) for a, b in zip(one, other))
     cut, counts = found[60, "left"]
     assert (len(cut), counts["truncated"]) == (len(whole), len(whole) - len(short))
-    for pair, kept in zip(whole, cut):
+    for pair, (*kept, _) in zip(whole, cut):
         excess = max(0, max(len(ids) for ids, _ in pair) - 60)
         assert all(np.array_equal(one[0][excess:], other[0]) for one, other in zip(pair, kept))
         assert all((one[1] >= 0).sum() == (other[1] >= 0).sum() for one, other in zip(pair, kept))
@@ -209,13 +300,13 @@ def test_rows_that_are_all_malformed_are_shown_before_the_split_is_refused(tmp_p
     """The split of no row says nothing about the reason."""
     turns = {
         "chosen": [*ASK, _says("a"), _user("b"), _says("c")],
-        "rejected": [*ASK, _says("d"), _user("b"), _says("e")],
+        "rejected": [*ASK, _says("a"), _user("d"), _says("e")],
     }
     source = _file(tmp_path, [turns] * 6)
     with pytest.raises(ConfigurationError) as refused:
         PreferenceData(train=source, tokenizer=words, batch_size=2, cache_dir=str(tmp_path)).prepare_data()
     assert "6 of 6 rows for train are malformed" in str(refused.value)
-    assert "differ before the last turn" in str(refused.value)
+    assert "first differ at turn 3" in str(refused.value)
     assert "The remaining 0 different rows cannot be split" in str(refused.value)
 
 
@@ -236,7 +327,7 @@ def test_own_names_of_keys_and_a_source_for_validation(tmp_path: Path, words: st
     assert data.train_pairs is not None
     assert data.val_pairs is not None
     assert len(data.train_pairs) == len(data.val_pairs) == 4
-    _, (ids, labels) = data.train_pairs[0]
+    _, (ids, labels), _ = data.train_pairs[0]
     assert data.chat_tokenizer.decode(ids).startswith("Is 0 two?Done.")
     assert data.chat_tokenizer.decode(labels[labels != -100]) == "Done.<|endoftext|>"
     with pytest.raises(ConfigurationError, match="pairs have the keys chosen and rejected"):
@@ -273,7 +364,7 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> N
         (
             PreferenceRows,
             {"columns": {"question": "q"}},
-            "rows.columns may name prompt, chosen, rejected, .*, functions, system, tools, got 'question'",
+            "rows.columns may name prompt, chosen, rejected, .*, margin, score_chosen, score_rejected, got 'question'",
         ),
         (PreferenceChat, {"vocab_size": 100}, "chat.vocab_size must be a whole number of at least 259, got 100"),
         (PreferenceChat, {"too_long": "right"}, "chat.too_long must be one of drop, left, got 'right'"),

@@ -88,6 +88,16 @@ def test_the_loss_is_that_of_single_rows_by_the_papers_formulas(family: str, los
     torch.testing.assert_close(output["loss"].detach(), expected.mean(), rtol=1e-4, atol=1e-5)
 
 
+def test_margins_of_pairs_are_offsets_of_their_rewards(tmp_path: Path) -> None:
+    task = _quiet(Preference(saved(tmp_path), offset=0.5))
+    batch = pairs(3)
+    margin = torch.tensor([0.0, 1.0, 4.0])
+    got = task.training_step({**batch, "margin": margin}, 0)["sample_loss"].detach()
+    torch.testing.assert_close(got, torch.nn.functional.softplus(0.5 * margin))  # the policy is the reference
+    with pytest.raises(ConfigurationError, match=r"offset=0.5 needs margins, and the batch has none"):
+        task.training_step(batch, 0)
+
+
 @pytest.mark.turns(4, family="learns")
 @pytest.mark.parametrize("variant", ["lora", "rslora", "dora", "pissa", None])
 def test_the_loss_starts_at_log_2_and_the_pairs_are_learned(variant: str | None, tmp_path: Path) -> None:
@@ -302,6 +312,8 @@ def test_sides_of_different_lengths_are_filled_up_and_routers_balanced() -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"offset": -1.0}, "offset must be at least 0, got -1"),
+        ({"offset": 1.0, "loss": "hinge"}, "offset must be 0 with hinge, because only sigmoid uses it, got 1"),
         ({"loss": "kto"}, "loss must be one of sigmoid, hinge, ipo, orpo, simpo, got 'kto'"),
         ({"beta": 0.0}, "beta must be above 0, got 0.0"),
         ({"label_smoothing": 0.7}, "label_smoothing must be at least 0 and below 0.5, got 0.7"),

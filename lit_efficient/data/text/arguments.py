@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, get_args
 from lit_efficient.data.text.chat_formats import FURTHER, KEYS, TOKEN_KEYS, Format
 from lit_efficient.data.text.chat_tokenizer import SMALLEST_VOCABULARY
 from lit_efficient.data.text.chat_tokens import OnUntrainedEnd
-from lit_efficient.data.text.pair_formats import StringsAs
+from lit_efficient.data.text.pair_formats import MARGIN_KEYS, Margin, StringsAs
 from lit_efficient.data.text.text_files import EXCLUDE
 from lit_efficient.data.text.truncation import Side, TooLong
 from lit_efficient.data.text.turn_choices import Reasoning, TurnChoices
@@ -71,16 +71,20 @@ class PreferenceRows(RowsArguments):
 
     Args:
         strings_as: Meaning of prompts and answers that are texts: a ``text``, or ``turns`` for the chat template.
+        margin: Amount by which the chosen answer is better: the key ``margin`` of rows that have it; ``scores``, the
+            difference of the keys ``score_chosen`` and ``score_rejected``; or ``none``.
     """
 
     owner = "PreferenceData"
-    keys = ("prompt", "chosen", "rejected", *sorted(FURTHER))
+    keys = ("prompt", "chosen", "rejected", *sorted(FURTHER), *MARGIN_KEYS["margin"], *MARGIN_KEYS["scores"])
 
     strings_as: StringsAs = "text"
+    margin: Margin = "margin"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice(self.owner, "rows.strings_as", self.strings_as, get_args(StringsAs))
+        check_choice(self.owner, "rows.margin", self.margin, get_args(Margin))
 
 
 @dataclass(frozen=True)

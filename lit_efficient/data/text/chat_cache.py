@@ -16,8 +16,9 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
+import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_efficient.data.text.chat_formats import MalformedRow
@@ -58,6 +59,7 @@ class Recipe:
     reader: Callable[[list[Source]], Reader]  # makes the reader of sources
     settings: dict[str, Any]  # settings of the reader, as JSON
     parts: tuple[str, ...]  # suffixes of the file names of a row's documents, one for each document
+    columns: tuple[str, ...]  # names of the numbers that are stored with a row
     tokenizer: Any  # tokenizer as of `load_chat_tokenizer`; an int trains a tokenizer with so many ids
     encoding: dict[str, Any]  # arguments of `ChatTokens` after the tokenizer
     val_fraction: float  # share of the rows that is held out if there are no sources for validation
@@ -164,7 +166,7 @@ def _build(recipe: Recipe, target: Path) -> None:
     about["end_warning"] = None
     checked = False
     texts = TextCount()
-    with _SplitWriter(target, recipe.parts) as writer:
+    with _SplitWriter(target, recipe.parts, recipe.columns) as writer:
         for name, sources in recipe.sources.items():
             reader = recipe.reader(sources)
             about["formats"] += reader.formats
@@ -206,15 +208,18 @@ def _build(recipe: Recipe, target: Path) -> None:
 class _SplitWriter:
     """Writes the documents of rows into the files of their splits, and counts them."""
 
-    def __init__(self, target: Path, parts: tuple[str, ...]) -> None:
+    def __init__(self, target: Path, parts: tuple[str, ...], columns: tuple[str, ...]) -> None:
         self.counts = {split: Rows() for split in SPLITS}
         self.entries: dict[str, Counter[int]] = {split: Counter() for split in SPLITS}
         self.left_out: Counter[str] = Counter()
         self._files = ExitStack()
         self._writers: dict[str, list[DocumentWriter]] = {}
+        self._numbers: dict[str, list[IO[bytes]]] = {}
         for split in SPLITS:
             names = [f"{split}{part}" for part in parts]
             self._writers[split] = [self._files.enter_context(DocumentWriter(target, name)) for name in names]
+            paths = [target / f"{split}.{name}.bin" for name in columns]
+            self._numbers[split] = [self._files.enter_context(path.open("wb")) for path in paths]
 
     def add(self, row: SplitRow, documents: list[Encoded]) -> None:
         """Write and count the documents of a row. A malformed row has none."""
@@ -227,6 +232,10 @@ class _SplitWriter:
             count.turns += document.turns
             count.ended += document.ended
             writer.add(document)
+        if documents:
+            assert not isinstance(row.row, MalformedRow)
+            for number, file in zip(row.row.numbers, self._numbers[row.split]):
+                file.write(np.float64(number).tobytes())
 
     def __enter__(self) -> Self:
         return self

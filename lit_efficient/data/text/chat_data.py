@@ -38,6 +38,8 @@ class ChatDataModule(LightningDataModule):
     train_on: TrainOn = "completion"
     parts: tuple[str, ...] = ("",)
     """Suffixes of the file names of a row's documents."""
+    columns: tuple[str, ...] = ()
+    """Names of the numbers that are stored with a row."""
 
     def __init__(
         self,
@@ -258,6 +260,7 @@ class ChatDataModule(LightningDataModule):
             reader=self.reader,
             settings=settings,
             parts=self.parts,
+            columns=self.columns,
             tokenizer=tokenizer,
             encoding=self.encoding(),
             val_fraction=self.val_fraction,

@@ -93,6 +93,11 @@ class Document:
         """Content that must not occur on both sides of a split."""
         return [self.messages, self.text, *self.ids]
 
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """Numbers that are stored with the row; none."""
+        return ()
+
     def texts(self) -> Iterator[str]:
         """Yield all texts of the document."""
         if not self.messages:

@@ -1,19 +1,27 @@
-"""Rows of preference data sets, recognised by their keys, as pairs of documents that differ in the last answer only.
+"""Rows of preference data sets, recognised by their keys, as pairs of documents with a common beginning.
 
     prompt          {"prompt": ..., "chosen": ..., "rejected": ...}: texts, lists of messages, or a mixture
-    conversations   {"chosen": [..., answer], "rejected": [..., answer]}: the same turns before two answers
+    conversations   {"chosen": [..., answer], "rejected": [..., answer]}: the same turns before different answers
+
+The turns that both conversations share are the prompt. All assistant turns after them are the answers, and contribute
+to the loss. A row may also tell how much better the chosen answer is:
+
+    margin          {"margin": 1.5}
+    scores          {"score_chosen": 8.0, "score_rejected": 6.5}: the margin is their difference
 
 A source has one format, and a row that does not match it raises `MalformedRow`, as in `chat_formats`.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lit_efficient.data.text.chat_formats import (
     FURTHER,
     Document,
     MalformedRow,
+    Message,
     Row,
     check_keys,
     holds_turns,
@@ -30,14 +38,22 @@ PAIR_KEYS: dict[str, tuple[str, ...]] = {
     "prompt": ("prompt", "chosen", "rejected"),
     "conversations": ("chosen", "rejected"),
 }
+Margin = Literal["margin", "scores", "none"]
+"""Origin of the margins of pairs."""
+MARGIN_KEYS: dict[str, tuple[str, ...]] = {
+    "margin": ("margin",),
+    "scores": ("score_chosen", "score_rejected"),
+    "none": (),
+}
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Chosen and rejected document with a common prompt: all turns but the last, or the first part of a text."""
+    """Chosen and rejected document with a common prompt: the turns that both share, or the first part of a text."""
 
     chosen: Document
     rejected: Document
+    margin: float | None = None  # amount by which the chosen answer is better, if the row tells it
 
     @property
     def documents(self) -> tuple[Document, ...]:
@@ -48,7 +64,7 @@ class Pair:
     def prompt(self) -> Any:
         """Prompt of both documents: messages or a text."""
         if self.chosen.messages:
-            return self.chosen.messages[:-1]
+            return self.chosen.messages[: self.chosen.given_turns]
         return self.chosen.text[: self.chosen.given]
 
     @property
@@ -56,11 +72,17 @@ class Pair:
         """Content that must not occur on both sides of a split."""
         return [self.prompt]
 
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """Numbers that are stored with the row: its margin, or NaN."""
+        return (math.nan if self.margin is None else self.margin,)
+
     def texts(self) -> Iterator[str]:
         """Yield all texts of the pair, those of the prompt once."""
         yield from self.chosen.texts()
         if self.rejected.messages:
-            yield self.rejected.messages[-1]["content"]
+            for message in self.rejected.messages[self.rejected.given_turns :]:
+                yield message["content"]
         else:
             yield self.rejected.text[self.rejected.given :]
 
@@ -70,9 +92,16 @@ Example = Document | Pair
 
 
 def recognise_pairs(
-    rows: Iterable[Row], where: str, hint: str = "", strings_as: StringsAs = "text"
+    rows: Iterable[Row], where: str, hint: str = "", strings_as: StringsAs = "text", margin: Margin = "margin"
 ) -> tuple[PairFormat, str]:
     """Return the format that most of a source's first rows match, and a sentence with its keys.
+
+    Args:
+        rows: First rows of the source.
+        where: Name of the source, for messages.
+        hint: Sentence for the error, about a likely mistake.
+        strings_as: As in `read_pair`.
+        margin: As in `read_pair`.
 
     Raises:
         ConfigurationError: If no row has the keys of any format.
@@ -94,10 +123,13 @@ def recognise_pairs(
         )
     kind: PairFormat = "prompt" if 2 * prompts >= pairs else "conversations"
     sentence = f"{where}: pairs, format {kind}, by the keys {', '.join(PAIR_KEYS[kind])}"
-    return kind, sentence + unread(seen, PAIR_KEYS[kind] + (FURTHER if turns else ()))
+    read = [key for key in MARGIN_KEYS[margin] if key in seen]
+    if read:
+        sentence += f", with a margin of {' and '.join(read)}"
+    return kind, sentence + unread(seen, (*PAIR_KEYS[kind], *read, *(FURTHER if turns else ())))
 
 
-def read_pair(row: Row, kind: PairFormat, strings_as: StringsAs = "text") -> Pair:
+def read_pair(row: Row, kind: PairFormat, strings_as: StringsAs = "text", margin: Margin = "margin") -> Pair:
     """Return the pair of a row.
 
     Args:
@@ -105,9 +137,11 @@ def read_pair(row: Row, kind: PairFormat, strings_as: StringsAs = "text") -> Pai
         kind: Its format.
         strings_as: Meaning of a prompt and answers that are texts: a ``text``, or ``turns`` of a user and an assistant
             (after the row's ``system``, if it has one).
+        margin: Origin of the margin. A row without ``margin`` has none. ``scores`` needs both scores.
 
     Raises:
-        MalformedRow: If the row does not match the format, or there is no difference between the answers.
+        MalformedRow: If the row does not match the format, there is no difference between the answers, or the scores
+            contradict the choice.
     """
     check_keys(row, PAIR_KEYS[kind])
     prompt = turns_in(row["prompt"], "prompt") if kind == "prompt" else None
@@ -125,12 +159,60 @@ def read_pair(row: Row, kind: PairFormat, strings_as: StringsAs = "text") -> Pai
             raise MalformedRow(f"the last turn of {name} is not the assistant's")
         if not (last["content"].strip() or last.get("tool_calls")):
             raise MalformedRow(f"the last turn of {name} is empty")
-    # The loss compares the two answers under one prompt.
-    if chosen.messages[:-1] != rejected.messages[:-1]:
-        raise MalformedRow("chosen and rejected differ before the last turn, so their answers cannot be compared")
-    if chosen.messages and all(message["role"] == "system" for message in chosen.messages[:-1]):
+    if chosen.messages:
+        shared = _shared_turns(chosen.messages, rejected.messages)
+        chosen = replace(chosen, given_turns=shared)
+        rejected = replace(rejected, given_turns=shared)
+    return Pair(chosen, rejected, _margin(row, margin))
+
+
+def _shared_turns(chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> int:
+    """Return the number of turns at the beginning of both conversations that are the same."""
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+        shared += 1
+    sides = (("chosen", chosen), ("rejected", rejected))
+    for name, messages in sides:
+        if shared == len(messages):
+            raise MalformedRow(f"{name} is the beginning of the other conversation, so it has no answer of its own")
+    for name, messages in sides:
+        role = messages[shared]["role"]
+        # The loss compares answers under one prompt.
+        if role != "assistant":
+            raise MalformedRow(
+                f"chosen and rejected first differ at turn {shared + 1}, which is of the role {role} in {name}, so "
+                "their answers cannot be compared"
+            )
+    if all(message["role"] == "system" for message in chosen[:shared]):
         raise MalformedRow("there is no turn before the answers")
-    return Pair(chosen, rejected)
+    return shared
+
+
+def _margin(row: Row, kind: Margin) -> float | None:
+    """Return the margin of a row, if it has one."""
+    if kind == "none" or (kind == "margin" and row.get("margin") is None):
+        return None
+    numbers = [_number(row, key) for key in MARGIN_KEYS[kind]]
+    if kind == "margin":
+        return numbers[0]
+    better, worse = numbers
+    if better < worse:
+        raise MalformedRow(
+            f"score_chosen is {better:g} and score_rejected {worse:g}: the rejected answer is the better one"
+        )
+    return better - worse
+
+
+def _number(row: Row, key: str) -> float:
+    """Return a finite number, which may be a text, as in tables."""
+    value = row.get(key)
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise MalformedRow(f"{key} is {value!r}, not a finite number")
+    return number
 
 
 def _side(row: Row, side: str, prompt: object, strings_as: StringsAs) -> Document:

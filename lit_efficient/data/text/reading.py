@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from lit_efficient.data.text.chat_formats import Format, MalformedRow, Row, read_row, recognise
-from lit_efficient.data.text.pair_formats import Example, StringsAs, read_pair, recognise_pairs
+from lit_efficient.data.text.pair_formats import Example, Margin, StringsAs, read_pair, recognise_pairs
 from lit_efficient.data.text.rows import Source
 from lit_efficient.data.text.token_rows import read_tokens
 from lit_efficient.errors import ConfigurationError
@@ -170,6 +170,7 @@ class PairReader(Reader):
         strings_as: Meaning of prompts and answers that are texts, as in `read_pair`.
         columns: As in `Reader`.
         max_rows: As in `Reader`.
+        margin: Origin of the margins, as in `read_pair`.
     """
 
     def __init__(
@@ -178,19 +179,21 @@ class PairReader(Reader):
         strings_as: StringsAs = "text",
         columns: Mapping[str, str] | None = None,
         max_rows: int | None = None,
+        margin: Margin = "margin",
     ) -> None:
         self._strings_as: StringsAs = strings_as
+        self._margin: Margin = margin
         super().__init__(sources, "auto", columns, max_rows)
 
     def _read(self, row: Row, kind: Any) -> Example:
-        return read_pair(row, kind, self._strings_as)
+        return read_pair(row, kind, self._strings_as, self._margin)
 
     def _format(self, source: Source, kind: Any) -> tuple[Any, str]:
         if source.is_text:
             raise ConfigurationError(
                 f"{source.name} is a text, which holds no pairs. Give .jsonl, .json, .csv, .tsv or .parquet files."
             )
-        return recognise_pairs(self._first_rows(source), source.name, source.hint, self._strings_as)
+        return recognise_pairs(self._first_rows(source), source.name, source.hint, self._strings_as, self._margin)
 
 
 @dataclass

@@ -440,6 +440,6 @@ def test_rendered_pairs_have_the_ids_of_transformers(tmp_path: Path) -> None:
     data.setup()
     expected = [tokenizer(row["prompt"] + row["chosen"], add_special_tokens=False)["input_ids"] for row in rows]
     assert data.train_pairs is not None
-    for (ids, labels), _ in (data.train_pairs[i] for i in range(len(data.train_pairs))):
+    for (ids, labels), _, _ in (data.train_pairs[i] for i in range(len(data.train_pairs))):
         assert ids.tolist() in expected
         assert tokenizer.decode(ids[labels >= 0]) == "Yes.<|im_end|>\n"
