@@ -45,6 +45,7 @@ from lit_efficient.mechanisms.adapters.peft_vectors import fold_vectors, refuse_
 from lit_efficient.mechanisms.adapters.quantized import dequantize_entry, is_code, is_quantized, quantize_entry
 from lit_efficient.mechanisms.adapters.trained_rows import ROWS
 from lit_efficient.mechanisms.restore import Asked, Weights, wanted_weights, weights_of
+from lit_efficient.models.libraries.gguf_file import is_gguf
 from lit_efficient.models.networks.reward import is_classifier
 from lit_efficient.surgery import memory_of, unmixed
 
@@ -71,7 +72,7 @@ def export_checkpoint(
             ``LanguageModeling`` add their tokenizer. ``safetensors``: ``model.safetensors`` with the module's names
             and merged adapters; QA-LoRA's weights stay in int4.
         base: Base model below the adapters, if the checkpoint neither contains it (``save_base=True``) nor names it:
-            the folder of a transformers model, or (``safetensors``) a checkpoint or safetensors file.
+            the folder of a transformers model, a GGUF file, or (``safetensors``) a checkpoint or safetensors file.
         weights: ``average`` (or ``ema``) or ``raw``. ``auto`` or None: the weights that validation used, which are the
             average if the run kept one.
         check: Let the target library load the folder in a new process and compare it with the trained model. This
@@ -248,7 +249,7 @@ def _base_of(source: _Source, where: Fields) -> tuple[str | None, dict[str, str]
     if hyper.get("start_from"):  # the base is another checkpoint's network, which has no name
         named = None
     about = {"task_type": task_of(where), "base_model_name_or_path": named, "revision": spec.get("revision")}
-    if source.base is not None and not Path(source.base).is_file():
+    if source.base is not None and (is_gguf(source.base) or not Path(source.base).is_file()):
         about |= {"base_model_name_or_path": source.base, "revision": None}
     return named, {key: value for key, value in about.items() if value is not None}
 

@@ -256,10 +256,12 @@ def _answer(folder: Path, place: Path) -> dict[str, Any]:
     else:
         from peft import PeftModel
 
+        from lit_efficient.models.libraries.gguf_file import read_model
+
         base = place / "base"
         base = base if base.is_dir() else request["base"]
         fields = {"num_labels": 1} if "pad" in request else {}
-        base = kind.from_pretrained(base, dtype=request["dtype"], **fields)
+        base = read_model(kind, str(base), dtype=request["dtype"], **fields)
         rows = request["rows"]
         if rows is not None and rows > base.get_input_embeddings().weight.shape[0]:
             base.resize_token_embeddings(rows)  # as AutoPeftModel does for a tokenizer with more tokens than rows

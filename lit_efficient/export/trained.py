@@ -19,13 +19,14 @@ from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.export.check import refuse_own_layers
 from lit_efficient.files.checkpoints import Checkpoint, Fields
 from lit_efficient.files.sums import check_sums
-from lit_efficient.internals.hugging_face import bars_on_terminals, from_config, take_generation
+from lit_efficient.internals.hugging_face import from_config, take_generation
 from lit_efficient.internals.hugging_face_loading import empty_from_config
 from lit_efficient.mechanisms.adapters.merge import dequantize_layers, merge_adapters, whole_state, without_adapters
 from lit_efficient.mechanisms.adapters.peft_layers import plain_name
 from lit_efficient.mechanisms.adapters.quantized import is_quantized
 from lit_efficient.mechanisms.adapters.survival import describe_survival, surviving
 from lit_efficient.mechanisms.restore import Weights, weights_of
+from lit_efficient.models.libraries.gguf_file import is_gguf, read_model
 from lit_efficient.surgery import own_draws, unmixed
 
 
@@ -154,9 +155,10 @@ def _loaded(base: str, where: Fields) -> Any:
 
     check_sums(base)
     try:
-        kind = where.get("class") or (PretrainedConfig.get_config_dict(base)[0].get("architectures") or [None])[0]
-        with bars_on_terminals():
-            return _kind(kind).from_pretrained(base, dtype=where.get("dtype") or "auto", trust_remote_code=False)
+        kind = where.get("class")
+        if kind is None and not is_gguf(base):
+            kind = (PretrainedConfig.get_config_dict(base)[0].get("architectures") or [None])[0]
+        return read_model(_kind(kind), base, dtype=where.get("dtype") or "auto", trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigurationError(f"export: the base {base} cannot be read: {str(error).splitlines()[0]}") from error
 

@@ -21,6 +21,7 @@ from lit_efficient.internals.wraps import temporarily
 _BARS = {
     "transformers.utils.logging": ("_tqdm_active", False),
     "diffusers.utils.logging": ("_tqdm_active", False),
+    "transformers.modeling_gguf_pytorch_utils": ("tqdm", lambda rows, **_: rows),
 }
 """Modules, and the attribute that switches their progress bars off."""
 
@@ -212,3 +213,21 @@ def template_messages(messages: Sequence[Any]) -> list[Any]:
         copies = [copy.deepcopy(message) for message in messages]  # separate copies even of equal objects
     alias = getattr(chat_template_utils, "_alias_reasoning_fields", list)
     return list(alias(copies))
+
+
+def gguf_header(path: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the keys of a GGUF file and the names of its tensors. Lists of texts are replaced by their lengths."""
+    from transformers import modeling_gguf_pytorch_utils  # noqa: F401 - `bars_on_terminals` finds it when it is loaded
+    from transformers.integrations.gguf import read_gguf_metadata
+
+    return read_gguf_metadata(str(Path(path).expanduser()))
+
+
+def gguf_splits() -> dict[str, str]:
+    """Return regular expressions by which transformers splits texts, by the name of a GGUF file's pre-tokenizer.
+
+    ``integrations.gguf.gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS``.
+    """
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    return dict(GGUF_PRE_TOKENIZER_SPLITS)

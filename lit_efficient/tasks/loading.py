@@ -12,6 +12,7 @@ from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.files.sums import check_sums
 from lit_efficient.mechanisms.restore import take_weights
 from lit_efficient.models.libraries.causal_lm import CausalLMConfig
+from lit_efficient.models.libraries.gguf_file import is_gguf, read_tokenizer
 from lit_efficient.surgery import own_draws
 from lit_efficient.tasks.language_modeling import LanguageModeling
 
@@ -38,11 +39,11 @@ def language_model_of(
         checkpoint: Contents of the checkpoint.
         path: Path of the checkpoint, for errors.
         weights: ``auto``, ``average`` or ``raw``.
-        base: Base of adapters, if the checkpoint does not contain or name it: a folder of transformers, a checkpoint or
-            a safetensors file.
+        base: Base of adapters, if the checkpoint does not contain or name it: a folder of transformers, a GGUF file, a
+            checkpoint or a safetensors file.
     """
     given = None  # weights of the base
-    if base is not None and Path(base).is_file():
+    if base is not None and Path(base).is_file() and not is_gguf(base):
         given = read_checkpoint(base)["state_dict"]
     cls = _task(checkpoint, path)
     known = inspect.signature(cls).parameters  # hyper-parameters may belong to a task that is derived from `cls`
@@ -126,16 +127,12 @@ def hugging_face_tokenizer(spec: CausalLMConfig) -> dict[str, Any] | None:
     Raises:
         ConfigurationError: If the tokenizer cannot be read.
     """
-    from transformers import AutoTokenizer
-
     folder = Path(spec.name_or_path or "")
     if folder.is_dir() and not any(folder.glob("tokenizer*")):
         return None
     check_sums(folder, weights=False)
     try:
-        return pack_tokenizer(
-            AutoTokenizer.from_pretrained(spec.name_or_path, revision=spec.revision, trust_remote_code=False)
-        )
+        return pack_tokenizer(read_tokenizer(str(spec.name_or_path), revision=spec.revision))
     except (OSError, ValueError, ImportError) as error:
         raise ConfigurationError(
             f"The tokenizer of {spec.name_or_path} cannot be read: {str(error).splitlines()[0]}"

@@ -22,6 +22,7 @@ from lit_efficient.files.checkpoints import missing_folder
 from lit_efficient.files.sums import sha256_of
 from lit_efficient.models.libraries import causal_lm
 from lit_efficient.models.libraries.causal_lm import CausalLMConfig, stored_folder
+from lit_efficient.models.libraries.gguf_file import is_gguf
 from lit_efficient.surgery import own_draws, weights_wait
 from lit_efficient.tasks.loading import hugging_face_tokenizer, load_language_model, read_language_model
 
@@ -31,8 +32,8 @@ class TeacherSource:
     """Source of a teacher.
 
     Args:
-        spec: Path of a checkpoint, name or folder of a Hugging Face model, or a `CausalLMConfig` with one of the
-            latter.
+        spec: Path of a checkpoint, name, folder or GGUF file of a Hugging Face model, or a `CausalLMConfig` with one
+            of the latter.
 
     Raises:
         ConfigurationError: For a model with random weights.
@@ -52,7 +53,7 @@ class TeacherSource:
     @property
     def checkpoint(self) -> str | None:
         """Path of the checkpoint, or ``None`` for a Hugging Face model."""
-        if isinstance(self.spec, str) and Path(self.spec).is_file():
+        if isinstance(self.spec, str) and Path(self.spec).is_file() and not is_gguf(self.spec):
             return self.spec
         return None
 
@@ -66,7 +67,7 @@ class TeacherSource:
             return
         if Path(self.spec).suffix in (".ckpt", ".pt", ".pth"):
             raise ConfigurationError(f"Distillation: teacher: there is no file {self.spec}")
-        missing = missing_folder(self.spec)
+        missing = None if is_gguf(self.spec) else missing_folder(self.spec)
         if missing:
             raise ConfigurationError(f"Distillation: teacher: {missing}")
 
@@ -171,7 +172,7 @@ def _digest_of_files(spec: CausalLMConfig) -> str:
         raise ConfigurationError(
             f"Distillation: the files of the teacher {spec.name_or_path} cannot be read: {str(error).splitlines()[0]}"
         ) from error
-    files = sorted((*folder.glob("*.safetensors"), *folder.glob("*.json")))
+    files = sorted((*folder.glob("*.safetensors"), *folder.glob("*.json"))) if folder.is_dir() else [folder]
     hashes = [(path.name, sha256_of(path)) for path in files]
     settings = asdict(spec)
     del settings["name_or_path"]  # the same files have the same hash in another folder

@@ -20,6 +20,7 @@ from lit_efficient.data.text.token_cache import END_OF_TEXT, train_tokenizer
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.files.checkpoints import missing_folder
 from lit_efficient.files.sums import check_sums
+from lit_efficient.models.libraries.gguf_file import is_gguf, read_tokenizer
 
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 # Bytes, and the three special tokens.
@@ -44,7 +45,7 @@ def load_chat_tokenizer(name: str, chat_template: str | None = None) -> Any:
     """Load a tokenizer as a ``PreTrainedTokenizerFast`` or a subclass.
 
     Args:
-        name: Folder or name on the Hugging Face hub, ``tokenizer.json``, or checkpoint (``.ckpt``) of
+        name: Folder or name on the Hugging Face hub, ``tokenizer.json``, GGUF file, or checkpoint (``.ckpt``) of
             `LanguageModeling`, whose tokenizer is used.
         chat_template: Jinja template, path of a file that holds one, or "chatml", to replace the tokenizer's own.
 
@@ -55,7 +56,7 @@ def load_chat_tokenizer(name: str, chat_template: str | None = None) -> Any:
     path = Path(name).expanduser()
     # A tokenizer that is damaged may still load, and give other ids.
     check_sums(path, weights=False)
-    if not path.is_file():
+    if not path.is_file() or is_gguf(name):
         tokenizer = _pretrained(name)
     elif path.suffix == ".ckpt":
         tokenizer = _of_checkpoint(path)
@@ -222,7 +223,7 @@ def declare_class(folder: Path, base: str) -> None:
     saved = path.read_text("utf-8")
     settings = json.loads(saved)
     try:
-        declared = get_tokenizer_config(base, local_files_only=True).get("tokenizer_class")
+        declared = None if is_gguf(base) else get_tokenizer_config(base, local_files_only=True).get("tokenizer_class")
     except (OSError, ValueError):
         return
     if declared in (None, settings["tokenizer_class"]):
@@ -277,13 +278,11 @@ def _bare(path: Path) -> Any:
 
 
 def _pretrained(name: str) -> Any:
-    from transformers import AutoTokenizer
-
-    missing = missing_folder(name)
+    missing = None if is_gguf(name) else missing_folder(name)
     if missing is not None:
         raise ConfigurationError(f"tokenizer: {missing}")
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False, use_fast=True)
+        return read_tokenizer(name, use_fast=True)
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ConfigurationError(f"tokenizer: {name} cannot be loaded: {reason}") from error

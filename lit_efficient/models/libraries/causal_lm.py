@@ -23,7 +23,7 @@ from lit_efficient.errors import CheckpointError, ConfigurationError, check_choi
 from lit_efficient.files.checkpoints import missing_folder
 from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.bitsandbytes_cpu import keep_unpacked
-from lit_efficient.internals.hugging_face import bars_on_terminals, causal_model_of, from_config, take_generation
+from lit_efficient.internals.hugging_face import causal_model_of, from_config, take_generation
 from lit_efficient.internals.hugging_face_loading import Replacing, empty_from_config, replacing_config
 from lit_efficient.internals.torch_fake import detect_fake_mode
 from lit_efficient.internals.torch_modules import exchange
@@ -36,6 +36,7 @@ from lit_efficient.models.libraries.config_fields import (
     files_variant,
     library_errors,
 )
+from lit_efficient.models.libraries.gguf_file import is_gguf, read_model, stored_config
 from lit_efficient.models.probes.read_weights import read_layers
 from lit_efficient.surgery import NEW_ROWS, WAITS
 
@@ -51,7 +52,8 @@ class CausalLMConfig:
     """Causal language model of transformers, by name or by configuration.
 
     Args:
-        name_or_path: a name on a hub or a local folder; None builds the model from ``config_fields`` alone.
+        name_or_path: a name on a hub, a local folder or a GGUF file, whose weights become floats; None builds the model
+            from ``config_fields`` alone.
         config_fields: fields that replace those of the named model's configuration; without ``name_or_path`` the whole
             configuration, with ``model_type`` (``llama``, ``qwen3``, ...). Without ``vocab_size`` it is taken from the
             data.
@@ -84,6 +86,9 @@ class CausalLMConfig:
         check_choice(owner, "dtype", self.dtype, ("float32", "bfloat16", "float16", "auto"))
         check_choice(owner, "quantize", self.quantize, ("nf4", "int8"), null=True)
         check_installed(owner, "transformers", *(["bitsandbytes"] if self.quantize else []))
+        if is_gguf(self.name_or_path) and self.quantize is not None:
+            allowed = "null for a GGUF file; add QuantizeBase to trainer.callbacks instead"
+            raise refusal(owner, "quantize", allowed, self.quantize)
         if self.draws_weights and self.quantize is not None:
             raise ConfigurationError(
                 f"{owner}: quantize is for weights that are loaded, got {self.quantize!r} with random ones; "
@@ -178,11 +183,13 @@ def _read_names(config: "PretrainedConfig") -> set[str]:
 def _stored(spec: CausalLMConfig) -> dict[str, Any]:
     from transformers import PretrainedConfig
 
-    missing = missing_folder(spec.name_or_path or "")
+    missing = None if is_gguf(spec.name_or_path) else missing_folder(spec.name_or_path or "")
     if missing is not None:
         raise ConfigurationError(f"CausalLMConfig: name_or_path: {missing}")
     check_sums(spec.name_or_path, weights=False)
     with library_errors(f"CausalLMConfig: name_or_path {spec.name_or_path!r} has no configuration that can be read"):
+        if is_gguf(spec.name_or_path):
+            return stored_config(str(spec.name_or_path), spec.config_fields or ())
         stored, _ = PretrainedConfig.get_config_dict(spec.name_or_path or "", revision=spec.revision)
         return dict(stored)
 
@@ -220,6 +227,7 @@ def build(
         dtype = getattr(torch, dtype)
     plain = not grows and spec.quantize is None and getattr(config, "quantization_config", None) is None
     replaced = None
+    plain = plain and not is_gguf(spec.name_or_path)  # transformers reads such a file by a quantiser of its own
     if replacing is not None and plain and torch.get_default_device().type != "meta":
         replaced = replacing_config(replacing)
     fakes = detect_fake_mode() is not None  # tensors without memory, into which no file is read
@@ -234,18 +242,18 @@ def build(
         else:
             check_sums(spec.name_or_path)
             check_bounds("CausalLMConfig", spec.name_or_path, config, AutoModelForCausalLM)
-            with bars_on_terminals():
-                model = AutoModelForCausalLM.from_pretrained(
-                    spec.name_or_path or "",
-                    config=config,
-                    revision=spec.revision,
-                    variant=files_variant(spec.name_or_path or "", "CausalLMConfig"),
-                    dtype=dtype,
-                    use_safetensors=True,
-                    trust_remote_code=False,
-                    quantization_config=_quantization(spec, dtype, config) if replaced is None else replaced,
-                    **options,
-                )
+            model = read_model(
+                AutoModelForCausalLM,
+                spec.name_or_path or "",
+                config=config,
+                revision=spec.revision,
+                variant=files_variant(spec.name_or_path or "", "CausalLMConfig"),
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                quantization_config=_quantization(spec, dtype, config) if replaced is None else replaced,
+                **options,
+            )
     check_whole("CausalLMConfig", model, spec.config_fields or {})
     if grows:
         grow_vocabulary(model, int(vocab_size or 0))
@@ -254,13 +262,13 @@ def build(
 
 
 def stored_folder(spec: CausalLMConfig) -> Path:
-    """Return the folder of a named model's files; files on a hub are downloaded.
+    """Return the folder of a named model's files, or its GGUF file; files on a hub are downloaded.
 
     Raises:
         OSError, ValueError: If the files are not available.
     """
     folder = Path(spec.name_or_path or "")
-    if folder.is_dir():
+    if folder.is_dir() or is_gguf(spec.name_or_path):
         return folder
     from huggingface_hub import snapshot_download
 
@@ -275,7 +283,7 @@ def build_empty(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None
         The model in training mode. ``None`` where :func:`build` does more than read files under the network's own
         names.
     """
-    if spec.draws_weights or spec.quantize is not None:
+    if spec.draws_weights or spec.quantize is not None or is_gguf(spec.name_or_path):
         return None
     config = resolve(spec, from_data)
     grows = (from_data or {}).get("vocab_size", 0) > config.get_text_config().vocab_size

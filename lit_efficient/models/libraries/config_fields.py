@@ -161,7 +161,7 @@ def check_bounds(who: str, folder: str | None, config: Any, kind: Any, subfolder
 
     Args:
         who: Name of the class that reads the configuration, for the error.
-        folder: Folder of the model.
+        folder: Folder or GGUF file of the model.
         config: Its configuration.
         kind: Class of the model, or an auto class.
         subfolder: Place of the model in a pipeline's folder.
@@ -170,9 +170,10 @@ def check_bounds(who: str, folder: str | None, config: Any, kind: Any, subfolder
         ConfigurationError: With the number of layers or parameters, and the number of bytes.
     """
     place = Path(folder or "", subfolder or "").expanduser()
-    if not folder or not place.is_dir():
+    if not folder or not place.exists():
         return
-    stored = sum(file.stat().st_size for file in place.glob("*.safetensors"))
+    files = [*place.glob("*.safetensors")] if place.is_dir() else [place]
+    stored = sum(file.stat().st_size for file in files)
     parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
     numbers = [getattr(part, "num_hidden_layers", 0) for part in parts]
     asked = max((number for number in numbers if isinstance(number, int)), default=0)
@@ -187,6 +188,6 @@ def check_bounds(who: str, folder: str | None, config: Any, kind: Any, subfolder
             excess = asked > max(_PARAMETERS, stored * _PER_BYTE)
     if excess:
         raise ConfigurationError(
-            f"{who}: the configuration in {place} asks for {asked:,} {what}, and its .safetensors files have "
+            f"{who}: the configuration in {place} asks for {asked:,} {what}, and its files of weights have "
             f"{stored:,} bytes: they do not belong together"
         )
