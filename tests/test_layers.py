@@ -86,11 +86,18 @@ def is_shelf(module: str) -> bool:
     return module.startswith("data.") and module.count(".") > 1
 
 
-def imported(tree: ast.AST, known: Collection[str] = (), public: Mapping[str, str] = {}) -> Iterator[str]:
-    """Yield the modules that a file imports anywhere: modules of the package by their place in it, others by their
-    name.
+def imported(
+    tree: ast.AST, known: Collection[str] = (), public: Mapping[str, str] = {}, functions: bool = True
+) -> Iterator[str]:
+    """Yield the modules that a file imports: modules of the package by their place in it, others by their name.
+
+    Args:
+        tree: Syntax tree of the file.
+        known: Modules of the package.
+        public: Public names of the package, and the modules that hold them.
+        functions: Whether imports inside of functions count.
     """
-    for name in named(tree):
+    for name in named(tree, functions):
         if name != NAME and not name.startswith(f"{NAME}."):
             yield name
             continue
@@ -101,13 +108,15 @@ def imported(tree: ast.AST, known: Collection[str] = (), public: Mapping[str, st
         yield inside if inside in known else "__init__"
 
 
-def named(tree: ast.AST) -> Iterator[str]:
+def named(tree: ast.AST, functions: bool = True) -> Iterator[str]:
     """Yield the full names of a file's imports, without those that only type checkers see."""
     nodes = [tree]
     while nodes:
         node = nodes.pop()
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             nodes += node.orelse
+            continue
+        if isinstance(node, ast.FunctionDef) and not functions:
             continue
         nodes += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
@@ -195,6 +204,15 @@ def test_what_points_down_or_is_for_type_checkers_is_not_found(tmp_path: Path) -
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(source)
     assert violations(tmp_path, {}) == []
+
+
+@pytest.mark.parametrize(("name", "most"), [("EMA", 15), ("LoRA", 40)])
+def test_a_technique_needs_few_files(name: str, most: int) -> None:
+    """Count the files with statements that are loaded together with the file of a technique."""
+    trees = {module_of(path, PACKAGE): ast.parse(path.read_text("utf-8")) for path in PACKAGE.rglob("*.py")}
+    edges = {module: {*imported(tree, trees, PUBLIC, functions=False)} & {*trees} for module, tree in trees.items()}
+    files = sorted(reachable(PUBLIC[name], edges) - {"__init__"})
+    assert len(files) <= most, files
 
 
 def by_hand(source: str) -> set[str]:

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lit_efficient.application.checkpoints import differences, keep_saving, on_load_checkpoint
-from lit_efficient.application.foreign import check_held, modules_of, watch_parameters
+from lit_efficient.application.foreign import check_held, modules_of, watch_parameters, wraps_of_start
 from lit_efficient.application.ledger import (
     Entry,
     Session,
@@ -27,9 +27,7 @@ from lit_efficient.application.ledger import (
     start_ledger,
     start_session,
 )
-from lit_efficient.application.overwritten import wraps_of_start
-from lit_efficient.application.read_back import ReadBack, clips_itself, exceeds_clip_val
-from lit_efficient.application.validation import warn_of_no_validation
+from lit_efficient.application.settings import ReadBack, clips_itself, exceeds_clip_val, warn_of_no_validation
 from lit_efficient.declaration import (
     Declaration,
     Hooks,
@@ -44,7 +42,6 @@ from lit_efficient.declaration import (
     techniques_of,
 )
 from lit_efficient.errors import ConfigurationError, ConflictError, diagnostic, refusal
-from lit_efficient.internals.contents import contents
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_shards import is_sharded
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
@@ -392,7 +389,7 @@ def configured_at(configured: object, *keys: str) -> list[Any]:
         if isinstance(item, Mapping):
             stack.extend(item.get(key) for key in keys)
         elif isinstance(item, list | tuple):
-            stack += contents(item)[::-1]
+            stack += reversed(item)
         elif item is not None:
             found.setdefault(id(item), item)
     return list(found.values())

@@ -1,29 +1,38 @@
-"""Callbacks that are no techniques and change the network: what they do to its parameters is refused with a sentence.
+"""Code that is no technique and changes the network: what callbacks and the module's own hooks do to its parameters.
 
 Lightning calls ``Callback.setup`` before ``configure_model``, where techniques change the network. A callback that has
 copied the module in ``setup``, or has collected its layers, may hold a network that no longer exists
 (:func:`check_held`). In the run, a callback may put other parameters in the place of those that the optimizer steps, as
 pruning and parametrizations do. Techniques that follow parameters by name or identity would act on the old ones
 (:func:`watch_parameters`).
+
+Lightning calls ``on_fit_start`` and ``on_train_start`` of the module after techniques have changed the network and
+after a checkpoint has been restored. A module that initialises its weights there also initialises the adapters that
+techniques have added, and overwrites what was restored (:func:`wraps_of_start`).
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakSet, ref
 
-from torch import nn
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 
-from lit_efficient.declaration import Declaration
-from lit_efficient.errors import ConflictError
+from lit_efficient.declaration import Declaration, Wrap, in_order, overrides, techniques_of
+from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.internals.lightning_trainer import hook_of
+from lit_efficient.internals.torch_shards import is_wrapper, local
+from lit_efficient.internals.wraps import inner_method
 
 _AFTER_TRAINING = ("on_train_end", "on_fit_end", "teardown")
 _NESTED = 3  # levels of containers that are searched for modules
+_SAMPLES = 1024  # values of each parameter that are compared
 
 
 def modules_of(module: nn.Module) -> dict[int, tuple[str, nn.Module]]:
@@ -135,3 +144,66 @@ def _caller(module: Any) -> str:
             return f"{name}.{frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return type(module).__name__
+
+
+def wraps_of_start(module: Any) -> list[Wrap]:
+    """Return the wraps of the hooks that the module defines; Lightning's own hooks do nothing."""
+    own = [("on_fit_start", _on_fit_start), ("on_train_start", _on_train_start)]
+    return [(name, wrap) for name, wrap in own if _is_defined(module, name)]
+
+
+def _is_defined(module: Any, name: str) -> bool:
+    return getattr(getattr(module, name), "__qualname__", "") != f"ModelHooks.{name}"
+
+
+def _on_fit_start(self: Any) -> None:
+    _watched(self, "on_fit_start", inner_method(self, "on_fit_start", _on_fit_start))
+
+
+def _on_train_start(self: Any) -> None:
+    _watched(self, "on_train_start", inner_method(self, "on_train_start", _on_train_start))
+
+
+def _watched(module: Any, hook: str, call: Callable[[], object]) -> None:
+    """Call a hook of the module, and compare the parameters with those before.
+
+    Raises:
+        ConfigurationError: If the hook has changed parameters that a technique has added.
+    """
+    before = _samples(module)
+    call()
+    after = _samples(module)
+    changed = [name for name in after if name in before and not torch.equal(after[name], before[name])]
+    if not changed:
+        return
+    where = f"{type(module).__name__}.{hook}"
+    hooks: list[Any] = [one for one in in_order(techniques_of(module.trainer)) if overrides(one, "adapters")]
+    for technique in hooks:
+        added = {id(p) for p in technique.adapters(module)}
+        lost = [name for name in changed if id(module.get_parameter(name)) in added]
+        if lost:
+            raise ConfigurationError(
+                f"{type(technique).__name__}: {where} overwrites {len(lost)} of the {len(added)} parameters that "
+                f"{type(technique).__name__} has added, first {lost[0]!r}, so that training would not start from the "
+                "network's own weights. Initialise the network, or load its weights, in __init__, setup or "
+                "configure_model, which come before techniques act"
+            )
+    trainer = module.trainer
+    restored = hook == "on_train_start" or not trainer.strategy.restore_checkpoint_after_setup
+    if trainer.ckpt_path is not None and restored:
+        rank_zero_warn(
+            f"{where} overwrites {len(changed)} of the {len(after)} parameters that the checkpoint restored, first "
+            f"{changed[0]!r}: the run does not continue from the checkpoint's weights. Initialise in __init__ or "
+            "configure_model, or only where self.trainer.global_step is 0"
+        )
+
+
+def _samples(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of some values of each parameter. Quantised weights and those without values have none."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta or is_wrapper(parameter) or not local(parameter).numel():
+            continue
+        values = local(parameter).detach().reshape(-1)
+        found[name] = values[:: max(1, values.numel() // _SAMPLES)].clone()
+    return found

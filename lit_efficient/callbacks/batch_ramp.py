@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
-from lit_efficient.application.read_back import ReadBack, who_sets
+from lit_efficient.application.settings import ReadBack, who_sets
 from lit_efficient.declaration import Phase, Report, technique_of
 from lit_efficient.errors import ConfigurationError, ConflictError, check_list, check_number, refusal
 from lit_efficient.internals.lightning_data import combined_loader

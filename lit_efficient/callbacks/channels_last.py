@@ -22,7 +22,7 @@ from lit_efficient.application.checkpoints import CheckpointHooks
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.internals.lightning_strategies import traits_of
-from lit_efficient.internals.torch_layers import Convolution
+from lit_efficient.internals.torch_modules import Convolution
 from lit_efficient.surgery import class_names, count
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from lit_efficient.application.loss import LossHooks
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.distributed.ranks import data_rank
 from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number
+from lit_efficient.internals.lightning_strategies import data_rank
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
 

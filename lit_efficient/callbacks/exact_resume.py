@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from lit_efficient.application.gradients import gradients_of
 from lit_efficient.declaration import Report, technique_of
-from lit_efficient.distributed.ranks import data_rank
 from lit_efficient.distributed.reducing import configure_in_order, keep_order
 from lit_efficient.distributed.seeds import mix_seed, seed_all
 from lit_efficient.errors import check_number, diagnostic
@@ -41,6 +40,7 @@ from lit_efficient.internals.lightning_loops import (
     stops_now,
 )
 from lit_efficient.internals.lightning_metrics import monitored, restore, unfinished
+from lit_efficient.internals.lightning_strategies import data_rank
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.mechanisms.order.carried import attributes_of, differs
 from lit_efficient.mechanisms.order.resumable_loader import ResumableLoader, examine, make_resumable

@@ -24,7 +24,7 @@ from lit_efficient.declaration import Phase, Report, held
 from lit_efficient.distributed.reducing import renew_reducer
 from lit_efficient.errors import ConfigurationError, ConflictError, check_list, check_number, refusal
 from lit_efficient.internals.lightning_strategies import traits_of
-from lit_efficient.internals.torch_layers import BatchNorm
+from lit_efficient.internals.torch_modules import BatchNorm
 from lit_efficient.mechanisms.blocks.freezing import depth_groups_and_norms, hold, label, release
 from lit_efficient.optimizers.rates import split_groups
 from lit_efficient.technique import Technique

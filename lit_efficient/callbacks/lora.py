@@ -23,11 +23,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report, format_bytes
-from lit_efficient.distributed.ranks import readers
 from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number, diagnostic, refusal
-from lit_efficient.internals.lightning_strategies import traits_of
-from lit_efficient.internals.torch_foreach import foreach_add_, foreach_copy_, foreach_mul_
-from lit_efficient.internals.torch_optimizers import HOOKS
+from lit_efficient.internals.lightning_strategies import readers, traits_of
+from lit_efficient.internals.torch_optimizers import HOOKS, foreach_add_, foreach_copy_, foreach_mul_
 from lit_efficient.mechanisms.adapters.base import freeze_base, is_added
 from lit_efficient.mechanisms.adapters.experts import LowRankExperts, add_experts
 from lit_efficient.mechanisms.adapters.int4 import Int4Linear

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lit_efficient.application.loss import LossHooks
-from lit_efficient.application.read_back import ReadBack, who_sets
+from lit_efficient.application.settings import ReadBack, who_sets
 from lit_efficient.declaration import Phase, Report, techniques_of
 from lit_efficient.errors import (
     ConfigurationError,

@@ -23,7 +23,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader
 
-from lit_efficient.application.read_back import ReadBack, who_sets
+from lit_efficient.application.settings import ReadBack, who_sets
 from lit_efficient.declaration import Report, format_bytes
 from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number, refusal
 from lit_efficient.internals.lightning_data import combined_loader, data_source, drop_loaders

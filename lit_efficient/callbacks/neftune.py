@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.distributed.ranks import data_rank
 from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConfigurationError, check_number
+from lit_efficient.internals.lightning_strategies import data_rank
 from lit_efficient.models.networks.document_attention import document_starts
 from lit_efficient.models.networks.token_rows import pass_rows, row_of, rows_in
 from lit_efficient.models.probes.token_embeddings import token_embeddings

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from lit_efficient.application.read_back import ReadBack, who_sets
+from lit_efficient.application.settings import ReadBack, who_sets
 from lit_efficient.declaration import Report
 from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_list, check_number, refusal
 from lit_efficient.optimizers.rates import nested_schedulers

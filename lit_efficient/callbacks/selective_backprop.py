@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from lit_efficient.application.loss import own_training_step
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.distributed.ranks import data_rank, gather_objects
+from lit_efficient.distributed.ranks import gather_objects
 from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number
-from lit_efficient.internals.lightning_strategies import traits_of
+from lit_efficient.internals.lightning_strategies import data_rank, traits_of
 from lit_efficient.internals.wraps import does_nothing, wrapped
 from lit_efficient.losses.selection import choose, selection_odds, share_of
 from lit_efficient.mechanisms.moving import take_rows, tensors_in

@@ -18,9 +18,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.distributed.ranks import data_rank
 from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, listed
+from lit_efficient.internals.lightning_strategies import data_rank
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map
 from lit_efficient.mechanisms.blocks.block_map import BlockMap, find_blocks, trained_blocks
 from lit_efficient.mechanisms.blocks.residual import (

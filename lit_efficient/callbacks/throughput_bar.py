@@ -16,9 +16,9 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from torch import Tensor
 
-from lit_efficient.distributed.ranks import readers
 from lit_efficient.errors import check_number, diagnostic
 from lit_efficient.internals.lightning_metrics import logs_in_bar
+from lit_efficient.internals.lightning_strategies import readers
 from lit_efficient.mechanisms.metering import count_batch, short_number
 
 _SECONDS_PER_LINE = 60.0  # if the end of the run is unknown

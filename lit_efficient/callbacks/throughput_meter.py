@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_efficient.declaration import in_order, techniques_of
-from lit_efficient.distributed.ranks import readers
 from lit_efficient.distributed.row_slices import ROW_POSITIONS
 from lit_efficient.errors import check_number, diagnostic
+from lit_efficient.internals.lightning_strategies import readers
 from lit_efficient.mechanisms.flops import FlopMeter, Flops, peak_flops_of
 from lit_efficient.mechanisms.host_waits import unwatch, watch
 from lit_efficient.mechanisms.metering import Amount, held_bytes, measure, peak_memory, short_number

@@ -21,9 +21,9 @@ from torch.nn import functional as F
 
 from lit_efficient.application.optimizers import OptimizerHooks
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.distributed.ranks import data_rank
 from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
+from lit_efficient.internals.lightning_strategies import data_rank
 from lit_efficient.internals.torch_dispatch import backward_runs
 from lit_efficient.internals.torch_modules import LoadsPartly, StaysFloat32
 from lit_efficient.internals.torch_trees import tree_leaves

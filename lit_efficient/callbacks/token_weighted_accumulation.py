@@ -24,7 +24,7 @@ from lit_efficient.application.loss import LossHooks
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError, refusal
 from lit_efficient.internals.lightning_loops import accumulates, arrives_unchanged
-from lit_efficient.internals.torch_foreach import foreach_mul_
+from lit_efficient.internals.torch_optimizers import foreach_mul_
 from lit_efficient.internals.torch_tensors import hooks_after_accumulation
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.losses.deferred_logits import shifts_labels

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.distributed import is_torchelastic_launched
 from torch.optim import Optimizer
 
-from lit_efficient.application.validation import ValidationAdvice
+from lit_efficient.application.settings import ValidationAdvice
 from lit_efficient.cli import checkpoint, optimizers, preflight
 from lit_efficient.cli.advice import MemoryAdvice
 from lit_efficient.cli.arguments import Command, read_command

@@ -219,7 +219,7 @@ class _Answer:
     def _advise_changes(self, plan: "Plan", batch: "Lever | None") -> None:
         from lit_efficient.evidence.planning.advice import Adviser, candidates
         from lit_efficient.evidence.planning.plan_settings import length_lever
-        from lit_efficient.internals.torch_layers import BatchNorm
+        from lit_efficient.internals.torch_modules import BatchNorm
 
         self._tell(["", "changes with which it fits, with planned peaks; append to `fit -c CONFIG`:"], advice=[])
         adviser = Adviser(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_efficient.internals.torch_foreach import foreach_norm
+from lit_efficient.internals.torch_optimizers import foreach_norm
 from lit_efficient.surgery import is_sharded
 
 

@@ -71,22 +71,6 @@ def place_among_ranks() -> tuple[int, int]:
     return distributed.get_rank(), distributed.get_world_size()
 
 
-def data_rank(trainer: "Trainer") -> int:
-    """Return this process's rank among those with batches of their own. Processes of tensor parallelism share a
-    batch.
-    """
-    return int((trainer.distributed_sampler_kwargs or {}).get("rank", trainer.global_rank))
-
-
-def readers(trainer: "Trainer") -> int:
-    """Return the number of processes with tokens of their own. Processes that share layers, and so a batch, count
-    once.
-    """
-    places = trainer.distributed_sampler_kwargs or {}
-    slices = getattr(getattr(trainer.strategy, "parallel", None), "context", 1)
-    return int(places.get("num_replicas", trainer.world_size)) * slices
-
-
 def check_batches(trainer: "Trainer") -> None:
     """Refuse a fit whose processes have different numbers of batches, where these are known.
 

@@ -32,6 +32,19 @@ def keep_unpacked(network: nn.Module) -> None:
             read_any_rows()
 
 
+def dequantized(codes: Tensor, state: Any) -> Tensor:
+    """Return the floats that 4-bit codes stand for, with rows of any length.
+
+    Args:
+        codes: The packed codes.
+        state: bitsandbytes' ``QuantState``.
+    """
+    from bitsandbytes.functional import dequantize_4bit
+
+    read_any_rows()
+    return dequantize_4bit(codes, state)
+
+
 @functools.cache
 def read_any_rows() -> None:
     """Replace the CPU kernel that dequantises 4-bit weights, in this process, if it reads short rows wrongly.

@@ -80,37 +80,6 @@ def validates_next(trainer: Trainer) -> bool:
     return bool(trainer.fit_loop.epoch_loop._should_check_val_epoch())
 
 
-def has_validation_data(trainer: Trainer) -> bool:
-    """Return whether a fit has a validation step and a loader for it: ``val_loop._data_source``."""
-    loop: Any = trainer.fit_loop.epoch_loop.val_loop
-    own = trainer.lightning_module.validation_step.__module__
-    return loop._data_source.is_defined() and not own.startswith(("lightning.", "pytorch_lightning."))
-
-
-def next_validation(trainer: Trainer) -> float | None:
-    """Return the number of training batches of the run after which it validates next; None if it is not known.
-
-    ``val_check_batch`` is the number of batches between validations, of an epoch or of the run.
-    """
-    done = trainer.fit_loop.total_batch_idx + 1
-    every: Any = trainer.val_check_batch
-    length = trainer.num_training_batches
-    period = trainer.check_val_every_n_epoch
-    if period is None:
-        return (done // every + 1) * every
-    if length == float("inf"):  # without a length, a validation may also follow the unknown end of an epoch
-        return None
-    every = min(every, length)  # infinite: at the end of an epoch
-    epoch = int(done // length)
-    if (epoch + 1) % period == 0:
-        inside = (done % length // every + 1) * every
-        if inside <= length:
-            return epoch * length + inside
-        epoch += 1
-    epoch += -(epoch + 1) % period
-    return epoch * length + every
-
-
 def forget_restart(trainer: Trainer) -> None:
     """Make the loops of a fit treat the next batch as a regular one: ``_restarting``.
 

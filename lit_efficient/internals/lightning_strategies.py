@@ -70,6 +70,22 @@ def traits_of(strategy: Any) -> Traits:
     )
 
 
+def data_rank(trainer: Trainer) -> int:
+    """Return this process's rank among those with batches of their own. Processes of tensor parallelism share a
+    batch.
+    """
+    return int((trainer.distributed_sampler_kwargs or {}).get("rank", trainer.global_rank))
+
+
+def readers(trainer: Trainer) -> int:
+    """Return the number of processes with tokens of their own. Processes that share layers, and so a batch, count
+    once.
+    """
+    places = trainer.distributed_sampler_kwargs or {}
+    slices = getattr(getattr(trainer.strategy, "parallel", None), "context", 1)
+    return int(places.get("num_replicas", trainer.world_size)) * slices
+
+
 def is_parallel(strategy: Any) -> bool:
     """Return whether a strategy supports several processes: ``ParallelStrategy``."""
     return any(base.__name__ == "ParallelStrategy" for base in type(strategy).__mro__)

@@ -109,6 +109,13 @@ def logger_connector(trainer: Trainer) -> Any:
     return trainer._logger_connector
 
 
+def has_validation_data(trainer: Trainer) -> bool:
+    """Return whether a fit has a validation step and a loader for it: ``val_loop._data_source``."""
+    loop: Any = trainer.fit_loop.epoch_loop.val_loop
+    own = trainer.lightning_module.validation_step.__module__
+    return loop._data_source.is_defined() and not own.startswith(("lightning.", "pytorch_lightning."))
+
+
 def log_step(trainer: Trainer) -> None:
     """Send the metrics of the step to the loggers now. Lightning does so after the last hook."""
     connector = logger_connector(trainer)

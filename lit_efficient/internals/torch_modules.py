@@ -1,14 +1,51 @@
-"""Private methods and attributes of ``nn.Module``, and mix-ins that act when a module is loaded, saved, moved or cast.
+"""Private methods and attributes of ``nn.Module``, base classes of torch's layers, and mix-ins of modules.
 
-The mix-ins override ``_load_from_state_dict``, ``_save_to_state_dict`` and ``_apply``. torch's public hooks are
-attributes of an instance, which are lost in copies and pickles. Checked with torch 2.13.
+The mix-ins act when a module is loaded, saved, moved or cast. They override ``_load_from_state_dict``,
+``_save_to_state_dict`` and ``_apply``. torch's public hooks are attributes of an instance, which are lost in copies and
+pickles. Checked with torch 2.13.
 """
 
 from collections.abc import Callable, Container, Iterable
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.batchnorm import _NormBase as NormWithStatistics
+from torch.nn.modules.conv import _ConvNd as Convolution
+from torch.nn.modules.dropout import _DropoutNd as Dropout
+from torch.nn.utils.parametrizations import _SpectralNorm as SpectralNorm
+
+__all__ = [
+    "BatchNorm",
+    "Convolution",
+    "Dropout",
+    "FollowsWeight",
+    "Loads",
+    "LoadsPartly",
+    "Moves",
+    "NormWithStatistics",
+    "Saves",
+    "SpectralNorm",
+    "Stays",
+    "StaysFloat32",
+    "exchange",
+    "forward_hooks",
+    "give_memory",
+    "held_beside",
+    "hook_owners",
+    "padded",
+    "saved_names",
+    "take_attributes",
+    "tensor_tables",
+    "whole_twin",
+]
+
+
+def padded(convolution: Any, x: Tensor) -> Tensor:
+    """Pad an input as a convolution does in modes other than zeros: ``_reversed_padding_repeated_twice``."""
+    return F.pad(x, convolution._reversed_padding_repeated_twice, mode=convolution.padding_mode)
 
 
 def forward_hooks(module: nn.Module) -> int:

@@ -1,10 +1,25 @@
-"""Private attributes of torch's optimizers and schedulers, and functions of Muon. Checked with torch 2.13."""
+"""Private attributes of torch's optimizers and schedulers, and private functions with which optimizers step.
+
+These are functions of Muon, and ``torch._foreach_*``: operations on lists of tensors with one kernel. Checked with
+torch 2.13.
+"""
 
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import _foreach_add_ as foreach_add_
+from torch import _foreach_addcmul_ as foreach_addcmul_
+from torch import _foreach_copy_ as foreach_copy_
+from torch import _foreach_div as foreach_div
+from torch import _foreach_div_ as foreach_div_
+from torch import _foreach_lerp as foreach_lerp
+from torch import _foreach_lerp_ as foreach_lerp_
+from torch import _foreach_mul_ as foreach_mul_
+from torch import _foreach_norm as foreach_norm
+from torch import _foreach_sign_ as foreach_sign_
+from torch import _foreach_sqrt as foreach_sqrt
 from torch.optim import Optimizer
 from torch.optim._muon import _adjust_lr as muon_rate
 from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalised
@@ -13,6 +28,17 @@ __all__ = [
     "HOOKS",
     "INNER_SCHEDULERS",
     "LAST_RATES",
+    "foreach_add_",
+    "foreach_addcmul_",
+    "foreach_copy_",
+    "foreach_div",
+    "foreach_div_",
+    "foreach_lerp",
+    "foreach_lerp_",
+    "foreach_mul_",
+    "foreach_norm",
+    "foreach_sign_",
+    "foreach_sqrt",
     "fused_devices",
     "is_counted",
     "leave_unscaling",

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_efficient.application.gradients import GradientHooks, gradients_of
-from lit_efficient.application.read_back import TOLERANCE, ReadBack
+from lit_efficient.application.settings import TOLERANCE, ReadBack
 from lit_efficient.declaration import Phase
 from lit_efficient.distributed.gradient_norm import gradient_norm
 from lit_efficient.errors import ConflictError

@@ -13,11 +13,10 @@ from torch.optim import Optimizer
 
 from lit_efficient.application.gradients import gradients_of
 from lit_efficient.distributed.gradient_norm import gradient_norm
-from lit_efficient.distributed.ranks import readers
 from lit_efficient.errors import diagnostic
 from lit_efficient.internals.lightning_loops import accumulates, logged_step, watch_fetching
 from lit_efficient.internals.lightning_metrics import names_logged
-from lit_efficient.internals.lightning_strategies import traits_of
+from lit_efficient.internals.lightning_strategies import readers, traits_of
 from lit_efficient.internals.torch_optimizers import unscales
 from lit_efficient.mechanisms.metering import Amount, measure, peak_memory
 from lit_efficient.traits import Trait

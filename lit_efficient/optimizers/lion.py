@@ -15,7 +15,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_efficient.errors import check_number
-from lit_efficient.internals.torch_foreach import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_, foreach_sign_
+from lit_efficient.internals.torch_optimizers import (
+    foreach_add_,
+    foreach_lerp,
+    foreach_lerp_,
+    foreach_mul_,
+    foreach_sign_,
+)
 from lit_efficient.optimizers.groups import parameter_groups
 from lit_efficient.optimizers.stepping import loss_of, with_gradient
 from lit_efficient.traits import Trait

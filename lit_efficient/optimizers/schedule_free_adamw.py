@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError, check_number
-from lit_efficient.internals.torch_foreach import (
+from lit_efficient.internals.torch_optimizers import (
     foreach_add_,
     foreach_addcmul_,
     foreach_div,

@@ -62,7 +62,7 @@ from lit_efficient.internals.torch_optimizers import without_step_hooks
 from lit_efficient.internals.torch_tensors import gradient_hooks
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method, wrapped
 from lit_efficient.mechanisms.adapters.base import has_frozen_base, noting_digests
-from lit_efficient.mechanisms.adapters.technique import check_adapters
+from lit_efficient.mechanisms.adapters.sharded_restore import check_adapters
 from lit_efficient.mechanisms.averages.weights import placed_like
 from lit_efficient.mechanisms.blocks.block_map import find_blocks
 from lit_efficient.mechanisms.metering import measure

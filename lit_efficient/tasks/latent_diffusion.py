@@ -24,9 +24,9 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lit_efficient.distributed.ranks import data_rank
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.internals.lightning_metrics import logs_in_bar
+from lit_efficient.internals.lightning_strategies import data_rank
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.losses import diffusion
 from lit_efficient.losses.diffusion import Prediction

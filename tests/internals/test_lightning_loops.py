@@ -179,14 +179,3 @@ def test_an_epochs_length_can_be_asked_for_again(namespace):
     assert batches == [False, True]
     assert checked == [2]
     assert run.num_training_batches == 2
-
-
-@both
-@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
-@leans_on("lightning", "val_loop._data_source", "lightning_loops")
-def test_a_fit_without_a_validation_loader_is_known(namespace):
-    seen = []
-    hooks = {"on_train_start": lambda trainer, *_: seen.append(lightning_loops.has_validation_data(trainer))}
-    trainer(namespace, hooks).fit(module(namespace), rows(), rows(1))
-    trainer(namespace, hooks).fit(module(namespace), rows())
-    assert seen == [True, False]

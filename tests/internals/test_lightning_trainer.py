@@ -194,3 +194,14 @@ def test_the_hook_that_runs_is_known_by_its_name(namespace):
     fit(namespace, hooks)
     assert {*seen} == {"on_train_batch_end"}
     assert lightning_trainer.hook_of(module(namespace)) == ""
+
+
+@both
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
+@leans_on("lightning", "val_loop._data_source", "lightning_trainer")
+def test_a_fit_without_a_validation_loader_is_known(namespace):
+    seen = []
+    hooks = {"on_train_start": lambda trainer, *_: seen.append(lightning_trainer.has_validation_data(trainer))}
+    trainer(namespace, hooks).fit(module(namespace), rows(), rows(1))
+    trainer(namespace, hooks).fit(module(namespace), rows())
+    assert seen == [True, False]

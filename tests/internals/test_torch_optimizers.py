@@ -112,3 +112,81 @@ def test_the_step_of_muon_is_made_of_these_two():
     update = torch_optimizers.orthogonalised(gradient.lerp(buffer, 0.9), (3.4445, -4.775, 2.0315), 5, 1e-7)
     rate = torch_optimizers.muon_rate(0.1, rule, ours.shape)
     torch.testing.assert_close(ours.add(update, alpha=-rate), theirs.weight.detach())
+
+
+def pair():
+    return [torch.tensor([1.0, -2.0]), torch.tensor([[3.0]])]
+
+
+def same(tensors, numbers):
+    assert [tensor.flatten().tolist() for tensor in tensors] == numbers
+
+
+@leans_on("torch", "torch._foreach_add_", "torch_optimizers")
+def test_add():
+    tensors = pair()
+    torch_optimizers.foreach_add_(tensors, pair(), alpha=2)
+    same(tensors, [[3.0, -6.0], [9.0]])
+
+
+@leans_on("torch", "torch._foreach_copy_", "torch_optimizers")
+def test_copy_into_another_format():
+    tensors = [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(1, 1)]
+    torch_optimizers.foreach_copy_(tensors, pair())
+    same(tensors, [[1.0, -2.0], [3.0]])
+
+
+@leans_on("torch", "torch._foreach_lerp", "torch_optimizers")
+def test_lerp_anew():
+    same(torch_optimizers.foreach_lerp(pair(), [torch.zeros(2), torch.zeros(1, 1)], weight=0.5), [[0.5, -1.0], [1.5]])
+
+
+@leans_on("torch", "torch._foreach_lerp_", "torch_optimizers")
+def test_lerp_in_place():
+    tensors = pair()
+    torch_optimizers.foreach_lerp_(tensors, [torch.zeros(2), torch.zeros(1, 1)], 0.5)
+    same(tensors, [[0.5, -1.0], [1.5]])
+
+
+@leans_on("torch", "torch._foreach_mul_", "torch_optimizers")
+def test_multiply():
+    tensors = pair()
+    torch_optimizers.foreach_mul_(tensors, 2.0)
+    same(tensors, [[2.0, -4.0], [6.0]])
+
+
+@leans_on("torch", "torch._foreach_sign_", "torch_optimizers")
+def test_sign():
+    tensors = pair()
+    torch_optimizers.foreach_sign_(tensors)
+    same(tensors, [[1.0, -1.0], [1.0]])
+
+
+@leans_on("torch", "torch._foreach_addcmul_", "torch_optimizers")
+def test_add_a_product():
+    tensors = pair()
+    torch_optimizers.foreach_addcmul_(tensors, pair(), pair(), value=0.5)
+    same(tensors, [[1.5, 0.0], [7.5]])
+
+
+@leans_on("torch", "torch._foreach_div", "torch_optimizers")
+def test_divide_anew():
+    same(torch_optimizers.foreach_div(pair(), pair()), [[1.0, 1.0], [1.0]])
+
+
+@leans_on("torch", "torch._foreach_div_", "torch_optimizers")
+def test_divide_in_place():
+    tensors = pair()
+    torch_optimizers.foreach_div_(tensors, 2.0)
+    same(tensors, [[0.5, -1.0], [1.5]])
+
+
+@leans_on("torch", "torch._foreach_sqrt", "torch_optimizers")
+def test_square_root():
+    same(torch_optimizers.foreach_sqrt([torch.tensor([4.0, 0.0]), torch.tensor([9.0])]), [[2.0, 0.0], [3.0]])
+
+
+@leans_on("torch", "torch._foreach_norm", "torch_optimizers")
+def test_norms_in_another_format():
+    norms = torch_optimizers.foreach_norm([torch.tensor([300.0, 400.0], dtype=torch.float16)], 2.0, dtype=torch.float32)
+    assert [(norm.item(), norm.dtype) for norm in norms] == [(500.0, torch.float32)]

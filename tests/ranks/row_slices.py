@@ -30,9 +30,9 @@ from lit_efficient import (
     SelectiveBackprop,
     ThroughputMeter,
 )
-from lit_efficient.distributed.ranks import readers
 from lit_efficient.distributed.row_slices import ROW_POSITIONS, gather_rows, own_positions, own_slices, share_rows
 from lit_efficient.errors import LitEfficientError
+from lit_efficient.internals.lightning_strategies import readers
 from lit_efficient.mechanisms.metering import measure
 from lit_efficient.mechanisms.trials.memory import AllocationMeter
 from lit_efficient.models.networks.document_attention import attend_documents, document_starts

@@ -52,9 +52,9 @@ from lit_efficient import (
     WarmupLinear,
     WarmupStableDecay,
 )
-from lit_efficient.distributed.ranks import readers
 from lit_efficient.distributed.shards import read_checkpoint
 from lit_efficient.errors import CheckpointError, LitEfficientError
+from lit_efficient.internals.lightning_strategies import readers
 from lit_efficient.models.networks.dit import DiT, DiTConfig
 from lit_efficient.models.networks.gpt import GPT, GPTConfig
 from lit_efficient.surgery import memory_of

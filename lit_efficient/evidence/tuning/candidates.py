@@ -23,7 +23,7 @@ from lit_efficient.catalog import SLOTS, Card, helping, read_cards
 from lit_efficient.declaration import Declaration, check_conflicts, parts_of
 from lit_efficient.errors import ConfigurationError, ConflictError, did_you_mean
 from lit_efficient.evidence.fits import Change, Fit, batch_setting, nested
-from lit_efficient.internals.torch_layers import BatchNorm
+from lit_efficient.internals.torch_modules import BatchNorm
 from lit_efficient.mechanisms.trials.batch_size import halvings, places_of, value_at
 from lit_efficient.traits import Trait, has_trait
 

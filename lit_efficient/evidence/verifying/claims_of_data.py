@@ -25,7 +25,7 @@ from lit_efficient.evidence.verifying.layer_calls import (
 )
 from lit_efficient.evidence.verifying.recorded_calls import Call, floats
 from lit_efficient.evidence.verifying.token_batches import NO_TOKENS, TokenBatch, token_batch
-from lit_efficient.internals.torch_layers import BatchNorm
+from lit_efficient.internals.torch_modules import BatchNorm
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.losses.next_token import IGNORE
 from lit_efficient.traits import Trait

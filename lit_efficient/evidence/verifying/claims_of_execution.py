@@ -11,7 +11,7 @@ from lit_efficient.evidence.verifying.layer_calls import Bench, BenchClaim, alig
 from lit_efficient.evidence.verifying.recorded_calls import floats
 from lit_efficient.internals.torch_checkpoint import without_recomputation
 from lit_efficient.internals.torch_compiler import counts, draws_as_uncompiled, is_compiled, wraps_compiled
-from lit_efficient.internals.torch_layers import BatchNorm
+from lit_efficient.internals.torch_modules import BatchNorm
 
 # Tolerances in float32, and below.
 _EXACT = 1e-4

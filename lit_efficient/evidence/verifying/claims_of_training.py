@@ -28,7 +28,7 @@ from lit_efficient.evidence.verifying.claims import (
 from lit_efficient.evidence.verifying.same_draws import Draws, Unlike
 from lit_efficient.internals.lightning_trainer import arrived
 from lit_efficient.internals.torch_checkpoint import without_recomputation
-from lit_efficient.internals.torch_layers import BatchNorm, Dropout
+from lit_efficient.internals.torch_modules import BatchNorm, Dropout
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.losses.next_token import IGNORE
 from lit_efficient.mechanisms.trials.steps import Trials, leaves_traces

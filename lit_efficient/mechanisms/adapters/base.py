@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from lit_efficient.declaration import held
 from lit_efficient.errors import CheckpointError
-from lit_efficient.internals.torch_layers import BatchNorm
-from lit_efficient.internals.torch_modules import FollowsWeight
+from lit_efficient.internals.torch_modules import BatchNorm, FollowsWeight
 from lit_efficient.internals.torch_shards import is_wrapper
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, refresh_squared
 from lit_efficient.mechanisms.adapters.peft_layers import peft_names

@@ -24,8 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.internals.torch_layers import padded
-from lit_efficient.internals.torch_modules import FollowsWeight
+from lit_efficient.internals.torch_modules import FollowsWeight, padded
 from lit_efficient.internals.torch_shards import is_wrapper
 from lit_efficient.mechanisms.adapters.experts import ReadsAdapted, seed_of
 from lit_efficient.mechanisms.adapters.int4 import codes_on_grid, dequantize_groups

@@ -20,7 +20,7 @@ from lit_efficient.errors import CheckpointError, ConfigurationError, check_inst
 from lit_efficient.files.sums import check_sums
 from lit_efficient.files.tensors import load_tensors, map_tensors
 from lit_efficient.internals.hugging_face import generation_json
-from lit_efficient.internals.torch_layers import BatchNorm
+from lit_efficient.internals.torch_modules import BatchNorm
 from lit_efficient.mechanisms.adapters.base import trained_names
 from lit_efficient.mechanisms.adapters.experts import LowRankExperts
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, kind_of

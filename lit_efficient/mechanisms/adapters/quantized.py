@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.internals.bitsandbytes_cpu import read_any_rows
 from lit_efficient.mechanisms.adapters.int4 import Int4Linear, dequantize_groups
 from lit_efficient.models.networks.grouped_linear import ExpertLinear, GroupedLayer, Groups, grouped_linear
 from lit_efficient.surgery import mix_in
@@ -175,10 +174,9 @@ def dequantize(module: Any) -> Tensor:
 
 
 def _dequantize_4bit(codes: Tensor, state: Any) -> Tensor:
-    from bitsandbytes.functional import dequantize_4bit
+    from lit_efficient.internals.bitsandbytes_cpu import dequantized
 
-    read_any_rows()
-    return dequantize_4bit(codes, state)
+    return dequantized(codes, state)
 
 
 def _dequantize_8bit(codes: Tensor, scale: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from lit_efficient.application.loss import LossHooks
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.internals.torch_layers import BatchNorm
+from lit_efficient.internals.torch_modules import BatchNorm
 from lit_efficient.internals.torch_shards import reshard
 from lit_efficient.internals.wraps import does_nothing, wrapped
 from lit_efficient.mechanisms.order.keyed_batch_sampler import KeyedBatchSampler

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from lit_efficient.declaration import held
 from lit_efficient.errors import ConfigurationError, check_number
-from lit_efficient.internals.torch_foreach import foreach_copy_, foreach_lerp_
 from lit_efficient.internals.torch_shards import is_sharded, local
 
 # Elements that are converted to the average's dtype at once: many on a GPU for few launches, fewer on a
@@ -94,8 +94,10 @@ def update_(averages: Sequence[Tensor], weights: Sequence[Tensor], decay: float)
     if decay == 0:
         if all(average.device.type == "cpu" for average in averages):
             weights = on_host(weights)
-        foreach_copy_(averages, weights)
+        for average, weight in zip(averages, weights):
+            average.copy_(weight)
         return
+    lerp = get_ema_multi_avg_fn(decay)  # one kernel for many tensors
     matching: list[tuple[Tensor, Tensor]] = []
     on_cpu: list[tuple[Tensor, Tensor]] = []  # pairs of different dtypes or devices, by the average's device
     on_gpu: list[tuple[Tensor, Tensor]] = []
@@ -107,13 +109,13 @@ def update_(averages: Sequence[Tensor], weights: Sequence[Tensor], decay: float)
         else:
             on_gpu.append((average, weight))
     if matching:
-        foreach_lerp_([a for a, _ in matching], [w for _, w in matching], 1 - decay)
+        lerp([a for a, _ in matching], [w for _, w in matching], 0)
     for (average, _), weight in zip(on_cpu, on_host([w for _, w in on_cpu])):
         for part, converted in _converted(average, weight):
             part.lerp_(converted, 1 - decay)
     for chunk in _chunks(on_gpu):
         copies = [weight.to(average.device, average.dtype) for average, weight in chunk]
-        foreach_lerp_([average for average, _ in chunk], copies, 1 - decay)
+        lerp([average for average, _ in chunk], copies, 0)
 
 
 def _converted(average: Tensor, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from lit_efficient.declaration import HELD
 from lit_efficient.errors import ConfigurationError, check_list, listed
-from lit_efficient.internals.torch_layers import BatchNorm
+from lit_efficient.internals.torch_modules import BatchNorm
 from lit_efficient.mechanisms.blocks.block_map import BlockMap, find_blocks, is_inside
 from lit_efficient.surgery import NewLayer, match_parameters, name_pattern, parents, reshard
 

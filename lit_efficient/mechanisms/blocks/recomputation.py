@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.internals.torch_layers import NormWithStatistics, SpectralNorm
+from lit_efficient.internals.torch_modules import NormWithStatistics, SpectralNorm
 from lit_efficient.internals.torch_operators import ATTENTION, MATMUL
 from lit_efficient.mechanisms.trials.memory import SavedTensors
 
