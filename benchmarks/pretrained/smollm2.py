@@ -250,7 +250,10 @@ class Piece:
 
 
 def _losses_of(network: nn.Module, batches: int | None, *callbacks: Callback) -> dict[str, float]:
-    """Compare our validation loss with that of transformers' ``network`` over the same batches; null for all."""
+    """Compare our validation loss with that of transformers' ``network`` over the same batches; None for all.
+
+    The network has no dropout and stays in the mode that it has.
+    """
     seed_everything(0, verbose=False)
     data = data_module()
     trainer = Trainer(
@@ -265,8 +268,6 @@ def _losses_of(network: nn.Module, batches: int | None, *callbacks: Callback) ->
         (metrics,) = trainer.validate(language_model(), data, verbose=False)
     total = 0.0
     tokens = 0
-    # This network has no dropout. In eval mode bitsandbytes would use its kernel for CPUs, which rounds to bfloat16.
-    network.train()
     with torch.no_grad():
         for batch in itertools.islice(data.val_dataloader(), batches):
             batch.pop("num_bytes")
@@ -376,7 +377,11 @@ def _quantized_loss(kind: str) -> dict[str, float]:
     """Compare the loss over six batches of a base in few bits with that of the layers that transformers makes."""
     from lit_efficient import QuantizeBase
 
-    return _losses_of(reference(quantization_config=_bitsandbytes(kind)), 6, QuantizeBase(kind))
+    network = reference(quantization_config=_bitsandbytes(kind))
+    # In eval mode bitsandbytes multiplies 4-bit weights by its kernel for CPUs, which rounds to bfloat16. Our layers do
+    # not. Of 8-bit layers both are in eval mode, because bitsandbytes keeps outliers apart there only.
+    network.train(kind != "int8")
+    return _losses_of(network, 6, QuantizeBase(kind))
 
 
 def nf4() -> dict[str, float]:

@@ -34,7 +34,6 @@ from lit_efficient.internals.torch_dispatch import (
 )
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.mechanisms.rewind import reachable
-from lit_efficient.models.networks.gpt import GPT
 
 KINDS = (
     "weights",  # parameters
@@ -366,9 +365,7 @@ def _vocabularies(module: nn.Module) -> set[int]:
 
 
 def _head(network: nn.Module) -> Any:
-    if isinstance(network, GPT):
-        return network.head
-    get_output_embeddings = getattr(network, "get_output_embeddings", None)  # of transformers
+    get_output_embeddings = getattr(network, "get_output_embeddings", None)  # of GPT and of transformers
     if callable(get_output_embeddings):
         return get_output_embeddings()
     return None

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from lit_efficient import ConfigurationError, LoRA, LowBitOptimizer, QuantizeBase, merge_adapters
+from lit_efficient import GPT, ConfigurationError, GPTConfig, LoRA, LowBitOptimizer, QuantizeBase, merge_adapters
 from lit_efficient.application import apply
 from lit_efficient.application.ledger import reports_of
 from lit_efficient.application.recorded import replay
 from lit_efficient.callbacks.lora import stretch_steps
 from lit_efficient.errors import CheckpointError
+from lit_efficient.mechanisms.adapters.low_rank import LowRank
 from tests.support import Net, Toy, assert_equal, data, trainer, weights
 
 
@@ -223,6 +224,16 @@ def test_merging_gives_a_plain_module_that_can_be_adapted_again() -> None:
 def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         LoRA(**arguments)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_of_our_own_network_gets_no_adapter_either(tied: bool) -> None:
+    config = GPTConfig(vocab_size=64, depth=1, dim=16, num_heads=2, max_length=8, tie_embeddings=tied)
+    module = nn.ModuleDict({"network": GPT(config)})
+    apply(module, [LoRA(rank=2)])
+    adapted = {name for name, part in module.named_modules() if isinstance(part, LowRank)}
+    linear = {name for name, part in module.named_modules() if isinstance(part, nn.Linear)}
+    assert linear - adapted == {"network.head"}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes
 import pytest
 import torch
 import transformers
@@ -471,3 +472,20 @@ def test_adapters_beside_random_weights_are_refused_before_any_are_drawn(tmp_pat
     with AllocationMeter() as meter, pytest.raises(CheckpointError, match=r"lacks \d+ frozen tensors.*save_base=True"):
         export_checkpoint(tmp_path / "a.ckpt", tmp_path / "out", "merged")
     assert meter.peak < sum(p.nbytes for p in task.parameters()) / 2
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_autocast_reaches_the_output_of_a_4_bit_layer(kind: str) -> None:
+    """A norm gives float32 under autocast. What follows a 4-bit layer then must not be float32, too."""
+    torch.manual_seed(0)
+    layer = quantize_linear(nn.Linear(64, 128), kind)
+    x = torch.randn(3, 64, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = layer(x)
+        theirs = bitsandbytes.nn.Linear4bit.forward(layer, x)
+    assert (ours.dtype, theirs.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(ours.float(), theirs)
+    (gradient,) = torch.autograd.grad(ours.sum(), x)
+    (expected,) = torch.autograd.grad(theirs.sum(), x)
+    assert torch.equal(gradient, expected)
+    assert layer(x).dtype == torch.float32  # without autocast

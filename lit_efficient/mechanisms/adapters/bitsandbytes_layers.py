@@ -134,9 +134,15 @@ class _Loads4bit(_Loads):
     quant_state: Any
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's own output. float64 is computed in float32, because the CPU kernel gives wrong results."""
+        """Return the layer's own output. float64 is computed in float32, because the CPU kernel gives wrong results.
+
+        Under autocast the input gets autocast's dtype here. bitsandbytes multiplies in that dtype, too, but would
+        return the output in the dtype of its input, and a float32 input is what norms give under autocast.
+        """
         check_input(self, x)
         y: Tensor
+        if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         if x.dtype == torch.float64:
             y = super().forward(x.float())  # type: ignore[misc]
             return y.to(x.dtype)

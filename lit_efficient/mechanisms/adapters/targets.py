@@ -21,8 +21,8 @@ def find_targets(root: nn.Module, targets: str | Sequence[str], *, who: str) -> 
         targets: ``all-linear``, ``all-linear+experts`` or regular expressions.
 
             - ``all-linear``: every linear layer (and GPT-2's ``Conv1D``) of the networks that train, except the output
-              head of a transformers model, layers that share their weight with an embedding and layers with new,
-              untrained weights.
+              head of a `GPT` or of a model of transformers, layers that share their weight with an embedding, and
+              layers with new, untrained weights.
             - ``all-linear+experts``: the same layers; the experts are those of :func:`find_experts`.
             - Regular expressions for the ends of dotted names: they may also match ``nn.Conv2d``, ``nn.Embedding`` and
               tied heads. A pattern that matches only stacked experts selects no layer.
@@ -111,7 +111,7 @@ def other_targets(root: nn.Module, kinds: Sequence[str] = ("conv2d", "embedding"
 
 
 def output_heads(root: nn.Module) -> set[int]:
-    """Return the ids of the output heads of transformers models in ``root``."""
+    """Return the ids of the output heads in ``root``: of networks with a ``get_output_embeddings``."""
     heads = set()
     for module in root.modules():
         getter = getattr(module, "get_output_embeddings", None)

@@ -338,6 +338,10 @@ class GPT(nn.Module):
             self.head.weight = self.embedding.weight
         self.init_weights()
 
+    def get_output_embeddings(self) -> nn.Linear:
+        """Return the head, as causal models of transformers do."""
+        return self.head
+
     @torch.no_grad()
     def init_weights(self) -> None:
         """Draw all weights again from N(0, 0.02^2).

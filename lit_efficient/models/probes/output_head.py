@@ -55,9 +55,9 @@ def output_head(network: nn.Module) -> OutputHead:
     Raises:
         ConfigurationError: if the model has no output embeddings.
     """
-    if isinstance(network, GPT):
-        return OutputHead(network.head)
     module = network.get_output_embeddings()  # type: ignore[operator]
+    if isinstance(network, GPT):
+        return OutputHead(module)
     if not isinstance(module, nn.Module):
         raise ConfigurationError(f"{_OWNER}: {type(network).__name__} has no output embeddings; {_WANTED}.")
     config: Any = network.config.get_text_config()  # type: ignore[operator, union-attr]
