@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import random
+from collections import OrderedDict, UserDict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from lit_efficient.mechanisms.order.keyed_batch_sampler import KeyedBatchSampler
 from lit_efficient.mechanisms.rewind import random_states
 from lit_efficient.mechanisms.trials.batch_size import candidate_sizes, divisors, largest_fitting
 from lit_efficient.mechanisms.trials.memory import AllocationMeter, parse_bytes
+from lit_efficient.mechanisms.trials.probes import sample_bytes
 from lit_efficient.mechanisms.trials.steps import Trials
 from tests.processes import run_ranks
 from tests.ranks.toys import everyones
@@ -100,6 +103,24 @@ def test_pure_functions() -> None:
             assert len(tried) == len(set(tried))
     assert largest_fitting([4, 8], lambda size: False) is None
     assert (parse_bytes("1.5KiB"), parse_bytes("2 GB"), parse_bytes(7)) == (1536, 2_000_000_000, 7)
+
+
+class _OwnList(list[Any]):
+    """A list with attributes of its own, which torch's trees do not look into."""
+
+
+@dataclasses.dataclass
+class _Sample:
+    tokens: torch.Tensor
+    about: dict[str, Any]
+
+
+def test_the_bytes_of_a_sample_are_those_of_all_that_it_holds() -> None:
+    row = torch.zeros(100, dtype=torch.int64)
+    samples: list[Any] = [{"a": row}, [row], (row,), _OwnList([row]), OrderedDict(a=row), UserDict(a=row)]
+    assert [sample_bytes(sample) for sample in samples] == [800] * 6
+    assert sample_bytes(_OwnList([(row.numpy(), _OwnList([row]))])) == 1600
+    assert sample_bytes(_Sample(row, {"text": "abcd"})) == 804
 
 
 def test_the_meter_counts_live_bytes_and_stops_in_the_middle_of_a_step() -> None:

@@ -19,6 +19,7 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.cache import MANIFEST, read_manifest, write_json
 from lit_efficient.losses.next_token import IGNORE
 from lit_efficient.mechanisms.order.resumable_loader import make_resumable
+from lit_efficient.mechanisms.trials.probes import ProbeBatches
 from tests.data.text.chat_kit import PLAIN, THINKING, tokenizer
 from tests.support import trainer
 
@@ -111,6 +112,15 @@ def test_validation_counts_the_bytes_of_what_it_scores(tmp_path: Path) -> None:
         for labels, size in zip(batch["labels"], batch["num_bytes"]):
             text = data.chat_tokenizer.decode(labels[labels != IGNORE], skip_special_tokens=True)
             assert size == len(text.encode())
+
+
+def test_the_batch_of_a_plan_has_the_longest_rows(tmp_path: Path) -> None:
+    """Rows that are not packed differ in length, and memory is decided by the longest."""
+    loader = ready(language_data(tmp_path, pack=False, batch_size=2)).train_dataloader()
+    lengths = sorted(sum(len(ids) for ids, _, _ in row) for row in loader.dataset)
+    assert lengths[0] < lengths[-1]
+    batch = ProbeBatches(loader, ProbeBatches.find(loader, scan=512)).batch()
+    assert batch["attention_mask"].sum(1).tolist() == lengths[-1:-3:-1]
 
 
 def test_a_cache_of_another_format_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
