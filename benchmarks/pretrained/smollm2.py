@@ -631,8 +631,7 @@ def _timed_trl() -> dict[str, Any]:
     for batch in batches:
         for ids, labels, mask in zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True):
             length = int(mask.sum())
-            learned = (labels[:length] != -100).int().tolist()
-            rows.append({"input_ids": ids[:length].tolist(), "assistant_masks": learned})
+            rows.append({"input_ids": ids[:length].tolist(), "labels": labels[:length].tolist()})
     settings = SFTConfig(
         output_dir=str(FOLDER / "trl"),
         max_steps=len(batches),
@@ -642,7 +641,6 @@ def _timed_trl() -> dict[str, Any]:
         lr_scheduler_type="cosine",
         max_grad_norm=0.0,
         max_length=None,
-        assistant_only_loss=True,
         gradient_checkpointing=False,
         bf16=False,
         use_cpu=True,

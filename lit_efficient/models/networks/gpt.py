@@ -291,6 +291,18 @@ class SwiGLU(nn.Module):
         return F.dropout(self.down(F.silu(self.gate(x)) * self.up(x)), self.dropout, self.training)
 
 
+def in_autocast_dtype(x: Tensor) -> Tensor:
+    """Return a norm's output in autocast's dtype, if autocast is on.
+
+    Autocast computes norms in float32 on some devices. Each linear layer that follows would cast their output for
+    itself, and keep its own copy for the backward pass.
+    """
+    kind = x.device.type
+    if x.dtype == torch.float32 and torch.is_autocast_enabled(kind):
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
+
+
 class GPTBlock(nn.Module):
     """Residual block: attention, then MLP, each after its own RMSNorm."""
 
@@ -303,8 +315,8 @@ class GPTBlock(nn.Module):
 
     def forward(self, x: Tensor, rotary: Tensor, cache: KVCache | None = None, starts: Tensor | None = None) -> Tensor:
         """Add both residuals to ``x`` ``[B, T, D]`` and keep its shape. ``starts`` is as in `GPTAttention`."""
-        x = x + self.attention(self.attention_norm(x), rotary, cache, starts)
-        return x + self.mlp(self.mlp_norm(x))
+        x = x + self.attention(in_autocast_dtype(self.attention_norm(x)), rotary, cache, starts)
+        return x + self.mlp(in_autocast_dtype(self.mlp_norm(x)))
 
 
 class GPT(nn.Module):
@@ -392,11 +404,11 @@ class GPT(nn.Module):
             rotary, starts = packed_layout(position_ids, input_ids.shape[1], self.config.head_dim, theta)
             for block in self.blocks:
                 x = block(x, rotary, None, starts)
-            return self.norm(x)
+            return in_autocast_dtype(self.norm(x))
         rotary = rotary_table(start, stop, self.config.head_dim, self.config.constants.rope_theta, input_ids.device)
         for index, block in enumerate(self.blocks):
             x = block(x, rotary) if cache is None else block(x, rotary, cache[index])
-        return self.norm(x)
+        return in_autocast_dtype(self.norm(x))
 
     def forward(
         self,

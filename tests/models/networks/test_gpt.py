@@ -4,11 +4,13 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.models.generation.sampling import sample_token
+from lit_efficient.models.networks import gpt
 from lit_efficient.models.networks.gpt import GPT, GPTConfig, GPTConstants, KVCache
 from lit_efficient.models.probes.modes import evaluating
 
@@ -280,3 +282,39 @@ def test_grouped_heads_come_with_a_mask_or_grouped_but_never_both() -> None:
         rest = model(ids[:, 5:], cache)
     assert continued.calls == [(4, 4, True, False)] * 2
     torch.testing.assert_close(rest, expected[:, 5:], rtol=1e-4, atol=1e-4)
+
+
+def test_norms_hand_on_autocasts_dtype_which_changes_no_loss_and_keeps_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each linear layer after a norm would cast the norm's float32 output for itself and keep the result."""
+    model = build().train()
+    ids = tokens(2, 48)
+    monkeypatch.setattr(nn.RMSNorm, "forward", _in_float32)  # as autocast computes it on CUDA
+    found = []
+    for cast in (gpt.in_autocast_dtype, lambda x: x):
+        monkeypatch.setattr(gpt, "in_autocast_dtype", cast)
+        kept: dict[int, torch.Tensor] = {}
+
+        def keep(tensor: torch.Tensor, kept: dict[int, torch.Tensor] = kept) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        model.zero_grad()
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with hooks, torch.autocast("cpu", torch.bfloat16):
+            loss = model(ids, labels=ids).mean()
+        loss.backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        found.append((loss.detach(), gradients, sum(one.untyped_storage().nbytes() for one in kept.values())))
+    (loss, gradients, size), (old_loss, old_gradients, old_size) = found
+    assert torch.equal(loss, old_loss)
+    # The gradients of the query, key and value meet in bfloat16 instead of float32.
+    for new, old in zip(gradients, old_gradients, strict=True):
+        assert (new - old).norm() <= 2**-7 * old.norm()
+    copies = 2 * 48 * SMALL.dim * 2  # bytes of a norm's output in bfloat16
+    # In each block two casts for the attention and one for the MLP go.
+    assert old_size - size == SMALL.depth * 3 * copies
+
+
+def _in_float32(self: nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return F.rms_norm(x.float(), self.normalized_shape, self.weight, self.eps)
