@@ -27,12 +27,26 @@ TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 SMALLEST_VOCABULARY = 256 + 3
 
 # ChatML. The text between generation and endgeneration is written by the assistant, including its end of turn.
+_TOOLS = (
+    "{% if messages and messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\n\n' }}{% endif %}"
+    "{{ 'These tools can be called:\n' }}{% for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}"
+    '{{ \'A call is written as\n<tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>\' }}'
+)
+_CALLS = (
+    "{% for call in message['tool_calls'] or [] %}{% set function = call['function'] or call %}"
+    "{{ '\n' if message['content'] or not loop.first }}"
+    "{{ '<tool_call>\n' + {'name': function['name'], 'arguments': function['arguments']} | tojson }}"
+    "{{ '\n</tool_call>' }}{% endfor %}"
+)
+# ChatML, with tools and their calls as Hermes 2 Pro and Qwen write them.
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if tools %}{{ '<|im_start|>system\n' }}" + _TOOLS + "{{ '<|im_end|>\n' }}{% endif %}"
+    "{% for message in messages %}{% if not (tools and loop.first and message['role'] == 'system') %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% generation %}{{ message['content'] or '' }}" + _CALLS + "{{ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
     "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 # Names of the end of a text in a bare tokenizer.json.
 _ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>")

@@ -331,13 +331,16 @@ def _check_written(message: Message, index: int, text: str, turn: Turn) -> None:
     The beginning of the text may be in the generation prompt, before the turn.
     """
     own = "".join(text[start:stop] for start, stop in turn)
-    lacking = [f"the call of {words!r}" for words in call_texts(message) if not occurs(words, own)]
+    for words in call_texts(message):
+        if not occurs(words, own):
+            raise MalformedRow(
+                f"the chat template omits the call of {words[:60]!r} of turn {index + 1} (chat.template: chatml writes "
+                "calls)"
+            )
     words = without_thoughts(message["content"]).strip()
     first = max(turn[0][0] - len(words) + 1, 0)
     if not occurs(words, text[first : turn[-1][1]]):
-        lacking.append("the text")
-    if lacking:
-        raise MalformedRow(f"the chat template omits {lacking[0][:80]} of turn {index + 1}")
+        raise MalformedRow(f"the chat template omits the text of turn {index + 1}")
 
 
 def encodable(text: str) -> str:

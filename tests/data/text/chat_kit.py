@@ -85,10 +85,7 @@ TWO_MARKS = (
     + HEADER
     + "{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
 )
-UNENDED = CHATML.replace(
-    "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}",
-    "{{ message['content'] }}{% endgeneration %}{{ '<|im_end|>' }}",
-)
+UNENDED = CHATML.replace("{{ '<|im_end|>' }}{% endgeneration %}", "{% endgeneration %}{{ '<|im_end|>' }}")
 STRICT = (
     "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}" + HEADER + "{{ m['content'] + '<|im_end|>\n' }}"

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from lit_efficient.data.text import left_out as left_out_module
-from lit_efficient.data.text.chat_formats import Document, MalformedRow
+from lit_efficient.data.text.chat_formats import Document, MalformedRow, read_row
 from lit_efficient.data.text.chat_tokenizer import (
     CHATML,
     fingerprint,
@@ -167,7 +167,7 @@ def test_a_template_whose_turns_cannot_be_told_apart_is_refused() -> None:
 @pytest.mark.parametrize(
     ("template", "messages", "reason"),
     [
-        (PLAIN, [ASK, CALL], "omits the call of 'sum' of turn 2"),
+        (PLAIN, [ASK, CALL], r"omits the call of 'sum' of turn 2 \(chat.template: chatml writes calls\)"),
         (CONTINUES, [ASK, {**CALL, "content": "I add."}, RESULT, SURE], "omits the text of turn 2"),
         (PLAIN.replace("m['content'] +", "m['content'][:2] +"), [ASK, TURNS[2]], "omits the text of turn 2"),
         (
@@ -181,6 +181,30 @@ def test_what_a_template_would_lose_is_a_malformed_row(template: str, messages: 
     (found,) = ChatTokens(tokenizer(template)).encode([Document(messages=tuple(messages))])
     assert isinstance(found, MalformedRow)
     assert re.search(reason, str(found)), found
+
+
+def test_chatml_writes_tools_and_learns_their_calls() -> None:
+    first = {"id": "1", "type": "function", "function": {"name": "sum", "arguments": json.dumps({"of": [2, "é"]})}}
+    second = {"id": "2", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "content": "I add.", "tool_calls": [first, second]},
+        {"role": "tool", "tool_call_id": "1", "content": "4"},
+        {"role": "assistant", "content": "Four."},
+    ]
+    tools = [{"type": "function", "function": {"name": "sum", "description": "Adds numbers."}}]
+    document = read_row({"messages": messages, "tools": tools}, "messages")
+    found, encoder = encode(document)
+    assert learned(found, encoder) == [
+        'I add.\n<tool_call>\n{"name": "sum", "arguments": {"of": [2, "é"]}}\n</tool_call>\n<tool_call>\n'
+        '{"name": "now", "arguments": {}}\n</tool_call><|im_end|>',
+        "Four.<|im_end|>",
+    ]
+    text = encoder.tokenizer.decode(found.ids)
+    assert text.startswith("<|im_start|>system\nBe brief.\n\nThese tools can be called:\n" + json.dumps(tools[0]))
+    assert text.count("Be brief.") == 1
+    assert found.ended == 2
 
 
 def test_a_template_gets_the_tools_and_none_where_there_are_none() -> None:
@@ -344,9 +368,8 @@ def test_unknown_text_is_text() -> None:
 
 def test_a_part_of_a_turn_that_ends_with_a_special_token_is_not_its_end() -> None:
     template = CHATML.replace(
-        "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}",
-        "{% generation %}{{ message['content'] }}{% if message.call %}{{ message.call + '<|endoftext|>' }}{% endif %}"
-        "{% endgeneration %}{{ '<|im_end|>' }}",
+        "{{ '<|im_end|>' }}{% endgeneration %}",
+        "{% if message.call %}{{ message.call + '<|endoftext|>' }}{% endif %}{% endgeneration %}{{ '<|im_end|>' }}",
     )
     assert template != CHATML
     turns = (TURNS[0], {"role": "assistant", "content": "Four.", "call": "add"})
