@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.losses.next_token import IGNORE
-from lit_efficient.mechanisms.moving import rebuilt
+from lit_efficient.mechanisms.moving import holds_images, rebuilt
 from lit_efficient.mechanisms.ramps import BatchChanges, check_steps, ramped, steps_of
 
 
@@ -171,6 +171,11 @@ class SequenceLengthRamp(BatchChanges):
                     "SequenceLengthRamp: rows are padded on the left, so tokens would be dropped and padding kept. "
                     "Pad on the right"
                 )
+        if holds_images(batch):
+            raise ConfigurationError(
+                "SequenceLengthRamp: the batch holds images, and a cut may remove a part of the tokens of an image. "
+                "Leave the technique out, or give rows of text alone"
+            )
         texts = len(_named(batch, "input_ids", 2))
         if texts > 1 and self.mode == "fold":
             raise ConfigurationError(

@@ -154,11 +154,44 @@ def records_routers(network: nn.Module) -> bool:
     return any(isinstance(part, tuple(kinds)) for part in network.modules())
 
 
-def causal_model_of(config: Any) -> Any:
-    """Return the causal model class of a config, or ``None``: ``AutoModelForCausalLM._model_mapping``."""
-    from transformers import AutoModelForCausalLM
+def language_auto_class(config: Any) -> Any:
+    """Return the auto class that builds the language model of a config, of text or of images and text.
 
-    return AutoModelForCausalLM._model_mapping.get(type(config), None)
+    Configs of images and text may also have a model of their text alone. Then ``architectures`` decides, which names
+    the class of the saved weights, and a config without it describes the model of text. ``_model_mapping``.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    of_text = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    of_images: Any = AutoModelForImageTextToText._model_mapping.get(type(config), None)
+    if of_images is None or config.is_encoder_decoder:
+        return AutoModelForCausalLM
+    named = of_images.__name__ in (config.architectures or ())
+    return AutoModelForImageTextToText if of_text is None or named else AutoModelForCausalLM
+
+
+def causal_model_of(config: Any) -> Any:
+    """Return the class of the language model of a config, or ``None``: ``_model_mapping`` of its auto class."""
+    return language_auto_class(config)._model_mapping.get(type(config), None)
+
+
+def image_token_ids(config: Any) -> set[int]:
+    """Return the ids of tokens that stand for images, videos or sounds in a config, or mark their places.
+
+    They are in fields such as ``image_token_id``, ``image_token_index`` and ``boi_token_index``.
+    """
+    named = config.to_dict().items()
+    return {value for key, value in named if key.endswith(("token_id", "token_index")) and isinstance(value, int)}
+
+
+def forget_positions(network: nn.Module) -> None:
+    """Remove the shifts of positions by images that a model keeps from its last batch: ``rope_deltas``.
+
+    ``generate`` of transformers computes them for its own prompts.
+    """
+    for part in network.modules():
+        if getattr(part, "rope_deltas", None) is not None:
+            part.rope_deltas = None  # type: ignore[assignment]
 
 
 def generation_json(network: object) -> str | None:

@@ -31,8 +31,10 @@ from torch import Tensor, nn
 
 from lit_efficient.distributed.row_slices import ROW_POSITIONS
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.hugging_face import image_token_ids
 from lit_efficient.internals.torch_dispatch import has_values, no_dispatch_modes
 from lit_efficient.internals.torch_modules import held_beside, hook_owners
+from lit_efficient.mechanisms.moving import COUNT_OF, holds_images
 from lit_efficient.mechanisms.rewind import Rewind, random_states, set_random_states
 from lit_efficient.mechanisms.router_balance import unasked
 from lit_efficient.models.generation.batched import arguments_of, longest_row
@@ -49,6 +51,8 @@ _EXACT = 5e-3
 _COARSE = 0.07
 # Largest difference of two equal gradients of a weight by rounding, relative to the gradient.
 _UNEQUAL = 0.05
+# Entries of a batch with a meaning here. From labels, a network of transformers would compute a loss of its own.
+_KNOWN = {"input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "num_bytes", "source"}
 _Inputs = dict[str, Any]
 
 
@@ -134,6 +138,10 @@ class DocumentRows:
         """
         plain: _Inputs = {} if isinstance(network, GPT) else {"use_cache": False, **unasked(network)}
         packed = ROW_POSITIONS in batch or _packed(network, batch)
+        if packed and holds_images(batch):
+            raise ConfigurationError(
+                f"{self.owner}: rows with images cannot be packed, or cut into slices: give each document its own row"
+            )
         # The test does not wait for the first packed batch: processes may get it in different steps, and the test is
         # collective.
         untested = "position_ids" in batch and self._way is None and self._refusal is None
@@ -162,7 +170,20 @@ class DocumentRows:
                 return plain | self._of_slices(network, batch)
             return plain | self._way(network, batch["input_ids"], batch["position_ids"])
         optional = () if isinstance(network, GPT) else ("attention_mask", "position_ids")
-        return plain | {name: batch[name] for name in ("input_ids", *optional) if name in batch}
+        inputs = {name: batch[name] for name in ("input_ids", *optional) if name in batch}
+        return plain | inputs | self._beside_tokens(network, batch)
+
+    def _beside_tokens(self, network: nn.Module, batch: Mapping[str, Tensor]) -> _Inputs:
+        """Return the further entries of a batch that the network takes, such as images and the types of tokens."""
+        further = {name for name in batch if name not in _KNOWN and not name.startswith(COUNT_OF)}
+        taken = arguments_of(network) if further else set()
+        foreign = sorted(name for name in further - taken if name.startswith("pixel_values"))
+        if foreign:
+            raise ConfigurationError(
+                f"{self.owner}: the batch holds images ({foreign[0]}), and {type(network).__name__} reads text only. "
+                "Use a model of images and text, or rows without images"
+            )
+        return {name: batch[name] for name in sorted(further & taken)}
 
     def _of_slices(self, network: nn.Module, batch: Mapping[str, Tensor]) -> _Inputs:
         ids = batch["input_ids"]
@@ -548,6 +569,7 @@ def _tokens(network: Any) -> Tensor:
     for name in ("pad", "bos", "eos"):
         ids = getattr(config, f"{name}_token_id", None)
         special.update(ids if isinstance(ids, list) else [ids])
+    special |= image_token_ids(network.config)  # a model of images refuses them without an image
     usual = torch.tensor([token for token in range(config.vocab_size) if token not in special] or [0])
     return usual[:: max(1, len(usual) // _ROW)]
 

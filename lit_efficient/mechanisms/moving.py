@@ -11,6 +11,19 @@ from torch import Tensor
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.contents import length
 
+COUNT_OF = "count_of_"
+"""Beginning of the name of an entry with the numbers of items [B] that each row of a batch has in another entry.
+
+A row may have several images, or none: ``pixel_values`` [N, ...] are then split by ``count_of_pixel_values``.
+"""
+
+
+def holds_images(batch: Any) -> bool:
+    """Return whether a batch holds tokens and images, by the names that the processors of transformers give them."""
+    if not isinstance(batch, Mapping) or "input_ids" not in batch:
+        return False
+    return any(str(name).startswith("pixel_values") for name in batch)
+
 
 def move(batch: Any, device: torch.device) -> Any:
     """Copy the tensors of a batch, and objects with a method ``to``, to a device without waiting for the copies.
@@ -65,12 +78,13 @@ def take_rows(batch: Any, rows: Tensor | slice, size: int) -> Any:
 
     Args:
         batch: Nested containers. Rows are taken from tensors [size, ...] and from lists of ``size`` items without
-            tensors. Other items are kept.
+            tensors. Other items are kept. In a mapping with entries of `COUNT_OF`, the items of the rows are taken.
         rows: Indices [n], or a slice.
         size: Number of rows of the batch.
 
     Raises:
-        ConfigurationError: For an object with tensors whose rows are unknown, such as a graph or a ``PackedSequence``.
+        ConfigurationError: For an object with tensors whose rows are unknown, such as a graph or a ``PackedSequence``,
+            and for images without entries of `COUNT_OF`, unless each row has one.
 
     Example:
         >>> take_rows({"x": torch.arange(3), "name": ["a", "b", "c"], "scale": 2.0}, torch.tensor([0, 2]), 3)
@@ -85,12 +99,34 @@ def take_rows(batch: Any, rows: Tensor | slice, size: int) -> Any:
             f"the batch holds a {type(batch).__name__}, and it is unknown how to take rows of it. Give tensors in "
             "dictionaries, tuples, lists or dataclasses, and build the object in training_step"
         )
+    if isinstance(batch, Mapping) and any(str(name).startswith(COUNT_OF) for name in batch):
+        return _take_items(batch, rows, size)
+    if holds_images(batch) and len(batch.get("pixel_values", batch["input_ids"])) != size:
+        raise ConfigurationError(
+            f"the batch holds {size} rows and {len(batch['pixel_values'])} images or parts of them, and it is unknown "
+            f"which belong to which row. Add {COUNT_OF}pixel_values [{size}] with their numbers"
+        )
     plain = isinstance(batch, list | tuple) and not hasattr(type(batch), "_fields")
     if plain and length(batch) == size and next(tensors_in(batch), None) is None:
         if isinstance(rows, slice):
             return batch[rows]
         return type(batch)(batch[i] for i in rows.tolist())
     return rebuilt(batch, lambda item: take_rows(item, rows, size))
+
+
+def _take_items(batch: Mapping[str, Any], rows: Tensor | slice, size: int) -> Any:
+    """Return some rows of a mapping with numbers of items, as `take_rows`. Entries without an item are left out."""
+    counts = {name.removeprefix(COUNT_OF): value for name, value in batch.items() if name.startswith(COUNT_OF)}
+    taken = {name: take_rows(value, rows, size) for name, value in batch.items() if name not in counts}
+    kept = torch.arange(size)[rows.cpu() if isinstance(rows, Tensor) else rows].tolist()
+    for name, count in counts.items():
+        parts = batch[name].split(count.tolist())
+        found = torch.cat([parts[row] for row in kept])
+        if len(found):
+            taken[name] = found
+        else:
+            del taken[f"{COUNT_OF}{name}"]
+    return taken
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:

@@ -72,8 +72,9 @@ class LanguageModeling(LightningModule):
 
     Labels are aligned with ``input_ids`` as in transformers, and -100 is ignored. A batch may contain ``shift_labels``
     instead, which are already shifted. ``attention_mask`` ``[B, T]`` and ``position_ids`` (which restart at 0 in every
-    document of a packed row) are passed to the network. Before the first batch, a probe checks that the network is
-    causal, and finds out how it separates the documents of a row. If it cannot, packed rows raise an error.
+    document of a packed row) are passed to the network, and all other entries that its ``forward`` takes, such as
+    ``pixel_values`` of images. Before the first batch, a probe checks that the network is causal, and finds out how it
+    separates the documents of a row. If it cannot, packed rows raise an error.
 
     For a mixture of experts of transformers, the balancing loss of its routers is added to the loss and logged as
     ``train/router_loss``, with the coefficient of its configuration. Padding does not count.
@@ -181,7 +182,9 @@ class LanguageModeling(LightningModule):
             self.step_sources = SourceLosses(names_of("train")) if names_of("train") else None
             self.epoch_sources = SourceLosses(names_of("val")) if names_of("val") else None
         if tokenizer is not None:
-            self._adopt_tokenizer(pack_tokenizer(tokenizer, getattr(data, "stop_ids", ())), "the data")
+            processor = getattr(data, "processor", None)
+            beside = {} if processor is None else processor.packed
+            self._adopt_tokenizer(pack_tokenizer(tokenizer, getattr(data, "stop_ids", ()), beside), "the data")
 
     def configure_callbacks(self) -> list[Callback]:
         trainer: Any = self.trainer
@@ -214,6 +217,11 @@ class LanguageModeling(LightningModule):
         network: Any = self.network
         return rotary_length(resolve(self.model) if network is None else network.config)
 
+    @property
+    def reads_images(self) -> bool:
+        """Return whether the model reads images, too."""
+        return isinstance(self.model, CausalLMConfig) and causal_lm.reads_images(self.model)
+
     def num_tokens(self, batch: dict[str, Tensor]) -> int:
         """Return the number of tokens in a batch that contribute to the loss."""
         return int((targets_of(batch) != IGNORE).sum())
@@ -228,6 +236,7 @@ class LanguageModeling(LightningModule):
                 make = partial(causal_lm.build, self.model, from_data, self._replacing())
                 empty = causal_lm.build_empty(self.model, from_data) if waits else None
                 self.network = empty or (built_empty(make) if waits and self.model.draws_weights else make())
+                causal_lm.freeze_parts(self.model, self.network)
                 if not self.model.draws_weights:
                     _note_new_rows(self.network, self._new_ids)
                 message = causal_lm.float32_advice(self.model)
@@ -409,6 +418,8 @@ class LanguageModeling(LightningModule):
                 self.tokenizer_state = ours
         if self.network is None:
             self.network = self._rebuilt(saved["model"], checkpoint)
+            if isinstance(self.model, CausalLMConfig):
+                causal_lm.freeze_parts(self.model, self.network)
             _note_new_rows(self.network, saved["model"].get("new_rows", ()))
             take_generation(self.network, saved["generation"])
         _check_same_network(_described(self.network), saved["model"])
@@ -584,7 +595,11 @@ def _shape_of(described: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a config that must agree with those of a checkpoint, without defaults to be resolved."""
     if "hugging_face" in described:
         fields = json.loads(described["hugging_face"])
-        return {"model": "of Hugging Face"} | {name: fields[name] for name in _HF_SHAPE if name in fields}
+        shape = {"model": "of Hugging Face"} | {name: fields[name] for name in _HF_SHAPE if name in fields}
+        for part in ("text_config", "vision_config"):
+            own = fields.get(part) or {}
+            shape |= {f"{part}.{name}": own[name] for name in _HF_SHAPE if name in own}
+        return shape
     config = rebuild(GPTConfig, described)
     return {"model": "GPT"} | asdict(config) | {"num_kv_heads": config.kv_heads, "hidden_dim": config.mlp_dim}
 

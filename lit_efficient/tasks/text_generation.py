@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lit_efficient.data.text.left_out import occurs
+from lit_efficient.data.text.message_images import as_parts
 from lit_efficient.data.text.template_limits import limited
 from lit_efficient.data.text.token_cache import END_OF_TEXT
 from lit_efficient.errors import ConfigurationError, check_number, refusal
@@ -163,8 +165,14 @@ def as_chat(tokenizer: Any, turns: str | list[dict[str, str]], owner: str = "gen
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigurationError(f"{owner} needs a tokenizer with a chat template, but the model's has none")
     messages = [{"role": "user", "content": turns}] if isinstance(turns, str) else turns
+    how = {"tokenize": False, "add_generation_prompt": True}
     with limited(tokenizer.get_chat_template()):
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        text = str(tokenizer.apply_chat_template(messages, **how))
+        if occurs(messages[-1]["content"], text):
+            return text
+        # Templates of models of images and text may read lists of parts only, and omit a text silently.
+        in_parts = str(tokenizer.apply_chat_template([as_parts(message) for message in messages], **how))
+    return in_parts if occurs(messages[-1]["content"], in_parts) else text
 
 
 def stop_ids(network: nn.Module, tokenizer: Any) -> set[int]:

@@ -137,8 +137,8 @@ def task_of(where: Mapping[str, Any]) -> str | None:
         where: Result of :func:`~lit_efficient.mechanisms.adapters.peft_folder.described`.
     """
     kind = where.get("class") or ""
-    if kind.endswith("ForConditionalGeneration") and json.loads(where["config"])["is_encoder_decoder"]:
-        return "SEQ_2_SEQ_LM"
+    if kind.endswith("ForConditionalGeneration"):  # of encoder and decoder, or of images and text
+        return "SEQ_2_SEQ_LM" if json.loads(where["config"]).get("is_encoder_decoder") else "CAUSAL_LM"
     if kind.endswith(("ForCausalLM", "LMHeadModel")):
         return "CAUSAL_LM"
     if kind.endswith("ForSequenceClassification"):

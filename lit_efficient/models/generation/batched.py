@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_efficient.internals.hugging_face import forget_positions
 from lit_efficient.models.generation.sampling import Sampling, penalized, sample_token
 from lit_efficient.models.networks.gpt import GPT, KVCache
 from lit_efficient.models.probes.modes import evaluating, whole_precision
@@ -69,6 +70,7 @@ def continue_rows(
     most = max(map(len, rows)) + max_new_tokens
     ends = [len(row) + max_new_tokens for row in rows]
     device = generators[0].device
+    forget_positions(network)
     with evaluating(network):
         pending = torch.tensor([row[:seen] for row in rows], device=device)
         reader = _Reader(network, most, pending.flatten())

@@ -1,4 +1,4 @@
-"""Causal language models of transformers: weights from a hub or a folder, or random weights for a configuration.
+"""Language models of transformers: weights from a hub or a folder, or random weights for a configuration.
 
 A folder's weights are read from safetensors into a model that was built on the meta device, so that they are in memory
 only once. Code in a repository is never run.
@@ -9,7 +9,7 @@ Source: https://huggingface.co/docs/transformers/main/en/main_classes/model.
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,11 +19,11 @@ from torch import nn
 
 from lit_efficient.distributed.deferred_draws import DeferredDraws
 from lit_efficient.distributed.weight_slices import Waiting, stored_places
-from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice, check_installed, refusal
+from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice, check_installed, check_list, refusal
 from lit_efficient.files.checkpoints import missing_folder
 from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.bitsandbytes_cpu import keep_unpacked
-from lit_efficient.internals.hugging_face import causal_model_of, from_config, take_generation
+from lit_efficient.internals.hugging_face import causal_model_of, from_config, language_auto_class, take_generation
 from lit_efficient.internals.hugging_face_loading import Replacing, empty_from_config, replacing_config
 from lit_efficient.internals.torch_fake import detect_fake_mode
 from lit_efficient.internals.torch_modules import exchange
@@ -38,25 +38,27 @@ from lit_efficient.models.libraries.config_fields import (
 )
 from lit_efficient.models.libraries.gguf_file import is_gguf, read_model, stored_config
 from lit_efficient.models.probes.read_weights import read_layers
-from lit_efficient.surgery import NEW_ROWS, WAITS
+from lit_efficient.surgery import NEW_ROWS, WAITS, match_parameters
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 Primitive = bool | int | float | str | None
+_Group = Primitive | list[Primitive] | dict[str, Primitive | list[Primitive]]  # such as rope_parameters
+Field = Primitive | list[Primitive] | list[list[Primitive]] | dict[str, _Group]
 _KEPT = 2  # maximum number of rows of a table that no position uses: OPT's first two, RoBERTa's for padding
 
 
 @dataclass(frozen=True)
 class CausalLMConfig:
-    """Causal language model of transformers, by name or by configuration.
+    """Causal language model of transformers, of text or of images and text, by name or by configuration.
 
     Args:
         name_or_path: a name on a hub, a local folder or a GGUF file, whose weights become floats; None builds the model
             from ``config_fields`` alone.
         config_fields: fields that replace those of the named model's configuration; without ``name_or_path`` the whole
             configuration, with ``model_type`` (``llama``, ``qwen3``, ...). Without ``vocab_size`` it is taken from the
-            data.
+            data. Models of images and text have the fields of their parts in ``text_config`` and ``vision_config``.
         random_weights: draw new weights although ``name_or_path`` has some.
         revision: branch, tag or commit of a hub's repository; only a commit never changes.
         dtype: number format of the weights; ``auto`` is the format of the files.
@@ -68,16 +70,19 @@ class CausalLMConfig:
             them train.
         attention: attention kernel by transformers' name: ``sdpa``, ``eager``, ``flash_attention_2``, ...; None is
             transformers' choice.
+        frozen: parts of the network that do not train, such as ``vision_tower`` or ``model.connector``: regular
+            expressions for the ends of dotted names. Adapters on ``all-linear`` layers leave them out.
     """
 
     name_or_path: str | None = None
-    config_fields: dict[str, Primitive | list[Primitive] | dict[str, Primitive]] | None = None
+    config_fields: dict[str, Field] | None = None
     random_weights: bool = False
     revision: str | None = None
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
     quantize: Literal["nf4", "int8"] | None = None
     attention: str | None = None
     resize_vocabulary: bool = False
+    frozen: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         owner = "CausalLMConfig"
@@ -85,6 +90,7 @@ class CausalLMConfig:
             check_names_class(owner, "model_type", self.config_fields or {})
         check_choice(owner, "dtype", self.dtype, ("float32", "bfloat16", "float16", "auto"))
         check_choice(owner, "quantize", self.quantize, ("nf4", "int8"), null=True)
+        check_list(owner, "frozen", self.frozen, "a list of patterns", empty=True)
         check_installed(owner, "transformers", *(["bitsandbytes"] if self.quantize else []))
         if is_gguf(self.name_or_path) and self.quantize is not None:
             allowed = "null for a GGUF file; add QuantizeBase to trainer.callbacks instead"
@@ -105,7 +111,9 @@ class CausalLMConfig:
     @property
     def takes_vocabulary(self) -> bool:
         """Return whether the number of token ids is taken from the data."""
-        return self.draws_weights and "vocab_size" not in (self.config_fields or {})
+        fields = self.config_fields or {}
+        text = fields.get("text_config")
+        return self.draws_weights and "vocab_size" not in {**fields, **(text if isinstance(text, dict) else {})}
 
 
 def resolve(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) -> "PretrainedConfig":
@@ -131,9 +139,14 @@ def resolve(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) ->
     known = CONFIG_MAPPING[kind]
     declared = declared_fields(known)
     check_values("CausalLMConfig", changed, declared_defaults(known))
-    if spec.draws_weights:
+    if spec.draws_weights and "text_config" in known.sub_configs:
+        changed["text_config"] = {**stored.get("text_config", {}), **(from_data or {}), **_part(changed, "text_config")}
+    elif spec.draws_weights:
         own = {name: value for name, value in (from_data or {}).items() if name in declared}  # a family may lack some
         changed = own | changed
+    for name in known.sub_configs:
+        if name in changed and isinstance(stored.get(name), Mapping):
+            changed[name] = {**stored[name], **_part(changed, name)}
     if "num_hidden_layers" in changed:
         stored.pop("layer_types", None)  # transformers derives it from the new number of layers
     parts = [f"name_or_path {spec.name_or_path!r}"] * (spec.name_or_path is not None)
@@ -147,6 +160,14 @@ def resolve(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) ->
     if undeclared:  # building the model is slow, so that it is asked for undeclared names only
         check_names("CausalLMConfig", sorted(undeclared - _read_names(config)), declared, f"the model type {kind}")
     return config
+
+
+def _part(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the fields of a part of a model, such as ``text_config``."""
+    found = fields.get(name, {})
+    if not isinstance(found, Mapping):
+        raise refusal("CausalLMConfig", f"config_fields.{name}", "a mapping of fields", found)
+    return dict(found)
 
 
 def declared_defaults(kind: Any) -> dict[str, Any]:
@@ -208,9 +229,8 @@ def build(
     Raises:
         ConfigurationError: if the data has more token ids than the model has rows, or the model cannot be loaded.
     """
-    from transformers import AutoModelForCausalLM
-
     config = resolve(spec, from_data)
+    kind = language_auto_class(config)
     vocab_size = (from_data or {}).get("vocab_size")
     rows = int(config.get_text_config().vocab_size)
     grows = vocab_size is not None and vocab_size > rows
@@ -238,12 +258,12 @@ def build(
         if spec.draws_weights or fakes:
             if fakes and dtype == "auto":
                 dtype = config.dtype or torch.float32
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **options)
+            model = kind.from_config(config, dtype=dtype, trust_remote_code=False, **options)
         else:
             check_sums(spec.name_or_path)
-            check_bounds("CausalLMConfig", spec.name_or_path, config, AutoModelForCausalLM)
+            check_bounds("CausalLMConfig", spec.name_or_path, config, kind)
             model = read_model(
-                AutoModelForCausalLM,
+                kind,
                 spec.name_or_path or "",
                 config=config,
                 revision=spec.revision,
@@ -294,14 +314,12 @@ def build_empty(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None
         stored = stored_places(folder).keys()
     except (OSError, ValueError, CheckpointError):
         return None  # `build` raises the error
-    from transformers import AutoModelForCausalLM
-
     dtype = getattr(config, "dtype", None) if spec.dtype == "auto" else getattr(torch, spec.dtype)
     options: dict[str, Any] = {"dtype": dtype or torch.float32, "trust_remote_code": False}
     if spec.attention is not None:
         options["attn_implementation"] = spec.attention
     with torch.device("cpu"), DeferredDraws():
-        model = empty_from_config(AutoModelForCausalLM, config, **options)
+        model = empty_from_config(language_auto_class(config), config, **options)
     exchange(model, lambda p: p.to("meta"))  # DeferredDraws has made small tensors with memory
     # A weight that is tied here may be stored with other numbers. `build` checks that.
     needed = {name for name in model.state_dict() if name not in model.all_tied_weights_keys}
@@ -314,6 +332,17 @@ def build_empty(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None
         take_generation(model, settings.read_text("utf-8"))
     keep_unpacked(model)
     return model.train()
+
+
+def freeze_parts(spec: CausalLMConfig, network: nn.Module) -> None:
+    """Exclude the parts that ``spec.frozen`` names from training, in place.
+
+    Raises:
+        ConfigurationError: If a pattern matches no parameter.
+    """
+    if spec.frozen:
+        for _, parameter in match_parameters(network, spec.frozen, who="CausalLMConfig: frozen"):
+            parameter.requires_grad_(False)
 
 
 def float32_advice(spec: CausalLMConfig) -> str | None:
@@ -351,13 +380,13 @@ def grow_vocabulary(model: "PreTrainedModel", size: int) -> None:
 def _quantization(spec: CausalLMConfig, dtype: Any, config: "PretrainedConfig") -> Any:
     if spec.quantize is None:
         return None
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig
     from transformers.quantizers.base import get_keys_to_not_convert
 
     kept: list[str] = []
 
     def make() -> nn.Module:
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
+        model = from_config(language_auto_class(config), copy.deepcopy(config), trust_remote_code=False)
         kept.extend(get_keys_to_not_convert(model))
         return model
 
@@ -379,13 +408,19 @@ def from_json(config: Mapping[str, Any], dtype: torch.dtype = torch.float32, who
         dtype: Number format of the weights.
         whole: Whether the checkpoint holds all weights, so that none have to be initialised.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = str(config["model_type"])
     fields = {key: value for key, value in config.items() if key not in ("model_type", "quantization_config")}
+    made = CONFIG_MAPPING[kind](**fields)
     make = empty_from_config if whole else from_config
-    return make(AutoModelForCausalLM, CONFIG_MAPPING[kind](**fields), dtype=dtype, trust_remote_code=False)
+    return make(language_auto_class(made), made, dtype=dtype, trust_remote_code=False)
+
+
+def reads_images(spec: CausalLMConfig) -> bool:
+    """Return whether the described model reads images, too: ``pixel_values`` of its ``forward``."""
+    kind = causal_model_of(resolve(spec))
+    return kind is not None and "pixel_values" in inspect.signature(kind.forward).parameters
 
 
 def positions_of(spec: CausalLMConfig) -> int | None:
