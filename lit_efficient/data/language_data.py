@@ -27,14 +27,16 @@ from lit_efficient.data.text.chat_data import ChatDataModule
 from lit_efficient.data.text.chat_tokens import ChatTokens
 from lit_efficient.data.text.collate import packed_batch, padded_batch
 from lit_efficient.data.text.document_store import Documents
+from lit_efficient.data.text.image_texts import ImageTexts
 from lit_efficient.data.text.mixture import LanguageMixture, MixtureSource, share_text
 from lit_efficient.data.text.packing import Bins, PackedRow, joined, pack_lengths
 from lit_efficient.data.text.reading import Reader
 from lit_efficient.data.text.rows import STDLIB_INSTRUCTIONS, Source
 from lit_efficient.data.text.streamed import StreamedRows, StreamLoader, StreamMixture
 from lit_efficient.data.text.truncation import Counts, Pieces, cut
-from lit_efficient.errors import ConfigurationError, refusal
+from lit_efficient.errors import ConfigurationError, listed, refusal
 from lit_efficient.files.cache import read_manifest
+from lit_efficient.losses.next_token import IGNORE
 from lit_efficient.mechanisms.order.keyed_batch_sampler import data_parallel_part, loading, no_loaders
 from lit_efficient.mechanisms.order.mixture_sampler import MixtureSampler, schedule_mean
 
@@ -58,6 +60,7 @@ class PackedDocuments(Dataset[PackedRow]):
     def __getitem__(self, index: int) -> PackedRow:
         row = PackedRow(self.documents.piece(self.pieces, number) for number in self.bins[index].tolist())
         row.source = bisect_right(self._ends, index)
+        row.pictured = self.documents.pictured(int(self.pieces.document[self.bins[index][0]]))
         return row
 
     @cached_property
@@ -83,6 +86,8 @@ class LanguageData(ChatDataModule):
             a single text its end.
         tokenizer: Folder or name of a Hugging Face tokenizer, or a ``tokenizer.json``. null: a byte-level BPE with a
             ChatML template is trained on the training rows.
+        processor: Folder or name of a model of images and text, in the place of ``tokenizer``. Conversations may then
+            hold images, and their tokens count. Needs ``pack: false`` and ``chat.truncation: drop``.
         max_length: Tokens of a packed row, and of the longest document.
         pack: Pack several documents into a row. false: one padded document in each row.
         batch_size: Rows in a training batch, for each process.
@@ -113,6 +118,7 @@ class LanguageData(ChatDataModule):
         train: str | list[str | MixtureSource] = STDLIB_INSTRUCTIONS,
         val: str | list[str | MixtureSource] | None = None,
         tokenizer: str | None = None,
+        processor: str | None = None,
         max_length: int = 1024,
         pack: bool = True,
         batch_size: int = 4,
@@ -141,7 +147,10 @@ class LanguageData(ChatDataModule):
             rows=rows,
             chat=chat,
             pin_memory=pin_memory,
+            processor=processor,
         )
+        if processor is not None:
+            self._check_processor(pack, stream)
         # A stream is read once and in order: a tokenizer or a split would need a pass before training.
         if stream.enabled and (tokenizer is None or (val is None and val_fraction)):
             raise ConfigurationError(
@@ -161,10 +170,28 @@ class LanguageData(ChatDataModule):
         self.train_rows: PackedDocuments | StreamedRows | None = None
         self.val_rows: PackedDocuments | None = None
 
+    def _check_processor(self, pack: bool, stream: LanguageStream) -> None:
+        """Raise an error for arguments that rows with images do not allow."""
+        for name, value, allowed in (
+            ("stream.enabled", stream.enabled, "false with a processor, because rows with images are not streamed"),
+            ("pack", pack, "false with a processor, because rows with images are not packed"),
+            ("chat.rendered", bool(self.chat.rendered), "null with a processor, which reads messages"),
+        ):
+            if value:
+                raise refusal("LanguageData", name, allowed, value)
+        if self.chat.truncation != "drop":
+            allowed = "drop with a processor, because a cut may remove a part of an image"
+            raise refusal("LanguageData", "chat.truncation", allowed, self.chat.truncation)
+
     def train_dataloader(self) -> DataLoader[Any] | StreamLoader:
         assert self.train_rows is not None
         collate = partial(
-            collate_rows, pack=self.pack, length=self.max_length, pad_id=self.pad_id, name_source=self.mixes
+            collate_rows,
+            pack=self.pack,
+            length=self.max_length,
+            pad_id=self.pad_id,
+            name_source=self.mixes,
+            processor=self.processor,
         )
         if isinstance(self.train_rows, StreamedRows):
             loader = DataLoader(self.train_rows, self.batch_size, collate_fn=collate, **loading(self))
@@ -195,6 +222,7 @@ class LanguageData(ChatDataModule):
             pad_id=self.pad_id,
             count_bytes=True,
             name_source=bool(self.source_names("val")),
+            processor=self.processor,
         )
         return DataLoader(self.val_rows, self.val_batch_size, collate_fn=collate, **loading(self))
 
@@ -251,7 +279,9 @@ class LanguageData(ChatDataModule):
         return "; ".join(parts)
 
     def reader(self, sources: list[Source]) -> Reader:
-        return Reader(sources, self.rows.format, self.rows.columns, self.rows.max_rows)
+        images = self.processor_name is not None
+        rows = self.rows
+        return Reader(sources, rows.format, rows.columns, rows.max_rows, images, rows.image_folder)
 
     def _cut(self, folder: Path, split: str, counts: Counts) -> PackedDocuments:
         documents = Documents(folder, split)
@@ -360,6 +390,7 @@ def collate_rows(
     pad_id: int,
     count_bytes: bool = False,
     name_source: bool = False,
+    processor: ImageTexts | None = None,
 ) -> dict[str, Tensor]:
     """Collate items of `PackedDocuments` into a batch.
 
@@ -370,9 +401,12 @@ def collate_rows(
         pad_id: Id of the padding.
         count_bytes: Add ``num_bytes`` [B].
         name_source: Add ``source`` [B], the number of the source of each row.
+        processor: Processor that makes the inputs of rows with images.
     """
     documents = [[(ids, labels) for ids, labels, _ in row] for row in rows]
-    if pack:
+    if processor is not None:
+        batch = pictured_batch(rows, processor)
+    elif pack:
         batch = packed_batch(documents, length, pad_id)
     else:
         batch = padded_batch([row[0] for row in documents], pad_id)
@@ -381,3 +415,24 @@ def collate_rows(
     if name_source:
         batch["source"] = torch.tensor([row.source for row in rows])
     return batch
+
+
+def pictured_batch(rows: list[PackedRow], processor: ImageTexts) -> dict[str, Tensor]:
+    """Return a batch of conversations with images: the outputs of the processor, and labels.
+
+    Raises:
+        ConfigurationError: If the tokens of a row are not those of the cache, because an image has another size now.
+    """
+    pictured = [row.pictured for row in rows if row.pictured is not None]
+    batch = processor.batch(pictured)
+    labels = torch.full_like(batch["input_ids"], IGNORE)
+    for index, ((ids, targets, _),) in enumerate(rows):
+        found = batch["input_ids"][index][batch["attention_mask"][index] == 1]
+        if found.tolist() != ids.tolist():
+            files = [image for image in pictured[index].images if isinstance(image, str)]
+            raise ConfigurationError(
+                "LanguageData: the tokens of a row have changed since they were counted, perhaps because an image was "
+                f"replaced ({listed(files, 3)}). Delete the cache and run again."
+            )
+        labels[index, : len(ids)] = torch.from_numpy(targets)
+    return batch | {"labels": labels}

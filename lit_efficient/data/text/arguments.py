@@ -53,12 +53,14 @@ class LanguageRows(RowsArguments):
 
     Args:
         format: Format of the rows. ``auto`` recognises it by the keys and logs it.
+        image_folder: Folder of the images that rows name by their paths. null: the folder of the file with the rows.
     """
 
     owner = "LanguageData"
     keys = sorted({key for keys in KEYS.values() for key in keys} | {"input", *FURTHER, *TOKEN_KEYS})
 
     format: Literal["auto"] | Format = "auto"
+    image_folder: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

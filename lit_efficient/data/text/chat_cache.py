@@ -86,7 +86,7 @@ class Recipe:
             "settings": settings,
             "format": FORMAT,
         }
-        return dict(json.loads(json.dumps(about, default=asdict)))
+        return dict(json.loads(json.dumps(about, default=_as_json)))
 
     def rank(self, row: Example) -> float:
         """Return a number in [0, 1) from the content that must not occur on both sides of the split."""
@@ -203,6 +203,11 @@ def _build(recipe: Recipe, target: Path) -> None:
     if chats and tokenizer.chat_template is not None:
         about["end_of_turn"] = encoder.end_of_turn
     seal(target, FORMAT, about)
+
+
+def _as_json(value: Any) -> Any:
+    """Return an argument of `ChatTokens` as JSON."""
+    return value.digest if hasattr(value, "digest") else asdict(value)
 
 
 class _SplitWriter:

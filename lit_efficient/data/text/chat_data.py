@@ -26,6 +26,8 @@ from lit_efficient.files.cache import read_manifest
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from lit_efficient.data.text.image_texts import ImageTexts
+
 
 class ChatDataModule(LightningDataModule):
     """Base of DataModules with a chat tokenizer. Most attributes are known after ``setup``.
@@ -57,6 +59,7 @@ class ChatDataModule(LightningDataModule):
         rows: RowsArguments,
         chat: ChatArguments,
         pin_memory: bool,
+        processor: str | None = None,
     ) -> None:
         super().__init__()
         self.owner = rows.owner
@@ -65,11 +68,14 @@ class ChatDataModule(LightningDataModule):
         check_number(self.owner, "val_batch_size", val_batch_size, least=1, whole=True, null=True)
         check_number(self.owner, "val_fraction", val_fraction, least=0, below=1)
         check_number(self.owner, "num_workers", num_workers, least=0, whole=True)
-        if tokenizer is None and chat.template is not None:
+        if processor is not None and tokenizer is not None:
+            raise refusal(self.owner, "tokenizer", "null with a processor, which has its own", tokenizer)
+        trains = tokenizer is None and processor is None
+        if trains and chat.template is not None:
             raise ConfigurationError(
                 f"{self.owner}: chat.template needs a tokenizer. The tokenizer that is trained here uses ChatML."
             )
-        if tokenizer is None and chat.rendered:
+        if trains and chat.rendered:
             raise ConfigurationError(
                 f"{self.owner}: chat.rendered needs the tokenizer whose control tokens the texts hold."
             )
@@ -83,6 +89,9 @@ class ChatDataModule(LightningDataModule):
             if any(source.weight is not None for source in self.val):
                 raise ConfigurationError(f"{self.owner}: val: a source has a weight, and validation reads all rows.")
         self.tokenizer_name = tokenizer
+        self.processor_name = processor
+        self.processor: ImageTexts | None = None
+        """Processor of images and text; known after `setup`."""
         self.max_length = max_length
         self.batch_size = batch_size
         self.val_batch_size = val_batch_size or batch_size
@@ -137,6 +146,12 @@ class ChatDataModule(LightningDataModule):
     def check_model(self) -> None:
         """Raise an error if the model of the run cannot read rows of this length."""
         check_length(self, "max_length", self.max_length)
+        module: Any = None if self.trainer is None else self.trainer.lightning_module
+        if self.processor_name is not None and getattr(module, "reads_images", True) is False:
+            raise ConfigurationError(
+                f"{self.owner}: processor is {self.processor_name}, of a model of images and text, and the model of "
+                f"{type(module).__name__} reads text only. Name one model for both, or a tokenizer"
+            )
 
     def prepare_data(self) -> None:
         self.check_model()
@@ -185,6 +200,7 @@ class ChatDataModule(LightningDataModule):
             "new_tokens": list(self.chat.new_tokens),
             "rendered": bool(self.chat.rendered),
             "choices": self.chat.choices,
+            **({} if self.processor is None else {"processor": self.processor}),
         }
 
     @abstractmethod
@@ -250,10 +266,7 @@ class ChatDataModule(LightningDataModule):
         # These arguments change only which rows are read, and the hash of the content covers the rows.
         for name in ("max_malformed", "split", "val_split", "subset"):
             del settings[name]
-        tokenizer = self.chat.vocab_size
-        if self.tokenizer_name is not None:
-            tokenizer = load_chat_tokenizer(self.tokenizer_name, self.chat.template)
-            add_new_tokens(tokenizer, self.chat.new_tokens)
+        tokenizer = self._load_tokenizer()
         recipe = Recipe(
             owner=self.owner,
             sources=self._open_sources(),
@@ -267,6 +280,21 @@ class ChatDataModule(LightningDataModule):
             seed=self.seed,
         )
         return prepare(recipe, self.kind, self.cache_dir, thorough)
+
+    def _load_tokenizer(self) -> Any:
+        """Return the tokenizer with its new tokens, or the number of ids of the one to train. Load the processor."""
+        if self.processor_name is not None:
+            from lit_efficient.data.text.image_texts import ImageTexts, pack_processor, read_processor
+
+            processor = read_processor(self.processor_name, self.chat.template)
+            add_new_tokens(processor.tokenizer, self.chat.new_tokens)
+            self.processor = ImageTexts(pack_processor(processor, self.processor_name))
+            return processor.tokenizer
+        if self.tokenizer_name is None:
+            return self.chat.vocab_size
+        tokenizer = load_chat_tokenizer(self.tokenizer_name, self.chat.template)
+        add_new_tokens(tokenizer, self.chat.new_tokens)
+        return tokenizer
 
 
 def check_length(data: LightningDataModule, name: str, length: int) -> None:

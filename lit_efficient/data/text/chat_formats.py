@@ -17,8 +17,10 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from typing import Any, Literal, get_args
 
+from lit_efficient.data.text.message_images import IMAGE_COLUMNS, PARTS, Part, UnplacedImage, is_image, place_images
 from lit_efficient.errors import ConfigurationError, listed
 
 Format = Literal["tokens", "messages", "sharegpt", "alpaca", "completion", "text"]
@@ -36,7 +38,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "text": ("text",),
 }
 # Further keys that a row of a format may have.
-FURTHER = ("tools", "functions", "system", "chat_template_kwargs")
+FURTHER = ("tools", "functions", "system", "chat_template_kwargs", *IMAGE_COLUMNS)
 # Masks of rows of tokens that are 1 for a token with loss: of Megatron, of transformers, and of TRL.
 LOSS_MASKS = ("loss_mask", "assistant_masks", "completion_mask")
 TOKEN_KEYS = ("labels", "attention_mask", *LOSS_MASKS)
@@ -50,7 +52,7 @@ _FURTHER: dict[str, tuple[str, ...]] = {
 }
 # List of turns as JSON or as Python prints it, without anything after it.
 _TURNS = re.compile(r"""\s*\[\s*\{.*?["'](role|from)["']\s*:.*\]\s*\Z""", re.DOTALL)
-# Content that no text DataModule reads.
+# Content that no text DataModule reads, except images with a processor.
 MEDIA = ("image", "video", "audio")
 # Keys of a turn that decide whether it contributes to the loss, as in axolotl.
 _TAGS = ("train", "training")
@@ -82,6 +84,7 @@ class Document:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further variables for the chat template
     ids: tuple[int, ...] = ()  # the tokens, if there is neither a message nor a text
     trained: tuple[bool, ...] = ()  # True for ids that contribute to the loss
+    images: tuple[Any, ...] = ()  # the images of the messages, in their order
 
     @property
     def documents(self) -> tuple[Document, ...]:
@@ -91,7 +94,8 @@ class Document:
     @property
     def identity(self) -> list[Any]:
         """Content that must not occur on both sides of a split."""
-        return [self.messages, self.text, *self.ids]
+        pictures = [sha256(image).hexdigest() if isinstance(image, bytes) else image for image in self.images]
+        return [self.messages, self.text, *self.ids, *pictures]
 
     @property
     def numbers(self) -> tuple[float, ...]:
@@ -178,8 +182,13 @@ def _missing(row: Row, keys: Iterable[str]) -> list[str]:
     return [key for key in keys if row.get(key) is None]
 
 
-def read_row(row: Row, kind: Format) -> Document:
+def read_row(row: Row, kind: Format, images: bool = False) -> Document:
     """Return the document of a row.
+
+    Args:
+        row: The row.
+        kind: Its format.
+        images: Read images in the messages of conversations. Rows of other formats are malformed.
 
     Raises:
         MalformedRow: If the row does not match the format.
@@ -187,23 +196,30 @@ def read_row(row: Row, kind: Format) -> Document:
     assert kind in get_args(Format)
     check_keys(row, KEYS[kind])
     _check_label(row, kind)
-    if kind == "text":
-        return Document(text=_text(row, "text"))
-    document = _conversation(row, kind)
+    document = Document(text=_text(row, "text")) if kind == "text" else _conversation(row, kind, images)
     if not document.messages:
+        if images:
+            raise MalformedRow("it is no conversation, and a processor reads conversations only")
         return document
-    return replace(document, tools=_tools(row), template_kwargs=_template_kwargs(row))
+    _check_media(row, images)
+    document = replace(document, tools=_tools(row), template_kwargs=_template_kwargs(row))
+    if not images:
+        return document
+    try:
+        placed, found = place_images(document.messages, row)
+    except UnplacedImage as reason:
+        raise MalformedRow(str(reason)) from reason
+    return replace(document, messages=placed, images=found)
 
 
-def _conversation(row: Row, kind: Format) -> Document:
+def _conversation(row: Row, kind: Format, images: bool) -> Document:
     """Return the messages of a row, or the text of a prompt with a completion."""
     if kind == "alpaca":
         return Document(messages=_alpaca(row))
     if kind == "completion":
-        return _completion(row)
-    _check_media(row)
+        return _completion(row, images)
     (key,) = KEYS[kind]
-    messages = _behind_system(row, _messages(row[key], key))
+    messages = _behind_system(row, _messages(row[key], key, images))
     _check_turns(messages)
     return Document(messages=messages)
 
@@ -218,11 +234,20 @@ def _check_label(row: Row, kind: Format) -> None:
             )
 
 
-def _check_media(row: Row) -> None:
-    """Raise an error for a row whose messages refer to images, videos or sounds in other columns."""
-    for name in MEDIA:
-        if row.get(f"{name}s"):
-            raise MalformedRow(f"it holds {name}s (in {name + 's'!r}), and only text is read")
+def _check_media(row: Row, images: bool) -> None:
+    """Raise an error for a row whose messages refer to videos, sounds, or unless ``images`` images in other columns."""
+    for medium in MEDIA[images:]:
+        for name in (f"{medium}s", medium):
+            if row.get(name):
+                raise MalformedRow(f"it holds {medium}s (in {name!r}), and {_read(medium, images)}")
+
+
+def _read(medium: str, images: bool) -> str:
+    """Return a clause about what is read, for a row with another medium."""
+    if images:
+        return "only text and images are read"
+    hint = ". Name the processor of a model of images and text: processor" if medium == "image" else ""
+    return f"only text is read{hint}"
 
 
 def _template_kwargs(row: Row) -> Mapping[str, Any]:
@@ -315,14 +340,14 @@ def _alpaca(row: Row) -> tuple[Message, ...]:
     return (*system_message(row), {"role": "user", "content": request}, {"role": "assistant", "content": answer})
 
 
-def _completion(row: Row) -> Document:
+def _completion(row: Row, images: bool) -> Document:
     prompt = row["prompt"]
     completion = row["completion"]
     if holds_turns(prompt) != holds_turns(completion):
         raise MalformedRow(f"prompt is {_kind(prompt)} and completion {_kind(completion)}: both must be of one kind")
     if holds_turns(prompt):
-        asked = _behind_system(row, _messages(prompt, "prompt"))
-        messages = (*asked, *_messages(completion, "completion"))
+        asked = _behind_system(row, _messages(prompt, "prompt", images))
+        messages = (*asked, *_messages(completion, "completion", images))
         _check_turns(messages)
         return Document(messages=messages, given_turns=len(asked))
     if not isinstance(prompt, str):
@@ -330,16 +355,16 @@ def _completion(row: Row) -> Document:
     return Document(text=prompt + _text(row, "completion"), given=len(prompt))
 
 
-def _messages(turns: object, name: str) -> tuple[Message, ...]:
+def _messages(turns: object, name: str, images: bool = False) -> tuple[Message, ...]:
     if not turns:
         raise MalformedRow(f"{name} is empty, not a list of turns")
     turns = turns_in(turns, name)
     if not isinstance(turns, list):
         raise MalformedRow(f"{name} is {_kind(turns)}, not a list of turns")
-    return tuple(_message(turn, f"{name}[{index}]") for index, turn in enumerate(turns))
+    return tuple(_message(turn, f"{name}[{index}]", images) for index, turn in enumerate(turns))
 
 
-def _message(turn: object, name: str) -> Message:
+def _message(turn: object, name: str, images: bool) -> Message:
     if not isinstance(turn, Mapping):
         raise MalformedRow(f"{name} is {_kind(turn)}, not a turn")
     role = turn.get("role", turn.get("from"))
@@ -352,7 +377,10 @@ def _message(turn: object, name: str) -> Message:
         kept["tool_calls"] = calls
     content = turn.get("content", turn.get("value"))
     if isinstance(content, list):
-        content = "".join(_part(part, name) for part in content)
+        parts = [_part(part, name, images) for part in content]
+        content = "".join(part["text"] for part in parts if not is_image(part))
+        if images:
+            kept[PARTS] = parts
     # A turn that only calls tools has no text.
     if content is None and calls:
         content = ""
@@ -395,14 +423,16 @@ def _calls(turn: dict[str, Any], name: str) -> list[Any]:
     return read
 
 
-def _part(part: object, name: str) -> str:
-    """Return the text of a part of a content that is a list."""
+def _part(part: object, name: str, images: bool) -> Part:
+    """Return a part of a content that is a list: a text, or an image."""
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
+        return {"type": "text", "text": part["text"]}
+    if isinstance(part, Mapping) and images and is_image(part):
+        return dict(part)
     kind = str(part.get("type")) if isinstance(part, Mapping) else ""
     for medium in MEDIA:
         if kind.startswith((medium, f"input_{medium}")):  # as "image", "image_url" or "input_image"
-            raise MalformedRow(f"{name} holds a part of the type {kind!r}, and only text is read")
+            raise MalformedRow(f"{name} holds a part of the type {kind!r}, and {_read(medium, images)}")
     raise MalformedRow(f"{name} holds a part that is no text: {str(part)[:40]}")
 
 

@@ -14,6 +14,7 @@ import json
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from lit_efficient.data.text.token_cache import END_OF_TEXT, train_tokenizer
@@ -76,14 +77,19 @@ def load_chat_tokenizer(name: str, chat_template: str | None = None) -> Any:
         tokenizer = _of_checkpoint(path)
     else:
         tokenizer = _bare(path)
+    check_fast(tokenizer, name)
+    if chat_template is not None:
+        tokenizer.chat_template = read_template(chat_template)
+    return tokenizer
+
+
+def check_fast(tokenizer: Any, name: str) -> None:
+    """Raise ConfigurationError for a tokenizer that cannot tell the characters of a token."""
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigurationError(
             f"tokenizer: {name} is a {type(tokenizer).__name__}, and only fast tokenizers are supported. Convert it to "
             "one (tokenizer.json)."
         )
-    if chat_template is not None:
-        tokenizer.chat_template = read_template(chat_template)
-    return tokenizer
 
 
 def train_chat_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
@@ -146,12 +152,15 @@ def fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(pack_tokenizer(tokenizer), sort_keys=True).encode()).hexdigest()
 
 
-def pack_tokenizer(tokenizer: Any, stop: Iterable[int] = ()) -> dict[str, Any]:
+def pack_tokenizer(
+    tokenizer: Any, stop: Iterable[int] = (), beside: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
     """Return a tokenizer as strings and numbers for a checkpoint.
 
     Args:
         tokenizer: Tokenizer of the tokenizers library, or a fast tokenizer of transformers.
         stop: Further ids that end a text or a turn.
+        beside: The processor of a model of images and text, as of `pack_processor`.
 
     Raises:
         ConfigurationError: If the tokenizer cannot be written as JSON.
@@ -166,6 +175,8 @@ def pack_tokenizer(tokenizer: Any, stop: Iterable[int] = ()) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             write_tokenizer(tokenizer, Path(folder))
             packed["files"] = _texts_in(Path(folder))
+    if beside:
+        packed |= {"files": {**beside["files"], **packed["files"]}, "processor": beside["processor"]}
     return packed
 
 

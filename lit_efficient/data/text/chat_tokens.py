@@ -10,13 +10,16 @@ A model that is not trained on the end of a turn never stops, and many templates
 probe conversation is checked before any data is read.
 """
 
+from __future__ import annotations
+
+import contextlib
 import functools
 import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -24,10 +27,15 @@ from tokenizers.models import BPE
 
 from lit_efficient.data.text.chat_formats import Document, MalformedRow, Message
 from lit_efficient.data.text.left_out import left_out
+from lit_efficient.data.text.message_images import PicturedText, UnplacedImage, as_parts
 from lit_efficient.data.text.pair_formats import Example
 from lit_efficient.data.text.turn_choices import TurnChoices
 from lit_efficient.data.text.turn_spans import ANSWERED, ASKED, PROBE, TrainOn, Turn, TurnSpans, encodable
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.hugging_face import chat_environment
+
+if TYPE_CHECKING:
+    from lit_efficient.data.text.image_texts import ImageTexts
 
 # Token of a single byte, in vocabularies of SentencePiece.
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
@@ -48,6 +56,7 @@ class Encoded:
     is_text: bool = False  # True for a text, False for a conversation
     control: str = ""  # first control token that a text spells
     end: int | None = None  # special token that ends a rendered text
+    pictured: PicturedText | None = field(default=None, init=False)  # text and images, for the processor
 
 
 class SplitRow(NamedTuple):
@@ -80,6 +89,7 @@ class ChatTokens:
         rendered: Texts hold the chat template already: their control tokens become ids, and nothing is added. Else
             control tokens in a text are tokenised as text.
         choices: Changes of conversations before the chat template writes them.
+        processor: Processor to which the tokenizer belongs, for conversations with images.
 
     Raises:
         ConfigurationError: If the tokenizer has no token that ends a text.
@@ -93,6 +103,7 @@ class ChatTokens:
         new_tokens: Sequence[str] = (),
         rendered: bool = False,
         choices: TurnChoices = TurnChoices(),  # noqa: B008 (frozen)
+        processor: ImageTexts | None = None,
     ) -> None:
         if tokenizer.eos_token_id is None:
             raise ConfigurationError(
@@ -104,6 +115,7 @@ class ChatTokens:
         self.untrained_end = untrained_end
         self.rendered = rendered
         self.choices = choices
+        self.processor = processor
         added = tokenizer.added_tokens_decoder
         self.special_ids = {index for index, token in added.items() if token.special} | set(tokenizer.all_special_ids)
         # New tokens are content, also if the tokenizer calls them special.
@@ -115,7 +127,7 @@ class ChatTokens:
         if not shared and _may_be_unknown(tokenizer):
             self.special_ids.discard(tokenizer.unk_token_id)
         control = sorted(str(added[i]) for i in self.special_ids if i in added)
-        self.turns = TurnSpans(tokenizer, train_on, control, choices.template_kwargs)
+        self.turns = TurnSpans(tokenizer, train_on, control, choices.template_kwargs, processor is not None)
 
     @functools.cached_property
     def end_of_turn(self) -> int | None:
@@ -130,6 +142,18 @@ class ChatTokens:
             return None
         return self._id_after([ASKED, ANSWERED, ASKED])
 
+    def _way_out(self, probe: Sequence[Message]) -> str:
+        """Return advice for a template that does not write a conversation."""
+        from jinja2 import TemplateError
+
+        template = str(self.tokenizer.get_chat_template())
+        variables = {**self.tokenizer.special_tokens_map, **self.choices.template_kwargs}
+        parts = [as_parts(message) for message in probe]
+        with contextlib.suppress(TemplateError, TypeError):
+            if PROBE in chat_environment(template).from_string(template).render(messages=parts, **variables):
+                return "It reads lists of texts and images: name the model as processor in the place of tokenizer."
+        return "Give another chat_template."
+
     def _id_after(self, probe: Sequence[Message], anywhere: bool = False) -> int | None:
         """Return the special token that follows the answer of a probe, directly or, with ``anywhere``, later."""
         from jinja2 import TemplateError
@@ -143,7 +167,7 @@ class ChatTokens:
             ) from error
         if PROBE not in text:
             raise ConfigurationError(
-                "tokenizer: the chat template does not write the text of an answer. Give another chat_template."
+                f"tokenizer: the chat template does not write the text of an answer. {self._way_out(probe)}"
             )
         tokens = self._tokens([text])[0]
         after = int(np.searchsorted(tokens.starts, text.rindex(PROBE) + len(PROBE)))
@@ -225,8 +249,11 @@ class ChatTokens:
                     chosen = self.choices.apply(document, self._reads_thoughts)
                     text, turns = self.turns.find(chosen)
                     self.choices.check_written(chosen, text)
-                    chats.append((index, text, turns))
                     lost[index] = left_out(chosen, text) + self._unread_kwargs(chosen)
+                    if self.processor is None:
+                        chats.append((index, text, turns))
+                    else:
+                        found[index] = self._pictured(chosen, text, turns, lost[index])
                 else:
                     texts.append((index, encodable(document.text)))
             except MalformedRow as reason:
@@ -235,6 +262,25 @@ class ChatTokens:
             found[index] = replace(self._chat(text, turns, tokens), left_out=lost[index])
         for (index, _), tokens in zip(texts, self._tokens([text for _, text in texts], not self.rendered)):
             found[index] = self._text(documents[index], tokens)
+        return found
+
+    def _pictured(self, document: Document, text: str, turns: list[Turn], lost: Counter[str]) -> Encoded:
+        """Return the tokens of a rendered conversation, in which the processor writes the tokens of images."""
+        assert self.processor is not None
+        if self.next_turn is not None and document.messages[-1]["role"] == "assistant":
+            text += str(self.tokenizer.convert_ids_to_tokens(self.next_turn))
+        try:
+            row = self.processor.tokens(text, document.images)
+        except UnplacedImage as reason:
+            raise MalformedRow(str(reason)) from reason
+        moved = [[(row.moved(start), row.moved(stop)) for start, stop in turn] for turn in turns]
+        starts = np.maximum.accumulate(row.offsets[:, 0])
+        found = self._chat(row.text, moved, _Tokens(row.ids, starts, row.offsets[:, 1]))
+        for start, stop in row.spans:  # no model has to write the tokens of an image
+            first, beyond = (int(i) for i in np.searchsorted(starts, (start, stop)))
+            found.trained[first:beyond] = False
+        found = replace(found, left_out=lost)
+        found.pictured = PicturedText(text, document.images, row.sizes)
         return found
 
     @functools.cached_property

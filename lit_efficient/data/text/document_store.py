@@ -3,6 +3,7 @@
     tokens.bin     int32: an id that contributes to the loss as itself, any other id as its complement (~id, below 0)
     documents.bin  int64 [D, 5]: the facts of each document, see `truncation.facts`
     bytes.bin      int32: bytes of text that each token stands for; of validation documents only
+    images.jsonl   text and images of each conversation, for a processor; the places of its lines are in images.bin
 
 One number holds an id and its mask, so the two cannot get out of step. Documents are stored whole and cut when they are
 read, so the cache does not depend on ``max_length``.
@@ -10,13 +11,17 @@ read, so the cache does not depend on ``max_length``.
 
 from __future__ import annotations
 
+import json
+from base64 import b64decode, b64encode
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 import numpy as np
 
 from lit_efficient.data.text.chat_tokens import Encoded
+from lit_efficient.data.text.message_images import PicturedText
 from lit_efficient.data.text.truncation import Pieces, facts
 from lit_efficient.files.cache import map_numbers
 from lit_efficient.losses.next_token import IGNORE
@@ -35,6 +40,9 @@ class DocumentWriter:
         self._bytes = None
         if name == "val":
             self._bytes = self._files.enter_context((folder / f"{name}.bytes.bin").open("wb"))
+        self._place = folder / name
+        self._lines: IO[bytes] | None = None
+        self._ends: IO[bytes] | None = None
 
     def add(self, document: Encoded) -> None:
         """Append a document."""
@@ -44,6 +52,16 @@ class DocumentWriter:
         self._documents.write(np.array(facts(document), np.int64).tobytes())
         if self._bytes is not None:
             self._bytes.write(document.num_bytes.astype(np.int32).tobytes())
+        if document.pictured is not None:
+            self._add_images(document.pictured)
+
+    def _add_images(self, row: PicturedText) -> None:
+        if self._lines is None or self._ends is None:
+            self._lines = self._files.enter_context(self._place.with_suffix(".images.jsonl").open("wb"))
+            self._ends = self._files.enter_context(self._place.with_suffix(".images.bin").open("wb"))
+        images = [{"base64": b64encode(i).decode()} if isinstance(i, bytes) else {"path": i} for i in row.images]
+        self._lines.write(json.dumps({"text": row.text, "images": images, "sizes": dict(row.sizes)}).encode() + b"\n")
+        self._ends.write(np.array([self._lines.tell()], np.int64).tobytes())
 
     def __enter__(self) -> DocumentWriter:
         return self
@@ -62,6 +80,10 @@ class Documents:
         self._tokens = map_numbers(folder / f"{name}.tokens.bin", np.int32)
         sizes = folder / f"{name}.bytes.bin"
         self._bytes = map_numbers(sizes, np.int32) if sizes.exists() else None
+        self._ends: np.ndarray | None = None
+        if (folder / f"{name}.images.bin").exists():
+            self._lines = map_numbers(folder / f"{name}.images.jsonl", np.uint8)
+            self._ends = map_numbers(folder / f"{name}.images.bin", np.int64)
         self._starts = np.cumsum(self.facts[:, 0]) - self.facts[:, 0]
 
     def piece(self, pieces: Pieces, index: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -80,6 +102,15 @@ class Documents:
         if self._bytes is not None:
             size = int(self._bytes[place][labels != IGNORE].sum())
         return ids, labels, size
+
+    def pictured(self, document: int) -> PicturedText | None:
+        """Return text and images of a conversation; None without a processor."""
+        if self._ends is None:
+            return None
+        begin = int(self._ends[document - 1]) if document else 0
+        row = json.loads(self._lines[begin : int(self._ends[document])].tobytes())
+        images = tuple(one["path"] if "path" in one else b64decode(one["base64"]) for one in row["images"])
+        return PicturedText(row["text"], images, row["sizes"])
 
     def count_trained(self, pieces: Pieces) -> int:
         """Return the number of tokens in pieces that contribute to the loss."""

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from lit_efficient.data.text.chat_formats import Document, Message
+from lit_efficient.data.text.message_images import texts_of
 
 # End of the thoughts in a content. Templates remove the text before it from earlier turns.
 _THOUGHT_ENDS = "</think>"
@@ -21,7 +22,7 @@ def left_out(document: Document, text: str) -> Counter[str]:
     for message in document.messages:
         lacking = {part for part, words in _parts(message) if not occurs(words, text)}
         content = message["content"]
-        if not occurs(content, text):
+        if not all(occurs(words, text) for words in texts_of(message)):
             if _THOUGHT_ENDS in content and occurs(without_thoughts(content), text):
                 lacking.add("thoughts")
             else:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
+from lit_efficient.data.text.message_images import PicturedText
 from lit_efficient.errors import refusal
 
 
@@ -56,6 +57,7 @@ class PackedRow(list[tuple[np.ndarray, np.ndarray, int]]):
     """Pieces of documents in a packed row, each as ids, labels and bytes of text, and the number of their source."""
 
     source = 0
+    pictured: PicturedText | None = None  # text and images of a conversation that is not packed, for a processor
 
 
 def pack_lengths(lengths: ArrayLike, capacity: int) -> Bins:

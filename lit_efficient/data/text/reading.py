@@ -1,12 +1,14 @@
 """Reading of sources as documents or pairs, and an account of malformed rows."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
+from pathlib import Path
 from typing import Any, Literal
 
-from lit_efficient.data.text.chat_formats import Format, MalformedRow, Row, read_row, recognise
+from lit_efficient.data.text.chat_formats import Document, Format, MalformedRow, Row, read_row, recognise
+from lit_efficient.data.text.message_images import UnplacedImage, resolve_image
 from lit_efficient.data.text.pair_formats import Example, Margin, StringsAs, read_pair, recognise_pairs
 from lit_efficient.data.text.rows import Source
 from lit_efficient.data.text.token_rows import read_tokens
@@ -46,6 +48,8 @@ class Reader:
         kind: Format of the rows. ``auto`` recognises it by the keys.
         columns: Names of the keys in the rows: {key of the format: key in the rows}.
         max_rows: Largest number of rows to read of each source. None: all.
+        images: Read images in the messages of conversations.
+        image_folder: Folder to which the paths of images are relative. None: that of the source.
 
     Raises:
         ConfigurationError: If no row of a source has the keys of any format.
@@ -57,7 +61,11 @@ class Reader:
         kind: Format | Literal["auto"] = "auto",
         columns: Mapping[str, str] | None = None,
         max_rows: int | None = None,
+        images: bool = False,
+        image_folder: str | None = None,
     ) -> None:
+        self._images = images
+        self._image_folder = None if image_folder is None else Path(image_folder).expanduser()
         self._columns = dict(columns or {})
         self._max_rows = max_rows
         self.formats: list[str] = []
@@ -110,6 +118,8 @@ class Reader:
                 continue
             try:
                 found: Example | MalformedRow = self._read(renamed, kind)
+                if isinstance(found, Document) and found.images:
+                    found = self._with_files(found, source)
             except MalformedRow as reason:
                 found = reason
             yield place, found
@@ -128,7 +138,17 @@ class Reader:
         return [average if count is None else float(count) for count in counts]
 
     def _read(self, row: Row, kind: Any) -> Example:
-        return read_tokens(row) if kind == "tokens" else read_row(row, kind)
+        if kind == "tokens" and not self._images:
+            return read_tokens(row)
+        return read_row(row, kind, self._images)
+
+    def _with_files(self, document: Document, source: Source) -> Document:
+        """Return a conversation whose images are paths of files, or bytes."""
+        folder = self._image_folder or source.folder
+        try:
+            return replace(document, images=tuple(resolve_image(image, folder) for image in document.images))
+        except UnplacedImage as reason:
+            raise MalformedRow(str(reason)) from reason
 
     def _format(self, source: Source, kind: Any) -> tuple[Any, str]:
         """Return the format of a source, and a sentence about it."""

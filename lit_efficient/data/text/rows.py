@@ -14,7 +14,7 @@ import lzma
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from glob import glob
 from itertools import islice
@@ -59,6 +59,7 @@ class Source:
     is_text: bool = False  # True if every row is the text of a file
     entry: int = 0  # number of the entry of ``train`` or ``val`` that the source belongs to
     hint: str = ""  # sentence about a likely mistake, for the error if no row has the keys of any format
+    folder: Path | None = None  # folder of the files, to which the paths of images in the rows are relative
 
 
 def open_sources(
@@ -123,7 +124,7 @@ def _folder(path: Path, name: str) -> list[Source]:
     if passed:
         kind = "rows" if rows else "text"
         rank_zero_info(f"{name}: {len(files)} files of {kind}; passed over {listed(passed, 5)}")
-    return [_file(file, file.relative_to(path).as_posix()) for file in files]
+    return [replace(_file(file, file.relative_to(path).as_posix()), folder=path) for file in files]
 
 
 def _of_memory(name: str, rows: list[Content]) -> Source:
@@ -236,7 +237,8 @@ def _file(path: Path, name: str) -> Source:
     if reader is _table:
         hint = " The first row of a table names its columns: if this row is data, write names above it."
     rows = partial(_readable, reader, path, name)
-    return Source(name, rows, digest, partial(_count, reader, path, name), reader is _whole_text, hint=hint)
+    count = partial(_count, reader, path, name)
+    return Source(name, rows, digest, count, reader is _whole_text, hint=hint, folder=path.parent)
 
 
 def _readable(reader: Callable[[Path, str], Iterator[Row]], path: Path, name: str) -> Iterator[Row]:
@@ -388,7 +390,8 @@ def _saved(path: Path, split: str) -> Source:
     for file in sorted(file for file in path.rglob("*") if file.is_file()):
         digest.update(file.relative_to(path).as_posix().encode())
         digest.update(bytes.fromhex(sha256_of(file)))
-    return Source(path.name, partial(table_rows, found, path.name), digest.hexdigest(), partial(len, found))
+    rows = partial(table_rows, found, path.name)
+    return Source(path.name, rows, digest.hexdigest(), partial(len, found), folder=path)
 
 
 def _hub(name: str, split: str, subset: str | None, streaming: bool) -> Source:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from lit_efficient.data.text.chat_formats import Document, MalformedRow, Message
 from lit_efficient.data.text.left_out import call_texts, occurs, without_thoughts
+from lit_efficient.data.text.message_images import as_parts, texts_of
 from lit_efficient.data.text.template_limits import limited
 from lit_efficient.data.text.tool_calls import as_template_reads, control_texts
 from lit_efficient.data.text.turn_marks import Placed, place_messages
@@ -51,6 +52,7 @@ class TurnSpans:
         train_on: As in `ChatTokens`.
         control: Special tokens that the text of a turn must not contain.
         template_kwargs: Further variables for the chat template. Those of a document take precedence.
+        in_parts: Give the template contents as lists of texts and images, as those of processors read them.
     """
 
     def __init__(
@@ -59,8 +61,10 @@ class TurnSpans:
         train_on: TrainOn,
         control: Sequence[str],
         template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        in_parts: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
+        self.in_parts = in_parts
         self.train_on = train_on
         self.template_kwargs = dict(template_kwargs)
         # Longest first, so that the error names "<|end|>x" and not its prefix "<|end|>".
@@ -243,8 +247,9 @@ class TurnSpans:
         return {name: value for name, value in given.items() if name in self.variables}
 
     def _read_by(self, template: str, messages: Sequence[Message], tools: Sequence[Any]) -> list[Message]:
-        """Return messages with their tool calls in the form that the template reads."""
-        return as_template_reads(template, messages, tools, self.tokenizer.special_tokens_map)
+        """Return messages with their tool calls and contents in the form that the template reads."""
+        found = as_template_reads(template, messages, tools, self.tokenizer.special_tokens_map)
+        return [as_parts(message) for message in found] if self.in_parts else found
 
     def _turns_by_marked_copy(self, document: Document, text: str, wanted: list[int]) -> list[Turn]:
         """Return the wanted turns by a copy of the template with marks; nothing if the copy does not show them."""
@@ -256,7 +261,7 @@ class TurnSpans:
         for index, message in enumerate(messages):
             content = message["content"].strip()
             if index not in placed.spans and message["role"] != "system" and content:
-                if content not in text:
+                if any(words.strip() not in text for words in texts_of(message)):
                     raise MalformedRow(f"the chat template omits turn {index + 1}, of the role {message['role']}")
                 # The message is written elsewhere, perhaps inside an assistant turn.
                 return []
