@@ -68,9 +68,10 @@ def export_checkpoint(
         output: A new or empty folder.
         format: ``peft``: the adapter for ``PeftModel.from_pretrained``; for a network of diffusers also for
             ``pipeline.load_lora_weights(folder)``, and for a UNet in kohya's format. ``merged``: a folder for
-            ``AutoModelForCausalLM.from_pretrained``, with or without adapters in the checkpoint; checkpoints of
-            ``LanguageModeling`` add their tokenizer. ``safetensors``: ``model.safetensors`` with the module's names
-            and merged adapters; QA-LoRA's weights stay in int4.
+            ``AutoModelForCausalLM.from_pretrained`` (of images and text: ``AutoModelForImageTextToText``), with or
+            without adapters in the checkpoint; checkpoints of ``LanguageModeling`` add their tokenizer or processor.
+            ``safetensors``: ``model.safetensors`` with the module's names and merged adapters; QA-LoRA's weights stay
+            in int4.
         base: Base model below the adapters, if the checkpoint neither contains it (``save_base=True``) nor names it:
             the folder of a transformers model, a GGUF file, or (``safetensors``) a checkpoint or safetensors file.
         weights: ``average`` (or ``ema``) or ``raw``. ``auto`` or None: the weights that validation used, which are the
@@ -157,7 +158,7 @@ def _merged(source: _Source, check: bool) -> _Export:
             f"export: format merged holds only {run.root!r}, and {len(outside)} parameters outside of it trained, "
             f"first {outside[0]!r}: use format safetensors"
         )
-    reference = reference_of(run.network) if check else None
+    reference = reference_of(run.network, checkpoint) if check else None
     root = run.root
     held = run.held
     base = run.network.config.name_or_path
@@ -260,7 +261,7 @@ def _compare_with_peft(folder: Path, source: _Source, where: Fields, named: str 
     if run is not None:
         set_padding(run.network, source.checkpoint)
     if run is not None and hasattr(run.network, "save_pretrained"):
-        reference = reference_of(run.network)
+        reference = reference_of(run.network, source.checkpoint)
     if run is None or reference is None or where.get("root", run.root) != run.root:
         return f"not checked: peft needs the class of the module {where.get('root') or 'that trained'!r}"
     rounded = any(map(is_quantized, run.network.modules()))
@@ -301,7 +302,7 @@ def _safetensors(source: _Source, check: bool) -> _Export:
     said = ""
     if "language_modeling" in checkpoint and "prefix" not in source.ours:
         run = source.trained()
-        reference = reference_of(run.network) if check else None
+        reference = reference_of(run.network, checkpoint) if check else None
         held = run.held
         before: Mapping[str, Tensor] = run.module.state_dict()
         said = fold(run, keep_int4=True)

@@ -20,10 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_efficient.data.text.image_texts import ImageTexts
 from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.files.checkpoints import Fields
 from lit_efficient.files.hidden_names import hidden_beside
 from lit_efficient.files.tensors import bytes_of, load_tensors, save_tensors
+from lit_efficient.internals.hugging_face import image_token_ids
 
 # Above the effect of another order of summation, below the effect of one wrong weight. int8 layers round inputs, too.
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.int8: 5e-2}
@@ -47,9 +49,15 @@ class Reference:
     tolerance: float
 
 
-def reference_of(network: Any) -> Reference | None:
-    """Return the reference of a network; None if its inputs are not known."""
-    batch = batch_for(network)
+def reference_of(network: Any, checkpoint: Fields) -> Reference | None:
+    """Return the reference of a network; None if its inputs are not known.
+
+    Args:
+        network: The trained network.
+        checkpoint: Its checkpoint, which may hold a processor. The batch then has an image.
+    """
+    packed = checkpoint.get("language_modeling", {}).get("tokenizer") or {}
+    batch = ImageTexts(packed).example() if "processor" in packed else batch_for(network)
     if batch is None:
         return None
     tolerance = max(TOLERANCES.get(tensor.dtype, 0.0) for tensor in network.parameters())
@@ -65,6 +73,8 @@ def batch_for(network: Any) -> dict[str, Tensor] | None:
     if name == "input_ids" and getattr(text, "vocab_size", None):
         longest = getattr(text, "max_position_embeddings", None) or getattr(text, "max_length", None) or 32
         ids = torch.randint(0, text.vocab_size, (2, min(32, longest)), generator=draw, device="cpu")
+        if text is not config:  # a model of images and text refuses tokens of images without an image
+            ids[torch.isin(ids, torch.tensor(sorted(image_token_ids(config))))] = 0
         if getattr(config, "is_encoder_decoder", False):
             return {"input_ids": ids, "decoder_input_ids": ids}
         return {"input_ids": ids}
