@@ -79,7 +79,8 @@ def test_configs_run_as_their_headers_say_and_so_does_what_they_print(
     ours = {"train": "rows.jsonl", "tokenizer": "runs/llm/base", "max_length": 64, "num_workers": 0}
     named = {"model": {"name_or_path": "runs/llm/base", "dtype": "float32"}}
     fit_and_follow(capsys, small(REAL, model=named, data=ours))
-    assert {path.stem for path in CONFIGS} == {path.stem for path in Path().glob("*.yaml")}
+    elsewhere = {"image_text"}  # tests/tasks/test_image_text_models.py
+    assert {path.stem for path in CONFIGS} - elsewhere == {path.stem for path in Path().glob("*.yaml")}
 
 
 @pytest.mark.parametrize("name", ["lora", "full_finetune"])

@@ -246,7 +246,7 @@ def _read(medium: str, images: bool) -> str:
     """Return a clause about what is read, for a row with another medium."""
     if images:
         return "only text and images are read"
-    hint = ". Name the processor of a model of images and text: processor" if medium == "image" else ""
+    hint = " (LanguageData reads images with a processor)" if medium == "image" else ""
     return f"only text is read{hint}"
 
 
