@@ -138,10 +138,8 @@ class DocumentRows:
         """
         plain: _Inputs = {} if isinstance(network, GPT) else {"use_cache": False, **unasked(network)}
         packed = ROW_POSITIONS in batch or _packed(network, batch)
-        if packed and holds_images(batch):
-            raise ConfigurationError(
-                f"{self.owner}: rows with images cannot be packed, or cut into slices: give each document its own row"
-            )
+        if holds_images(batch):
+            self._check_images(network, packed)
         # The test does not wait for the first packed batch: processes may get it in different steps, and the test is
         # collective.
         untested = "position_ids" in batch and self._way is None and self._refusal is None
@@ -172,6 +170,18 @@ class DocumentRows:
         optional = () if isinstance(network, GPT) else ("attention_mask", "position_ids")
         inputs = {name: batch[name] for name in ("input_ids", *optional) if name in batch}
         return plain | inputs | self._beside_tokens(network, batch)
+
+    def _check_images(self, network: nn.Module, packed: bool) -> None:
+        """Raise an error for rows with images that the network would compute in another way."""
+        if packed:
+            raise ConfigurationError(
+                f"{self.owner}: rows with images cannot be packed, or cut into slices: give each document its own row"
+            )
+        if any(getattr(part, "adds_keys", False) for part in network.modules()):
+            raise ConfigurationError(
+                f"{self.owner}: prefix and prompt tuning cannot be used with images, because models compute positions "
+                "and masks of images without the virtual tokens. Use LoRA"
+            )
 
     def _beside_tokens(self, network: nn.Module, batch: Mapping[str, Tensor]) -> _Inputs:
         """Return the further entries of a batch that the network takes, such as images and the types of tokens."""

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from lit_efficient import LanguageData, LanguageModeling, LoRA
+from lit_efficient import LanguageData, LanguageModeling, LoRA, PrefixTuning, PromptTuning, SequenceLengthRamp
 from lit_efficient.__main__ import main
 from lit_efficient.data.text.arguments import LanguageChat, LanguageRows, LanguageStream
 from lit_efficient.errors import ConfigurationError
@@ -360,6 +360,29 @@ def test_what_cannot_work_with_images_is_refused(one_base: Path, tmp_path: Path)
     batch = batch_in_order(data_of(rows, one_base, tmp_path))
     with pytest.raises(ConfigurationError, match=r"\(pixel_values\), and LlamaForCausalLM reads text only"):
         task._losses(batch)
+
+
+@pytest.mark.parametrize("technique", [PrefixTuning, PromptTuning])
+def test_virtual_tokens_are_refused_with_images(technique: Any, one_base: Path, tmp_path: Path) -> None:
+    data = data_of(write_rows(tmp_path / "data"), one_base, tmp_path)
+    task = LanguageModeling(CausalLMConfig(str(one_base)))
+    virtual = technique(init="random", num_virtual_tokens=3)
+    with pytest.raises(ConfigurationError, match="prefix and prompt tuning cannot be used with images"):
+        quiet(max_steps=1, callbacks=[virtual]).fit(task, data)
+
+
+def test_rows_with_images_are_not_cut_or_packed(one_base: Path, tmp_path: Path) -> None:
+    data = data_of(write_rows(tmp_path / "data"), one_base, tmp_path)
+    task = LanguageModeling(CausalLMConfig(str(one_base)))
+    ramp = SequenceLengthRamp(start=16, steps=10)
+    with pytest.raises(ConfigurationError, match="SequenceLengthRamp: the batch holds images"):
+        quiet(max_steps=1, callbacks=[ramp]).fit(task, data)
+    batch = batch_in_order(data)
+    packed = {name: value for name, value in batch.items() if name != "attention_mask"}
+    packed["position_ids"] = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"]) % 20
+    task.configure_model()
+    with pytest.raises(ConfigurationError, match="rows with images cannot be packed"):
+        task._losses(packed)
 
 
 def test_the_config_trains_what_it_says_and_exports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
