@@ -11,6 +11,7 @@ registers techniques is a decision to trust it. A checkpoint never imports any.
 
 import ast
 import contextlib
+import copy
 import functools
 import inspect
 import re
@@ -179,7 +180,7 @@ def _read_card(name: str, module: str, slot: str, path: Path, distribution: str 
         module=module,
         summary=_first_paragraph(docstring),
         facts={label.lower(): _labelled(docstring, label) for label in _LABELS} | {"phase": phase} | helps,
-        signature=_signature(node),
+        signature=_signature(node, tree),
         arguments=_arguments_section((ast.get_docstring(node) or "").replace("``", "`")),
         conflicts=_conflicts(attributes.get("conflicts")),
         traits=_traits(attributes.get("traits")),
@@ -227,12 +228,35 @@ def _trait(value: ast.AST) -> Trait | None:
     return None
 
 
-def _signature(node: ast.ClassDef) -> str:
+def _signature(node: ast.ClassDef, tree: ast.Module) -> str:
+    """Return the arguments of a class's constructor, or of the constructor that it inherits in this package.
+
+    Args:
+        node: The class.
+        tree: The file that defines the class.
+    """
     init = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
     if init is None:
-        return ""
-    init.args.args = init.args.args[1:]  # without self
-    return ast.unparse(init.args)
+        inherited = (_signature(*found) for found in map(functools.partial(_base, tree), node.bases) if found)
+        return next(filter(None, inherited), "")
+    given = copy.copy(init.args)
+    given.args = given.args[1:]  # without self
+    return ast.unparse(given)
+
+
+def _base(tree: ast.Module, base: ast.expr) -> tuple[ast.ClassDef, ast.Module] | None:
+    """Return the definition of a base class and its file; ``None`` for classes of other packages."""
+    name = ast.unparse(base)
+    for statement in tree.body:
+        if isinstance(statement, ast.ClassDef) and statement.name == name:
+            return statement, tree
+        if not isinstance(statement, ast.ImportFrom) or name not in [alias.name for alias in statement.names]:
+            continue
+        package, *parts = (statement.module or "").split(".")
+        path = PACKAGE.joinpath(*parts).with_suffix(".py")
+        if package == "lit_efficient" and path.is_file():
+            return _base(ast.parse(path.read_text(encoding="utf-8")), base)
+    return None
 
 
 def _first_paragraph(docstring: str) -> str:

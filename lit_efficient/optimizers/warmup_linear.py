@@ -8,8 +8,6 @@ Most fine-tuning recipes use this schedule.
 
 from typing import ClassVar
 
-from torch.optim import Optimizer
-
 from lit_efficient.optimizers.schedules import DecayLRScheduler
 
 
@@ -29,14 +27,3 @@ class WarmupLinear(DecayLRScheduler):
 
     falls = "linear"
     helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "a straight line to the run's end")}
-
-    # Repeated from the base class, because cards and configs read the constructor of the class itself.
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        total_steps: int,
-        warmup: int | float = 0.01,
-        final: float = 0.0,
-        last_epoch: int = -1,
-    ) -> None:
-        super().__init__(optimizer, total_steps, warmup, final, last_epoch)

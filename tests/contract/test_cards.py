@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 import lit_efficient
 from lit_efficient import ConfigurationError
 from lit_efficient.application.ledger import ledger
-from lit_efficient.catalog import Card, read_cards
+from lit_efficient.catalog import Card, arguments_of, read_cards
 from lit_efficient.commands.card import card_text
 from lit_efficient.testing import WIDTH, Case, Net, Toy, data
 from tests.contract.table import CASES, _teacher, case
@@ -143,3 +144,13 @@ def test_a_card_prints_python_that_runs(card: Card, tmp_path: Path, monkeypatch:
         loaded: dict[str, Any] = {}
         exec(reads, names | {"new_module": one.toy()}, loaded)
         assert _loss(loaded["module"]) == pytest.approx(validated, rel=1e-5)
+
+
+def test_a_card_has_the_arguments_of_the_constructor_also_if_it_is_inherited() -> None:
+    inherited = set()
+    for card in CARDS:
+        kind = getattr(lit_efficient, card.name)
+        if "__init__" not in vars(kind) and card.signature:
+            inherited.add(card.name)
+            assert [one["name"] for one in arguments_of(card)] == list(inspect.signature(kind).parameters)
+    assert inherited >= {"WarmupCosine", "WarmupLinear"}
