@@ -17,8 +17,8 @@ from lit_efficient.data.text.mixture import LanguageMixture, MixtureSource, as_s
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.next_token import IGNORE
 from lit_efficient.mechanisms.order.mixture_sampler import MixtureSampler
+from tests.data.resumed import SaveAtSix, whole_and_resumed
 from tests.data.test_language_data import answers, chat, language_data, ready, write_rows
-from tests.data.text.test_streamed import SaveAtSix, Watched
 from tests.support import trainer
 
 SIZES = {"a": 60, "b": 12, "c": 30}
@@ -133,20 +133,12 @@ def test_ranks_share_an_epoch() -> None:
 def test_a_resumed_mixture_has_the_batches_of_one_that_never_stopped(tmp_path: Path, streaming: bool, by: Any) -> None:
     stream = LanguageStream(streaming, epoch_batches=4, buffer=10)
 
-    def run(*callbacks: Any, **arguments: Any) -> Watched:
-        weights: dict[str, Any] = {"a": [1, 0], "b": 2, "c": 1}
-        settings = {"by": by, "epochs": 20.0}
-        data = mixture(tmp_path, weights, mixture=settings, stream=stream, num_workers=2, batch_size=2)
-        module = Watched()
-        made = trainer([ExactResume(seed=1), *callbacks], max_steps=9, max_epochs=-1, default_root_dir=tmp_path)
-        made.fit(module, data, **arguments)
-        return module
-
-    whole = run(SaveAtSix(tmp_path / "six.ckpt"))
-    resumed = run(ckpt_path=tmp_path / "six.ckpt")
-    assert len(whole.seen) == 9
-    assert resumed.seen == whole.seen[6:]
-    assert torch.equal(resumed.weight, whole.weight)
+    weights: dict[str, Any] = {"a": [1, 0], "b": 2, "c": 1}
+    settings = {"by": by, "epochs": 20.0}
+    whole_and_resumed(
+        tmp_path,
+        lambda: mixture(tmp_path, weights, mixture=settings, stream=stream, num_workers=2, batch_size=2),
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
 
-from lit_efficient.callbacks.exact_resume import ExactResume
 from lit_efficient.data.text.arguments import LanguageRows, LanguageStream
 from lit_efficient.data.text.rows import table_rows
 from lit_efficient.data.text.streamed import StreamLoader
 from lit_efficient.errors import ConfigurationError
+from tests.data.resumed import whole_and_resumed
 from tests.data.test_language_data import answers, chat, language_data, ready, write_rows
-from tests.support import trainer
 
 
 def streamed(tmp_path: Path, **changes):
@@ -63,49 +61,11 @@ def test_a_stream_goes_on_where_it_stood_with_two_workers(tmp_path: Path) -> Non
         other.load_state_dict(states[3])
 
 
-class Watched(LightningModule):
-    """Module that keeps the tokens of every training batch. Its weight depends on all of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.seen: list[list[int]] = []
-
-    def training_step(self, batch, batch_idx):
-        self.seen.append(batch["input_ids"].flatten().tolist())
-        return (self.weight - batch["input_ids"].float().mean()).square()
-
-    def validation_step(self, batch, batch_idx):
-        assert "num_bytes" in batch
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class SaveAtSix(Callback):
-    """Callback that saves a checkpoint at the sixth step, and has no state."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer, *args) -> None:
-        if trainer.global_step == 6:
-            trainer.save_checkpoint(self.path)
-
-
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_run_resumed_in_the_middle_of_an_epoch_sees_the_rest(tmp_path: Path, streaming: bool) -> None:
-    def run(*callbacks, **arguments) -> Watched:
-        data = streamed(tmp_path, epoch_batches=4, enabled=streaming, num_workers=2 * streaming)
-        module = Watched()
-        made = trainer([ExactResume(seed=1), *callbacks], max_steps=9, max_epochs=-1, default_root_dir=tmp_path)
-        made.fit(module, data, **arguments)
-        return module
-
-    whole = run(SaveAtSix(tmp_path / "six.ckpt"))
-    resumed = run(ckpt_path=tmp_path / "six.ckpt")
-    assert resumed.seen == whole.seen[6:]
-    assert torch.equal(resumed.weight, whole.weight)
+    whole, _ = whole_and_resumed(
+        tmp_path, lambda: streamed(tmp_path, epoch_batches=4, enabled=streaming, num_workers=2 * streaming)
+    )
     assert len({str(tokens) for tokens in whole.seen}) > 6
 
 
