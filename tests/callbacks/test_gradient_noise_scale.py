@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lit_efficient import (
     ConfigurationError,
@@ -26,6 +26,7 @@ from lit_efficient import (
 )
 from lit_efficient.testing import Run
 from tests.contract.row import Row
+from tests.processes import run_ranks
 from tests.support import Toy, data, trainer
 
 WIDTH, NOISE, DISTANCE = 64, 1.0, 0.5
@@ -145,6 +146,35 @@ def test_micro_batches_that_are_weighed_by_their_tokens_give_the_reference_s_num
     assert len({*(loader.dataset.tensors[1] != -100).sum(1).tolist()}) > 1
     torch.testing.assert_close(noise.state_dict()["sums"].double(), sums, rtol=1e-5, atol=0)
     torch.testing.assert_close(module.w.detach(), w)
+
+
+class Shared(Tokens):
+    """Each process has every n-th row, so that n processes have the same rows in a step as one."""
+
+    def train_dataloader(self) -> Any:
+        rows = super().train_dataloader().dataset
+        place = self.trainer.world_size, self.trainer.global_rank
+        return DataLoader(rows, self.batch, sampler=DistributedSampler(rows, *place, shuffle=False))
+
+
+@pytest.mark.turns(6, family="ranks")
+def test_weighted_micro_batches_of_two_processes_give_the_numbers_of_one(tmp_path: Path) -> None:
+    run_ranks(_equal, tmp_path, _weighted(4))
+
+
+def _equal(alone: tuple[torch.Tensor, torch.Tensor]) -> None:
+    found = _weighted(2, devices=2, strategy="ddp")
+    torch.testing.assert_close(found, alone, rtol=1e-5, atol=0)
+
+
+def _weighted(accumulate: int, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    module, noise = Shared(32, batch=1, rate=0.1), GradientNoiseScale(every_n_steps=1, decay=0.5)
+    counts = TokenWeightedAccumulation(count="1")
+    options = {"accumulate_grad_batches": accumulate, "use_distributed_sampler": False, **arguments}
+    trainer([noise, counts], **options).fit(module)
+    sums = noise.state_dict()["sums"]
+    assert isinstance(sums, torch.Tensor)
+    return sums, module.w.detach()
 
 
 def test_the_advice_names_the_rate_of_the_run_and_not_the_schedule_s_end(caplog: pytest.LogCaptureFixture) -> None:
