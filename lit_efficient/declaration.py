@@ -26,7 +26,7 @@ from typing import Any, ClassVar, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from lit_efficient.errors import ConfigurationError, ConflictError
+from lit_efficient.errors import ChecksTypes, ConfigurationError, ConflictError
 from lit_efficient.traits import Trait, conflict_of, traits_of_class
 
 # "0 of 19 matrices", "0 B less per token", "0.0 MiB saved"
@@ -132,7 +132,7 @@ class Report:
         return self
 
 
-class Declaration:
+class Declaration(ChecksTypes):
     """Base of all techniques. A subclass sets its phase and overrides the methods that it needs.
 
     Constructor arguments are kept as attributes of the same name and checked in ``__init__``.

@@ -11,11 +11,16 @@
 The command line prints these errors without a traceback and exits with their code of :data:`EXIT_CODES`.
 """
 
+import functools
+import inspect
 import math
 import operator
+import os
+import typing
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import NoneType, UnionType
 from typing import Any
 
 EXIT_CODES = {
@@ -195,6 +200,106 @@ def check_list(owner: str, name: str, value: object, allowed: str, *, null: bool
     is_list = isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)
     if not is_list or (len(value) == 0 and not empty):  # type: ignore[arg-type]
         raise refusal(owner, name, allowed, value)
+
+
+class ChecksTypes:
+    """Base of classes whose constructors refuse values of other types than the annotations of their arguments.
+
+    Checks in a constructor come first, because their messages also name the range. Only values that YAML can hold are
+    compared, and only with annotations of this kind or of classes.
+    """
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        if "__init__" in vars(cls):
+            cls.__init__ = _checking_types(vars(cls)["__init__"])  # type: ignore[method-assign]
+
+
+def _checking_types(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def checked(self: object, *given: Any, **named: Any) -> None:
+        try:
+            init(self, *given, **named)
+        except LitEfficientError:
+            raise
+        except Exception:  # often raised by a value of a wrong type
+            _check_types(type(self).__name__, init, (self, *given), named)
+            raise
+        _check_types(type(self).__name__, init, (self, *given), named)
+
+    return checked
+
+
+def _check_types(owner: str, init: Callable[..., None], given: Sequence[Any], named: Mapping[str, Any]) -> None:
+    signature = inspect.signature(init)
+    try:
+        hints = typing.get_type_hints(init)
+        values = signature.bind_partial(*given, **named).arguments
+    except (NameError, TypeError):  # an annotation for type checkers alone, or an argument that does not exist
+        return
+    for name, value in values.items():
+        parameter = signature.parameters[name]
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name not in hints:
+            continue
+        if not _fits(value, hints[name]):
+            raise refusal(owner, name, _words(hints[name]), value)
+
+
+_PLAIN = (str, bool, int, float, NoneType, list, tuple, set, frozenset, dict)
+_NOUNS = {str: "text", int: "whole number", float: "number"}
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Return whether a value has the type of an annotation. Values that YAML cannot hold always have it."""
+    origin = typing.get_origin(hint) or hint
+    inner = typing.get_args(hint)
+    if origin in (typing.Union, UnionType):
+        return any(_fits(value, one) for one in inner)
+    if origin is typing.Literal:
+        return any(type(value) is type(one) and value == one for one in inner)
+    if not isinstance(value, _PLAIN) or not isinstance(origin, type) or origin in (Any, object):
+        return True
+    if origin is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if origin is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if isinstance(value, str):
+        return issubclass(origin, str | os.PathLike)
+    if isinstance(value, dict):
+        fitting = issubclass(dict, origin)
+        return fitting and (not inner or all(_fits(k, inner[0]) and _fits(one, inner[1]) for k, one in value.items()))
+    if isinstance(value, list | tuple | set | frozenset):
+        of_one_kind = len(inner) == 1 or inner[1:] == (...,)
+        return (
+            issubclass(origin, Collection | Iterable)
+            and not issubclass(origin, str | Mapping)
+            and (not of_one_kind or all(_fits(one, inner[0]) for one in value))
+        )
+    return isinstance(value, origin)
+
+
+def _words(hint: Any) -> str:
+    """Return the allowed values of an annotation, in words."""
+    origin = typing.get_origin(hint) or hint
+    inner = typing.get_args(hint)
+    if origin in (typing.Union, UnionType):
+        kinds = [one for one in inner if not (one is int and float in inner)]
+        return " or ".join(dict.fromkeys(map(_words, kinds)))
+    if origin is typing.Literal:
+        return f"one of {', '.join(map(str, inner))}"
+    if origin is NoneType:
+        return "null"
+    if origin is bool:
+        return "true or false"
+    if origin in _NOUNS:
+        return f"a {_NOUNS[origin]}"
+    if not isinstance(origin, type):
+        return str(hint)
+    if issubclass(origin, Mapping):
+        return "a mapping"
+    if issubclass(origin, Collection | Iterable):
+        return f"a list of {_NOUNS[inner[0]]}s" if inner and inner[0] in _NOUNS else "a list"
+    return f"an instance of {origin.__name__}"
 
 
 def nearest(name: str, known: Collection[str], most: int = 1) -> list[str]:

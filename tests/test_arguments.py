@@ -1,10 +1,23 @@
-"""No class takes more than ten arguments: what belongs together is a dataclass, which is a block in YAML."""
+"""Constructor arguments: at most ten, and values of wrong types are refused with the argument's name and the value.
+
+What belongs together is a dataclass, which is a block in YAML.
+"""
 
 import ast
+import inspect
 import re
+import types
+import typing
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import lit_efficient
+from lit_efficient.catalog import read_cards
+from lit_efficient.errors import ConfigurationError
+from tests.contract.table import CASES
 
 MOST = 10
 # Data modules: their sources, sizes and loaders stay at the top of a config, where each of them is since the
@@ -52,3 +65,48 @@ def test_what_is_counted() -> None:
     assert longer(f"class C:\n{fields}") == set()
     kept = "    b: int = field(default=0, init=False)\n"
     assert longer(f"@dataclass\nclass D:\n{kept * (MOST + 1)}") == set()
+
+
+def has_type(value: object, hint: Any) -> bool:
+    """Return whether a value of YAML has the type of an annotation."""
+    origin = typing.get_origin(hint) or hint
+    inner = typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(has_type(value, one) for one in inner)
+    if origin is typing.Literal:
+        return value in inner and not isinstance(value, bool)
+    if origin is float:
+        return type(value) in (int, float)
+    if hint is None or not isinstance(origin, type) or origin is Any:
+        return origin is Any or value is None
+    if isinstance(value, dict) and issubclass(origin, Mapping):
+        return all(has_type(one, inner[1]) for one in value.values())
+    if isinstance(value, list) and issubclass(origin, Iterable) and inner and not issubclass(origin, Mapping):
+        return all(has_type(one, inner[0]) for one in value)
+    return type(value) is origin
+
+
+WRONG = ("words", 5, 2.5, True, None, [None], {"a": 1})
+NAMES = sorted(card.name for card in read_cards() if card.slot == "trainer.callbacks" and not card.is_block)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_value_of_a_wrong_type_is_refused_with_its_argument(name: str) -> None:
+    kind = getattr(lit_efficient, name)
+    parameters = inspect.signature(kind).parameters.values()
+    usual: dict[str, Any] = {}
+    if name in CASES:
+        technique = CASES[name].make()
+        usual = {p.name: getattr(technique, p.name) for p in parameters}
+    hints = typing.get_type_hints(kind.__init__)
+    for argument, hint in hints.items():
+        for value in WRONG:
+            if argument == "return" or has_type(value, hint):
+                continue
+            with pytest.raises(ConfigurationError) as refused:
+                kind(**{**usual, argument: value})
+            inner = [*value] if isinstance(value, list | dict) else []
+            said = str(refused.value)
+            given = said.partition(" got ")[2]
+            assert argument in said, said
+            assert argument in given or any(repr(one) in given for one in (value, *inner)), said

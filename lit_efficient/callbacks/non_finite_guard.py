@@ -23,7 +23,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from lit_efficient.application.gradients import gradients_of
-from lit_efficient.errors import DivergedError, check_choice, check_number, diagnostic, listed
+from lit_efficient.errors import ChecksTypes, DivergedError, check_choice, check_number, diagnostic, listed
 from lit_efficient.files.checkpoints import is_floating
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_shards import largest_of_all
@@ -67,7 +67,7 @@ def _largest_shard(tensors: list[Tensor], mesh: Any) -> float:
     return float(size)
 
 
-class NonFiniteGuard(Callback):
+class NonFiniteGuard(ChecksTypes, Callback):
     """Stop the run, or skip the step, when a gradient is NaN, infinite or larger than 1e16.
 
     A skipped step changes neither weights nor optimizer states, and learning-rate schedules continue. All processes

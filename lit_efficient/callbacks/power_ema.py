@@ -77,7 +77,7 @@ class PowerEMA(Technique):
         if len(set(self.sigma_rels)) < len(self.sigma_rels):
             raise refusal("PowerEMA", "sigma_rels", "a list of widths, each once", sigma_rels)
         for sigma_rel in self.sigma_rels:
-            gamma_of(sigma_rel)
+            check_number("PowerEMA", "sigma_rels", sigma_rel, above=0, below=12**-0.5)
         check_number("PowerEMA", "snapshot_every_n_steps", snapshot_every_n_steps, least=1, whole=True)
         check_choice("PowerEMA", "dtype", dtype, _DTYPES)
         self.snapshot_every_n_steps = snapshot_every_n_steps

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lit_efficient.errors import ConfigurationError, check_number, diagnostic, refusal
+from lit_efficient.errors import ChecksTypes, ConfigurationError, check_number, diagnostic, refusal
 from lit_efficient.files.pictures import draw_grid, write_picture
 from lit_efficient.files.runs import samples_file
 from lit_efficient.internals.lightning_trainer import AskedEarly
@@ -25,7 +25,7 @@ from lit_efficient.models.probes.modes import evaluating
 from lit_efficient.traits import Trait
 
 
-class SampleImages(AskedEarly, Callback):
+class SampleImages(ChecksTypes, AskedEarly, Callback):
     """Sample images at validations, write them to ``samples/step_XXXXXXX.png`` in the run's folder, and log them.
 
     Args:

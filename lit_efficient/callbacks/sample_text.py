@@ -13,7 +13,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
-from lit_efficient.errors import ConfigurationError, check_list, check_number, diagnostic
+from lit_efficient.errors import ChecksTypes, ConfigurationError, check_list, check_number, diagnostic
 from lit_efficient.files.atomic_file import replacing
 from lit_efficient.files.runs import samples_file
 from lit_efficient.internals.lightning_trainer import AskedEarly
@@ -22,7 +22,7 @@ from lit_efficient.models.probes.modes import evaluating
 from lit_efficient.traits import Trait
 
 
-class SampleText(AskedEarly, Callback):
+class SampleText(ChecksTypes, AskedEarly, Callback):
     """Print and log generated text at the end of each validation, and print the texts that ``predict`` generates.
 
     Texts go to each TensorBoard and W&B logger of the trainer, and to ``samples/step_XXXXXXX.txt`` in the run's folder.

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lit_efficient.application.gradients import gradients_of
 from lit_efficient.distributed.gradient_norm import gradient_norm
-from lit_efficient.errors import diagnostic
+from lit_efficient.errors import ChecksTypes, diagnostic
 from lit_efficient.internals.lightning_loops import accumulates, logged_step, watch_fetching
 from lit_efficient.internals.lightning_metrics import names_logged
 from lit_efficient.internals.lightning_strategies import readers, traits_of
@@ -22,7 +22,7 @@ from lit_efficient.mechanisms.metering import Amount, measure, peak_memory
 from lit_efficient.traits import Trait
 
 
-class RunFigures(Callback):
+class RunFigures(ChecksTypes, Callback):
     """Log learning rates, gradient norm, throughput, peak memory and waiting time at the trainer's logging interval."""
 
     traits = frozenset({Trait.LEAVES_TRACES})

@@ -131,7 +131,7 @@ def test_switched_weights_have_no_profile() -> None:
     [
         ({"sigma_rels": ()}, r"sigma_rels must be a list of widths, each once, got \(\)"),
         ({"sigma_rels": (0.1, 0.1)}, "each once"),
-        ({"sigma_rels": (0.1, 0.4)}, "sigma_rel must be above 0 and below 0.2886751346, got 0.4"),
+        ({"sigma_rels": (0.1, 0.4)}, "sigma_rels must be above 0 and below 0.2886751346, got 0.4"),
         ({"snapshot_every_n_steps": 0}, "PowerEMA: snapshot_every_n_steps must be a whole number of at least 1, got 0"),
         ({"dtype": "int8"}, "dtype must be one of float32, float16, bfloat16, got 'int8'"),
     ],
