@@ -1,6 +1,6 @@
 """Compare the suggestions of LRFinder with the best rate of a grid by the loss after 150 steps.
 
-    python -m benchmarks.rate_finder [--seeds 8] [--batches 4 8 32] [--tasks linear tanh digits gpt] [--steps 100]
+    python -m benchmarks.rate_finder [--seeds 8] [--first 0] [--batches 4 8 32] [--tasks linear tanh digits gpt]
 
 The tasks are a linear regression, a regression with a hidden layer, the digits of scikit-learn, and a GPT of one block
 on the source of a module of Python. The grid has two rates in each factor of ten. Its loss is that of all data. A
@@ -147,6 +147,7 @@ def main() -> None:
     """Print a row for each task, optimizer and batch size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--batches", type=int, nargs="+", default=[4, 8, 32])
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--steps", type=int, default=100)
@@ -161,7 +162,7 @@ def main() -> None:
         for optimizer in OPTIMIZERS:
             for batch in options.batches:
                 ratios: list[float | None] = []
-                for seed in range(options.seeds):
+                for seed in range(options.first, options.first + options.seeds):
                     best, _ = best_rate(task, optimizer, batch, seed)
                     rate, reason = suggested(task, optimizer, batch, seed, options.steps)
                     ratios.append(None if rate is None else rate / best)

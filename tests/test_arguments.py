@@ -107,6 +107,6 @@ def test_a_value_of_a_wrong_type_is_refused_with_its_argument(name: str) -> None
                 kind(**{**usual, argument: value})
             inner = [*value] if isinstance(value, list | dict) else []
             said = str(refused.value)
-            given = said.partition(" got ")[2]
+            given = said.partition(" got ")[2] or said
             assert argument in said, said
             assert argument in given or any(repr(one) in given for one in (value, *inner)), said

@@ -1,8 +1,8 @@
-"""Learning-rate finder: try constant rates on the same batches, and train with the rate that lowers the loss most.
+"""Learning-rate finder: try constant rates on the same batches, and train with one of those that lower the loss most.
 
     rates = max_lr, max_lr / 3, max_lr / 9, ... until two in a row are clearly worse than the best
-    fall(rate) = mean over the last n / 2 of n steps of (loss at rate 0 - loss at this rate)
-    suggestion = (rate of the largest fall) / sqrt(3)
+    fall(rate) = mean over the last n / 3 of n steps of (loss at rate 0 - loss at this rate)
+    suggestion = sqrt(lowest * highest of the rates that are as good as the best one) / sqrt(3)
 
 Saves: runs with a learning rate that is much too large or too small
 Costs: five to ten times ``num_steps`` training steps before the first epoch; during these, a copy of weights and states
@@ -11,7 +11,8 @@ Source: own. The range test of Smith (2015), https://arxiv.org/abs/1506.01186, w
     takes the noise between batches for an effect of the rate
 
 All trials see the same batches and random numbers, so most of the noise between batches cancels in their differences. A
-fall that is not clearly larger than the remaining noise is refused, and so is a best rate at an end of the range. The
+fall that is not clearly larger than the remaining noise is refused, and so is a best rate at an end of the range. Rates
+count as equally good if their losses are above the lowest by at most two standard errors and a tenth of the fall. The
 division by the square root of 3, half a step between the rates, is there because longer runs need lower rates.
 
 The ratios between the rates of parameter groups are kept. All base rates that a scheduler stores are scaled, too, so

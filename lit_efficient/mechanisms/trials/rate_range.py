@@ -1,7 +1,7 @@
 """Choice of a learning rate as pure functions: rates to try, the suggested rate, and the plot.
 
     rates = max_lr / 3^k for k = 0, 1, ...;    fall(rate) = mean over steps of (loss at rate 0 - loss at this rate)
-    suggestion = (rate of the largest fall) / sqrt(3)
+    suggestion = sqrt(lowest * highest of the rates that are as good as the best one) / sqrt(3)
 
 All parameter groups are scaled by one factor, so the ratios of their rates stay the same.
 """
@@ -21,6 +21,10 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_optimizers import INNER_SCHEDULERS, LAST_RATES
 
 CLEAR = 3  # standard errors by which a fall must exceed the noise
+# A rate is as good as the best one if its losses are higher by at most this number of standard errors, and at most this
+# share of the fall of the loss: a rate whose losses jump has a large standard error, but is not good.
+ALIKE = 2
+ALIKE_SHARE = 0.1
 FACTOR = 3.0  # ratio of neighbouring rates
 RECENT = 5  # steps whose mean loss is compared with the threshold of an early end
 _NOT_AN_OBJECTIVE = "A loss that does not measure success, as in reinforcement learning, gives no rate: set it by hand"
@@ -41,10 +45,12 @@ def rates_to_try(low: float, high: float) -> list[float]:
 
 
 def suggest_lr(trials: Mapping[float, Losses]) -> float:
-    """Return the rate with the largest fall of the loss, divided by the square root of 3.
+    """Return the middle of the rates whose losses are not worse than the lowest, divided by the square root of 3.
 
-    The division takes half a step between neighbouring rates, because a run that is longer than the trials needs lower
-    rates.
+    The noise between batches hides differences between neighbouring rates. Rates count as equally good if their losses
+    are above the lowest by at most two standard errors and a tenth of the fall of the loss. The suggestion is the
+    geometric mean of the lowest and the highest of them. The division takes half a step between neighbouring rates,
+    because a run that is longer than the trials needs lower rates.
 
     Args:
         trials: Loss of each step of trials that start from the same weights and see the same batches, by the constant
@@ -93,7 +99,12 @@ def suggest_lr(trials: Mapping[float, Losses]) -> float:
                 f"LRFinder: the loss improves up to the end of the range, from the rate {neighbour:.3g} to {best:.3g}, "
                 f"so the best rate is outside: {advice}. {_NOT_AN_OBJECTIVE}"
             )
-    return best / math.sqrt(FACTOR)
+    alike = [rate for rate in rates if _is_alike(fall_between(trials[rate], trials[best]), fall.mean)]
+    return math.sqrt(alike[0] * alike[-1] / FACTOR)
+
+
+def _is_alike(difference: "Fall", fall: float) -> bool:
+    return difference.mean <= min(ALIKE * difference.error, ALIKE_SHARE * fall)
 
 
 def best_of(trials: Mapping[float, Losses]) -> float:
@@ -115,7 +126,7 @@ def is_passed(trials: Mapping[float, Losses]) -> bool:
 
 @dataclass(frozen=True)
 class Fall:
-    """Mean difference of the losses of two trials on the same batches, over the second half of their steps."""
+    """Mean difference of the losses of two trials on the same batches, over the last third of their steps."""
 
     mean: float  # above 0 if the second trial has lower losses; NaN if no step can be compared
     error: float  # standard error of the mean, from the differences between neighbouring steps
@@ -143,7 +154,7 @@ def fall_between(first: Losses, second: Losses) -> Fall:
     if len(first) < len(second) or _diverged(first):
         return Fall(math.inf, 0.0)
     pairs = [(a, b) for a, b in zip(first, second) if a is not None and b is not None]
-    differences = [a - b for a, b in pairs[len(pairs) // 2 :]]
+    differences = [a - b for a, b in pairs[-max(2, len(pairs) // 3) :]]
     count = len(differences)
     if count < 2:
         return Fall(math.nan, math.nan)
