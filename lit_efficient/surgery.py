@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError, check_list, listed, refusal
+from lit_efficient.internals.contents import contents
 from lit_efficient.internals.torch_modules import StaysFloat32
 from lit_efficient.internals.torch_optimizers import HOOKS, is_counted, mark_counted, mark_stepped
 from lit_efficient.internals.torch_shards import is_sharded as is_sharded  # noqa: PLC0414 (also a name of this module)
@@ -104,6 +105,15 @@ def weightless(tensor: Tensor) -> Tensor:
     """Return a parameter or buffer of the same shape on the meta device, without values."""
     empty = torch.empty_like(tensor, device="meta")
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def computed(module: nn.Module) -> dict[int, object]:
+    """Return a memo for ``copy.deepcopy`` with the values of tensors that a module has computed from its parameters.
+
+    Layers under ``torch.nn.utils.weight_norm`` hold such tensors, and torch refuses to copy them.
+    """
+    held = [value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor)]
+    return {id(tensor): tensor.detach().clone() for tensor in held if not tensor.is_leaf}
 
 
 def home_of(weight: Tensor) -> torch.device:
@@ -384,6 +394,15 @@ def _counted(step: Callable[..., Any]) -> Callable[..., Any]:
 
 NEW_ROWS = "_lit_efficient_new_rows"  # attribute of a network with rows of new tokens: their ids
 WAITS = "_lit_efficient_weights"  # attribute of a network that was built empty: the source of its weights
+
+
+def inner_optimizer(optimizer: Optimizer) -> tuple[str, Optimizer | None]:
+    """Return the optimizer that another one contains, as Lookahead and SAM do, with the name of the attribute."""
+    for name, value in vars(optimizer).items():
+        for held in (value, *contents(value)):
+            if isinstance(held, Optimizer):
+                return name, held
+    return "", None
 
 
 def weights_wait(root: nn.Module) -> bool:

@@ -102,6 +102,11 @@ class ChannelsLast(CheckpointHooks, Technique):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Change restored optimizer states like their parameters: they may come from a run without ChannelsLast."""
         for optimizer in trainer.optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise ConflictError(
+                    "ChannelsLast: LBFGS flattens weights and gradients, which must have the channels first for that: "
+                    "use another optimizer, or leave ChannelsLast out"
+                )
             if any(base.__module__.startswith("bitsandbytes") for base in type(optimizer).__mro__):
                 continue  # its kernels read memory from front to back, and it makes weights contiguous first
             for parameter, state in optimizer.state.items():

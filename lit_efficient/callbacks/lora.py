@@ -51,7 +51,7 @@ from lit_efficient.mechanisms.adapters.targets import (
 )
 from lit_efficient.mechanisms.adapters.technique import AdapterTechnique
 from lit_efficient.mechanisms.adapters.trained_rows import NEW, add_trained_rows, frozen_new_rows
-from lit_efficient.surgery import call_layers, count, expert_stacks, local, match_modules, weights_wait
+from lit_efficient.surgery import call_layers, count, expert_stacks, inner_optimizer, local, match_modules, weights_wait
 from lit_efficient.traits import Trait
 
 
@@ -259,6 +259,12 @@ class LoRA(AdapterTechnique):
             raise ConfigurationError(
                 f"LoRA: lr_ratio={self.lr_ratio} cannot be used with {type(optimizer).__name__}, because the module's "
                 "weights are averages of the weights that it steps. Leave out lr_ratio"
+            )
+        name, inner = inner_optimizer(optimizer)
+        if inner is not None:
+            raise ConfigurationError(
+                f"LoRA: lr_ratio={self.lr_ratio} cannot be used with {type(optimizer).__name__}, which changes the "
+                f"weights besides the steps of {type(inner).__name__} ({name}). Leave out lr_ratio"
             )
         wanted: set[int] = set()
         for part in adapted.values():

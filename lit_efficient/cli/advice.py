@@ -13,6 +13,7 @@ from lit_efficient.application.optimizers import OptimizerHooks
 from lit_efficient.catalog import helping, read_cards
 from lit_efficient.declaration import Declaration, Phase, check_conflicts, overrides, parts_of
 from lit_efficient.errors import LitEfficientError, is_out_of_memory
+from lit_efficient.surgery import computed
 
 _MOST = 6  # lines
 
@@ -75,7 +76,7 @@ def _fits(technique: Declaration, trainer: Trainer, module: LightningModule) -> 
 
 def _without_data(module: LightningModule, trainer: Trainer) -> tuple[nn.Module, list[Optimizer]]:
     """Return copies of module and optimizers whose tensors take the memory of one element, on the CPU."""
-    memo: dict[int, object] = {id(trainer): None}
+    memo: dict[int, object] = {id(trainer): None, **computed(module)}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(_like(parameter), parameter.requires_grad)
     for buffer in module.buffers():

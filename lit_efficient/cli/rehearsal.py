@@ -24,7 +24,7 @@ from lit_efficient.errors import LitEfficientError
 from lit_efficient.internals.lightning_trainer import AskedEarly, begin_fit, set_trainer
 from lit_efficient.internals.wraps import temporarily
 from lit_efficient.mechanisms.trials.steps import quiet
-from lit_efficient.surgery import weightless
+from lit_efficient.surgery import computed, weightless
 from lit_efficient.technique import AppliesTechniques
 from lit_efficient.traits import Trait
 
@@ -66,7 +66,7 @@ def _rehearse_network(trainer: Trainer, module: LightningModule) -> None:
         return
     stand_in = copy.copy(trainer)
     data = getattr(trainer, "datamodule", None)
-    memo: dict[int, Any] = {id(trainer): stand_in, id(data): data}
+    memo: dict[int, Any] = {id(trainer): stand_in, id(data): data, **computed(module)}
     for tensor in (*module.parameters(), *module.buffers()):
         memo[id(tensor)] = weightless(tensor)
     copied: Any = copy.deepcopy(module, memo)

@@ -31,6 +31,7 @@ from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.internals.contents import attributes, contents, length
 from lit_efficient.mechanisms.trials.batch_size import NAMES, places_of, set_at, value_at
 from lit_efficient.mechanisms.trials.probes import batch_size_of, resize
+from lit_efficient.surgery import computed
 
 # Settings of an existing trainer that can be changed, and the attributes that hold them.
 _TRAINER_SETTINGS = {
@@ -189,7 +190,7 @@ class LiveFit(FitSource):
         memo: dict[int, Any] = {}
         copy.deepcopy(self.parts.data, memo)
         with copying or nullcontext():
-            fit = copy.deepcopy(self.parts, memo)
+            fit = copy.deepcopy(self.parts, memo | computed(self.parts.module))
         fit.trainer.callbacks = [*change.callbacks(), *fit.trainer.callbacks]  # Lightning keeps checkpoints last
         fit.change(give_arguments(fit.trainer, change.settings))
         if change.seed is not None:

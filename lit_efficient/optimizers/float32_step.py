@@ -25,6 +25,8 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_dispatch import is_traceable_wrapper_subclass
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 from lit_efficient.optimizers.host_states import Streamed, streamed
+from lit_efficient.optimizers.in_backward import InBackward
+from lit_efficient.optimizers.independence import check_independent
 from lit_efficient.optimizers.stepping import (
     change_class,
     check_unchanged,
@@ -126,6 +128,8 @@ def step_in_float32(
             f"no update is lost: leave {who} out, or use precision: bf16-true"
         )
     kind: Any = type(optimizer)
+    if not issubclass(kind, Streamed | InBackward):  # these have been tried
+        check_independent(optimizer, who, wide=True)
     if issubclass(kind, Streamed):
         # The float32 step goes inside, so that only the piece on the device exists in float32.
         inner: Any = kind.__mro__[1]

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lit_efficient.mechanisms.blocks.side_copies import SideCopies
 from lit_efficient.optimizers.host_gradients import HostGradients
 from lit_efficient.optimizers.host_memory import HostMemory
+from lit_efficient.optimizers.independence import check_independent
 from lit_efficient.optimizers.stepping import (
     change_class,
     check_unchanged,
@@ -146,6 +147,7 @@ def stream_states(optimizer: Optimizer, piece_bytes: int, gradients: bool = Fals
         who: Name at the beginning of error messages.
     """
     kind: Any = type(optimizer)
+    check_independent(optimizer, who)
     change_class(optimizer, streamed(kind))
     memory = HostMemory(optimizer, piece_bytes)
     held = HostGradients(memory, who) if gradients else None

@@ -7,7 +7,6 @@ the real group once, after all parameters have been stepped.
 
 import functools
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -17,11 +16,10 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.optimizers.independence import check_independent, not_independent
 from lit_efficient.optimizers.later_reads import LaterReads
 from lit_efficient.optimizers.stepping import change_class, loss_of, step_some, unhooked, with_step
 from lit_efficient.surgery import is_sharded
-
-_SAMPLE = 4  # longest side of the tensors in the trial of an optimizer
 
 _Step = Callable[[Any], object]  # the step of an optimizer, without hooks and closure
 
@@ -125,7 +123,7 @@ class BackwardSteps:
             number = self._groups[p]
             written = step_some(self.optimizer, self._step, self.optimizer.param_groups[number], [p])
             if self._written.setdefault(number, written) != written:
-                raise _not_independent(self.optimizer, self.who)
+                raise not_independent(self.optimizer, self.who)
             p.grad = None
             if not is_sharded(p):
                 # Fused kernels do not count their change, so autograd would not notice that it needs the old weight.
@@ -158,7 +156,7 @@ def step_in_backward(optimizer: Optimizer, who: str = "step_in_backward") -> Non
             f"without register_parameters, or leave {who} out"
         )
     step = unhooked(kind)
-    _check_independence(optimizer, step, who)
+    check_independent(optimizer, who)
     change_class(optimizer, _in_backward(kind))
     optimizer.in_backward = BackwardSteps(optimizer, step, who)  # type: ignore[attr-defined]
 
@@ -175,92 +173,3 @@ def _in_backward(base: type[Optimizer]) -> type[Optimizer]:
         return self.in_backward.run(closure)
 
     return with_step(base, InBackward, step, gradients_taken=InBackward.gradients_taken)
-
-
-def _not_independent(optimizer: Optimizer, who: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{who}: the step of {type(optimizer).__name__} treats its parameters together (a norm or a state of all), "
-        f"but the backward pass steps them one by one: use another optimizer, or leave {who} out"
-    )
-
-
-def _check_independence(optimizer: Optimizer, step: _Step, who: str) -> None:
-    """Raise ConfigurationError unless stepping small tensors together and one by one gives the same result."""
-    together = _try(optimizer, step, who, together=True)
-    alone = _try(optimizer, step, who, together=False)
-    for one, other in zip(together, alone, strict=True):
-        tolerance = 8 * torch.finfo(one.dtype).eps  # some optimizers round stochastically
-        if not torch.allclose(one, other, rtol=tolerance, atol=tolerance):
-            raise _not_independent(optimizer, who)
-
-
-def _try(optimizer: Optimizer, step: _Step, who: str, together: bool) -> list[Tensor]:
-    """Step a small copy of an optimizer twice, with gradients of very different sizes, and return its tensors."""
-    devices = {p.device for group in optimizer.param_groups for p in group["params"]}
-    with torch.random.fork_rng([device.index for device in devices if device.type == "cuda"]):
-        torch.manual_seed(0)
-        twin = _small_copy(optimizer)
-        tensors = [p for group in twin.param_groups for p in group["params"]]
-        try:
-            for _ in range(2):
-                _step_once(twin, step, together)
-        except Exception as error:
-            raise ConfigurationError(
-                f"{who}: {type(optimizer).__name__} cannot step parameters one by one: {error}"
-            ) from error
-    return [p.detach() for p in tensors]
-
-
-def _step_once(twin: Any, step: _Step, together: bool) -> None:
-    places = [(number, p) for number, group in enumerate(twin.param_groups) for p in group["params"]]
-    gradients = []
-    for i, (_, p) in enumerate(places):
-        gradients.append(torch.sin(torch.arange(p.numel()) + i).view(p.shape).to(p) * (10 * (1 + i) ** 3))
-    if together:
-        for (_, p), gradient in zip(places, gradients, strict=True):
-            p.grad = gradient
-        step(twin)
-        return
-    written: dict[int, dict[str, Any]] = {}
-    for (number, p), gradient in reversed([*zip(places, gradients, strict=True)]):
-        p.grad = gradient
-        written[number] = step_some(twin, step, twin.param_groups[number], [p])
-        p.grad = None
-    for number, values in written.items():
-        twin.param_groups[number].update(values)
-
-
-def _small_copy(optimizer: Any) -> Any:
-    """Return a copy of an optimizer with a new state and two small tensors instead of the parameters of each group."""
-    twin: Any = object.__new__(type(optimizer))
-    for key, value in vars(optimizer).items():
-        if key != "step":  # set by a scheduler, and would call the original
-            vars(twin)[key] = value.copy() if isinstance(value, dict | list | set) else value
-    twin.state = defaultdict(dict)
-    twin.param_groups = []
-    for group in optimizer.param_groups:
-        steppable = [p for p in group["params"] if p.is_floating_point()]  # quantised base weights are integers
-        chosen = {p: _small(p) for p in steppable[:1] + steppable[1:][-1:]}
-        rate = {"lr": 0.1} if "lr" in group else {}
-        twin.param_groups.append({**group, "params": [*chosen.values()], **rate})
-        for p, small in chosen.items():
-            if optimizer.state.get(p):  # some optimizers create states before the first step
-                twin.state[small] = {key: _cut(value, p) for key, value in optimizer.state[p].items()}
-    if callable(getattr(twin, "train", None)):  # schedule-free optimizers only step in training mode
-        twin.train()
-    return twin
-
-
-def _small(p: Tensor) -> Tensor:
-    device = torch.device("cpu") if p.is_meta else p.device  # meta tensors have no values to compare
-    like = torch.empty([min(side, _SAMPLE) for side in p.shape], dtype=p.dtype, device=device)
-    return torch.nn.Parameter(like.copy_(torch.arange(like.numel()).cos().view(like.shape)))
-
-
-def _cut(value: object, p: Tensor) -> object:
-    """Return a state of a parameter for the small tensor that replaces it."""
-    if not isinstance(value, Tensor):
-        return value
-    if value.shape == p.shape:
-        value = value[tuple(slice(_SAMPLE) for _ in p.shape)]
-    return value.clone()

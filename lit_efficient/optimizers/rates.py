@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.contents import contents
 from lit_efficient.internals.torch_optimizers import LAST_RATES
+from lit_efficient.surgery import inner_optimizer
 
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # keys of a group; schedulers add all but the first
 _RATES_BY_GROUP = ("base_lrs", LAST_RATES, "min_lrs", "max_lrs")  # attributes of a scheduler
@@ -58,6 +59,12 @@ def split_groups(
         return
     if type(optimizer).__name__ == "LBFGS":
         raise ConfigurationError(f"{who}: LBFGS keeps one state for all parameters and has no groups: use another")
+    name, inner = inner_optimizer(optimizer)
+    if inner is not None and inner.param_groups is not optimizer.param_groups:
+        raise ConfigurationError(
+            f"{who}: {type(optimizer).__name__} contains another optimizer ({name}: {type(inner).__name__}) with "
+            f"groups of its own, which would not be split: let both share the list, or leave {who} out"
+        )
     if any(group["lr"] is None for group in optimizer.param_groups):
         raise ConfigurationError(f"{who}: {type(optimizer).__name__} sets its learning rates itself: pass lr")
     affected = [s for s in nested_schedulers(schedulers) if getattr(s, "optimizer", None) is optimizer]

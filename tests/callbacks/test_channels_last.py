@@ -16,7 +16,7 @@ from lit_efficient import EMA, ChannelsLast, ConfigurationError, ConflictError, 
 from lit_efficient.application import apply
 from lit_efficient.callbacks.channels_last import lay_out
 from tests.callbacks.test_activation_checkpointing import LATENTS, UNETS
-from tests.support import Net, Toy, trainer, weights
+from tests.support import Net, Toy, convolved, data, trainer, weights
 
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -179,6 +179,17 @@ def test_a_network_without_convolutions_is_refused() -> None:
         apply(Net(), [ChannelsLast()])
     with pytest.raises(ConfigurationError, match="has no Conv2d"):
         apply(nn.Sequential(nn.Conv1d(3, 3, 3)), [ChannelsLast()])
+
+
+def test_an_optimizer_that_flattens_gradients_is_refused_before_the_first_step() -> None:
+    class Flat(Toy):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters(), lr=0.1)
+
+    run = trainer([ChannelsLast()])
+    with pytest.raises(ConflictError, match="ChannelsLast: LBFGS flattens weights"):
+        run.fit(Flat(network=convolved(Net)), data(), data())
+    assert run.global_step == 0
 
 
 def test_sharding_is_refused() -> None:

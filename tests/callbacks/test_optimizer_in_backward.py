@@ -249,47 +249,6 @@ def test_a_gradient_that_comes_in_parts_is_an_error() -> None:
     assert len(optimizer.param_groups[0]["params"]) == 2
 
 
-class Clipping(torch.optim.SGD):
-    """Optimizer that clips by the norm of all gradients in its step, as some implementations of LAMB do."""
-
-    limit = 1.0
-
-    def step(self, closure: Any = None) -> Any:
-        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], self.limit)
-        return super().step(closure)
-
-
-class Prodigious(torch.optim.SGD):
-    """Optimizer whose rate depends on all gradients together."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            gradients = [p.grad for p in group["params"] if p.grad is not None]
-            group["d"] = 1 / (1 + float(torch.cat([g.flatten() for g in gradients]).norm()))
-            for p, g in zip(group["params"], gradients):
-                p.data.sub_(g, alpha=group["d"])
-
-
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        (functools.partial(torch.optim.LBFGS, lr=1.0), "LBFGS cannot step parameters one by one: .*closure"),
-        (functools.partial(Clipping, lr=1e-2), "step of Clipping treats its parameters together"),
-        (functools.partial(Prodigious, lr=1e-2), "step of Prodigious treats its parameters together"),
-    ],
-)
-def test_an_optimizer_that_needs_all_gradients_is_refused_before_it_steps(kind: Any, reason: str) -> None:
-    network = Net()
-    before, optimizer = weights(network), kind(network.parameters())
-    groups, state = copy.copy(optimizer.param_groups), torch.get_rng_state()
-    with pytest.raises(ConfigurationError, match=reason):
-        step_in_backward(optimizer)
-    assert_equal(before, weights(network))
-    assert not optimizer.state
-    assert optimizer.param_groups == groups
-    assert torch.equal(state, torch.get_rng_state())
-
-
 # In a trainer --------------------------------------------------------------------------------------------------------
 
 

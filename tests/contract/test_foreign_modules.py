@@ -18,8 +18,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 import lit_efficient
-from lit_efficient import ActivationCheckpointing, ExactResume, LoRA, StochasticDepth, apply
+from lit_efficient import ActivationCheckpointing, ExactResume, LoRA, StochasticDepth, apply, verify
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.evidence.fits import LiveFit
 from tests.contract.table import CASES, make_all, network_of
 from tests.support import Net, Toy, assert_equal, data, trainer, weights
 
@@ -303,3 +304,25 @@ def test_trial_steps_put_tensors_of_a_strict_subclass_back(kind: str) -> None:
     run.fit(module, data(16))
     with torch.DisableTorchFunctionSubclass():
         assert module.kept.tolist() == [run.fit_loop.total_batch_idx + 1] * 2
+
+
+class WeightNormed(Net):
+    """Blocks under torch's older weight norm, which keeps a weight that is computed, and that torch does not copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            nn.utils.weight_norm(block.up)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_layers_with_a_computed_weight_are_copied_where_copies_are_tried() -> None:
+    module = Toy(network=WeightNormed)
+    with pytest.raises(RuntimeError, match="deepcopy"):
+        copy.deepcopy(module)
+    run = trainer([StochasticDepth(0.4)], max_steps=2)
+    run.fit(module, data(), data())
+    assert run.global_step == 2
+    source = LiveFit(trainer([StochasticDepth(0.4)], max_steps=2), Toy(network=WeightNormed), (data(), data()))
+    assert_equal(weights(source.make().module), weights(Toy(network=WeightNormed)))
+    assert verify(source, only=["determinism"]).held

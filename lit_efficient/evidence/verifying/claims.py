@@ -43,6 +43,7 @@ from lit_efficient.mechanisms.adapters.merge import whole_state
 from lit_efficient.mechanisms.averages.batch_norm import silent
 from lit_efficient.mechanisms.rewind import set_random_states
 from lit_efficient.mechanisms.trials.steps import leaves_traces, quiet, schedule
+from lit_efficient.surgery import computed
 from lit_efficient.traits import Trait, has_trait
 
 T = TypeVar("T")
@@ -414,7 +415,7 @@ def first_batch(trainer: Trainer) -> Batch:
 def twin(module: LightningModule) -> LightningModule:
     """Return a deep copy of a module in a fit, with the same trainer."""
     # Lightning does not copy the reference to the trainer.
-    copied = copy.deepcopy(module)
+    copied = copy.deepcopy(module, computed(module))
     set_trainer(copied, trainer_of(module))
     return copied
 

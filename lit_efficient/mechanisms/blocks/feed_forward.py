@@ -17,7 +17,7 @@ from lit_efficient.mechanisms.trials.memory import SavedTensors
 from lit_efficient.models.networks.expert_layers import is_linear, width_of
 from lit_efficient.models.probes.modes import evaluating, trial_of_layer
 from lit_efficient.models.probes.noise import noise_for_zeros, replaced
-from lit_efficient.surgery import endings, expert_stacks, match_modules, weights_wait
+from lit_efficient.surgery import computed, endings, expert_stacks, match_modules, weights_wait
 
 
 def find_feed_forwards(root: nn.Module, patterns: str | Sequence[str], *, who: str) -> list[tuple[str, nn.Module]]:
@@ -92,7 +92,7 @@ def why_no_feed_forward(module: nn.Module) -> str | None:
         if not empty:
             moved = _maps_alone(module, width, next(module.parameters()))
         if moved is None:  # without weights, or with a last layer of zeros: run a copy with random weights
-            twin = copy.deepcopy(module)
+            twin = copy.deepcopy(module, computed(module))
             if empty:
                 twin = twin.to_empty(device="cpu")
             with torch.no_grad():

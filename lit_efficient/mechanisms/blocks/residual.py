@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_fx import adds_to_input
 from lit_efficient.mechanisms.blocks.block_map import BlockMap
-from lit_efficient.surgery import is_sharded, weightless
+from lit_efficient.surgery import computed, is_sharded, weightless
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ def _changes_shape(block: nn.Module) -> bool:
     widths = [getattr(part, key, None) for part in block.modules() for key in _WIDTHS]
     width = next((w if isinstance(w, int) else w[-1] for w in widths if w), 0)
     tensors = [*block.parameters(), *block.buffers()]
-    twin = copy.deepcopy(block, {id(tensor): weightless(tensor) for tensor in tensors})
+    twin = copy.deepcopy(block, computed(block) | {id(tensor): weightless(tensor) for tensor in tensors})
     for shape in ((2, width, 56, 56), (2, 56, 56, width), (2, 50, width), (2, width)):
         x = torch.empty(shape, device="meta")
         adding = _Adding(x)
