@@ -67,6 +67,7 @@ def check_command(command: Command) -> None:
     """
     subcommand = command.subcommand or "fit"
     accepted = ["seed_everything", *SECTIONS, *method_keys(subcommand)]
+    nested = _arguments(command.tree)
     if subcommand != "fit":
         accepted = [key for key in accepted if key not in ("optimizer", "lr_scheduler")] + ["optimizer", "lr_scheduler"]
     trainer = trainer_keys()
@@ -75,13 +76,13 @@ def check_command(command: Command) -> None:
         if name not in _FLAGS and not name.endswith(".help"):
             key = name.removeprefix("--")
             near = did_you_mean(key, _OPTIONS)
-            if near:
+            if near and not elsewhere("Trainer", key):
                 raise _error(f"no option {key!r}{near}", None, accepted)
-            raise _unknown(key, "", accepted, trainer, None)
-    _check_keys(command.tree, "", accepted, trainer)
+            raise _unknown(key, "", accepted, trainer, nested, None)
+    _check_keys(command.tree, "", accepted, trainer, nested)
     section = command.tree.get("trainer")
     if isinstance(section, Table):
-        _check_keys(section, "trainer.", trainer, accepted)
+        _check_keys(section, "trainer.", trainer, accepted, nested)
     command.unlikely = check_classes(command.tree, knows_others=bool(command.packages))
 
 
@@ -124,17 +125,37 @@ def _check_profiler(value: str, place: Place | None, knows_others: bool) -> None
     raise _error(f"trainer.profiler: there is no profiler {value!r}{near}", place, (*_PROFILERS, *classes))
 
 
-def _check_keys(table: Table, prefix: str, accepted: list[str], others: list[str]) -> None:
+def _arguments(tree: Table) -> dict[str, str]:
+    """Return the arguments of the classes of ``model`` and ``data``, with their full names."""
+    found: dict[str, str] = {}
+    for slot in ("data", "model"):
+        spec = tree.get(slot)
+        known = signature(str(spec["class_path"])) if isinstance(spec, Table) and spec.is_class else None
+        if known is not None:
+            found |= {name: f"{slot}.{name}" for name in known.arguments}
+    return found
+
+
+def _check_keys(table: Table, prefix: str, accepted: list[str], others: list[str], nested: Mapping[str, str]) -> None:
     for key in table:
         name = str(key).removesuffix("+")
         if name not in accepted and not (name == "$schema" and not prefix):
-            raise _unknown(name, prefix, accepted, others, table.places.get(key))
+            raise _unknown(name, prefix, accepted, others, nested, table.places.get(key))
 
 
-def _unknown(name: str, prefix: str, accepted: list[str], others: list[str], place: Place | None) -> ConfigurationError:
+def _unknown(
+    name: str,
+    prefix: str,
+    accepted: list[str],
+    others: list[str],
+    nested: Mapping[str, str],
+    place: Place | None,
+) -> ConfigurationError:
     """Return the error of a key at the top of a config or of the trainer."""
     known = elsewhere("Trainer", name.rpartition(".")[2])
     head, dot, rest = name.partition(".")
+    if head in nested and head not in others and not known:
+        return _error(f"no option '{prefix}{name}', did you mean '{nested[head]}{dot}{rest}'?", place)
     near = did_you_mean(head, accepted)
     if near and dot:  # the section is misspelt, and the key in it is not
         near = near.replace("'?", f".{rest}'?")

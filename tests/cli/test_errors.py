@@ -20,6 +20,8 @@ from lit_efficient import (
     PUBLIC,
     CausalLMConfig,
     DiffusionProcess,
+    Distillation,
+    DistillationLoss,
     GPTConfig,
     LanguageData,
     LanguageModeling,
@@ -27,6 +29,8 @@ from lit_efficient import (
     LatentDiffusion,
     Preference,
     RewardModeling,
+    Samples,
+    TimestepSampling,
 )
 from lit_efficient.__main__ import main
 from lit_efficient.catalog import PACKAGE
@@ -429,10 +433,11 @@ def test_names_elsewhere_lead_to_what_is_here():
     of_data = {field.name for kind in vars(text_arguments).values() if is_dataclass(kind) for field in fields(kind)}
     parts = {
         "trainer": (Trainer,),
-        "model": (LanguageModeling, Preference, RewardModeling, LatentDiffusion),
+        "model": (LanguageModeling, Preference, RewardModeling, Distillation, LatentDiffusion),
         "data": (LanguageData, LatentData),
     }
-    inner = {"model": (CausalLMConfig, GPTConfig), "schedule": (DiffusionProcess,)}
+    inner = {"model": (CausalLMConfig, GPTConfig), "schedule": (DiffusionProcess,), "samples": (Samples,)}
+    inner |= {"timestep_sampling": (TimestepSampling,), "objective": (DistillationLoss,)}
     for name, here in ELSEWHERE.items():
         owner, _, old = name.rpartition(".")
         first, *rest = re.split(r"[ ,:]+", here)
@@ -441,6 +446,7 @@ def test_names_elsewhere_lead_to_what_is_here():
             continue
         part, _, option = first.partition(".")
         option, _, field = option.partition(".")
+        owner = "" if owner == "Trainer" else owner
         holders = parts.get(part) if option else None
         if holders is None:
             named = getattr(lit_efficient, owner or (rest or ["no"])[-1], None)
@@ -459,7 +465,8 @@ def test_names_elsewhere_lead_to_what_is_here():
         for kind, option in re.findall(r"\bas ([A-Z]\w+) with ([a-z_]+)", here):
             places = (lit_efficient, torch.optim, lightning.pytorch.strategies, lightning.pytorch.loggers)
             found = next(getattr(place, kind) for place in places if hasattr(place, kind))
-            passed = {"bucket_cap_mb", "broadcast_buffers"}  # DDPStrategy gives them to DistributedDataParallel
+            # DDPStrategy gives the first two to DistributedDataParallel, and WandbLogger the third to wandb.init
+            passed = {"bucket_cap_mb", "broadcast_buffers", "entity"}
             assert option in {*inspect.signature(found).parameters, *passed}, f"{name}: {kind} has no {option}"
 
 
@@ -478,6 +485,11 @@ def test_every_argument_of_hugging_faces_trainers_is_answered():
         ("--trainer.warmup_ratio", "no option 'trainer.warmup_ratio': here it is lr_scheduler, as WarmupCosine"),
         ("--data.dataloader_pin_memory", "no option 'dataloader_pin_memory': here it is data.pin_memory"),
         ("--model.push_to_hub", "no option 'push_to_hub': it has no counterpart here, because runs are not uploaded"),
+        ("--batch_size", "no option 'batch_size', did you mean 'data.batch_size'?"),
+        ("--trainer.files.paths", "no option 'trainer.files', did you mean 'data.files'?"),
+        ("--learning_rate", "no option 'learning_rate': here it is model.learning_rate, or lr of the optimizer"),
+        ("--peft_config", "no option 'peft_config': here it is PeftAdapter in trainer.callbacks, with config"),
+        ("--trainer.seed", "no option 'trainer.seed': here it is seed_everything"),
     ],
 )
 def test_a_name_of_another_trainer_is_answered(option, said, capsys):
