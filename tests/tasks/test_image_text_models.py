@@ -385,25 +385,44 @@ def test_rows_with_images_are_not_cut_or_packed(one_base: Path, tmp_path: Path) 
         task._losses(packed)
 
 
+def config_of(folder: Path) -> list[str]:
+    """Return arguments that let the config train a tiny Idefics 3 on the conversations, all in a folder."""
+    save_model("idefics3", folder / "base")
+    write_rows(folder / "data").rename(folder / "data" / "train.jsonl")
+    changed = {
+        "model.init_args.model.name_or_path": "base",
+        "model.init_args.warmup_steps": 0,
+        "data.init_args.processor": "base",
+        "data.init_args.max_length": 512,
+        "data.init_args.num_workers": 0,
+        "data.init_args.cache_dir": folder / "cache",
+        "trainer.accelerator": "cpu",
+        "trainer.precision": "32-true",
+        "trainer.accumulate_grad_batches": 1,
+        "trainer.logger": "false",
+    }
+    return ["-c", "llm/image_text", *(f"--{name}={value}" for name, value in changed.items())]
+
+
 def test_the_config_trains_what_it_says_and_exports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForImageTextToText
 
     monkeypatch.chdir(tmp_path)
-    base = save_model("idefics3", tmp_path / "base")
-    write_rows(tmp_path / "data").rename(tmp_path / "data" / "train.jsonl")
-    named = ["--model.init_args.model.name_or_path=base", "--data.init_args.processor=base"]
-    small = ["--model.init_args.model.dtype=float32", "--trainer.precision=32-true", "--data.init_args.num_workers=0"]
-    fast = ["--trainer.accumulate_grad_batches=1", "--trainer.accelerator=cpu"]
-    cache = [
-        f"--data.init_args.cache_dir={tmp_path}/cache",
-        "--model.init_args.warmup_steps=0",
-        "--data.init_args.max_length=512",
-        "--trainer.logger=false",
-    ]
-    assert main(["fit", "-c", "llm/image_text", *named, *small, *fast, *cache]) == 0
+    assert main(["fit", *config_of(tmp_path)]) == 0
     last = next((tmp_path / "runs").rglob("last.ckpt"))
     assert main(["export", str(last), "--format", "merged", "--output", "tuned", "--no_check"]) == 0
-    before = AutoModelForImageTextToText.from_pretrained(base).state_dict()
+    before = AutoModelForImageTextToText.from_pretrained("base").state_dict()
     after = AutoModelForImageTextToText.from_pretrained("tuned").state_dict()
     moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
     assert {name.split(".")[1] for name in moved} == {"text_model", "connector"}
+
+
+@pytest.mark.nightly
+def test_a_plan_says_that_it_cannot_count_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", *config_of(tmp_path)]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "cannot trace this step without values (ragged nested tensors, or numbers of images" in said
+    assert "Traceback" not in said

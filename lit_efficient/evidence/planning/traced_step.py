@@ -50,6 +50,7 @@ from lit_efficient.internals.torch_operators import (
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 from lit_efficient.internals.wraps import does_nothing
 from lit_efficient.mechanisms.flops import FlopMeter
+from lit_efficient.mechanisms.moving import holds_images
 from lit_efficient.mechanisms.trials.steps import leaves_traces, quiet
 from lit_efficient.surgery import count
 from lit_efficient.traits import Trait, has_trait
@@ -109,11 +110,12 @@ def trace(
             raise
         except Exception as error:
             guilty = _callback_behind(error, fit.trainer.callbacks)
-            if guilty is None and _is_limit_of_fakes(error):
+            # Models of images split tensors by values of the batch, and each fails in its own way.
+            if guilty is None and (_is_limit_of_fakes(error) or holds_images(batch)):
                 text = " ".join(str(error).split())[:100]
                 raise ConfigurationError(
-                    "plan: torch cannot trace this step without values (ragged nested tensors, for example): "
-                    f"{type(error).__name__}: {text}"
+                    "plan: torch cannot trace this step without values (ragged nested tensors, or numbers of images, "
+                    f"for example): {type(error).__name__}: {text}"
                 ) from error
             if guilty is None:
                 raise
