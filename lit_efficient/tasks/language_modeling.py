@@ -175,8 +175,10 @@ class LanguageModeling(LightningModule):
         data = getattr(trainer_of(self), "datamodule", None)
         # A new one, because techniques may have changed the network since the last run.
         self._rows = DocumentRows(type(self).__name__, getattr(data, "max_length", None))
-        tokenizer = getattr(data, "chat_tokenizer", None) or getattr(data, "tokenizer", None)
-        self._new_ids = list(getattr(data, "new_ids", ()))
+        # `plan` also builds the network for data that cannot be read, which then has no tokenizer.
+        name = "chat_tokenizer" if hasattr(data, "chat_tokenizer") else "tokenizer"
+        tokenizer = getattr(data, name, None)
+        self._new_ids = [] if tokenizer is None else list(getattr(data, "new_ids", ()))
         names_of = getattr(data, "source_names", None)
         if names_of is not None:
             self.step_sources = SourceLosses(names_of("train")) if names_of("train") else None

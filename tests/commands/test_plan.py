@@ -184,3 +184,18 @@ def test_the_text_has_80_columns(capsys, monkeypatch):
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
     assert "DOES NOT FIT" in text
+
+
+def test_a_language_model_is_planned_before_its_data_exists(capsys):
+    """With fractions of an epoch, whose length is unknown, and with all tokens of the accumulated batches."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    fields = {"model_type": "llama", "num_key_value_heads": 1, "vocab_size": 64, **sizes}
+    model = {"class_path": "LanguageModeling", "init_args": {"model": {"config_fields": fields}}}
+    data = {"train": "none.jsonl", "tokenizer": "none", "max_length": 32, "batch_size": 2, "pack": True}
+    trainer = {"accelerator": "cpu", "max_epochs": 1, "val_check_interval": 0.25, "accumulate_grad_batches": 5}
+    parts = {"trainer": trainer, "model": model, "data": {"class_path": "LanguageData", "init_args": data}}
+    Path("rows.yaml").write_text(yaml.safe_dump(parts))
+    assert main(["plan", "-c", "rows.yaml", "--quiet", "--json", "--no_advice", "--device_memory", "1GiB"]) == 0
+    found = json.loads(capsys.readouterr().out)["plan"]
+    assert (found["batch"], found["unit"], found["amount"]) == (2, "tokens", 5 * 2 * 32)
+    assert any(note.startswith("The data cannot be read (") for note in found["notes"])

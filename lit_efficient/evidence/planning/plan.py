@@ -108,6 +108,7 @@ def plan(source: FitSource, change: Change = AS_IT_IS, *, device: str | None = N
             "device."
         )
     batch, batches = batch_of(fit, notes)
+    accumulated = int(fit.trainer.accumulate_grad_batches)  # a trace reduces it
     block = BLOCK
     if device == "cpu":
         block = 1
@@ -136,7 +137,7 @@ def plan(source: FitSource, change: Change = AS_IT_IS, *, device: str | None = N
         techniques=traced.techniques,
         batch=samples_of(batch),
         unit=unit,
-        amount=amount * fit.trainer.accumulate_grad_batches,
+        amount=amount * accumulated,
         notes=(*notes, *traced.notes),
         at_most=traced.at_most,
         at_least=traced.at_least,

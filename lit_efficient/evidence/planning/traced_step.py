@@ -180,6 +180,8 @@ def _silence(trainer: Any, observer: Callback, folder: str) -> None:
     trainer.strategy.teardown = does_nothing
     trainer.limit_val_batches = 0
     trainer.num_sanity_val_steps = 0
+    if isinstance(trainer.val_check_interval, float):
+        trainer.val_check_interval = 1.0  # a fraction needs the length of the data, which may be unknown
 
 
 def _affects_steps(callback: Callback) -> bool:
