@@ -6,7 +6,6 @@ A checkpoint contains the config and the tokenizer. ``LanguageModeling.load_from
 can generate text, and loading a checkpoint with another tokenizer raises an error.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -94,7 +93,8 @@ class LanguageModeling(LightningModule):
     Args:
         model: A `GPTConfig`, the shape of this package's GPT, or a `CausalLMConfig` (``name_or_path`` or ``config``) of
             a Hugging Face model. ``vocab_size`` null takes that of the data.
-        learning_rate: Peak learning rate of AdamW. It is not used if the config sets an ``optimizer``.
+        learning_rate: Peak learning rate of AdamW: 1e-5 to 2e-5 for all weights of a pretrained model, ten times more
+            for adapters, and the default for random weights. It is not used if the config sets an ``optimizer``.
         weight_decay: Weight decay of the matrices. Vectors (norms) have none.
         warmup_steps: Optimizer steps of the warm-up, which is followed by half a cosine to 0 at the end of training.
         weighting: Weight of each training token, without a gradient: ``dft``, its probability; ``eaft``, the entropy of
@@ -241,7 +241,7 @@ class LanguageModeling(LightningModule):
                 causal_lm.freeze_parts(self.model, self.network)
                 if not self.model.draws_weights:
                     _note_new_rows(self.network, self._new_ids)
-                message = causal_lm.float32_advice(self.model)
+                message = causal_lm.format_advice(self.model)
                 if message:
                     rank_zero_info(f"{type(self).__name__}: {message}")
             if self.network is not None:
@@ -446,7 +446,7 @@ class LanguageModeling(LightningModule):
         if "hugging_face" not in described:
             model = self.model if isinstance(self.model, GPTConfig) else rebuild(GPTConfig, described)
             return GPT(replace(model, vocab_size=described["vocab_size"]))
-        config = json.loads(described["hugging_face"])
+        config = causal_lm.read_config(described["hugging_face"])
         with torch.device("meta"):
             empty = causal_lm.from_json(config)
         needed = {f"network.{name}" for name, _ in empty.named_parameters()}
@@ -596,7 +596,7 @@ def _check_same_network(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> N
 def _shape_of(described: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a config that must agree with those of a checkpoint, without defaults to be resolved."""
     if "hugging_face" in described:
-        fields = json.loads(described["hugging_face"])
+        fields = causal_lm.read_config(described["hugging_face"])
         shape = {"model": "of Hugging Face"} | {name: fields[name] for name in _HF_SHAPE if name in fields}
         for part in ("text_config", "vision_config"):
             own = fields.get(part) or {}

@@ -9,6 +9,7 @@ Source: https://huggingface.co/docs/transformers/main/en/main_classes/model.
 
 import copy
 import inspect
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -253,6 +254,9 @@ def build(
     fakes = detect_fake_mode() is not None  # tensors without memory, into which no file is read
     if fakes and spec.quantize is not None:
         raise refusal("plan", "model.quantize", "null (use QuantizeBase, which can be planned)", spec.quantize)
+    if spec.quantize is not None and _holds_mxfp4(config):
+        allowed = "null for files in MXFP4 (add QuantizeBase, which quantises the layers beside the experts)"
+        raise refusal("CausalLMConfig", "quantize", allowed, spec.quantize)
     named = spec.name_or_path or "the model"
     with library_errors(f"CausalLMConfig: {named} cannot be built", spec.config_fields):
         if spec.draws_weights or fakes:
@@ -345,19 +349,31 @@ def freeze_parts(spec: CausalLMConfig, network: nn.Module) -> None:
             parameter.requires_grad_(False)
 
 
-def float32_advice(spec: CausalLMConfig) -> str | None:
-    """Return advice for a model that takes twice the memory of its files, or None."""
-    if spec.draws_weights or spec.dtype != "float32" or spec.quantize is not None:
+def format_advice(spec: CausalLMConfig) -> str | None:
+    """Return a sentence on weights that take more memory than in their files, or None."""
+    if spec.draws_weights:
         return None
     stored = _stored(spec)
+    if _holds_mxfp4(stored):
+        dtype = "bfloat16" if spec.dtype == "auto" else spec.dtype
+        return (
+            f"{spec.name_or_path} holds its experts in MXFP4 (0.53 bytes per weight), which has no backward pass: they "
+            f"are dequantised to {dtype}"
+        )
     kinds = (part.get(key) for part in (stored, stored.get("text_config") or {}) for key in ("dtype", "torch_dtype"))
     kind = next(filter(None, kinds), None)
-    if kind not in ("bfloat16", "float16"):
+    if spec.dtype != "float32" or spec.quantize is not None or kind not in ("bfloat16", "float16"):
         return None
     return (
         f"{spec.name_or_path} holds {kind}, and the model is built in float32, which takes twice the memory: set "
         "dtype: auto to keep the format"
     )
+
+
+def _holds_mxfp4(config: Any) -> bool:
+    """Return whether the files of a model hold MXFP4 (GPT-OSS), by its configuration as an object or a mapping."""
+    fields = config if isinstance(config, Mapping) else config.to_dict()
+    return (fields.get("quantization_config") or {}).get("quant_method") == "mxfp4"
 
 
 @torch.no_grad()
@@ -378,6 +394,11 @@ def grow_vocabulary(model: "PreTrainedModel", size: int) -> None:
 
 
 def _quantization(spec: CausalLMConfig, dtype: Any, config: "PretrainedConfig") -> Any:
+    if spec.quantize is None and _holds_mxfp4(config):
+        from transformers.utils.quantization_config import Mxfp4Config
+
+        # Otherwise it depends on the packages of the machine whether layers without a backward pass are built.
+        return Mxfp4Config(dequantize=True)
     if spec.quantize is None:
         return None
     from transformers import BitsAndBytesConfig
@@ -398,6 +419,16 @@ def _quantization(spec: CausalLMConfig, dtype: Any, config: "PretrainedConfig") 
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute,
         llm_int8_skip_modules=skipped,
     )  # fmt: skip
+
+
+def read_config(text: str) -> dict[str, Any]:
+    """Return the fields of a configuration from its JSON text, in which transformers writes infinity as an object."""
+
+    def floats(fields: dict[str, Any]) -> Any:
+        return float(fields["__float__"]) if fields.keys() == {"__float__"} else fields
+
+    found: dict[str, Any] = json.loads(text, object_hook=floats)
+    return found
 
 
 def from_json(config: Mapping[str, Any], dtype: torch.dtype = torch.float32, whole: bool = True) -> "PreTrainedModel":

@@ -226,14 +226,14 @@ def test_ids_of_the_data_that_a_family_does_not_have_are_left_out() -> None:
 def test_a_model_that_is_built_wider_than_its_files_says_so(tmp_path: Path) -> None:
     fields: Any = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     spec = CausalLMConfig(config_fields={**fields, "num_attention_heads": 1, "vocab_size": 9})
-    assert causal_lm.float32_advice(spec) is None
+    assert causal_lm.format_advice(spec) is None
     build(spec).bfloat16().save_pretrained(tmp_path)
     named = CausalLMConfig(str(tmp_path))
-    assert causal_lm.float32_advice(named) == (
+    assert causal_lm.format_advice(named) == (
         f"{tmp_path} holds bfloat16, and the model is built in float32, which takes twice the memory: set dtype: auto "
         "to keep the format"
     )
-    assert causal_lm.float32_advice(replace(named, dtype="auto")) is None
+    assert causal_lm.format_advice(replace(named, dtype="auto")) is None
     assert build(replace(named, dtype="auto")).dtype == torch.bfloat16
 
 
@@ -258,3 +258,11 @@ def test_weights_of_one_variant_are_found_by_their_files(tmp_path: Path) -> None
     assert [file.name for file in tmp_path.glob("*.safetensors")] == ["model.fp16.safetensors"]
     ours = build(CausalLMConfig(name_or_path=str(tmp_path))).state_dict()
     assert all(torch.equal(tensor.float(), ours[name].float()) for name, tensor in theirs.state_dict().items())
+
+
+def test_an_infinite_field_of_a_checkpoint_is_read_as_it_was() -> None:
+    config = transformers.Mamba2Config(hidden_size=16, num_heads=4, head_dim=8, num_hidden_layers=1, vocab_size=32)
+    read = causal_lm.read_config(config.to_json_string(use_diff=False))
+    assert read["time_step_limit"] == [0.0, float("inf")]
+    with torch.device("meta"):
+        assert tuple(causal_lm.from_json(read).config.time_step_limit) == tuple(config.time_step_limit)
