@@ -41,6 +41,7 @@ from lit_efficient.surgery import local
 
 COMPENSATION = "compensation"  # key of c in the state of a parameter
 _PIECE = 2**24  # bytes of parameters that are stepped at a time, in float32, with their gradients and states
+_ROUNDED = 2**22  # elements that are rounded at a time: a draw takes more memory than the elements
 
 
 def round_stochastically(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -50,10 +51,13 @@ def round_stochastically(x: Tensor, generator: torch.Generator | None = None) ->
         x: float32 of any shape. Values that are not finite stay unchanged.
         generator: Random generator on the device of ``x``. ``None`` takes the device's global generator.
     """
-    bits = x.contiguous().view(torch.int32)
-    drawn = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
-    rounded = drawn.add_(bits).bitwise_and_(-(1 << 16)).view(torch.float32)
-    return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
+    flat = x.contiguous().view(-1)
+    rounded = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+    for piece, place in zip(flat.split(_ROUNDED), rounded.view(-1).split(_ROUNDED), strict=True):
+        drawn = torch.randint(0, 1 << 16, piece.shape, dtype=torch.int32, device=x.device, generator=generator)
+        near = drawn.add_(piece.view(torch.int32)).bitwise_and_(-(1 << 16)).view(torch.float32)
+        place.copy_(torch.where(piece.isfinite(), near, piece))
+    return rounded
 
 
 @dataclass
@@ -221,8 +225,9 @@ def _store(optimizer: Any, p: Tensor, copy: Tensor) -> None:
     generator = rounding.generator(p)
     state = optimizer.state[p]
     stepped = optimizer.state.pop(copy, {})
+    copy.grad = None  # its memory is needed for the draws
     for key in sorted(stepped):
-        value = stepped[key]
+        value = stepped.pop(key)
         if not _casts(optimizer, key, value, torch.float32):
             state[key] = value
         elif is_traceable_wrapper_subclass(local(value)):

@@ -22,6 +22,7 @@ from lit_efficient import (
     round_stochastically,
     step_in_float32,
 )
+from lit_efficient.mechanisms.trials.memory import AllocationMeter
 from lit_efficient.optimizers.host_states import stream_states
 from lit_efficient.optimizers.low_bit import to_low_bit
 from tests.callbacks.float32_steps import RATE, exact, small_steps_survive, walked
@@ -74,6 +75,19 @@ def test_what_is_not_finite_stays_as_it_is() -> None:
 
 
 # The step
+
+
+def test_a_step_takes_the_memory_of_float32_copies_and_little_more() -> None:
+    """Of a table of embeddings, the largest parameter: weight, gradient and two moments; draws are made in pieces."""
+    size = 2**24
+    p = nn.Parameter(torch.zeros(size, dtype=torch.bfloat16))
+    optimizer = FusedAdamW([p], RATE)
+    step_in_float32(optimizer, compensated=False)
+    for _ in range(2):
+        p.grad = torch.ones_like(p)
+        with AllocationMeter() as meter:
+            optimizer.step()
+    assert meter.peak / size < 16 + 5
 
 
 @pytest.mark.parametrize("name", MAKERS)
