@@ -1,5 +1,10 @@
-"""What is written from the sources and lies beside them: ``python -m tests.generated`` writes it again."""
+"""What is written from the sources and lies beside them: ``python -m tests.generated`` writes it again.
 
+With the word ``families`` it also tries the families of language models again, which takes minutes, for
+docs/families.md.
+"""
+
+import sys
 from pathlib import Path
 
 from lit_efficient import PUBLIC
@@ -31,3 +36,7 @@ def written() -> dict[Path, str]:
 if __name__ == "__main__":
     for path, text in written().items():
         path.write_text(text, encoding="utf-8")
+    if "families" in sys.argv[1:]:
+        from tests import families
+
+        families.PAGE.write_text(families.document(), encoding="utf-8")

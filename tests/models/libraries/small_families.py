@@ -71,7 +71,7 @@ class NotSmall(Exception):
     """A family that cannot be built small from its configuration alone, and the reason."""
 
 
-def small_config(family: str) -> Any:
+def small_config(family: str, vocab_size: int = 97) -> Any:
     """Return a small configuration of a family.
 
     Raises:
@@ -84,7 +84,7 @@ def small_config(family: str) -> Any:
         raise NotSmall(str(error)) from error
     if getattr(default, "text_config", None) is not None:
         raise NotSmall("it consists of several models")
-    fields = {name: value for name, value in _SIZES.items() if _has(default, name)}
+    fields = {name: value for name, value in _SIZES.items() if _has(default, name)} | {"vocab_size": vocab_size}
     if "kv_lora_rank" in fields:
         fields["num_key_value_heads"] = 4
     if getattr(default, "rotary_dim", None) is None:
@@ -124,21 +124,21 @@ def _has(config: Any, name: str) -> bool:
         return False
 
 
-def small_network(family: str, attention: str | None = None) -> nn.Module:
+def small_network(family: str, attention: str | None = None, vocab_size: int = 97) -> nn.Module:
     """Return a small network of a family with random weights, in float32.
 
     Raises:
         NotSmall: If there is none.
     """
     how = {} if attention is None else {"attn_implementation": attention}
-    config = small_config(family)
+    config = small_config(family, vocab_size)
     try:
         with torch.device("meta"):
             size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config, **how).parameters())
         if size > _MOST:
             raise NotSmall(f"it has {size:,} parameters")
         torch.manual_seed(0)
-        network: nn.Module = AutoModelForCausalLM.from_config(small_config(family), **how)
+        network: nn.Module = AutoModelForCausalLM.from_config(small_config(family, vocab_size), **how)
         network.float()(input_ids=torch.arange(3, 19)[None], use_cache=False)
     except NotSmall:
         raise
