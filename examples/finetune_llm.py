@@ -72,7 +72,7 @@ def main(folder: str, model: str | None = None, max_steps: int = 100) -> L.Train
     )
     config = CausalLMConfig(model) if model else CausalLMConfig(config_fields=TINY)
     data = LanguageData(train=folder, tokenizer=model, max_length=256, batch_size=4, val_fraction=0.1)
-    trainer.fit(LanguageModeling(config, learning_rate=4e-3, warmup_steps=10), data)
+    trainer.fit(LanguageModeling(config, learning_rate=2e-4 if model else 4e-3, warmup_steps=10), data)
     return trainer
 
 

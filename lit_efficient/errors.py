@@ -16,6 +16,7 @@ import inspect
 import math
 import operator
 import os
+import re
 import typing
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +34,9 @@ EXIT_CODES = {
     6: "nothing left to do (a resumed fit that has reached its end)",
 }
 """Exit codes of the command line and their meanings. After signal n the exit code is 128 + n."""
+
+_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 
 CAUSE = "Cause: "
 """Beginning of a note on an error of a library, in which a technique says which argument has caused it."""
@@ -337,7 +341,6 @@ def check_installed(owner: str, *packages: str) -> None:
 
 def install_line(*packages: str) -> str:
     """Return the command that installs packages: with the first extra of ours that has them all, or by their names."""
-    import re
     from importlib.metadata import PackageNotFoundError, requires
 
     extras: dict[str, set[str]] = {}
@@ -354,3 +357,30 @@ def install_line(*packages: str) -> str:
             return f"pip install 'lit-efficient[{extra}]'  (or {every}, for every config)"
     known = set(packages) <= set().union(*extras.values())
     return f"pip install {every if known else ' '.join(packages)}"
+
+
+def parse_bytes(size: int | str, who: str = "parse_bytes", name: str = "memory_limit") -> int:
+    """Return the bytes of a number or of a text such as ``12GiB`` (powers of 1024) or ``12GB`` (powers of 1000).
+
+    Args:
+        size: The number or text.
+        who: Class or function whose argument it is, for the error.
+        name: Name of the argument, for the error.
+
+    Raises:
+        ConfigurationError: If ``size`` is neither, or not above 0, or a text of a small number, which lacks its unit.
+    """
+    bytes_ = 0
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size)
+        if match is not None:
+            number, unit, binary = match.groups()
+            base = 1024 if binary else 1000
+            bytes_ = int(float(number) * base ** _UNITS[unit.upper()])
+    elif isinstance(size, int) and not isinstance(size, bool):
+        bytes_ = size
+    if bytes_ < 1:
+        raise refusal(who, name, "a number of bytes above 0 or a text like 12GiB", size)
+    if isinstance(size, str) and size.strip().isdigit() and bytes_ < 2**20:
+        raise refusal(who, name, "a size with its unit, such as 24GiB", size)
+    return bytes_

@@ -25,14 +25,13 @@ from torch.utils.data import DataLoader
 
 from lit_efficient.application.settings import ReadBack, who_sets
 from lit_efficient.declaration import Report, format_bytes
-from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number, refusal
+from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number, parse_bytes, refusal
 from lit_efficient.internals.lightning_data import combined_loader, data_source, drop_loaders
 from lit_efficient.internals.lightning_loops import validates_next
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.mechanisms.rewind import other_randomness
 from lit_efficient.mechanisms.trials.batch_search import BatchSearch, FoundBatch, Trial
 from lit_efficient.mechanisms.trials.batch_size import BatchSizeTarget
-from lit_efficient.mechanisms.trials.memory import parse_bytes
 from lit_efficient.mechanisms.trials.probes import batch_size_of, live_generators, loaders_in
 from lit_efficient.mechanisms.trials.steps import schedule, unschedule
 from lit_efficient.technique import Technique

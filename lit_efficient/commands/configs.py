@@ -1,14 +1,17 @@
-"""``python -m lit_efficient configs``: list the configs of the package, by folder."""
+"""``python -m lit_efficient configs``: list the configs of the package, by folder, or recipes that fit on a device."""
 
 import argparse
 import itertools
 import json
+import shlex
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 
+from lit_efficient.errors import parse_bytes
 from lit_efficient.files import configs
+from lit_efficient.files.recipes import USABLE, Recipe, fitting
 
 _TITLES = {
     "tasks": "complete runs",
@@ -25,7 +28,21 @@ def run(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print a mapping of names to summaries and paths")
-    if parser.parse_args(argv).json:
+    parser.add_argument(
+        "--for",
+        dest="memory",
+        metavar="24GB",
+        help="list recipes of pretrained language models that fit in this much device memory, with their command lines",
+    )
+    options = parser.parse_args(argv)
+    if options.memory is not None:
+        memory = parse_bytes(options.memory, "configs", "--for")
+        found = fitting(memory)
+        if options.json:
+            print(json.dumps([{**vars(recipe), "command": command(recipe)} for recipe in found], indent=2))
+        else:
+            print("\n".join(recipe_lines(found, options.memory)))
+    elif options.json:
         entries = {
             name: {"summary": configs.summary(path), "path": str(path)} for name, path in configs.known().items()
         }
@@ -33,6 +50,28 @@ def run(argv: Sequence[str]) -> int:
     else:
         print("\n".join(lines(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)))
     return 0
+
+
+def command(recipe: Recipe) -> str:
+    """Return the command that trains a recipe."""
+    return shlex.join(["python", "-m", "lit_efficient", "fit", *recipe.options()])
+
+
+def recipe_lines(found: Sequence[Recipe], memory: str) -> Iterator[str]:
+    """Yield the lines of a list of recipes that fit on a device."""
+    if not found:
+        yield f"no recipe fits in {memory}; `plan -c llm/recipe` plans other models, row lengths and techniques"
+        return
+    for (family, model), group in itertools.groupby(found, lambda recipe: (recipe.family, recipe.model)):
+        yield f"{family}: {model}"
+        for recipe in group:
+            rows = f"{recipe.batch_size} x {recipe.max_length:,} tokens"
+            yield f"  {recipe.method:<6} {rows:<18} planned peak {recipe.peak / 1e9:.1f} GB"
+            yield f"    {command(recipe)}"
+    yield ""
+    yield "full: all weights; lora: adapters; qlora: adapters on a base in 4 bits. Write your rows to data/train.jsonl,"
+    yield f"or add --data.train PATH. Planned peaks are at most {USABLE:.0%} of the memory. With `plan` for `fit`,"
+    yield "--solve max_length and --solve train_batch_size search for the largest values that fit."
 
 
 def lines(width: int | None) -> Iterator[str]:

@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lit_efficient.commands.card import wrapped
-from lit_efficient.errors import ConfigurationError, check_choice, check_installed, check_number, refusal
+from lit_efficient.errors import (
+    ConfigurationError,
+    check_choice,
+    check_installed,
+    check_number,
+    parse_bytes,
+    refusal,
+)
 
 if TYPE_CHECKING:
     from lit_efficient.evidence.fits import Change, Fit, FitSource
@@ -72,13 +79,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _bytes(text: str) -> int:
-    from lit_efficient.mechanisms.trials.memory import parse_bytes
-
-    size = parse_bytes(text, "plan", "--device-memory")
-    if text.strip().isdigit() and size < 2**20:
-        # A small number without a unit most likely lacks its unit.
-        raise refusal("plan", "--device-memory", "a size with its unit, such as 24GiB", text)
-    return size
+    return parse_bytes(text, "plan", "--device-memory")
 
 
 class _Answer:

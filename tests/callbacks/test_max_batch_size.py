@@ -20,11 +20,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lit_efficient import EMA, ConfigurationError, ConflictError, MaxBatchSize, TokenWeightedAccumulation
-from lit_efficient.errors import OutOfMemoryError
+from lit_efficient.errors import OutOfMemoryError, parse_bytes
 from lit_efficient.mechanisms.order.keyed_batch_sampler import KeyedBatchSampler, keyed_loader
 from lit_efficient.mechanisms.rewind import random_states
 from lit_efficient.mechanisms.trials.batch_size import candidate_sizes, divisors, largest_fitting
-from lit_efficient.mechanisms.trials.memory import AllocationMeter, parse_bytes
+from lit_efficient.mechanisms.trials.memory import AllocationMeter
 from lit_efficient.mechanisms.trials.probes import sample_bytes
 from lit_efficient.mechanisms.trials.steps import Trials
 from tests.processes import run_ranks

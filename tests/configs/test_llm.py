@@ -22,7 +22,7 @@ from tests.configs.following import fit_and_follow, made, small
 from tests.support_cli import Parts
 
 FOLDER = Path(__file__).parents[2] / "configs" / "llm"
-CONFIGS = sorted(FOLDER.glob("*.yaml"))
+CONFIGS = [path for path in sorted(FOLDER.glob("*.yaml")) if not path.read_text("utf-8").startswith("# Overlay")]
 REAL = FOLDER / "llama_3_1_8b_qlora.yaml"
 LLAMA = Path(__file__).parent / "llama_3_1_8b.json"
 
@@ -79,6 +79,7 @@ def test_configs_run_as_their_headers_say_and_so_does_what_they_print(
     ours = {"train": "rows.jsonl", "tokenizer": "runs/llm/base", "max_length": 64, "num_workers": 0}
     named = {"model": {"name_or_path": "runs/llm/base", "dtype": "float32"}}
     fit_and_follow(capsys, small(REAL, model=named, data=ours))
+    fit_and_follow(capsys, small(FOLDER / "recipe.yaml", model=named, data=ours))
     elsewhere = {"image_text"}  # tests/tasks/test_image_text_models.py
     assert {path.stem for path in CONFIGS} - elsewhere == {path.stem for path in Path().glob("*.yaml")}
 

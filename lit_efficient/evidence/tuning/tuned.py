@@ -20,7 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_efficient import __version__
 from lit_efficient.declaration import format_bytes
-from lit_efficient.errors import ConfigurationError, check_number
+from lit_efficient.errors import ConfigurationError, check_number, parse_bytes
 from lit_efficient.evidence.fits import Change, FitSource
 from lit_efficient.evidence.measured_run import WARM_UP, Measured, measured
 from lit_efficient.evidence.own_process import TaskFailed, forks, own_process, plan_seconds
@@ -29,7 +29,7 @@ from lit_efficient.evidence.reporting.text_table import text_table
 from lit_efficient.evidence.tuning.candidates import Candidate, Space
 from lit_efficient.evidence.tuning.tuning import STEPS, Ledger, Measure, Row, Search
 from lit_efficient.files.atomic_file import replacing
-from lit_efficient.mechanisms.trials.memory import accelerator_limit, available_cpu_memory, parse_bytes
+from lit_efficient.mechanisms.trials.memory import accelerator_limit, available_cpu_memory
 from lit_efficient.mechanisms.trials.steps import quiet
 from lit_efficient.traits import Trait
 

@@ -19,12 +19,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader
 
 from lit_efficient.declaration import format_bytes
-from lit_efficient.errors import ConfigurationError, LitEfficientError, OutOfMemoryError
+from lit_efficient.errors import ConfigurationError, LitEfficientError, OutOfMemoryError, parse_bytes
 from lit_efficient.internals.lightning_data import data_source, wants_distributed_sampler
 from lit_efficient.internals.torch_trees import tree_map_only
 from lit_efficient.mechanisms.order.keyed_batch_sampler import KeyedBatchSampler
 from lit_efficient.mechanisms.trials.batch_size import BatchSizeTarget, candidate_sizes, largest_fitting
-from lit_efficient.mechanisms.trials.memory import AllocationMeter, accelerator_limit, available_cpu_memory, parse_bytes
+from lit_efficient.mechanisms.trials.memory import AllocationMeter, accelerator_limit, available_cpu_memory
 from lit_efficient.mechanisms.trials.probes import Longest, ProbeBatches, check_loader, loaders_in
 from lit_efficient.mechanisms.trials.steps import Trials
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import re
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lit_efficient.declaration import format_bytes
-from lit_efficient.errors import OutOfMemoryError, refusal
+from lit_efficient.errors import OutOfMemoryError
 from lit_efficient.internals.torch_dispatch import (
     TorchDispatchMode,
     is_traceable_wrapper_subclass,
@@ -34,34 +33,6 @@ from lit_efficient.internals.torch_dispatch import (
     storage_id,
 )
 from lit_efficient.internals.torch_trees import tree_leaves
-
-_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
-
-
-def parse_bytes(size: int | str, who: str = "parse_bytes", name: str = "memory_limit") -> int:
-    """Return the bytes of a number or of a text such as ``12GiB`` (powers of 1024) or ``12GB`` (powers of 1000).
-
-    Args:
-        size: The number or text.
-        who: Class or function whose argument it is, for the error.
-        name: Name of the argument, for the error.
-
-    Raises:
-        ConfigurationError: If ``size`` is neither, or not above 0.
-    """
-    bytes_ = 0
-    if isinstance(size, str):
-        match = _SIZE.fullmatch(size)
-        if match is not None:
-            number, unit, binary = match.groups()
-            base = 1024 if binary else 1000
-            bytes_ = int(float(number) * base ** _UNITS[unit.upper()])
-    elif isinstance(size, int) and not isinstance(size, bool):
-        bytes_ = size
-    if bytes_ < 1:
-        raise refusal(who, name, "a number of bytes above 0 or a text like 12GiB", size)
-    return bytes_
 
 
 class AllocationMeter(TorchDispatchMode):
