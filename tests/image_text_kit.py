@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
 from lit_efficient.surgery import own_draws
+
+processing = pytest.importorskip("transformers.processing_utils")
+if not hasattr(processing.ProcessorMixin, "get_text_with_replacements"):
+    pytest.skip("images need transformers 5.18", allow_module_level=True)
 
 _TEXTS = ["user assistant What is in the picture? A red square. The colour is blue, and green. Two pictures?\n\n"] * 3
 _PARTS = "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}{% else %}"

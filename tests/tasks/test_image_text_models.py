@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -20,10 +20,6 @@ from lit_efficient.internals.hugging_face_processors import load_processor
 from lit_efficient.mechanisms.moving import take_rows
 from lit_efficient.models.libraries.causal_lm import CausalLMConfig
 from tests.image_text_kit import CONVERSATIONS, FAMILIES, IMAGES, answer, picture, png, save_model, user, write_rows
-
-processing = pytest.importorskip("transformers.processing_utils")
-if not hasattr(processing.ProcessorMixin, "get_text_with_replacements"):
-    pytest.skip("images need transformers 5.18", allow_module_level=True)
 
 ANSWERS = [["A red square.", "blue"], ["green"], ["The colour is blue, and green."], ["red."]]
 ENDS = {"qwen2_5_vl": "<|im_end|>", "gemma3": "<end_of_turn>", "llava_next": "<eos>"}
@@ -138,30 +134,82 @@ def test_exports_compute_the_same_with_images_in_transformers_and_peft(family: s
         assert ("differ by" in (folder / "README.md").read_text()) == checks
 
 
-def test_trl_learns_the_same_tokens_with_the_same_loss(one_base: Path, tmp_path: Path) -> None:
-    collators = pytest.importorskip("trl.trainer.sft_trainer")
-    template = (one_base / "chat_template.jinja").read_text()
-    written = "{{ part['text'] + ' ' }}{% endfor %}{% if message['role'] == 'assistant' %}<eos>{% endif %}"
-    marked = template.replace(
-        "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}" + written,
-        "{% if message['role'] == 'assistant' %}{% generation %}{% for part in message['content'] %}"
-        "{{ part['text'] + ' ' }}{% endfor %}<eos>{% endgeneration %}{% else %}{% for part in message['content'] | "
-        "selectattr('type', 'equalto', 'text') %}{{ part['text'] + ' ' }}{% endfor %}{% endif %}",
+def marked_template(base: Path) -> str:
+    """Return the template of LLaVA with marks around the assistant's text, which TRL needs."""
+    template = (base / "chat_template.jinja").read_text()
+    texts = "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] + ' ' }}"
+    end = "{% if message['role'] == 'assistant' %}<eos>{% endif %}"
+    unmarked = texts + "{% endfor %}" + end
+    assert unmarked in template
+    own = "{% generation %}" + texts + "{% endfor %}<eos>{% endgeneration %}"
+    return template.replace(
+        unmarked, "{% if message['role'] == 'assistant' %}" + own + "{% else %}" + texts + "{% endfor %}{% endif %}"
     )
-    assert marked != template
-    chat = LanguageChat(truncation="drop", template=marked)
-    batch = batch_in_order(data_of(write_rows(tmp_path / "data"), one_base, tmp_path, chat=chat))
-    collate = collators.DataCollatorForVisionLanguageModeling(
-        load_processor(str(one_base)), assistant_only_loss=True, chat_template=marked, pad_to_multiple_of=8
-    )
+
+
+@pytest.mark.filterwarnings("ignore")  # of TRL and datasets
+def test_trl_trains_on_the_same_batches_with_the_same_losses(one_base: Path, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    import datasets
+    from transformers import AutoModelForImageTextToText
+
+    template = marked_template(one_base)
+    processor = load_processor(str(one_base))
+    processor.chat_template = processor.tokenizer.chat_template = template
     rows = []
     for messages, sizes in zip(CONVERSATIONS, IMAGES):
         rows.append({"messages": messages, "images": [picture(*size) for size in sizes]})
-    theirs = collate(rows)
-    assert set(theirs) == {name for name in batch if not name.startswith("count_of_")}
-    for name, value in theirs.items():
-        expected = batch[name].clone()
-        assert torch.equal(value, expected), name
+    arguments = trl.SFTConfig(
+        str(tmp_path / "trl"),
+        per_device_train_batch_size=4,
+        max_steps=3,
+        learning_rate=1e-2,
+        adam_beta2=0.95,
+        weight_decay=0.0,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        logging_steps=1,
+        assistant_only_loss=True,
+        max_length=None,
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        report_to=[],
+    )
+    theirs = trl.SFTTrainer(
+        AutoModelForImageTextToText.from_pretrained(one_base),
+        arguments,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=processor,
+    )
+    data = data_of(
+        write_rows(tmp_path / "data"), one_base, tmp_path, chat=LanguageChat(truncation="drop", template=template)
+    )
+    ours = batch_in_order(data)
+    batch = theirs.data_collator(rows)
+    assert set(batch) == {name for name in ours if not name.startswith("count_of_")}
+    length = batch["input_ids"].shape[1]
+    for name, value in batch.items():
+        found = ours[name][:, :length] if ours[name].ndim == 2 and value.ndim == 2 else ours[name]  # theirs is shorter
+        assert torch.equal(found[:, : value.shape[1]] if value.ndim == 2 else found, value), name
+    theirs.train()
+
+    class Plain(LanguageModeling):
+        losses: ClassVar[list[float]] = []
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), 1e-2, (0.9, 0.95), weight_decay=0.0)
+
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+            output = super().training_step(batch, batch_idx)
+            self.losses.append(float(output["loss"]))
+            return output
+
+    task = Plain(CausalLMConfig(str(one_base)))
+    quiet(max_steps=3).fit(task, data)
+    expected = [entry["loss"] for entry in theirs.state.log_history if "loss" in entry]
+    assert task.losses == pytest.approx(expected, abs=1e-5)
+    assert expected[2] < expected[0]
 
 
 def test_frozen_parts_stay_and_adapters_leave_them_out(one_base: Path, tmp_path: Path) -> None:
