@@ -127,6 +127,12 @@ class _Reading:
         self.prefix = prefix
         self.loaded: set[int] = set()  # identities of filled tensors
         self.lacking: dict[str, int] = {}  # names of tensors that the files lack -> identities
+        self.stored: dict[int, str] = {}  # names in the files by identity: a tied tensor has several in the network
+        for layer, part in network.named_modules(remove_duplicate=False):
+            for name in saved_names(part):
+                full = f"{layer}.{name}" if layer else name
+                if full in self.places:
+                    self.stored[id(getattr(part, name))] = full
         for layer, part in network.named_modules(remove_duplicate=False):
             own = {name: f"{layer}.{name}" if layer else name for name in saved_names(part)}
             own = {name: full for name, full in own.items() if full in wanted}
@@ -174,10 +180,11 @@ class _Reading:
         """Let a layer convert its whole weights, and keep this process's slices of the result."""
         before = f"{layer}." if layer else ""
         state: dict[str, Tensor] = {}
-        for full in own.values():
-            file = self._file(full)
+        for name, full in own.items():
+            stored = self.stored.get(id(getattr(part, name)), full)
+            file = self._file(stored)
             if file is not None:
-                whole = file.get_tensor(full)
+                whole = file.get_tensor(stored)
                 state[full] = whole.to(self.dtypes.get(full, whole.dtype))
         twin = whole_twin(part, own)
         if isinstance(part, Loads):

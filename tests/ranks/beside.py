@@ -38,6 +38,9 @@ CASES = {
     "preference under adapters": lambda of: Preference(of("model")),
     "preference under adapters on codes": lambda of: Preference(of("model")),
     "reward under adapters": lambda of: RewardModeling(of("model")),
+    "rows of tokens": lambda of: LanguageModeling(of("model")),
+    "rows of tokens of a tied model": lambda of: LanguageModeling(of("tied")),
+    "adapters of a tied head": lambda of: LanguageModeling(of("tied")),
     "teacher": lambda of: Distillation(of("model"), STUDENT),
     "tied teacher": lambda of: Distillation(of("tied"), STUDENT),
     "teacher of another format": lambda of: Distillation(of("half"), STUDENT),
@@ -47,12 +50,18 @@ CASES = {
     "teacher with adapters": lambda of: Distillation(of("lora.ckpt"), STUDENT),
 }
 TECHNIQUES: dict[str, Any] = {
+    "rows of tokens": lambda: [LoRA(rank=2, trainable_token_indices=[90, 5])],
+    "adapters of a tied head": lambda: [LoRA(rank=2, variant="dora", targets=["q_proj", "lm_head"])],
+    "rows of tokens of a tied model": lambda: [LoRA(rank=2, trainable_token_indices=[90, 5])],
     "preference under adapters": lambda: [LoRA(rank=2)],
     "preference under adapters on codes": lambda: [QuantizeBase(), LoRA(rank=2)],
     "reward under adapters": lambda: [LoRA(rank=2, modules_to_save=["score"])],
 }
 # How many of network and teacher come in slices; a checkpoint to start from is read whole.
 SLICED = {name: 1 for name in CASES if name.startswith(("preference", "reward")) and "of" not in name.split()} | {
+    "adapters of a tied head": 1,
+    "rows of tokens": 1,
+    "rows of tokens of a tied model": 1,
     "teacher": 2,
     "tied teacher": 2,
     "teacher of another format": 2,
@@ -127,5 +136,7 @@ def on_two(folder: str, names: list[str]) -> None:
         between = f"{folder}/{name}.between"
         losses, _, _ = fitted(name, folder, save=between, devices=2, strategy=ShardedStrategy())
         assert filled == [True] * SLICED.get(name, int("teacher" in name)), name
+        if "rows" in name:
+            torch.testing.assert_close(fitted(name, folder, devices=2, strategy="ddp")[0], losses)
         resumed, _, _ = fitted(name, folder, between, devices=2, strategy=ShardedStrategy())
         torch.save({"losses": losses, "resumed": resumed}, f"{folder}/{name}_{dist.get_rank()}.pt")
