@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lit_efficient.application.recorded import on_read
 from lit_efficient.callbacks.token_weighted_accumulation import TokenWeightedAccumulation
-from lit_efficient.data.text.chat_tokenizer import pack_tokenizer, token_ids, unpack_tokenizer
+from lit_efficient.data.text.chat_tokenizer import pack_tokenizer, token_ids, unknown_ids, unpack_tokenizer
 from lit_efficient.distributed.row_slices import ROW_POSITIONS, mean_over_rows
 from lit_efficient.distributed.weight_slices import built_empty
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice, check_number, refusal
@@ -240,7 +240,7 @@ class LanguageModeling(LightningModule):
                 self.network = empty or (built_empty(make) if waits and self.model.draws_weights else make())
                 causal_lm.freeze_parts(self.model, self.network)
                 if not self.model.draws_weights:
-                    _note_new_rows(self.network, self._new_ids)
+                    self._note_new_tokens(self.model)
                 message = causal_lm.format_advice(self.model)
                 if message:
                     rank_zero_info(f"{type(self).__name__}: {message}")
@@ -263,6 +263,25 @@ class LanguageModeling(LightningModule):
                 f"LanguageModeling: the network was built for {self.network.config.vocab_size} token ids, but the data "
                 f"has {offered}"
             )
+
+    def _note_new_tokens(self, model: CausalLMConfig) -> None:
+        """Record the tokens that are new to a base: those that the data names, and those that its tokenizer lacks."""
+        data = getattr(trainer_of(self), "datamodule", None)
+        ids = set(self._new_ids)
+        if self.tokenizer_state is not None and getattr(data, "tokenizer_name", None) != model.name_or_path:
+            unknown = unknown_ids(self.tokenizer, str(model.name_or_path))
+            if unknown:
+                rank_zero_info(
+                    f"{type(self).__name__}: {len(unknown)} tokens of the data's tokenizer, ids {unknown[0]} to "
+                    f"{unknown[-1]}, are new: the tokenizer of {model.name_or_path} has other tokens there, or none"
+                )
+            ids |= {*unknown}
+        network: Any = self._built()
+        _note_new_rows(network, sorted(ids))
+        tokenizer: Any = self.tokenizer if NEW_ROWS in network.__dict__ else None
+        pad = getattr(tokenizer, "pad_token_id", None)
+        if pad is not None and pad != tokenizer.eos_token_id:  # it contributes to no loss
+            network.__dict__[NEW_ROWS] = [index for index in network.__dict__[NEW_ROWS] if index != pad]
 
     def _check_routers(self) -> None:
         """Say why routers of experts train without a balancing loss, before a fit."""

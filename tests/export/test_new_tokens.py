@@ -206,3 +206,51 @@ def test_new_rows_do_not_stay_frozen_without_a_choice(tmp_path: Path) -> None:
         fit(tmp_path, name, LoRA(rank=2, targets=["lm_head"], trainable_token_indices="new"))
     with pytest.warns(UserWarning, match="rows of 2 new tokens, ids 300 to 301, stay"):
         fit(tmp_path, name, LoRA(rank=2, trainable_token_indices=[]))
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft, about names of transformers
+@pytest.mark.parametrize("tied", [False, True])
+def test_tokens_added_by_hand_to_spare_rows_are_new(
+    tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The base has more rows than its tokenizer has ids, so nothing grows. A token for padding needs no training."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    name = base(tmp_path, "llama", tied, spare=20)
+    own = AutoTokenizer.from_pretrained(name)
+    own.add_tokens(NEW)
+    own.add_special_tokens({"pad_token": "<pad>"})
+    own.save_pretrained(tmp_path / "own")
+    data = data_of(tmp_path, str(tmp_path / "own"), rows(tmp_path), new=())
+
+    def fit_on(adapters: LoRA) -> LanguageModeling:
+        torch.manual_seed(0)
+        module = LanguageModeling(CausalLMConfig(name), learning_rate=0.05, warmup_steps=0)
+        run = Trainer(callbacks=[adapters], **{**QUIET, "max_steps": 6})
+        run.fit(module, datamodule=data)
+        run.save_checkpoint(tmp_path / "run.ckpt")
+        return module.eval()
+
+    with pytest.raises(ConfigurationError, match=r"2 new tokens, ids 300 to 301.*trainable_token_indices: new"):
+        fit_on(LoRA(rank=2))
+    network = fit_on(LoRA(rank=2, trainable_token_indices="new")).network
+    ids = torch.tensor([[5, 300, 9, 301, 40, 41]])
+    expected = logits(network, ids)
+    for format in ("peft", "merged"):
+        assert export([str(tmp_path / "run.ckpt"), "--format", format, "--output", str(tmp_path / format)]) == 0
+        assert "differ by" in capsys.readouterr().err
+    start = AutoModelForCausalLM.from_pretrained(name)
+    moved = network.get_input_embeddings()(ids[:, [1, 3]]) - start.get_input_embeddings()(ids[:, [1, 3]])  # type: ignore[operator, union-attr]
+    assert moved.abs().min() > 1e-4
+    theirs = PeftModel.from_pretrained(start, tmp_path / "peft")
+    torch.testing.assert_close(logits(theirs, ids), expected, rtol=1e-4, atol=1e-5)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged, ids), expected, rtol=1e-4, atol=1e-5)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    assert tokenizer("x<tool>").input_ids[-1] == 300
+    prompt = tokenizer("What<tool>", return_tensors="pt")
+    torch.testing.assert_close(
+        theirs.generate(**prompt, max_new_tokens=4, do_sample=False),
+        merged.generate(**prompt, max_new_tokens=4, do_sample=False),
+    )

@@ -128,6 +128,20 @@ def add_new_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens if token not in known])
 
 
+def unknown_ids(tokenizer: Any, base: str) -> list[int]:
+    """Return the ids of the tokens that the tokenizer of a base lacks, or has under another id.
+
+    Args:
+        tokenizer: Tokenizer of the tokenizers library, or a fast tokenizer of transformers.
+        base: Folder or name of a model. It may have no tokenizer: then the list is empty.
+    """
+    try:
+        known = _pretrained(base).get_vocab()
+    except ConfigurationError:
+        return []
+    return sorted(index for token, index in tokenizer.get_vocab().items() if known.get(token) != index)
+
+
 def read_template(given: str) -> str:
     """Return the Jinja text of a template that is given as text, as the path of a file, or as "chatml".
 

@@ -55,10 +55,12 @@ class _EmbeddingRows(TrainedRows):
         y: Tensor = super().forward(x)  # type: ignore[misc]
         if self.adapter_off:
             return y
-        places = x[..., None] == self._ids(x.device)  # [..., n]
+        ids = self._ids(x.device)
+        order = ids.argsort()
+        place = order[torch.searchsorted(ids, x, sorter=order).clamp(max=len(ids) - 1)]
         # Gemma's embeddings scale the rows that they look up.
-        rows = getattr(self, "embed_scale", 1.0) * F.embedding(places.long().argmax(-1), self.trained_rows)
-        return torch.where(places.any(-1, keepdim=True), rows.to(y.dtype), y)
+        rows = getattr(self, "embed_scale", 1.0) * F.embedding(place, self.trained_rows)
+        return torch.where((ids[place] == x)[..., None], rows.to(y.dtype), y)
 
 
 class _HeadRows(TrainedRows):
@@ -117,8 +119,9 @@ def add_trained_rows(module: nn.Module, ids: Sequence[int] | str, who: str) -> l
         chosen = [(network, own) for _, network, own in new_rows(module)]
         if not chosen:
             raise ConfigurationError(
-                f"{who}: the model has no new token. Tokens are new if resize_vocabulary added a row for them, or if "
-                "chat.new_tokens of the data names them; otherwise give a list of ids"
+                f"{who}: the model has no new token. Tokens are new if resize_vocabulary added a row for them, if "
+                "chat.new_tokens of the data names them, or if the tokenizer in the model's folder lacks them. Give a "
+                "list of ids for others"
             )
     else:
         models = [
