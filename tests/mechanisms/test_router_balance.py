@@ -35,10 +35,29 @@ FURTHER: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["full_attention", "full_attention"]},
     "deepseek_v4": {"num_hidden_layers": 6},  # whose first layers are dense, or choose experts by a hash
     "flint": {"num_hidden_layers": 6},
-}
-# Those that cannot be built from these fields, or are refused for another reason.
-PASSED_OVER = {"dbrx", "doge", "gemma4", "gemma4_text", "dots3_note", "dots3_note_text", "llama4", "bamba"}
-PASSED_OVER |= {"qwen3_5_moe", "qwen4_exp"}
+    "dbrx": {
+        "d_model": SMALL["hidden_size"], "n_heads": 4, "n_layers": 2,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": SMALL["hidden_size"], "ffn_hidden_size": 32, "moe_top_k": 2},
+    },
+    "dots3_note_text": {
+        "num_key_value_heads": SMALL["num_attention_heads"], "shared_experts_intermediate_size": 16, "index_n_heads": 2,
+        "mlp_layer_types": ["sparse"] * 2, "layer_types": ["sliding_attention"] * 2, "head_dim": 8, "index_head_dim": 8,
+    },
+    "gemma4_text": {
+        "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "layer_types": ["sliding_attention"] * 2,
+        "vocab_size_per_layer_input": SMALL["vocab_size"], "hidden_size_per_layer_input": 8,
+    },
+    "llama4_text": {"intermediate_size_mlp": 32},
+    "qwen3_5_moe_text": {"layer_types": ["full_attention"] * 2, "num_experts": 4},
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention"] * 2, "hc_lowrank": 8, "ple_embed_dim": 16, "ngram_vocab_size_base": 50,
+        "split_ngram_parts": 2,
+    },
+}  # fmt: skip
+# Configurations around that of a text model, without experts by default, and Doge, whose experts in transformers let
+# tokens see later ones, which is refused.
+PASSED_OVER = {"doge", "bamba", "gemma4", "dots3_note", "llama4", "qwen3_5_moe", "qwen4_exp"}
 USUAL = ("mixtral", "qwen3_moe", "gpt_oss", "jetmoe")
 BALANCED_BY_A_BIAS = ("glm4_moe", "afmoe", "deepseek_v3")
 
@@ -132,8 +151,8 @@ def test_every_family_balances_its_experts_or_says_why_not() -> None:
             explained.add(kind)
         else:
             assert not any(True for _ in routers(network))
-    assert len(balanced) >= 24
-    assert len(explained) >= 27
+    assert len(balanced) >= 25
+    assert len(explained) >= 29
 
 
 def test_packed_rows_count_no_padding_and_every_document() -> None:
