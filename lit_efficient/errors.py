@@ -90,6 +90,26 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
+def must_fit(who: str, what: str, smaller: str) -> Iterator[None]:
+    """Context of code that allocates memory: its error names the argument that has to be smaller.
+
+    Args:
+        who: Name of the technique.
+        what: Things that are allocated, with the argument's value.
+        smaller: Name of the argument.
+
+    Raises:
+        OutOfMemoryError: If memory runs out.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(f"{who}: {what} does not fit into memory: set a smaller {smaller}") from error
+
+
+@contextmanager
 def diagnostic(who: str, what: str) -> Iterator[None]:
     """Context of code that only looks at a run: an error in it becomes a warning, and never ends the run.
 
@@ -180,7 +200,16 @@ def check_number(
     raise refusal(owner, name, noun + range_ + (" or null" if null else ""), value)
 
 
-def check_list(owner: str, name: str, value: object, allowed: str, *, null: bool = False, empty: bool = False) -> None:
+def check_list(
+    owner: str,
+    name: str,
+    value: object,
+    allowed: str,
+    *,
+    null: bool = False,
+    empty: bool = False,
+    text: bool = False,
+) -> None:
     """Raise an error unless an argument is a list, or another collection that is neither a text nor a mapping.
 
     Args:
@@ -190,6 +219,7 @@ def check_list(owner: str, name: str, value: object, allowed: str, *, null: bool
         allowed: Allowed values, as the end of a sentence that begins with "must be".
         null: Whether ``None`` is allowed.
         empty: Whether an empty list is allowed.
+        text: Whether a text is allowed, too.
 
     Raises:
         ConfigurationError: Naming argument, allowed and given value.
@@ -199,7 +229,7 @@ def check_list(owner: str, name: str, value: object, allowed: str, *, null: bool
         Traceback (most recent call last):
         lit_efficient.errors.ConfigurationError: DataLoaderTuner: workers must be a list of numbers, got 2
     """
-    if value is None and null:
+    if (value is None and null) or (isinstance(value, str) and value and text):
         return
     is_list = isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)
     if not is_list or (len(value) == 0 and not empty):  # type: ignore[arg-type]

@@ -276,8 +276,7 @@ def name_pattern(pattern: str, who: str) -> re.Pattern[str]:
 def _matching(names: Mapping[str, Sequence[str]], patterns: Sequence[str], who: str, what: str) -> list[str]:
     """Return the keys of ``names`` with a value that a pattern matches. Each pattern must match something."""
     matched: set[str] = set()
-    if not isinstance(patterns, str):
-        check_list(who, "patterns", patterns, "a pattern or a list of patterns", empty=True)
+    check_list(who, "patterns", patterns, "a pattern or a list of patterns", empty=True, text=True)
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         expression = name_pattern(pattern, who)
         hits = {key for key, aliases in names.items() if any(map(expression.fullmatch, aliases))}

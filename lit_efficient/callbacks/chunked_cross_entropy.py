@@ -63,6 +63,8 @@ class ChunkedCrossEntropy(Technique):
         super().__init__()
         check_number("ChunkedCrossEntropy", "chunk_size", chunk_size, least=1, whole=True, null=True)
         check_choice("ChunkedCrossEntropy", "backend", backend, BACKENDS)
+        check_number("ChunkedCrossEntropy", "z_loss", z_loss, least=0)
+        check_number("ChunkedCrossEntropy", "label_smoothing", label_smoothing, least=0, below=1)
         if backend == "liger" and not installed():
             raise ConfigurationError(
                 "ChunkedCrossEntropy: backend='liger' needs the package liger-kernel; install it, or use auto or torch"

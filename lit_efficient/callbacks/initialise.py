@@ -172,8 +172,7 @@ class Initialise(Technique):
 
     def _chosen(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
         if self.layers != "auto":
-            patterns = [self.layers] if isinstance(self.layers, str) else self.layers
-            return match_modules(module, patterns, who="Initialise: layers", where=_is_drawn)
+            return match_modules(module, self.layers, who="Initialise: layers", where=_is_drawn)
         found = [(name, part) for name, part in module.named_modules() if _is_drawn(part)]
         found = [(name, part) for name, part in found if any(p.requires_grad for p in _matrices(part))]
         found.sort(key=lambda item: not isinstance(item[1], nn.Embedding))  # a tied head is drawn as an embedding

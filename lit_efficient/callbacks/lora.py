@@ -23,7 +23,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report, format_bytes
-from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number, diagnostic, refusal
+from lit_efficient.errors import (
+    ConfigurationError,
+    ConflictError,
+    check_choice,
+    check_list,
+    check_number,
+    diagnostic,
+    refusal,
+)
 from lit_efficient.internals.lightning_strategies import readers, traits_of
 from lit_efficient.internals.torch_optimizers import HOOKS, foreach_add_, foreach_copy_, foreach_mul_
 from lit_efficient.mechanisms.adapters.base import freeze_base, is_added
@@ -79,7 +87,8 @@ class LoRA(AdapterTechnique):
         bias: Biases that also train: ``none``, ``lora_only`` (biases of adapted layers) or ``all``.
         modules_to_save: Patterns of modules that train in full, such as a new head, and are saved in checkpoints.
         trainable_token_indices: Ids of tokens whose rows of the embeddings and of the output head train, as in peft.
-            ``new`` means the rows that ``resize_vocabulary`` added and the tokens in ``chat.new_tokens`` of the data.
+            ``new`` means the rows that ``resize_vocabulary`` added, the tokens in ``chat.new_tokens`` of the data, and
+            those that the tokenizer of the model lacks and that of the data has.
             A model with such tokens needs a choice: this argument, or modules_to_save with both layers. An empty list
             keeps the rows frozen.
         save_base: If true, checkpoints also hold the frozen weights.
@@ -131,8 +140,16 @@ class LoRA(AdapterTechnique):
         if dropout and variant == "rounded":
             raise refusal("LoRA", "dropout", "0 for variant rounded, which sums weight and adapter", dropout)
         check_choice("LoRA", "bias", bias, ("none", "lora_only", "all"))
-        if isinstance(trainable_token_indices, str):
-            check_choice("LoRA", "trainable_token_indices", trainable_token_indices, (NEW,))
+        if isinstance(modules_to_save, str):
+            modules_to_save = [modules_to_save]
+        check_list("LoRA", "modules_to_save", modules_to_save, "a list of patterns or null", null=True, empty=True)
+        if trainable_token_indices != NEW:
+            ids = f"{NEW}, a list of ids of tokens or null"
+            check_list("LoRA", "trainable_token_indices", trainable_token_indices, ids, null=True, empty=True)
+            if any(type(i) is not int for i in trainable_token_indices or ()):
+                raise refusal("LoRA", "trainable_token_indices", ids, trainable_token_indices)
+        if beside is not None and not isinstance(beside, Mapping):
+            raise refusal("LoRA", "beside", "a mapping from a name to a folder", beside)
         self.rank = rank
         self.alpha = alpha
         self.targets = targets

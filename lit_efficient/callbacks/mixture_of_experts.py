@@ -29,7 +29,7 @@ from lit_efficient.application.loss import LossHooks
 from lit_efficient.application.optimizers import OptimizerHooks
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.distributed.seeds import mix_seed
-from lit_efficient.errors import check_number
+from lit_efficient.errors import check_number, must_fit
 from lit_efficient.mechanisms.blocks.feed_forward import find_feed_forwards
 from lit_efficient.mechanisms.side_terms import SideTerms, parts_of
 from lit_efficient.models.networks.expert_layers import ExpertMixture, add_mixture, balanced_bias, router_losses
@@ -111,7 +111,8 @@ class MixtureOfExperts(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
         for i, (_, part) in enumerate(found):
             generator = torch.Generator().manual_seed(mix_seed(self.seed, i))
             balanced = self.bias_rate > 0
-            add_mixture(part, self.experts, self.top_k, self.shared, balanced=balanced, generator=generator)
+            with must_fit("MixtureOfExperts", f"experts={self.experts} with shared={self.shared}", "number"):
+                add_mixture(part, self.experts, self.top_k, self.shared, balanced=balanced, generator=generator)
         pass_rows(module, found)
         call_layers(module)
         after = count(module.parameters())

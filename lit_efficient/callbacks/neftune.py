@@ -145,8 +145,7 @@ class NEFTune(Technique):
         if self.embeddings == "auto":
             found = token_embeddings(module, who="NEFTune", argument="embeddings")
         else:
-            patterns = [self.embeddings] if isinstance(self.embeddings, str) else self.embeddings
-            found = match_modules(module, patterns, who="NEFTune: embeddings")
+            found = match_modules(module, self.embeddings, who="NEFTune: embeddings")
         for name, layer in found:
             mix_in(layer, _Noisy, _noise_alpha=self.alpha, _noise_name=name, _noise_seed=None)
         pass_rows(module, found)

@@ -12,13 +12,13 @@ names. This package's ``LoRA`` and ``IA3`` keep names. Functions for any network
 :mod:`lit_efficient.mechanisms.adapters.peft_methods`.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 from torch import nn
 
 from lit_efficient.declaration import Phase, Report, format_bytes
-from lit_efficient.errors import ConfigurationError, check_installed, check_number, refusal
+from lit_efficient.errors import ConfigurationError, check_installed, check_list, check_number, refusal
 from lit_efficient.mechanisms.adapters.base import freeze_base
 from lit_efficient.mechanisms.adapters.peft_configs import config_options, peft_config
 from lit_efficient.mechanisms.adapters.peft_layers import PeftLayer, networks, outermost
@@ -90,18 +90,14 @@ class PeftAdapter(AdapterTechnique):
         self._folders: dict[str, str] = {}
         self._configs = {name: self._options(name, one) for name, one in named.items()}
         self.config = self._configs if several else self._configs["default"]
+        _check_names("active", active, named)
         if isinstance(active, Mapping):
             self._weights = dict(active)
         else:
             self._weights = dict.fromkeys(named if active is None else active, 1.0)
         for name, weight in self._weights.items():
             check_number("PeftAdapter", f"active: {name}", weight)
-        _check_names("active", active, self._weights, named)
-        _check_names("train", train, train or (), self._weights)
-        if not self._weights:
-            raise refusal("PeftAdapter", "active", "at least one adapter, or left out", [])
-        if train == []:
-            raise refusal("PeftAdapter", "train", "at least one adapter, or left out", [])
+        _check_names("train", train, self._weights)
         self.active = active
         self.train = train
         self.network = network
@@ -200,11 +196,11 @@ class PeftAdapter(AdapterTechnique):
             switch_adapters(module, switched)
 
 
-def _check_names(argument: str, value: object, names: Iterable[str], known: Collection[str]) -> None:
-    """Check that an argument is a list of names of known adapters."""
-    if isinstance(value, str):
-        raise refusal("PeftAdapter", argument, "a list of names", value)
-    for name in names:
+def _check_names(argument: str, value: Any, known: Collection[str]) -> None:
+    """Check that an argument is left out, or has names of known adapters."""
+    if not value or not isinstance(value, Mapping):
+        check_list("PeftAdapter", argument, value, "a list of at least one adapter, or left out", null=True)
+    for name in value or ():
         if name not in known:
             raise refusal("PeftAdapter", argument, f"among {', '.join(known)}", name)
 

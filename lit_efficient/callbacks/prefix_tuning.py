@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from lit_efficient.declaration import Phase, Report, format_bytes
-from lit_efficient.errors import check_number
+from lit_efficient.errors import check_list, check_number
 from lit_efficient.mechanisms.adapters.base import freeze_base
 from lit_efficient.mechanisms.adapters.prefix import add_prefix
 from lit_efficient.mechanisms.adapters.virtual_tokens import VirtualTokens
@@ -74,6 +74,10 @@ class PrefixTuning(VirtualTokens):
     ) -> None:
         super().__init__(num_virtual_tokens, init, init_tokens, init_text, tokenizer, save_base, seed)
         check_number("PrefixTuning", "projection", projection, least=1, whole=True, null=True)
+        if isinstance(modules_to_save, str):
+            modules_to_save = [modules_to_save]
+        patterns = "a list of patterns or null"
+        check_list("PrefixTuning", "modules_to_save", modules_to_save, patterns, null=True, empty=True)
         self.projection = projection
         self.modules_to_save = modules_to_save
 

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from lit_efficient.application.optimizers import OptimizerHooks, schedulers_of
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
+from lit_efficient.errors import ConfigurationError, check_choice, check_number, must_fit, refusal
 from lit_efficient.internals.torch_dispatch import has_values
 from lit_efficient.internals.torch_fx import all_residual_ends
 from lit_efficient.models.networks.dit import DiT
@@ -79,7 +79,7 @@ class WidthTransfer(OptimizerHooks, Technique):
 
     Args:
         base_width: Width of the residual stream in the tuned run, at least 1. It must give a whole number of heads.
-        base_depth: Number of blocks in the tuned run, at least 1. ``None``: the number of this network.
+        base_depth: Number of blocks in the tuned run, from 1 to 10,000. ``None``: the number of this network.
         heads: ``grow``: wider networks have more heads of the same size. ``fixed``: wider networks have the same number
             of larger heads, and attention scores are divided by the head size instead of its root.
 
@@ -105,7 +105,7 @@ class WidthTransfer(OptimizerHooks, Technique):
     def __init__(self, base_width: int = 256, base_depth: int | None = None, heads: str = "grow") -> None:
         super().__init__()
         check_number("WidthTransfer", "base_width", base_width, least=1, whole=True)
-        check_number("WidthTransfer", "base_depth", base_depth, least=1, whole=True, null=True)
+        check_number("WidthTransfer", "base_depth", base_depth, least=1, most=10**4, whole=True, null=True)
         check_choice("WidthTransfer", "heads", heads, ("grow", "fixed"))
         self.base_width = base_width
         self.base_depth = base_depth
@@ -185,7 +185,9 @@ class WidthTransfer(OptimizerHooks, Technique):
         if (width, depth) == (self.base_width, base_depth):
             return {}, {}
         _check_untied(network)
-        with own_draws(0):  # the run's random state must not change
+        wanted = f"a network of base_width={self.base_width} and {base_depth} blocks"
+        # The run's random state must not change.
+        with must_fit("WidthTransfer", wanted, "base_width or base_depth"), own_draws(0):
             base = _at_size(network, self.base_width, base_depth, self.heads)
         theirs = dict(base.named_parameters())
         tables = {name: part for name, part in network.named_modules() if isinstance(part, nn.Embedding)}

@@ -25,9 +25,8 @@ from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import (
     ConfigurationError,
     ConflictError,
-    OutOfMemoryError,
     check_number,
-    is_out_of_memory,
+    must_fit,
     refusal,
 )
 from lit_efficient.internals.torch_dispatch import backward_runs
@@ -344,15 +343,9 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
                 f"{who}: projection='none' needs equal widths, but {sides[0][0]} has {ours} and {sides[1][0]} has "
                 f"{theirs}; use linear or mlp"
             )
-        try:
+        wanted = f"a projection {projection!r} from {ours} to {theirs} with hidden={hidden}"
+        with must_fit(who, wanted, "hidden"):
             return make_head(projection, ours, theirs, hidden, bias)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise OutOfMemoryError(
-                f"{who}: a projection {projection!r} from {ours} to {theirs} with hidden={hidden} does not fit into "
-                "memory: set a smaller hidden"
-            ) from error
 
     def trains(self, module: nn.Module) -> list[nn.Parameter]:
         return list(self.heads(module).parameters())

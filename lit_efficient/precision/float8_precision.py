@@ -22,7 +22,15 @@ from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, P
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError, check_choice, check_installed, check_number, listed, refusal
+from lit_efficient.errors import (
+    ConfigurationError,
+    check_choice,
+    check_installed,
+    check_list,
+    check_number,
+    listed,
+    refusal,
+)
 from lit_efficient.internals.import_noise import silence_imports
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.mechanisms.adapters.quantized import is_quantized
@@ -112,10 +120,8 @@ class Float8Precision(PrecisionTechnique):
         check_number("Float8Precision", "min_size", min_size, least=_MULTIPLE, whole=True)
         if not isinstance(emulate, bool):
             raise refusal("Float8Precision", "emulate", "true or false", emulate)
-        if not modules:
-            raise refusal("Float8Precision", "modules", "blocks, all or patterns", modules)
-        if isinstance(skip, str):
-            raise refusal("Float8Precision", "skip", "a list of patterns", skip)
+        check_list("Float8Precision", "modules", modules, "blocks, all or patterns", text=True)
+        check_list("Float8Precision", "skip", skip, "a list of patterns", empty=True)
         for pattern in skip:
             name_pattern(pattern, "Float8Precision: skip")
         check_installed("Float8Precision", "torchao")

@@ -6,6 +6,7 @@ import inspect
 import math
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +19,15 @@ LARGE = 10**6  # where an argument has no upper bound
 # Arguments whose large values mean as many steps, layers or processes of the toy.
 FEW = 16  # the largest value to try for them
 LONG = {("LRFinder", "num_steps"), *(("DataLoaderTuner", one) for one in ("workers", "prefetch", "batches"))}
-LONG |= {("MaxBatchSize", "max_size"), ("MixtureOfExperts", "num_experts"), ("TiledMLP", "tiles"), ("LoRA", "rank")}
+LONG |= {
+    ("MaxBatchSize", "max_size"),
+    ("MixtureOfExperts", "experts"),
+    ("MixtureOfExperts", "shared"),
+    ("TiledMLP", "tiles"),
+    ("LoRA", "rank"),
+}
 WRONG = [True, "3", math.nan]  # for a number
-NO_LIST = [[], 5, "word"]  # for a list
+NO_LIST: list[Any] = [[], 5, "word", [None]]  # for a list
 
 
 class Bounds:
@@ -83,7 +90,10 @@ def arguments(name: str) -> dict[str, inspect.Parameter]:
 @pytest.mark.turns(60)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "argument"), [(name, key) for name in NAMES for key in arguments(name)])
-def test_a_boundary_acts_or_is_refused(name: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_boundary_acts_or_is_refused(
+    name: str, argument: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
     bounds = Bounds(monkeypatch)
     technique = CASES[name].make()
     given = arguments(name)
@@ -97,6 +107,8 @@ def test_a_boundary_acts_or_is_refused(name: str, argument: str, monkeypatch: py
             if name not in str(error):
                 bad.append(f"{argument}={value!r}: {error}")
         except Exception as error:
+            if any(name in note for note in getattr(error, "__notes__", ())):
+                continue  # an error of the module's own code
             bad.append(f"{argument}={value!r}: {type(error).__name__}: {error}")
         else:
             assert not any(report.states_nothing() for report in run.reports.values())

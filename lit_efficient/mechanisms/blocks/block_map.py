@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from lit_efficient.declaration import held
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_list
 from lit_efficient.internals.hugging_face import repeated_blocks
 from lit_efficient.internals.torch_fx import (
     Forward,
@@ -59,6 +59,7 @@ def find_blocks(
         ConfigurationError: If there is no such block.
     """
     if patterns != "auto":
+        check_list(who, "blocks", patterns, "auto, a pattern or a list of patterns", text=True)
         return _unique(root, _outermost(match_modules(root, patterns, who=who)))
     block_map = BlockMap(root)
     found = block_map.every(declared) if every else block_map.blocks(declared)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_list
 from lit_efficient.internals.torch_fx import has_parts
 from lit_efficient.mechanisms.blocks.block_map import BlockMap, find_blocks, trained_blocks
 from lit_efficient.mechanisms.trials.memory import SavedTensors
@@ -36,8 +36,8 @@ def find_feed_forwards(root: nn.Module, patterns: str | Sequence[str], *, who: s
     if any(p.device.type == "meta" for p in root.parameters()) and not weights_wait(root):
         raise ConfigurationError(f"{who}: weights are on the meta device. Load the network's weights first")
     if patterns != "auto":
-        wanted = [patterns] if isinstance(patterns, str) else list(patterns)
-        found = match_modules(root, wanted, who=f"{who}: layers")
+        check_list(who, "layers", patterns, "auto, a pattern or a list of patterns", text=True)
+        found = match_modules(root, patterns, who=f"{who}: layers")
         for name, module in found:
             why = why_no_feed_forward(module)
             if why is not None:
@@ -125,8 +125,9 @@ def find_tokenwise(root: nn.Module, patterns: str | Sequence[str], *, who: str) 
         ConfigurationError: If there is no such module, or if a matched module is of another kind.
     """
     if patterns != "auto":
-        wanted = [patterns] if isinstance(patterns, str) else list(patterns)
-        named = [(name, part, _kept_by_token(part)) for name, part in match_modules(root, wanted, who=f"{who}: layers")]
+        check_list(who, "layers", patterns, "auto, a pattern or a list of patterns", text=True)
+        matched = match_modules(root, patterns, who=f"{who}: layers")
+        named = [(name, part, _kept_by_token(part)) for name, part in matched]
         for name, _, kept in named:
             if not kept:
                 raise ConfigurationError(

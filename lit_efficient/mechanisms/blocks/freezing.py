@@ -115,6 +115,8 @@ def _rule(module: nn.Module, groups: Groups, who: str, others: Collection[str]) 
     if groups == "auto":
         return _by_depth(module, who, others)
     check_list(who, "groups", groups, "auto or a list of patterns from head to stem")
+    for entry in groups:
+        check_list(who, "groups", entry, "auto or a list of patterns from head to stem", text=True)
     patterns = [[entry] if isinstance(entry, str) else list(entry) for entry in groups]
     return _by_patterns(module, patterns, who)
 
