@@ -105,6 +105,25 @@ def test_what_only_looks_like_one_is_left_alone() -> None:
         lit_efficient.MemoryEfficientLayers("fused")
 
 
+class Saves(nn.Module):
+    """A norm that saves bytes that do not depend on the number of rows: ``size`` numbers."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight + torch.ones(self.size, requires_grad=True).exp().sum() * 0
+
+
+def test_layers_that_save_no_byte_per_token_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norms of the network save fewer bytes when they are recomputed, but less than one for each token."""
+    monkeypatch.setattr(lit_efficient.MemoryEfficientLayers, "worth", 1.0)
+    with pytest.raises(ConfigurationError, match="save 0 B less per token"):
+        apply(nn.ModuleList([Saves(1)]), [lit_efficient.MemoryEfficientLayers()])
+
+
 def test_the_trial_of_a_layer_changes_none_of_its_buffers() -> None:
     torch.manual_seed(0)
     spectral = [nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)) for _ in range(3)]
