@@ -133,11 +133,11 @@ def unknown_ids(tokenizer: Any, base: str) -> list[int]:
 
     Args:
         tokenizer: Tokenizer of the tokenizers library, or a fast tokenizer of transformers.
-        base: Folder or name of a model. It may have no tokenizer: then the list is empty.
+        base: Folder or name of a model. The list is empty if it has no tokenizer that can be loaded.
     """
     try:
         known = _pretrained(base).get_vocab()
-    except ConfigurationError:
+    except Exception:  # it may need packages that are absent, and each class raises errors of its own
         return []
     return sorted(index for token, index in tokenizer.get_vocab().items() if known.get(token) != index)
 
