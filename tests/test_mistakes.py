@@ -40,7 +40,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: apply(Module(), [ActivationCheckpointing(blocks=[nn.Linear])]),
         "ActivationCheckpointing: a pattern must be a text.*Linear",
     ),
-    "no targets": (lambda: apply(Module(), [LoRA(targets=None)]), "LoRA: .*targets must be all-linear.*, got None"),
+    "no targets": (lambda: apply(Module(), [LoRA(targets=None)]), "LoRA: targets must be .*, got None"),
     "a width for widths": (lambda: PowerEMA(sigma_rels=0.05), r"PowerEMA: sigma_rels must be a list.*got 0\.05"),
     "a word for widths": (lambda: PowerEMA(sigma_rels="0.05"), r"PowerEMA: sigma_rels must be .*got '0\.05'"),
     "a hub's name for a model": (

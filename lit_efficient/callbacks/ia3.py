@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError, check_list
+from lit_efficient.errors import ConfigurationError
 from lit_efficient.mechanisms.adapters.base import freeze_base
 from lit_efficient.mechanisms.adapters.ia3 import IA3Scaled, add_ia3
 from lit_efficient.mechanisms.adapters.low_rank import kind_of
@@ -55,8 +55,6 @@ class IA3(AdapterTechnique):
         self, targets: str | list[str] = "auto", feedforward: str | list[str] = "auto", save_base: bool = False
     ) -> None:
         super().__init__()
-        for name, value in (("targets", targets), ("feedforward", feedforward)):
-            check_list("IA3", name, value, "auto, a pattern or a list of patterns", empty=True, text=True)
         if (targets == "auto") != (feedforward == "auto"):
             raise ConfigurationError(
                 f"IA3: targets and feedforward must both be 'auto' or both be patterns, got targets={targets!r}, "

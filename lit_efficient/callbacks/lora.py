@@ -23,15 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report, format_bytes
-from lit_efficient.errors import (
-    ConfigurationError,
-    ConflictError,
-    check_choice,
-    check_list,
-    check_number,
-    diagnostic,
-    refusal,
-)
+from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number, diagnostic, refusal
 from lit_efficient.internals.lightning_strategies import readers, traits_of
 from lit_efficient.internals.torch_optimizers import HOOKS, foreach_add_, foreach_copy_, foreach_mul_
 from lit_efficient.mechanisms.adapters.base import freeze_base, is_added
@@ -124,7 +116,7 @@ class LoRA(AdapterTechnique):
         variant: str = "lora",
         lr_ratio: float | None = None,
         bias: str = "none",
-        modules_to_save: list[str] | None = None,
+        modules_to_save: str | list[str] | None = None,
         trainable_token_indices: str | list[int] | None = None,
         save_base: bool = False,
         seed: int = 0,
@@ -142,12 +134,8 @@ class LoRA(AdapterTechnique):
         check_choice("LoRA", "bias", bias, ("none", "lora_only", "all"))
         if isinstance(modules_to_save, str):
             modules_to_save = [modules_to_save]
-        check_list("LoRA", "modules_to_save", modules_to_save, "a list of patterns or null", null=True, empty=True)
-        if trainable_token_indices != NEW:
-            ids = f"{NEW}, a list of ids of tokens or null"
-            check_list("LoRA", "trainable_token_indices", trainable_token_indices, ids, null=True, empty=True)
-            if any(type(i) is not int for i in trainable_token_indices or ()):
-                raise refusal("LoRA", "trainable_token_indices", ids, trainable_token_indices)
+        if isinstance(trainable_token_indices, str):
+            check_choice("LoRA", "trainable_token_indices", trainable_token_indices, (NEW,))
         if beside is not None and not isinstance(beside, Mapping):
             raise refusal("LoRA", "beside", "a mapping from a name to a folder", beside)
         self.rank = rank

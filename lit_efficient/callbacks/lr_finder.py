@@ -42,7 +42,6 @@ from lit_efficient.errors import (
     DivergedError,
     LitEfficientError,
     check_installed,
-    check_list,
     check_number,
     is_out_of_memory,
 )
@@ -115,7 +114,6 @@ class LRFinder(Technique):
         idle: Sequence[str] = (),
     ) -> None:
         super().__init__()
-        check_list("LRFinder", "idle", idle, "a list of class names", empty=True)
         check_number("LRFinder", "max_lr", max_lr, above=0)
         check_number("LRFinder", "min_lr", min_lr, above=0, below=max_lr)
         check_number("LRFinder", "num_steps", num_steps, least=10, whole=True)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from lit_efficient.declaration import Phase, Report, format_bytes
-from lit_efficient.errors import check_list, check_number
+from lit_efficient.errors import check_number
 from lit_efficient.mechanisms.adapters.base import freeze_base
 from lit_efficient.mechanisms.adapters.prefix import add_prefix
 from lit_efficient.mechanisms.adapters.virtual_tokens import VirtualTokens
@@ -68,7 +68,7 @@ class PrefixTuning(VirtualTokens):
         init_text: str | None = None,
         tokenizer: str | None = None,
         projection: int | None = None,
-        modules_to_save: list[str] | None = None,
+        modules_to_save: str | list[str] | None = None,
         save_base: bool = False,
         seed: int = 0,
     ) -> None:
@@ -76,8 +76,6 @@ class PrefixTuning(VirtualTokens):
         check_number("PrefixTuning", "projection", projection, least=1, whole=True, null=True)
         if isinstance(modules_to_save, str):
             modules_to_save = [modules_to_save]
-        patterns = "a list of patterns or null"
-        check_list("PrefixTuning", "modules_to_save", modules_to_save, patterns, null=True, empty=True)
         self.projection = projection
         self.modules_to_save = modules_to_save
 

@@ -185,9 +185,9 @@ class WidthTransfer(OptimizerHooks, Technique):
         if (width, depth) == (self.base_width, base_depth):
             return {}, {}
         _check_untied(network)
-        wanted = f"a network of base_width={self.base_width} and {base_depth} blocks"
+        described = f"a network of base_width={self.base_width} and {base_depth} blocks"
         # The run's random state must not change.
-        with must_fit("WidthTransfer", wanted, "base_width or base_depth"), own_draws(0):
+        with must_fit("WidthTransfer", described, "base_width or base_depth"), own_draws(0):
             base = _at_size(network, self.base_width, base_depth, self.heads)
         theirs = dict(base.named_parameters())
         tables = {name: part for name, part in network.named_modules() if isinstance(part, nn.Embedding)}

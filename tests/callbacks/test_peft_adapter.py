@@ -432,7 +432,7 @@ def test_bad_configs_are_refused_before_anything_starts(tmp_path: Path) -> None:
     for message, config in cases.items():
         with pytest.raises(ConfigurationError, match=message):
             PeftAdapter(config)
-    with pytest.raises(ConfigurationError, match=r"train must be a list of names, got 'default'"):
+    with pytest.raises(ConfigurationError, match=r"train must be a list of .*, got 'default'"):
         PeftAdapter(LOKR, train="default")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"train must be among a, got 'b'"):
         PeftAdapter({"a": LOKR, "b": LOKR}, active=["a"], train=["b"])
