@@ -7,6 +7,8 @@ import inspect
 import math
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,9 @@ from lightning.pytorch import Trainer
 from torch import nn
 
 import lit_efficient
+from lit_efficient.__main__ import SUBCOMMANDS
+from lit_efficient.catalog import PACKAGE
+from lit_efficient.commands import completion
 from lit_efficient.errors import (
     CheckpointError,
     ConfigurationError,
@@ -194,3 +199,61 @@ def test_a_network_without_blocks_is_told_of_the_argument_that_names_its_groups(
     with pytest.raises(ConfigurationError, match=r"GradualUnfreezing: .* name them: groups=\[") as refusal:
         depth_groups(nn.Linear(2, 2), who="GradualUnfreezing")
     assert "blocks=" not in str(refusal.value)
+
+
+OPTION = re.compile(r"(?<![\w-])--[A-Za-z](?:[\w.-]*\w)?(?![\w.]*[\w.{])")
+COMMAND = re.compile(r"(?:lit_efficient |`(?!python))([a-z][a-z-]+)(?=[ `])([^`\n]*)")
+PLACEHOLDERS = {"--EMA.help", "--NAME.help", "--data.KEY", "--model.KEY", "--trainer.KEY"}  # of `fit --help`
+OF_PROGRAMS = {"--logdir", "--version", "--quiet", "--debug"}  # of tensorboard, and of all commands
+
+
+def _texts() -> Iterator[tuple[str, str]]:
+    """Yield the file and the text of each sentence in the package. Docstrings of modules are none."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(path.read_text("utf-8"))
+        owners = (ast.Module, ast.ClassDef, ast.FunctionDef)
+        docs = {id(n.body[0].value) for n in ast.walk(tree) if isinstance(n, owners) and ast.get_docstring(n)}  # type: ignore[attr-defined]
+        joined = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+        parts = {id(one) for node in joined for one in node.values}
+        for node in joined:
+            yield path.name, "".join(str(one.value) if isinstance(one, ast.Constant) else "{}" for one in node.values)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs | parts:
+                yield path.name, node.value
+
+
+def test_each_command_and_option_in_a_message_exists() -> None:
+    """An option that follows a command belongs to that command, and another one to any."""
+    of = {command: {*names, *OF_PROGRAMS} for command, names in completion.options().items()}
+    parts = [getattr(lit_efficient, name) for name in lit_efficient.PUBLIC]
+    nested = {key for part in parts if inspect.isclass(part) and not issubclass(part, Exception) for key in _keys(part)}
+    known = set().union(*of.values()) | PLACEHOLDERS
+    tried = 0
+    wrong = []
+    for file, text in _texts():
+        if " " not in text or file == "completion.py":  # scripts of shells
+            continue
+        of_command = {}
+        for command, rest in COMMAND.findall(text):
+            if command not in SUBCOMMANDS and rest.lstrip().startswith("-"):
+                wrong.append(f"{file}: no command {command}: {text}")
+            if command in of:
+                of_command |= dict.fromkeys(OPTION.findall(rest), command)
+        for command, option in re.findall(rf"\b({'|'.join(SUBCOMMANDS)}) ({OPTION.pattern})", text):
+            of_command[option] = command
+        for option in OPTION.findall(text):
+            tried += 1
+            head, dot, key = option.partition(".")
+            accepted = of.get(of_command.get(option, ""), known)
+            spelt = {option, option.replace("-", "_").replace("__", "--", 1)}
+            if head in ("--data", "--model", "--optimizer", "--lr_scheduler") and dot:
+                accepted = accepted | {option} if key.partition(".")[0] in nested else accepted
+            if not spelt & accepted and not option.startswith("--trainer.callbacks"):
+                wrong.append(f"{file}: {of_command.get(option, 'no command')} has no {option}: {text[:200]}")
+    assert wrong == [], "\n".join(wrong)
+    assert tried > 150
+
+
+def _keys(part: type) -> Iterator[str]:
+    with suppress(ValueError):  # of classes without a signature
+        yield from inspect.signature(part).parameters

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from lit_efficient.data.text.arguments import LanguageChat, LanguageRows, LanguageStream
 from lit_efficient.data.text.chat_cache import SPLITS
 from lit_efficient.data.text.chat_data import ChatDataModule
+from lit_efficient.data.text.chat_formats import Document
 from lit_efficient.data.text.chat_tokens import ChatTokens
 from lit_efficient.data.text.collate import packed_batch, padded_batch
 from lit_efficient.data.text.document_store import Documents
@@ -39,8 +40,6 @@ from lit_efficient.files.cache import read_manifest
 from lit_efficient.losses.next_token import IGNORE
 from lit_efficient.mechanisms.order.keyed_batch_sampler import data_parallel_part, loading, no_loaders
 from lit_efficient.mechanisms.order.mixture_sampler import MixtureSampler, schedule_mean
-
-_ROLES = {"system", "user", "assistant", "model"}  # lines of templates that are no text of the row
 
 
 @dataclass(eq=False)
@@ -228,13 +227,17 @@ class LanguageData(ChatDataModule):
 
     def example_prompt(self) -> tuple[str, bool]:
         """Return a prompt from the first training row, and whether it is a user's turn of a conversation."""
-        assert isinstance(self.train_rows, PackedDocuments)
-        ids, labels, _ = self.train_rows[0][0]
-        trained = int(np.argmax(labels >= 0))  # what comes before is the question
-        is_chat = trained > 1
-        text = self.tokenizer.decode(ids[: trained if is_chat else 8].tolist(), skip_special_tokens=True)
-        lines = [line.strip() for line in text.splitlines() if line.strip() not in _ROLES]
-        return max(lines, key=len, default="")[:60].strip(), is_chat
+        sources = self._open_entry(self.train[0], 0, self.rows.split, streaming=True)
+        found = next(row for _, row in self.reader(sources) if isinstance(row, Document))
+        if self.chat.rendered and not found.messages:
+            return "", True  # the text holds the marks of a template
+        text = found.text[: found.given] or found.text
+        if found.messages:
+            text = next(str(message["content"]) for message in found.messages if message["role"] == "user")
+        elif found.ids:
+            text = self.tokenizer.decode(found.ids[:8], skip_special_tokens=True)
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return next(iter(lines), "")[:60].strip(), bool(found.messages)
 
     def _mixed_sizes(self) -> list[int]:
         """Return the number of rows or tokens of each source."""

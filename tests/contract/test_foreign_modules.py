@@ -78,7 +78,7 @@ def _twins(module: nn.Module) -> list[Any]:
 
 
 @pytest.mark.turns(8, always=["LoRA-fit", "EMA-fails"])
-@pytest.mark.parametrize("how", ["fit", "fails", "validate"])
+@pytest.mark.parametrize("how", ["fit", "fails", "validate", "test", "predict"])
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_a_module_is_pickled_copied_and_saved_whole_after_a_run(name: str, how: str, tmp_path: Path) -> None:
     network = network_of(name)
@@ -89,6 +89,10 @@ def test_a_module_is_pickled_copied_and_saved_whole_after_a_run(name: str, how: 
     run = trainer(make_all(name), max_steps=2, default_root_dir=tmp_path, **CASES[name].trainer)
     if how == "validate":
         run.validate(module, data(), verbose=False)
+    elif how == "test":
+        run.test(module, data(), verbose=False)
+    elif how == "predict":
+        run.predict(module, data())
     elif how == "fit":
         run.fit(module, data(), data())
     else:

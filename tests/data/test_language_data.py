@@ -563,13 +563,38 @@ def test_an_empty_text_is_left_out_and_counted(tmp_path: Path, capsys: pytest.Ca
         ready(language_data(tmp_path, **settings))
 
 
+PHI = "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+PHI += "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+INST = "{% for m in messages %}{% if m.role == 'system' %}<<SYS>>{{ m.content }}<</SYS>>{% elif m.role == 'user' %}"
+INST += "[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+ALPACA = "{% set of = {'system': '', 'user': '### Instruction:\\n', 'assistant': '### Response:\\n'} %}"
+ALPACA += "{% for m in messages %}{{ of[m.role] + m.content + '<|im_end|>\\n\\n' }}{% endfor %}"
+ALPACA += "{% if add_generation_prompt %}{{ '### Response:\\n' }}{% endif %}"
+VICUNA = "{% set of = {'system': '', 'user': 'USER: ', 'assistant': 'ASSISTANT: '} %}{% for m in messages %}"
+VICUNA += "{{ of[m.role] + m.content + '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}ASSISTANT: {% endif %}"
+LLAMA3 = (
+    "{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content + '<|im_end|>' }}"
+)
+LLAMA3 += (
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", ["chatml", PHI, INST, ALPACA, VICUNA, LLAMA3])
+def test_the_prompt_of_the_next_command_is_the_question_alone(template: str, tmp_path: Path) -> None:
+    system = {"role": "system", "content": "You are a patient assistant who explains each step at great length."}
+    rows = [json.dumps({"messages": [system, *chat(index)["messages"]]}) for index in range(COUNT)]
+    (tmp_path / "system.jsonl").write_text("\n".join(rows))
+    changes: dict[str, Any] = {"chat": LanguageChat(template=template, untrained_end="train"), "max_length": 256}
+    made = ready(language_data(tmp_path, train=str(tmp_path / "system.jsonl"), **changes))
+    assert made.example_prompt() == ("Say 0", True)
+
+
 def test_the_prompt_of_the_next_command_is_of_the_data(tmp_path: Path) -> None:
-    text, is_chat = ready(language_data(tmp_path)).example_prompt()
-    assert is_chat
-    questions = [chat(index)["messages"][0]["content"] for index in range(COUNT)]
-    assert any(text and text in question for question in questions)
     (tmp_path / "plain.txt").write_text("def first(value):\n    return value\n" * 200)
-    text, is_chat = ready(language_data(tmp_path, train=str(tmp_path / "plain.txt"))).example_prompt()
-    assert not is_chat
-    assert text in (tmp_path / "plain.txt").read_text()
-    assert text
+    made = ready(language_data(tmp_path, train=str(tmp_path / "plain.txt")))
+    assert made.example_prompt() == ("def first(value):", False)
+    pairs = [json.dumps({"prompt": f"Count to {n}: ", "completion": "one"}) for n in range(COUNT)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(pairs))
+    made = ready(language_data(tmp_path, train=str(tmp_path / "pairs.jsonl")))
+    assert made.example_prompt() == ("Count to 0:", False)

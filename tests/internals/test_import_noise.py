@@ -109,6 +109,7 @@ OURS += ("raw weights; outputs of", "runs/llm/", "search for", "data.", "warning
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1200)  # nine programs, one after another
 def test_programs_of_a_language_model_show_nothing_of_the_libraries(tmp_path):
     done = subprocess.run([sys.executable, "-c", CHAIN], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
