@@ -1,6 +1,6 @@
 """Access to operators, storages and the state of the backward pass. Checked with torch 2.13."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ __all__ = [
     "after_backward",
     "backward_runs",
     "changes_arguments",
+    "compared_axis",
     "fakes_are_made",
     "has_values",
     "is_traceable_wrapper_subclass",
@@ -106,3 +107,16 @@ def operator_of(func: Any) -> tuple[Any, str]:
     if isinstance(func, HigherOrderOperator):
         return func, func.name()
     return func._overloadpacket, func._schema.name
+
+
+def compared_axis(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """Return the axis of an operator that returns one tensor, or two, and changes none: ``_schema``."""
+    if isinstance(func, HigherOrderOperator) or func._schema.is_mutable:
+        return None
+    named = [argument.name for argument in func._schema.arguments]
+    returned = [str(value.type) for value in func._schema.returns]
+    if "dim" not in named or returned not in (["Tensor"], ["Tensor", "Tensor"]):
+        return None
+    default = func._schema.arguments[named.index("dim")].default_value
+    dim = {**dict(zip(named, args)), **kwargs}.get("dim", default)
+    return dim if isinstance(dim, int) else None

@@ -7,21 +7,27 @@ If they do not, A changes nothing, whether A is replaced or left out. The argume
 between networks, so several are tried in order.
 
 The test runs once, and training changes the weights. Initial weights may mix tokens so little that the leak looks like
-rounding. Therefore the gradient of B's logits for the tokens of A must also be exactly zero
-(`lit_efficient.models.probes.dependence`): with the network's weights, in eval mode and in its own mode, and with noise
-in the place of gates, biases and weights of zero. The rows of tables that B's tokens read must not depend on A, the
-gradients of weights must equal those without A, and other tokens of A must leave B's logits equal bit by bit, unless
-other rows of the batch change them. Where a network cannot be differentiated, such as in shards, the leak must not
-exceed rounding that is measured.
+rounding. Therefore the structure decides. All checks run with the network's weights and with noise in the place of
+gates, biases and weights of zero, in eval mode and in the network's own mode:
 
-The test costs up to thirty calls with five rows of at most 16 tokens, half of them with a backward pass. For packed
-rows it adds a few calls with one row of their length, because some layers combine only distant tokens. Weights,
-buffers, counters, modes and random states are restored.
+- The gradient of B's logits for the tokens of A must be exactly zero (`lit_efficient.models.probes.dependence`).
+- The rows of tables that B's tokens read must not depend on A.
+- Other tokens of A must leave B's logits equal bit by bit, unless other rows of the batch change them.
+- The gradients of weights, and of what B's tokens look up, must equal those without A. Choices of tokens and experts
+  are made by place (`lit_efficient.models.probes.choices`), because scores depend on weights.
+
+Gradients in 16 bits are compared with a larger tolerance. A network in shards cannot be differentiated in the middle of
+a step. In both cases B's logits must also equal those without A while small matrices are enlarged, dropout is off and
+choices are made by place. Shards of whole layers in one vector, as of FSDP1, are not enlarged.
+
+A network that is accepted is called 50 to 160 times, with five rows of 16 tokens or with one, and about every third
+time with a backward pass. Up to 40 of these calls have one row of the length of packed rows, because some layers
+combine only distant tokens. Weights, buffers, counters, modes and random states are restored.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -31,26 +37,36 @@ from torch import Tensor, nn
 
 from lit_efficient.distributed.row_slices import ROW_POSITIONS
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.internals.hugging_face import image_token_ids
 from lit_efficient.internals.torch_dispatch import has_values, no_dispatch_modes
 from lit_efficient.internals.torch_modules import held_beside, hook_owners
 from lit_efficient.mechanisms.moving import COUNT_OF, holds_images
 from lit_efficient.mechanisms.rewind import Rewind, random_states, set_random_states
 from lit_efficient.mechanisms.router_balance import unasked
-from lit_efficient.models.generation.batched import arguments_of, longest_row
+from lit_efficient.models.generation.batched import arguments_of, longest_row, usual_tokens
 from lit_efficient.models.networks.document_attention import causal_throughout, document_starts, read_starts
 from lit_efficient.models.networks.gpt import GPT
-from lit_efficient.models.probes.dependence import Lookups, gradient_difference, lookups
+from lit_efficient.models.probes.choices import ChoicesByPlace, WithoutDropout
+from lit_efficient.models.probes.dependence import Lookups, gradient_difference, lookup_difference, lookups
 from lit_efficient.models.probes.modes import evaluating, whole_precision, whole_weights
-from lit_efficient.models.probes.noise import Values, gathers_weights, noise_for_vectors, noise_for_zeros, replaced
+from lit_efficient.models.probes.noise import (
+    Values,
+    enlarged,
+    gathers_weights,
+    noise_for_vectors,
+    noise_for_zeros,
+    replaced,
+    shards_again,
+)
 
 _ROW = 16  # tokens of a probe row
 # Largest leak that counts as rounding, in float32 and in 16 bits. Over all architectures of transformers, networks that
 # isolate documents leak 0 to 1e-4 in float32 and up to 0.06 in bfloat16; the others leak 0.08 to 8.
 _EXACT = 5e-3
 _COARSE = 0.07
-# Largest difference of two equal gradients of a weight by rounding, relative to the gradient.
+# Largest difference of two equal gradients by rounding, relative to the gradient, in float32 and in 16 bits. Over all
+# architectures of transformers it is 4e-5 in float32 and up to 0.2 in bfloat16, on a CPU.
 _UNEQUAL = 0.05
+_UNEQUAL_COARSE = 0.5
 # Entries of a batch with a meaning here. From labels, a network of transformers would compute a loss of its own.
 _KNOWN = {"input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "num_bytes", "source"}
 _Inputs = dict[str, Any]
@@ -266,7 +282,7 @@ class _Probe:
         length = min(_ROW, longest_row(network))
         self.first = length * 7 // 16  # number of tokens of A
         self.changed = (length - self.first) // 2  # number of tokens of B that differ in B'
-        tokens = _tokens(self.network)
+        tokens = usual_tokens(network)
         index = torch.arange(length)
         row = tokens[index % len(tokens)]
         other = tokens[(index + 1) % len(tokens)]
@@ -292,7 +308,9 @@ class _Probe:
         if zeros:
             states.append(zeros)
         self.noise = zeros + noise_for_vectors(network)
+        self.exact = whole_weights(network.parameters())
         self.differentiates = not gathers_weights(network)
+        self.free = shards_again(network)
         for state in states:
             logits = self._logits({"input_ids": self.rows}, state)
             if self._effect(logits) > 1e-6 * float(_norms(logits).max()):
@@ -347,25 +365,16 @@ class _Probe:
                 decided = True
                 if bool((found.gradients * (index < begins)).any()):
                     return True
-        # A of one token only changes most what is chosen from a row.
-        changes = [torch.where(index < self.first, token, self.rows[0]) for token in self.rows[0, [0, self.first]]]
+        changes = [self._after(token) for token in self.rows[0, [0, self.first]]]
         if self._differs(way, changes, slice(self.first, None), decided):
             return True
-        if not decided:
-            return False
-        if self._trains_otherwise(way):
-            return True
-        if length <= _ROW:
-            return False
-        length = min(length, longest_row(self.network))
-        for state in ([], self.noise):
-            # In the network's own mode, in which activation checkpointing is active.
-            with replaced(state):
-                far = self._attempt(partial(self._long, way, length, [], 0), (1, length), None, training=True)
-            # Without memory for the activations the two runs above decide.
-            if far is not None and far.gradients is not None and bool(far.gradients[0, : _first_of(length)].any()):
-                return True
-        return False
+        return self._unlike_alone(way, length)
+
+    def _after(self, token: Tensor) -> Tensor:
+        """Return B after an A that consists of one token, which changes most what is chosen from a row."""
+        row = self.rows[0].clone()
+        row[: self.first] = token
+        return row
 
     def _read_elsewhere(self, indices: Tensor) -> bool:
         """Return whether B's tokens look up other rows of a table if A precedes them, or if A changes."""
@@ -412,31 +421,109 @@ class _Probe:
                 return True
         return False
 
-    def _trains_otherwise(self, way: _Way) -> bool:
-        """Return whether the logits of B give weights another gradient in a packed row than without A.
+    def _unlike_alone(self, way: _Way, length: int) -> bool:
+        """Return whether a document in a packed row differs from the same document alone.
 
-        This shows weights that are chosen by the number of a token in its row, or by the tokens before it.
+        This shows weights that are chosen by the number of a token in its row, or by the tokens before it, and choices
+        among the tokens of a row. Choices are made by place, so that rounding does not change them.
         """
-        weights = [p for p in self.network.parameters() if p.requires_grad and p.is_floating_point()]
-        if not whole_weights(weights) or self.blind:
+        if self.blind:
             return False
-        packed = way(self.network, self.rows[:1], self.positions[:1])
-        alone = {"input_ids": self.rows[:1, self.first :]}
-
-        def logits(inputs: _Inputs) -> Tensor:
-            found = self._call(inputs, [])
-            return found.reshape(-1, found.shape[-1])[-alone["input_ids"].shape[1] :]
-
-        for state in ([], self.noise):
-            with replaced(state), torch.autocast(self.rows.device.type, enabled=False):
-                if gradient_difference(partial(logits, packed), partial(logits, alone), weights) > _UNEQUAL:
+        length = min(length, longest_row(self.network))
+        with ChoicesByPlace(), WithoutDropout():
+            for state in ([], self.noise):
+                if self._gradients_differ(way, length, state):
                     return True
+                # Gradients in 16 bits are rounded too much to show a part of a change.
+                if not (self.exact and self.differentiates):
+                    with self._weights(state, larger=True):
+                        if self._logits_differ(way, length):
+                            return True
+                        if self._repeats(partial(self._last, 1, {"input_ids": self.rows[:1]})):
+                            with _in_training(self.in_training):
+                                if self._logits_differ(way, length):
+                                    return True
         return False
+
+    def _gradients_differ(self, way: _Way, length: int, state: Values) -> bool:
+        """Return whether gradients of a document's logits differ from those of the same document alone."""
+        if not self.differentiates:
+            return False
+        weights = [p for p in self.network.parameters() if p.requires_grad and p.is_floating_point()]
+        count = self.rows.shape[1] - self.first
+        row = self._after(self.rows[0, self.first])[None]
+        packed = partial(self._last, count, way(self.network, row, self.positions[:1]))
+        alone = partial(self._last, count, {"input_ids": self.rows[:1, self.first :]})
+        limit = _UNEQUAL if self.exact else _UNEQUAL_COARSE
+        share = 1.0 if self.exact else 0.98  # of the tokens, because rounding in 16 bits may change a few of many
+        long = partial(self._long, way, length, [], 0), partial(self._long, _without_isolation, length, [], 0, True)
+        autocast = torch.is_autocast_enabled(self.rows.device.type) and not self.exact
+        with self._weights(state), torch.autocast(self.rows.device.type, enabled=autocast):
+            modes = [False]
+            if self._repeats(packed):
+                modes.append(True)
+            for training in modes:
+                pairs = [(packed, self.rows.shape[1], alone, count)]
+                if length > _ROW and training == modes[-1]:
+                    # In the network's own mode, in which activation checkpointing is active.
+                    pairs.append((long[0], length, long[1], length - _first_of(length)))
+                for first, in_row, second, by_itself in pairs:
+                    found = self._attempt(first, (1, in_row), None, training)
+                    # Without memory for the activations of long rows the leak decides.
+                    if found is None or found.gradients is None:
+                        continue
+                    if bool(found.gradients[0, : in_row - by_itself].any()):
+                        return True
+                    own = self._attempt(second, (1, by_itself), None, training)
+                    if own is not None and lookup_difference(found, own, share) > limit:
+                        return True
+                with _in_training(self.in_training if training else ()):
+                    least = 1e-4 if self.exact else 1e-2
+                    if gradient_difference(packed, alone, weights, least) > limit:
+                        return True
+        return False
+
+    def _repeats(self, call: Callable[[], Tensor]) -> bool:
+        """Return whether the network has a mode of its own, in which it gives the same logits twice."""
+        if not self.in_training or any(getattr(part, "compares_tokens", False) for part in self.network.modules()):
+            return False
+        with _in_training(self.in_training):
+            return torch.equal(call(), call())
+
+    def _logits_differ(self, way: _Way, length: int) -> bool:
+        """Return whether a document's logits differ from those of the same document alone, or with another A."""
+        plain = self._logits({"input_ids": self.rows}, [])
+        limit = self.tolerance * (2 * self._effect(plain) + float(_norms(plain).max()) / 8)
+        packed = self._logits(way(self.network, self.rows, self.positions), [])[:2, self.first :]
+        alone = self._last(packed.shape[1], {"input_ids": self.rows[:1, self.first :]})
+        differences = [packed - alone]
+        if length > _ROW:
+            alone = self._long(_without_isolation, length, [], 0, True)
+            differences += [self._long(way, length, [], shift) - alone for shift in (0, 1)]
+        return any(float(_norms(difference).max()) > limit for difference in differences)
+
+    def _last(self, count: int, inputs: _Inputs) -> Tensor:
+        """Return the logits of the last tokens of one row."""
+        logits = self._call(inputs, [])
+        return logits.reshape(-1, logits.shape[-1])[-count:].float()
+
+    @contextmanager
+    def _weights(self, state: Values, larger: bool = False) -> Iterator[None]:
+        """Run the body with other weights. Parts that keep gathered weights gather them again."""
+        if not state and not larger:
+            yield
+            return
+        self.free()
+        with enlarged(self.network) if larger else nullcontext(), replaced(state):
+            try:
+                yield
+            finally:
+                self.free()
 
     def _cases(self) -> list[tuple[Values, bool]]:
         """Return the states of the network in which it is tested, each with whether it is in its own mode."""
         cases: list[tuple[Values, bool]] = [([], False), (self.noise, False)]
-        if self.in_training and self.differentiates:
+        if self.in_training:
             cases += [([], True), (self.noise, True)]
         return cases
 
@@ -445,7 +532,7 @@ class _Probe:
         if not self.differentiates:
             return
         for state, training in self._cases():
-            with replaced(state):  # until the backward pass has ended, which may recompute the forward pass
+            with self._weights(state):  # until the backward pass has ended, which may recompute the forward pass
                 found = self._attempt(partial(self._logits, inputs, []), tuple(self.rows.shape), chosen, training)
             if found is not None:
                 yield found
@@ -534,7 +621,7 @@ class _Probe:
 
     def _call(self, inputs: _Inputs, state: Values) -> Tensor:
         inputs = {**self.plain, **inputs}
-        with replaced(state):
+        with self._weights(state):
             output = self.network(**inputs)
         logits: Tensor = output if isinstance(output, Tensor) else output.logits
         return logits
@@ -568,20 +655,6 @@ def _first_of(length: int) -> int:
 
 def _norms(logits: Tensor) -> Tensor:
     return torch.linalg.vector_norm(logits, dim=-1)
-
-
-def _tokens(network: Any) -> Tensor:
-    """Return about 16 token ids that are not special tokens, spread over the vocabulary."""
-    if isinstance(network, GPT):
-        return torch.arange(network.head.out_features)[:: max(1, network.head.out_features // _ROW)]
-    config = network.config.get_text_config()
-    special: set[int | None] = set()
-    for name in ("pad", "bos", "eos"):
-        ids = getattr(config, f"{name}_token_id", None)
-        special.update(ids if isinstance(ids, list) else [ids])
-    special |= image_token_ids(network.config)  # a model of images refuses them without an image
-    usual = torch.tensor([token for token in range(config.vocab_size) if token not in special] or [0])
-    return usual[:: max(1, len(usual) // _ROW)]
 
 
 def _packed(network: nn.Module, batch: Mapping[str, Tensor]) -> bool:
@@ -627,13 +700,17 @@ def _undisturbed(network: nn.Module, device: torch.device) -> Iterator[list[nn.M
     autocast = torch.autocast(
         kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
     )
+    # TensorFloat-32 would round float32 networks to 11 bits.
+    precision = torch.get_float32_matmul_precision()
     try:
+        torch.set_float32_matmul_precision("highest")
         eagerly = torch.compiler.set_stance("force_eager")
         # Without dispatch modes, so that meters do not count these calls.
         # Validation runs in inference mode, in which nothing can be differentiated.
         with torch.inference_mode(False), evaluating(network), torch.no_grad(), autocast, eagerly, no_dispatch_modes():
             yield in_training
     finally:
+        torch.set_float32_matmul_precision(precision)
         record.restore()
 
 

@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 from lit_efficient.internals.torch_dispatch import (
     HigherOrderOperator,
     changes_arguments,
+    compared_axis,
     fakes_are_made,
     has_values,
     operator_of,
@@ -137,6 +138,17 @@ def test_operators_that_write_into_their_arguments_are_known():
     assert changes_arguments(torch.ops.aten.normal_.default)
     assert not changes_arguments(torch.ops.aten.add.Tensor)
     assert changes_arguments(torch.nn.init.normal_)  # a function may
+
+
+@leans_on("torch", "torch._ops.OpOverload._schema", "torch_dispatch")
+def test_the_axis_of_a_comparison_is_known():
+    x = torch.ones(2, 3)
+    assert compared_axis(torch.ops.aten.topk.default, (x, 2), {}) == -1
+    assert compared_axis(torch.ops.aten.topk.default, (x, 2, 0), {}) == 0
+    assert compared_axis(torch.ops.aten.sort.stable, (x,), {"dim": 1}) == 1
+    assert compared_axis(torch.ops.aten.argmax.default, (x,), {}) is None
+    assert compared_axis(torch.ops.aten.mm.default, (x, x), {}) is None
+    assert compared_axis(torch.ops.higher_order.cond, (), {}) is None
 
 
 @leans_on("torch", "torch.nn.init._no_grad_trunc_normal_", "torch_dispatch")

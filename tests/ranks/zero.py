@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from lit_efficient import ZeroStrategy
+from tests.ranks import isolation as documents
 from tests.ranks import sharded
 
 
@@ -69,3 +70,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
 def techniques(names: Sequence[str], stage: int, **arguments: Any) -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     sharded.techniques(names, partial(ZeroOnCPU, stage, **arguments))
+
+
+def isolation() -> None:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    documents.asked(partial(ZeroOnCPU, 3))

@@ -27,7 +27,7 @@ from lit_efficient.errors import CheckpointError
 from lit_efficient.strategies import sharded_strategy
 from tests.contract.table import CASES
 from tests.processes import run_ranks
-from tests.ranks import row_slices, sharded
+from tests.ranks import isolation, row_slices, sharded
 from tests.support import Net, Toy, assert_equal
 
 # The quickest, of what is used most; the others each night.
@@ -252,6 +252,12 @@ def test_what_stays_in_float32_does_in_shards(tmp_path: Path) -> None:
 @pytest.mark.turns(4, family="ranks")
 def test_optimizers_of_whole_matrices_step_shards_alike(tmp_path: Path) -> None:
     run_ranks(sharded.steps_of_shards, tmp_path)
+
+
+@pytest.mark.turns(4, family="ranks")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_packed_documents_are_isolated_or_refused_in_shards(precision: str, tmp_path: Path) -> None:
+    run_ranks(isolation.asked, tmp_path, sharded.strategy, precision)
 
 
 def test_arguments_out_of_range_are_refused() -> None:

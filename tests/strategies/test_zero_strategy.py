@@ -328,6 +328,12 @@ def test_two_processes_train_as_one_does_and_resume(stage: int, tmp_path: Path) 
 
 
 @pytest.mark.nightly
+def test_packed_documents_are_isolated_or_refused_in_shards(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    run_ranks(zero.isolation, tmp_path)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_table_of_strategies_says_what_was_tried(stage: int, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")

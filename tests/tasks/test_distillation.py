@@ -196,12 +196,14 @@ def test_rationales_are_a_second_weighted_task() -> None:
         task.training_step(answers | {f"rationale_{name}": tensor[:1] for name, tensor in rationales.items()}, 0)
 
 
-@pytest.mark.parametrize("kind", ["shift", "soft cap", "factor"])
+@pytest.mark.parametrize("kind", ["shift", "soft cap", "factor", "matrix of zero", "small matrix"])
 def test_a_head_that_cannot_be_split_is_refused(kind: str) -> None:
-    """A soft cap leaves small logits as they are, and a trained factor is one at first."""
+    """A soft cap leaves small logits as they are, and a trained factor is one at first, or its matrix zero."""
     task, _ = ready(FAMILIES["gemma2"], FAMILIES["llama"], JSD)
     network: Any = task.network
     network.factor = torch.nn.Parameter(torch.ones(()))
+    size = network.config.vocab_size
+    network.matrix = torch.nn.Parameter(torch.randn(size, size) * (1e-8 if kind == "small matrix" else 0.0))
     forward = network.forward
 
     def shifted(*arguments: Any, **options: Any) -> Any:
@@ -210,6 +212,8 @@ def test_a_head_that_cannot_be_split_is_refused(kind: str) -> None:
             output.logits = output.logits + 1
         elif kind == "factor":
             output.logits = output.logits * network.factor
+        elif "matrix" in kind:
+            output.logits = output.logits + output.logits @ network.matrix
         else:
             output.logits = 20 * torch.tanh(output.logits / 20)
         return output

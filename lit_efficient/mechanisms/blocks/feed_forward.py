@@ -16,7 +16,7 @@ from lit_efficient.mechanisms.blocks.block_map import BlockMap, find_blocks, tra
 from lit_efficient.mechanisms.trials.memory import SavedTensors
 from lit_efficient.models.networks.expert_layers import is_linear, width_of
 from lit_efficient.models.probes.modes import evaluating, trial_of_layer
-from lit_efficient.models.probes.noise import noise_for_zeros, replaced
+from lit_efficient.models.probes.noise import noise_for_vectors, noise_for_zeros, replaced
 from lit_efficient.surgery import computed, endings, expert_stacks, match_modules, weights_wait
 
 
@@ -188,9 +188,10 @@ def _maps_alone(module: nn.Module, width: int, like: Tensor) -> bool | None:
     x = _drawn((2, 3, width)).to(like)
     other = x.clone()
     other[:, 0] += 1
-    # Weights of zero may hide that tokens are mixed, and small ones mix next to nothing: noise, and gradients that must
-    # be zero.
-    with evaluating(module), torch.no_grad(), torch.random.fork_rng(devices=[]), replaced(noise_for_zeros(module)):
+    # Weights of zero and closed gates may hide that tokens are mixed, and small weights mix next to nothing: noise, and
+    # gradients that must be zero.
+    noise = noise_for_zeros(module) + noise_for_vectors(module)
+    with evaluating(module), torch.no_grad(), torch.random.fork_rng(devices=[]), replaced(noise):
         before = module(x)
         after = module(other)
         if not isinstance(before, Tensor) or before.shape != x.shape:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.internals.hugging_face import forget_positions
+from lit_efficient.internals.hugging_face import forget_positions, image_token_ids
 from lit_efficient.models.generation.sampling import Sampling, penalized, sample_token
 from lit_efficient.models.networks.gpt import GPT, KVCache
 from lit_efficient.models.probes.modes import evaluating, whole_precision
@@ -35,6 +35,23 @@ def arguments_of(network: nn.Module) -> set[str]:
     """Return the argument names of a network's forward, including those of the classes that it inherits from."""
     forwards = [vars(kind)["forward"] for kind in type(network).__mro__ if "forward" in vars(kind)]
     return {name for forward in forwards for name in inspect.signature(forward).parameters}
+
+
+def usual_tokens(network: Any) -> Tensor:
+    """Return about 16 token ids that are not special tokens, spread over the vocabulary, on the CPU."""
+    if isinstance(network, GPT):
+        ids = torch.arange(network.head.out_features)
+    else:
+        config = network.config.get_text_config()
+        ids = torch.arange(config.vocab_size)
+        special: list[int | None] = [*image_token_ids(network.config)]  # refused without an image
+        for name in ("pad", "bos", "eos"):
+            found = getattr(config, f"{name}_token_id", None)
+            special += found if isinstance(found, list) else [found]
+        usual = ids[~torch.isin(ids, torch.tensor([token for token in special if token is not None]))]
+        if len(usual):
+            ids = usual
+    return ids[:: max(1, len(ids) // 16)]
 
 
 @torch.no_grad()
@@ -73,7 +90,7 @@ def continue_rows(
     forget_positions(network)
     with evaluating(network):
         pending = torch.tensor([row[:seen] for row in rows], device=device)
-        reader = _Reader(network, most, pending.flatten())
+        reader = _Reader(network, most, device)
         while True:
             logits = reader.read(pending)
             drawing = [i for i, row in enumerate(rows) if len(row) == seen < ends[i]]
@@ -103,7 +120,7 @@ class _Reader:
     other logits from a state than from the whole text. Such a network is given the whole text for each token.
     """
 
-    def __init__(self, network: nn.Module, most: int, tokens: Tensor) -> None:
+    def __init__(self, network: nn.Module, most: int, device: torch.device) -> None:
         self.network = network
         self.caches = None
         if isinstance(network, GPT):
@@ -113,7 +130,10 @@ class _Reader:
         self.all: Tensor | None = None  # the text so far, for a network whose states are not passed on
         self.passes_state = False
         if self.caches is None:
-            self.passes_state = self._continues_exactly(tokens[torch.arange(12) % len(tokens)].view(2, 6))
+            tokens = usual_tokens(network).to(device)
+            # A run that is shorter than a window or a chunk never reaches its end.
+            ends = [number + 2 for number in _numbers(network) if number + 2 <= min(most, longest_row(network))]
+            self.passes_state = all(self._continues_exactly(tokens, length) for length in (6, *ends))
 
     def read(self, pending: Tensor) -> Tensor:
         """Return the logits ``[B, V]`` after ``pending`` ``[B, T]``, which follow the tokens read before."""
@@ -132,18 +152,47 @@ class _Reader:
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def _continues_exactly(self, rows: Tensor) -> bool:
-        """Return whether the network gives the same logits from its states as from the whole text."""
+    def _continues_exactly(self, tokens: Tensor, length: int) -> bool:
+        """Return whether two rows of ``length`` tokens have the same logits from states as from the whole text.
+
+        The last four tokens are read one by one, and then the last one alone.
+        """
+        index = torch.arange(length)
+        rows = tokens[torch.stack((index, -1 - index)) % len(tokens)]
         self.passes_state = False
         whole = self.read(rows).float()
         self.all = None
         self.passes_state = True
+        close = 1e-3 if whole_precision(self.network, rows.device) else 0.1
         try:
-            parts = [self.read(part).float() for part in rows.split((4, 1, 1), 1)][-1]
+            for sizes in ((length - 4, 1, 1, 1, 1), (length - 1, 1)):
+                self.all = None
+                self.state = {}
+                parts = [self.read(part).float() for part in rows.split(sizes, 1)][-1]
+                if not bool((parts - whole).abs().max() <= close * whole.abs().max()):
+                    return False
         except Exception:  # each network fails in its own way
             return False
         finally:
             self.all = None
             self.state = {}
-        close = 1e-3 if whole_precision(self.network, rows.device) else 0.1
-        return bool((parts - whole).abs().max() <= close * whole.abs().max())
+        return True
+
+
+def _numbers(network: nn.Module) -> list[int]:
+    """Return the whole numbers in a network's configuration and modules, in ascending order.
+
+    Lengths of windows and chunks are among them, whatever their names.
+    """
+    config: Any = network.config
+    pending: list[Any] = [config.to_dict(), *(vars(part) for part in network.modules())]
+    found = set()
+    while pending:
+        value = pending.pop()
+        if type(value) is int:
+            found.add(value)
+        elif isinstance(value, dict):
+            pending += value.values()
+        elif isinstance(value, list | tuple):
+            pending += value
+    return sorted(number for number in found if number > 4)

@@ -89,15 +89,17 @@ def lookups(call: Callable[[], Tensor], shape: tuple[int, ...], chosen: Tensor |
     return Lookups(indices, largest if usable else None)
 
 
-def gradient_difference(first: Callable[[], Tensor], second: Callable[[], Tensor], weights: Sequence[Tensor]) -> float:
+def gradient_difference(
+    first: Callable[[], Tensor], second: Callable[[], Tensor], weights: Sequence[Tensor], least: float = 1e-4
+) -> float:
     """Return the largest difference between the gradients of two calls for a weight, relative to its gradient.
-
-    Gradients below 1e-4 of the largest one of all weights may be rounding and are compared with that.
 
     Args:
         first: Function that returns logits.
         second: Function that returns logits of the same shape.
         weights: Weights whose gradients are compared. Not all are held at the same time.
+        least: Share of the largest gradient of all weights below which a gradient may be rounding. It is compared with
+            this share.
     """
     sums = []
     with torch.enable_grad():
@@ -119,8 +121,26 @@ def gradient_difference(first: Callable[[], Tensor], second: Callable[[], Tensor
     if not sizes:
         return 0.0
     size = torch.stack(sizes)
-    found = torch.stack(differences) / size.clamp(min=1e-4 * float(size.max()))
+    found = torch.stack(differences) / size.clamp(min=least * float(size.max()))
     return float(found.nan_to_num(0.0).max())  # zero or not finite throughout
+
+
+def lookup_difference(packed: Lookups, alone: Lookups, share: float = 1.0) -> float:
+    """Return the difference between the gradients of a document's tokens in a row and without the row's start.
+
+    It is relative to the gradient of the token. Gradients below 1e-6 of the largest one may be rounding.
+
+    Args:
+        packed: Lookups of a row that ends with the document.
+        alone: Lookups of the document.
+        share: Share of the tokens whose difference is at most the returned one; 1: the largest difference.
+    """
+    if packed.gradients is None or alone.gradients is None:
+        return 0.0
+    own = packed.gradients[:, -alone.gradients.shape[1] :]
+    size = torch.maximum(own, alone.gradients)
+    differences = (own - alone.gradients).abs() / size.clamp(min=1e-6 * float(size.max()))
+    return float(differences.quantile(share))
 
 
 def _parts(weights: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.models.networks.gpt import GPT
 from lit_efficient.models.probes.modes import evaluating
-from lit_efficient.models.probes.noise import gathers_weights, noise_for_vectors, replaced
+from lit_efficient.models.probes.noise import enlarged, noise_for_vectors, noise_for_zeros, replaced, shards_again
 
 _OWNER = "OutputHead"
 _WANTED = "supported is a head that is called once, followed by a constant factor and a soft cap c tanh(x / c)"
@@ -92,28 +92,33 @@ def check_head(network: nn.Module, inputs: Mapping[str, Any]) -> None:
     """Compare what the network does to the output of its head with what its `output_head` does.
 
     The network runs in eval mode on the first row, with numbers in the place of the output of its head: small ones and
-    large ones, because a soft cap leaves the small logits of new weights as they are. Factors and biases are noise,
-    because they may be one and zero at first.
+    large ones, because a soft cap leaves the small logits of new weights as they are. Factors, biases and matrices of
+    zero are noise, and small matrices are enlarged, because they may have no effect at first.
 
     Raises:
         ConfigurationError: if they differ, so that the network does more to its logits than is repeated here.
     """
     head = output_head(network)
     first = {name: value[:1] if isinstance(value, Tensor) else value for name, value in inputs.items()}
-    noise = [] if gathers_weights(network) else noise_for_vectors(network)
-    with evaluating(network), replaced(noise):
-        for size in (0.1, 10.0, 1000.0):
-            given: list[Tensor] = []
-            with head.module.register_forward_hook(partial(_numbers_for, size, given)):
-                _, output = hidden_states(network, first)
-            theirs = (output if isinstance(output, Tensor) else output.logits).float()
-            ours = head.finish(given[0]).float()
-            close = 2e-2 * float(theirs.abs().max())
-            if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=2e-2, atol=close):
-                raise ConfigurationError(
-                    f"{_OWNER}: {type(network).__name__} changes its logits after the head in a way that is not "
-                    f"supported; {_WANTED}."
-                )
+    free = shards_again(network)
+    noise = noise_for_zeros(network) + noise_for_vectors(network)
+    free()
+    with evaluating(network), enlarged(network), replaced(noise):
+        try:
+            for size in (0.1, 10.0, 1000.0):
+                given: list[Tensor] = []
+                with head.module.register_forward_hook(partial(_numbers_for, size, given)):
+                    _, output = hidden_states(network, first)
+                theirs = (output if isinstance(output, Tensor) else output.logits).float()
+                ours = head.finish(given[0]).float()
+                close = 2e-2 * float(theirs.abs().max())
+                if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=2e-2, atol=close):
+                    raise ConfigurationError(
+                        f"{_OWNER}: {type(network).__name__} changes its logits after the head in a way that is not "
+                        f"supported; {_WANTED}."
+                    )
+        finally:
+            free()
 
 
 def _numbers_for(size: float, given: list[Tensor], module: nn.Module, arguments: object, logits: Tensor) -> Tensor:

@@ -1,0 +1,66 @@
+"""Modes in which a network's random numbers and the sizes of its scores decide nothing.
+
+    topk(x), sort(x), argmax(x), max(x), ...   choose as for   u[i] = sin(2.4 i) in the place of x[..., i]
+
+Which tokens a network chooses depends on its weights. Among equal scores, of which a rectifier makes many, it also
+depends on the length of the row. A check with the weights of one moment sees one choice. With choices by place, a
+token chooses others as soon as its document lies elsewhere in a row, whatever the weights. Experts have the same place
+for all tokens, so the choice of an expert does not change. Masked scores keep their values.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lit_efficient.internals.torch_dispatch import TorchDispatchMode, compared_axis
+
+_MASKED = 9e3  # magnitude from which a score is a mask: -1e4, minus infinity, or the lowest number of a type
+
+
+class ChoicesByPlace(TorchDispatchMode):
+    """Mode in which operators that compare numbers along an axis, and return indices of them, choose by place.
+
+    The operators are found by their schema: floating-point numbers and an axis go in, and indices come out.
+    """
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        scores = args[0] if args else None
+        if type(scores) is not Tensor or not scores.is_floating_point() or not scores.ndim:
+            return result
+        dim = compared_axis(func, args, kwargs or {})
+        outputs = result if isinstance(result, tuple | list) else (result,)
+        if dim is None or not all(type(out) is Tensor for out in outputs) or outputs[-1].dtype != torch.int64:
+            return result
+        shape = [1] * scores.ndim
+        shape[dim] = scores.shape[dim]
+        places = torch.arange(scores.shape[dim], device=scores.device).mul(2.4).sin().to(scores.dtype)
+        by_place = torch.where(scores.abs() < _MASKED, places.view(shape), scores)
+        chosen = func(by_place, *args[1:], **(kwargs or {}))
+        if isinstance(chosen, Tensor):
+            return chosen
+        indices = chosen[1]
+        if indices.ndim == scores.ndim:
+            values = scores.gather(dim, indices)
+        else:
+            values = scores.gather(dim, indices.unsqueeze(dim)).squeeze(dim)
+        return values, indices
+
+
+class WithoutDropout(TorchFunctionMode):
+    """Mode in which dropout keeps everything, so that a network in training mode can be compared with itself."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention:
+            if len(args) > 4:
+                return function(*args[:4], 0.0, *args[5:], **kwargs)
+            return function(*args, **kwargs | {"dropout_p": 0.0})
+        if "dropout" in getattr(function, "__name__", "") and args and isinstance(args[0], Tensor):
+            return args[0]
+        return function(*args, **kwargs)

@@ -1,0 +1,67 @@
+"""Packed documents under strategies that shard weights: paths between documents that small weights hide are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lit_efficient import ConfigurationError, LanguageModeling
+from lit_efficient.models.networks.gpt import GPTConfig
+from lit_efficient.models.probes.noise import shards_again
+from tests.mechanisms.test_documents import HIDDEN, WITH_SPECIAL, add
+from tests.support import trainer
+
+CONFIG = GPTConfig(vocab_size=97, dim=32, depth=2, num_heads=4, max_length=32)
+
+
+class Hiding(LanguageModeling):
+    """A network with a path between documents, which notes whether the question changes its weights."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(CONFIG, learning_rate=1e-3, warmup_steps=0)
+        self.path = path
+        self.same: bool | None = None
+
+    def configure_model(self) -> None:
+        if self.network is not None:
+            return
+        super().configure_model()
+        if self.path != "none":
+            add(self.network, HIDDEN[self.path]())
+
+    def _losses(self, batch: dict[str, Tensor]) -> Any:
+        if self.same is None:
+            free = shards_again(self.network)
+            before = [_bits(p) for p in self.network.parameters()]
+            self._rows.arguments(self.network, batch, self._agree)
+            free()
+            self.same = all(torch.equal(*pair) for pair in zip(before, map(_bits, self.network.parameters())))
+        return super()._losses(batch)
+
+
+def _bits(parameter: Any) -> Tensor:
+    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    if not local.numel() and hasattr(parameter, "ds_tensor"):
+        local = parameter.ds_tensor
+    return local.detach().clone()
+
+
+def asked(strategy: Callable[[], Any], precision: str = "32-true") -> None:
+    """Fit one step with each path."""
+    rows: Any = [{name: value[index] for name, value in WITH_SPECIAL.items()} for index in (0, 1)] * 2
+    for path in ("none", *HIDDEN):
+        torch.manual_seed(0)
+        module = Hiding(path)
+        run = trainer([], max_steps=1, devices=2, strategy=strategy(), precision=precision)
+        if path == "none":
+            run.fit(module, DataLoader(rows, 1))
+            assert module.same, "the question has changed weights"
+            continue
+        said = "is not causal" if "later" in path else "does not isolate the documents"
+        with pytest.raises(ConfigurationError, match=said):
+            run.fit(module, DataLoader(rows, 1))
