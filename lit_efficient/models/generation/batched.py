@@ -48,7 +48,8 @@ def usual_tokens(network: Any) -> Tensor:
         for name in ("pad", "bos", "eos"):
             found = getattr(config, f"{name}_token_id", None)
             special += found if isinstance(found, list) else [found]
-        usual = ids[~torch.isin(ids, torch.tensor([token for token in special if token is not None]))]
+        left_out = torch.tensor([token for token in special if token is not None], dtype=torch.int64)
+        usual = ids[~torch.isin(ids, left_out)]
         if len(usual):
             ids = usual
     return ids[:: max(1, len(ids) // 16)]
