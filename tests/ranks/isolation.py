@@ -34,14 +34,15 @@ class Hiding(LanguageModeling):
         if self.path != "none":
             add(self.network, HIDDEN[self.path]())
 
-    def _losses(self, batch: dict[str, Tensor]) -> Any:
+    def _losses(self, batch: dict[str, Tensor], *more: Any, **named: Any) -> Any:
+        network: Any = self.network
         if self.same is None:
-            free = shards_again(self.network)
-            before = [_bits(p) for p in self.network.parameters()]
-            self._rows.arguments(self.network, batch, self._agree)
+            free = shards_again(network)
+            before = [_bits(p) for p in network.parameters()]
+            self._rows.arguments(network, batch, self._agree)
             free()
-            self.same = all(torch.equal(*pair) for pair in zip(before, map(_bits, self.network.parameters())))
-        return super()._losses(batch)
+            self.same = all(torch.equal(*pair) for pair in zip(before, map(_bits, network.parameters())))
+        return super()._losses(batch, *more, **named)
 
 
 def _bits(parameter: Any) -> Tensor:

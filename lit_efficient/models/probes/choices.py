@@ -57,10 +57,11 @@ class WithoutDropout(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        call: Any = function
         if function is F.scaled_dot_product_attention:
             if len(args) > 4:
-                return function(*args[:4], 0.0, *args[5:], **kwargs)
-            return function(*args, **kwargs | {"dropout_p": 0.0})
+                return call(*args[:4], 0.0, *args[5:], **kwargs)
+            return call(*args, **kwargs | {"dropout_p": 0.0})
         if "dropout" in getattr(function, "__name__", "") and args and isinstance(args[0], Tensor):
             return args[0]
         return function(*args, **kwargs)
