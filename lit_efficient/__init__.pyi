@@ -138,6 +138,8 @@ from lit_efficient.tasks.distillation import DistillationLoss as DistillationLos
 from lit_efficient.losses.distillation import Divergence as Divergence
 from lit_efficient.tasks.preference import Preference as Preference
 from lit_efficient.tasks.reward_modeling import RewardModeling as RewardModeling
+from lit_efficient.tasks.text_embedding import TextEmbedding as TextEmbedding
+from lit_efficient.tasks.text_labelling import TextLabelling as TextLabelling
 from lit_efficient.tasks.autoencoding import Autoencoding as Autoencoding
 from lit_efficient.tasks.latent_generator import Samples as Samples
 from lit_efficient.tasks.latent_diffusion import LatentDiffusion as LatentDiffusion
@@ -161,6 +163,10 @@ from lit_efficient.data.text.arguments import LanguageRows as LanguageRows
 from lit_efficient.data.text.arguments import LanguageStream as LanguageStream
 from lit_efficient.data.photo_crops import PhotoCrops as PhotoCrops
 from lit_efficient.data.text.arguments import PreferenceChat as PreferenceChat
+from lit_efficient.data.embedding_data import EmbeddingData as EmbeddingData
+from lit_efficient.data.text.arguments import EmbeddingRows as EmbeddingRows
+from lit_efficient.data.text.arguments import LabelledRows as LabelledRows
+from lit_efficient.data.labelled_text_data import LabelledTextData as LabelledTextData
 from lit_efficient.data.preference_data import PreferenceData as PreferenceData
 from lit_efficient.data.text.arguments import PreferenceRows as PreferenceRows
 from lit_efficient.data.python_corpus import PythonCorpus as PythonCorpus

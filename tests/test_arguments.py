@@ -27,6 +27,7 @@ MOST = 10
 # key of `param_groups`, which users give groups of their own, schedules write and checkpoints hold, as of all of
 # torch's optimizers; a block would be one name in the constructor, and others in the groups.
 EXEMPT = {"ChatDataModule", "EncodedData", "ImageData", "LanguageData", "PhotoCrops", "PreferenceData", "PythonCorpus"}
+EXEMPT |= {"EmbeddingData", "LabelledTextData", "Preference", "Recipe", "UnpairedPreferenceData"}
 EXEMPT |= {"LoRA", "MuonAdamW"}
 EXEMPT |= {"Card", "Measured", "Plan", "Trace", "VariantResult"}  # records, which nobody writes by hand
 

@@ -20,6 +20,7 @@ from lit_efficient.data.text.chat_tokenizer import declare_class, save_tokenizer
 from lit_efficient.distributed.shards import read_checkpoint
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice
 from lit_efficient.export.check import (
+    Reference,
     check_lora,
     check_outputs,
     check_tensors,
@@ -29,7 +30,7 @@ from lit_efficient.export.check import (
     reference_of,
 )
 from lit_efficient.export.diffusers_lora_check import updates_of
-from lit_efficient.export.padding import grow_for_padding, pad_tokenizer, padding_for, set_padding
+from lit_efficient.export.padding import gives_rewards, grow_for_padding, pad_tokenizer, padding_for, set_padding
 from lit_efficient.export.trained import Trained, base_state, fold, merged_model, trained
 from lit_efficient.files.atomic_file import check_new_folder, write_folder
 from lit_efficient.files.checkpoints import Checkpoint, Fields
@@ -46,7 +47,6 @@ from lit_efficient.mechanisms.adapters.quantized import dequantize_entry, is_cod
 from lit_efficient.mechanisms.adapters.trained_rows import ROWS
 from lit_efficient.mechanisms.restore import Asked, Weights, wanted_weights, weights_of
 from lit_efficient.models.libraries.gguf_file import is_gguf
-from lit_efficient.models.networks.reward import is_classifier
 from lit_efficient.surgery import memory_of, unmixed
 
 FORMATS = ("peft", "merged", "safetensors")
@@ -162,8 +162,12 @@ def _merged(source: _Source, check: bool) -> _Export:
     root = run.root
     held = run.held
     base = run.network.config.name_or_path
+    rewards = gives_rewards(run.network, checkpoint)
+    further: dict[str, str] = getattr(run.module, "exported_files", dict)()
+    embedded = _embedding_reference(run, reference) if reference is not None and further else None
     model, said = merged_model(run)
-    grow_for_padding(model)
+    if rewards:
+        grow_for_padding(model)
     kind = type(model).__name__
     # The only reference to the model: `write` takes it, so that it is freed before the check loads its own copy.
     models = [model]
@@ -174,18 +178,24 @@ def _merged(source: _Source, check: bool) -> _Export:
     def write(folder: Path) -> None:
         model = models.pop()
         stop = _save_tokenizer(checkpoint, folder)
-        if is_classifier(model):
-            if stop:
-                pad_tokenizer(folder, model.config.get_text_config().pad_token_id)
-        else:
+        if not rewards:
             _stop_at(model, stop)
+        elif stop:
+            pad_tokenizer(folder, model.config.get_text_config().pad_token_id)
         _save_model(model, folder)
         _declare_class(folder, base)
+        for name, text in further.items():
+            place = folder / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(text, "utf-8")
 
     def compare(folder: Path) -> str:
         if reference is None:
             return f"not checked: no batch is known for {kind}{omitted}"
-        return check_outputs(folder, "transformers", reference, {"class": kind}) + omitted
+        finding = check_outputs(folder, "transformers", reference, {"class": kind})
+        if embedded is not None:
+            finding += "; " + check_outputs(folder, "sentence_transformers", embedded, {"class": kind})
+        return finding + omitted
 
     return _Export(held, write, compare, said)
 
@@ -212,11 +222,15 @@ def _peft(source: _Source, check: bool) -> _Export:
     named, about = _base_of(source, where)
     pad = None
     remark = ""
-    if about.get("task_type") == "SEQ_CLS" and "language_modeling" in checkpoint:
+    if checkpoint.get("language_modeling", {}).get("task") == "RewardModeling" and about.get("task_type") == "SEQ_CLS":
         from transformers import AutoConfig
 
         pad = padding_for(AutoConfig.for_model(**json.loads(where["config"])), checkpoint)
         remark = f"; load the base with num_labels=1, and set its config.pad_token_id to {pad}"
+    elif about.get("task_type") in ("SEQ_CLS", "TOKEN_CLS"):
+        config = json.loads(where["config"])
+        count = len(config.get("id2label") or "ab")  # transformers writes the labels unless there are two
+        remark = f"; load the base with num_labels={count}, and set its config.pad_token_id to {config['pad_token_id']}"
 
     def write(folder: Path) -> None:
         for name, (tensors, config) in adapters.items():
@@ -238,6 +252,15 @@ def _peft(source: _Source, check: bool) -> _Export:
         return _compare_with_peft(folder, source, where, named)
 
     return _Export(held, write, compare, remark)
+
+
+def _embedding_reference(run: Trained, reference: Reference) -> Reference:
+    """Return the embeddings of the batch of a reference, in which one text becomes shorter than the other."""
+    mask = torch.ones_like(reference.batch["input_ids"])
+    mask[1, mask.shape[1] // 2 :] = 0
+    batch = {**reference.batch, "attention_mask": mask}
+    with torch.no_grad():
+        return Reference(batch, run.module(**batch).float(), reference.tolerance)
 
 
 def _base_of(source: _Source, where: Fields) -> tuple[str | None, dict[str, str]]:
@@ -271,8 +294,10 @@ def _compare_with_peft(folder: Path, source: _Source, where: Fields, named: str 
     rows = None
     if run.network.get_input_embeddings() is not None:
         rows = run.network.get_input_embeddings().weight.shape[0]
-    request = {"class": unmixed(run.network).__name__, "base": run.base, "dtype": dtype, "rows": rows}
-    if is_classifier(run.network):
+    kind = unmixed(run.network).__name__
+    request: dict[str, Any] = {"class": kind, "base": run.base, "dtype": dtype, "rows": rows}
+    if kind.endswith("Classification"):
+        request["num_labels"] = run.network.config.num_labels
         request["pad"] = run.network.config.get_text_config().pad_token_id
     write_base = None
     if named is None or run.base != named or rounded:

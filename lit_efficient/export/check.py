@@ -154,10 +154,11 @@ def check_outputs(
 
     Args:
         folder: The export.
-        library: Library that loads the folder: transformers or peft.
+        library: Library that loads the folder: transformers, peft or sentence_transformers.
         reference: Inputs and outputs of the trained model.
         request: ``class``: the model's class. For peft also ``base``, the folder of the base model, ``dtype``,
-            ``rows``, the number of rows of its embeddings, and for a reward model ``pad``, the id of its padding.
+            ``rows``, the number of rows of its embeddings, and for a classifier ``num_labels`` and ``pad``, the id of
+            its padding.
         base: Function that writes the base model into a folder, if ``request["base"]`` is not the trained one.
 
     Returns:
@@ -258,6 +259,15 @@ def _answer(folder: Path, place: Path) -> dict[str, Any]:
 
         pipeline = DiffusionPipeline.from_pretrained(folder, local_files_only=True)
         return {"digests": digests(getattr(pipeline, request["part"]).state_dict())}
+    ours = load_tensors(place / "ours.safetensors")["ours"]
+    batch = load_tensors(place / "batch.safetensors")
+    if request["library"] == "sentence_transformers":
+        from sentence_transformers import SentenceTransformer
+
+        model = SentenceTransformer(str(folder), device="cpu", local_files_only=True).eval()
+        with torch.no_grad():
+            theirs = model(batch)["sentence_embedding"].float()
+        return {"difference": difference(ours, theirs, request["tolerance"])}
     import transformers
 
     kind = getattr(transformers, request["class"])
@@ -270,7 +280,7 @@ def _answer(folder: Path, place: Path) -> dict[str, Any]:
 
         base = place / "base"
         base = base if base.is_dir() else request["base"]
-        fields = {"num_labels": 1} if "pad" in request else {}
+        fields = {"num_labels": request["num_labels"]} if "num_labels" in request else {}
         base = read_model(kind, str(base), dtype=request["dtype"], **fields)
         rows = request["rows"]
         if rows is not None and rows > base.get_input_embeddings().weight.shape[0]:
@@ -278,8 +288,7 @@ def _answer(folder: Path, place: Path) -> dict[str, Any]:
         if "pad" in request:
             base.config.get_text_config().pad_token_id = request["pad"]
         model = PeftModel.from_pretrained(base, folder)
-    ours = load_tensors(place / "ours.safetensors")["ours"]
-    theirs = outputs_of(model.eval(), load_tensors(place / "batch.safetensors"))
+    theirs = outputs_of(model.eval(), batch)
     return {"difference": difference(ours, theirs, request["tolerance"])}
 
 

@@ -15,9 +15,14 @@ from lit_efficient.models.networks.reward import is_classifier
 _NEW = "<|padding|>"
 
 
+def gives_rewards(network: Any, checkpoint: Checkpoint) -> bool:
+    """Return whether a network is a classifier of transformers that ``RewardModeling`` has trained."""
+    return checkpoint.get("language_modeling", {}).get("task") == "RewardModeling" and is_classifier(network)
+
+
 def set_padding(network: Any, checkpoint: Checkpoint) -> None:
     """Set ``pad_token_id`` of the configuration of a model of ``RewardModeling``; others do not change."""
-    if "language_modeling" in checkpoint and is_classifier(network):
+    if gives_rewards(network, checkpoint):
         network.config.get_text_config().pad_token_id = padding_for(network.config, checkpoint)
 
 
@@ -39,10 +44,9 @@ def padding_for(config: Any, checkpoint: Checkpoint) -> int:
 
 def grow_for_padding(model: Any) -> None:
     """Add a row to the embeddings of a reward model if its padding token has none, in place."""
-    if is_classifier(model):
-        pad = model.config.get_text_config().pad_token_id
-        if pad >= model.get_input_embeddings().weight.shape[0]:
-            model.resize_token_embeddings(pad + 1, mean_resizing=False)
+    pad = model.config.get_text_config().pad_token_id
+    if pad >= model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(pad + 1, mean_resizing=False)
 
 
 def pad_tokenizer(folder: Path, pad: int) -> None:

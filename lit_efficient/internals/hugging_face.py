@@ -170,9 +170,14 @@ def language_auto_class(config: Any) -> Any:
     return AutoModelForImageTextToText if of_text is None or named else AutoModelForCausalLM
 
 
+def model_class_of(auto: Any, config: Any) -> Any:
+    """Return the class that an auto class of transformers builds for a config, or ``None``: ``_model_mapping``."""
+    return auto._model_mapping.get(type(config), None)
+
+
 def causal_model_of(config: Any) -> Any:
     """Return the class of the language model of a config, or ``None``: ``_model_mapping`` of its auto class."""
-    return language_auto_class(config)._model_mapping.get(type(config), None)
+    return model_class_of(language_auto_class(config), config)
 
 
 def image_token_ids(config: Any) -> set[int]:
@@ -212,10 +217,10 @@ def take_generation(network: Any, settings: str | None) -> None:
 
 
 def classifier_of(config: Any) -> Any:
-    """Return the class for sequence classification of a config, or ``None``, as :func:`causal_model_of`."""
+    """Return the class for sequence classification of a config, or ``None``, as :func:`model_class_of`."""
     from transformers import AutoModelForSequenceClassification
 
-    return AutoModelForSequenceClassification._model_mapping.get(type(config), None)
+    return model_class_of(AutoModelForSequenceClassification, config)
 
 
 def fingerprint(dataset: Any) -> str:

@@ -9,14 +9,13 @@ Sources: https://arxiv.org/abs/1503.02531, https://arxiv.org/abs/2306.13649; rat
 https://arxiv.org/abs/2305.02301.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
 
 from lit_efficient.data.text.teacher_cache import ROW, TopKCache, cache_key, write_top_k
 from lit_efficient.errors import ConfigurationError, check_number, refusal
@@ -44,6 +43,7 @@ from lit_efficient.models.networks.gpt import GPTConfig
 from lit_efficient.models.probes.output_head import check_head, hidden_states, output_head
 from lit_efficient.surgery import moved
 from lit_efficient.tasks.language_modeling import LanguageModeling
+from lit_efficient.tasks.ordered import in_order
 from lit_efficient.tasks.teacher import FrozenNetwork, TeacherSource, tokens_in_common
 from lit_efficient.tasks.token_metrics import TokenMetrics
 
@@ -318,7 +318,8 @@ class Distillation(LanguageModeling):
 
     def _cached(self, k: int) -> TopKCache:
         """Return the cache for the training data. One process creates it if it does not exist."""
-        batches = _in_order(self.trainer.train_dataloader)
+        way_out = "run the teacher in each step (cache_top_k null)"
+        batches = in_order(self.trainer.train_dataloader, "Distillation: cache_top_k", way_out)
         temperature = self.objective.divergence.temperature
         size = self._vocabulary(output_head(self._built()).rows)
         if k > size:
@@ -355,21 +356,3 @@ def _batch_to_device(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     if self.lightning_module.trainer.training and batch is not None:
         batch = {**batch, **self.lightning_module._looked_up(batch)}
     return inner_method(self, "batch_to_device", _batch_to_device)(batch, *args, **kwargs)
-
-
-def _in_order(loader: Any) -> Any:
-    """Return a function that reads the data set of a loader once, in order, without changing torch's generator."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or not loader.batch_sampler:
-        raise ConfigurationError(
-            "Distillation: cache_top_k needs one DataLoader over an indexed data set, which batches it. For streams, "
-            "run the teacher in each step (cache_top_k null)"
-        )
-
-    def batches() -> Iterator[Any]:
-        plain = DataLoader(
-            loader.dataset, loader.batch_size or 1, num_workers=loader.num_workers, collate_fn=loader.collate_fn
-        )
-        with torch.random.fork_rng(devices=[]):
-            yield from plain
-
-    return batches

@@ -38,6 +38,7 @@ from lit_efficient.models.generation.sampling import Sampling
 from lit_efficient.models.libraries import causal_lm
 from lit_efficient.models.libraries.causal_lm import (
     CausalLMConfig,
+    Head,
     learned_positions,
     positions_of,
     resolve,
@@ -114,6 +115,7 @@ class LanguageModeling(LightningModule):
     takes_slices: ClassVar[bool] = True  # supports rows whose length is split over processes
     lacks_balance: ClassVar[str | None] = None  # reason why the balancing loss of routers cannot be added
     commands_after_fit: ClassVar[tuple[str, ...]] = ("generate --ckpt {ckpt} {prompt}",)
+    cannot_generate: ClassVar[str | None] = None  # reason why the model continues no texts
 
     def __init__(
         self,
@@ -203,13 +205,18 @@ class LanguageModeling(LightningModule):
         return [TokenWeightedAccumulation()]
 
     @property
+    def head(self) -> Head:
+        """Model of transformers around the body; the causal one."""
+        return causal_lm.CAUSAL
+
+    @property
     def max_length(self) -> int | None:
         """Largest length of a sequence, or ``None`` for a Hugging Face model without learned positions."""
         if isinstance(self.network, GPT):
             return self.network.config.max_length
         if isinstance(self.model, GPTConfig):
             return self.model.max_length
-        return positions_of(self.model) if self.network is None else learned_positions(self.network)
+        return positions_of(self.model, self.head) if self.network is None else learned_positions(self.network)
 
     @property
     def rotary_length(self) -> int | None:
@@ -235,7 +242,7 @@ class LanguageModeling(LightningModule):
             lacks = by_data and self.tokenizer_state is None and trainer_of(self) is None
             if self.network is None and not lacks:
                 from_data = {} if self.tokenizer_state is None else token_ids(self.tokenizer)
-                make = partial(causal_lm.build, self.model, from_data, self._replacing())
+                make = partial(causal_lm.build, self.model, from_data, self._replacing(), self.head)
                 empty = causal_lm.build_empty(self.model, from_data) if waits else None
                 self.network = empty or (built_empty(make) if waits and self.model.draws_weights else make())
                 causal_lm.freeze_parts(self.model, self.network)
@@ -395,6 +402,7 @@ class LanguageModeling(LightningModule):
             repetition_penalty: Above 0. Values above 1 make tokens less likely that already occur in the text.
             stop: Texts that end a continuation. It is cut before them.
         """
+        self._check_generates()
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         tokenizer = self.tokenizer
         if chat:
@@ -413,8 +421,17 @@ class LanguageModeling(LightningModule):
 
     def continuations(self, tokenizer: Any, prompts: list[str], **how: Any) -> list[tuple[str, bool]]:
         """Return the continuation of each prompt, and whether it has ended. ``how``: see `text_generation`."""
+        self._check_generates()
         stop = set((self.tokenizer_state or {}).get("stop", ()))
         return continuations(self._built(), tokenizer, prompts, stop=stop, device=self.device, **how)
+
+    def exported_files(self) -> dict[str, str]:
+        """Return further files of a merged export by their names, for another library than transformers."""
+        return {}
+
+    def _check_generates(self) -> None:
+        if self.cannot_generate is not None:
+            raise ConfigurationError(f"{type(self).__name__}: {self.cannot_generate}")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[_CHECKPOINT_KEY] = {
@@ -467,18 +484,18 @@ class LanguageModeling(LightningModule):
             return GPT(replace(model, vocab_size=described["vocab_size"]))
         config = causal_lm.read_config(described["hugging_face"])
         with torch.device("meta"):
-            empty = causal_lm.from_json(config)
+            empty = causal_lm.from_json(config, head=self.head)
         needed = {f"network.{name}" for name, _ in empty.named_parameters()}
         whole = needed <= state.keys()  # checkpoints of adapters do not contain the base
         if isinstance(self.model, CausalLMConfig) and named and (self.model.quantize or not whole):
             from_data = {"vocab_size": int(empty.config.get_text_config().vocab_size)}
-            return causal_lm.build(self.model, from_data, self._replacing(checkpoint))
+            return causal_lm.build(self.model, from_data, self._replacing(checkpoint), self.head)
         name = self.model.dtype if isinstance(self.model, CausalLMConfig) else "float32"
         dtype = getattr(torch, name, torch.float32)
         dtypes = {value.dtype for key, value in state.items() if key in needed and value.is_floating_point()}
         if name == "auto" and len(dtypes) == 1:
             (dtype,) = dtypes
-        return causal_lm.from_json(config, dtype, whole)
+        return causal_lm.from_json(config, dtype, whole, self.head)
 
     def _replacing(self, checkpoint: Mapping[str, Any] | None = None) -> Replacing | None:
         """Return the layers that techniques replace while weights are read.

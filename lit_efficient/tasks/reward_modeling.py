@@ -48,7 +48,8 @@ class RewardModeling(PairTask):
 
     loads_as = "RewardModeling"
     lacks_balance = "rewards are computed from hidden states, without the network's own loss"
-    commands_after_fit: ClassVar[tuple[str, ...]] = ()  # it cannot generate text
+    commands_after_fit: ClassVar[tuple[str, ...]] = ()
+    cannot_generate = "a reward model rates texts and cannot generate them"
 
     def __init__(
         self,
@@ -96,14 +97,6 @@ class RewardModeling(PairTask):
             return self(batch["input_ids"], batch.get("attention_mask"))
         done = self.compare(batch)
         return done.chosen - done.rejected
-
-    def generate_text(self, prompts: str | list[str], **options: Any) -> list[str]:
-        """Raise ConfigurationError, because the model has no language head."""
-        return [text for text, _ in self.continuations(None, [])]
-
-    def continuations(self, tokenizer: Any, prompts: list[str], **how: Any) -> list[tuple[str, bool]]:
-        """Raise ConfigurationError, because the model has no language head."""
-        raise ConfigurationError("RewardModeling: a reward model rates texts and cannot generate them")
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Check the checkpoint as `LanguageModeling` does. Raise ConfigurationError for one of a language model."""

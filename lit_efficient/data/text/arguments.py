@@ -12,7 +12,7 @@ from lit_efficient.data.text.text_files import EXCLUDE
 from lit_efficient.data.text.truncation import Side, TooLong
 from lit_efficient.data.text.turn_choices import Reasoning, TurnChoices
 from lit_efficient.data.text.turn_spans import TrainOn
-from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
+from lit_efficient.errors import ConfigurationError, check_choice, check_list, check_number, refusal
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,53 @@ class PreferenceRows(RowsArguments):
         super().__post_init__()
         check_choice(self.owner, "rows.strings_as", self.strings_as, get_args(StringsAs))
         check_choice(self.owner, "rows.margin", self.margin, get_args(Margin))
+
+
+@dataclass(frozen=True)
+class UnpairedRows(RowsArguments):
+    """Choice of the rows that `UnpairedPreferenceData` reads."""
+
+    owner = "UnpairedPreferenceData"
+    keys = ("prompt", "completion", "messages", "conversations", "instruction", "output", "input", "label", *FURTHER)
+
+
+@dataclass(frozen=True)
+class LabelledRows(RowsArguments):
+    """Choice of the rows that `LabelledTextData` reads.
+
+    Args:
+        names: Names of the classes in order, for labels that are these names or their numbers. null: the sorted labels
+            of the rows, or for numbers all numbers up to the largest one.
+    """
+
+    owner = "LabelledTextData"
+    keys = ("text", "text_pair", "label", "tokens", "tags")
+
+    names: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_list(self.owner, "rows.names", self.names, "a list of different names", null=True)
+        if self.names is not None and len({*self.names}) < len(self.names):
+            raise refusal(self.owner, "rows.names", "a list of different names", self.names)
+
+
+@dataclass(frozen=True)
+class EmbeddingRows(RowsArguments):
+    """Choice of the rows that `EmbeddingData` reads.
+
+    Args:
+        negatives: Number of texts that are read from ``negative`` in each row. Rows with fewer are malformed.
+    """
+
+    owner = "EmbeddingData"
+    keys = ("anchor", "positive", "negative")
+
+    negatives: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number(self.owner, "rows.negatives", self.negatives, least=0, whole=True)
 
 
 @dataclass(frozen=True)
@@ -181,6 +228,24 @@ class PreferenceChat(ChatArguments):
     """
 
     owner = "PreferenceData"
+
+    too_long: TooLong = "drop"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self.owner, "chat.too_long", self.too_long, get_args(TooLong))
+
+
+@dataclass(frozen=True)
+class UnpairedChat(ChatArguments):
+    """Conversion of judged answers to tokens.
+
+    Args:
+        too_long: Treatment of rows longer than ``max_length``. ``drop`` leaves them out. ``left`` cuts the beginning of
+            the prompt.
+    """
+
+    owner = "UnpairedPreferenceData"
 
     too_long: TooLong = "drop"
 

@@ -64,6 +64,8 @@ class Recipe:
     encoding: dict[str, Any]  # arguments of `ChatTokens` after the tokenizer
     val_fraction: float  # share of the rows that is held out if there are no sources for validation
     seed: int  # seed of the choice of the rows held out
+    encoder: Callable[..., Any] = ChatTokens  # makes the encoder of a tokenizer and ``encoding``
+    further: Callable[[], dict[str, Any]] = dict  # makes further entries of the manifest, after the rows have been read
 
     @property
     def trains(self) -> bool:
@@ -161,7 +163,7 @@ def _build(recipe: Recipe, target: Path) -> None:
     if recipe.trains:
         tokenizer = _trained_tokenizer(recipe, threshold)
         add_new_tokens(tokenizer, recipe.encoding["new_tokens"])
-    encoder = ChatTokens(tokenizer, **recipe.encoding)
+    encoder = recipe.encoder(tokenizer, **recipe.encoding)
     about: dict[str, Any] = {"made_from": recipe.made_from(), "formats": [], "malformed": {}, "empty": {}}
     about["end_warning"] = None
     checked = False
@@ -187,8 +189,9 @@ def _build(recipe: Recipe, target: Path) -> None:
             about["malformed"][name] = asdict(seen)
             about["empty"][name] = asdict(reader.empty)
             writer.counts[name].malformed = seen.malformed
-    if not checked and recipe.encoding["choices"].given:
-        names = ", ".join(f"chat.{name}" for name in recipe.encoding["choices"].given)
+    choices = recipe.encoding.get("choices")
+    if not checked and choices is not None and choices.given:
+        names = ", ".join(f"chat.{name}" for name in choices.given)
         raise ConfigurationError(f"{recipe.owner}: {names}: no row is a conversation, so this would change nothing.")
     tokenizer.save_pretrained(str(target / "tokenizer"))
     has_turns = any(count.turns for count in writer.counts.values())
@@ -202,7 +205,7 @@ def _build(recipe: Recipe, target: Path) -> None:
     about["end_of_turn"] = texts.end
     if chats and tokenizer.chat_template is not None:
         about["end_of_turn"] = encoder.end_of_turn
-    seal(target, FORMAT, about)
+    seal(target, FORMAT, {**about, **recipe.further()})
 
 
 def _as_json(value: Any) -> Any:

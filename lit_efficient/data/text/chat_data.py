@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lit_efficient.data.text.arguments import ChatArguments, RowsArguments
 from lit_efficient.data.text.chat_cache import SPLITS, Recipe, prepare
 from lit_efficient.data.text.chat_tokenizer import add_new_tokens, load_chat_tokenizer
+from lit_efficient.data.text.chat_tokens import ChatTokens
 from lit_efficient.data.text.mixture import MixtureSource, as_sources
 from lit_efficient.data.text.reading import Empty, Reader, RowCount
 from lit_efficient.data.text.rendered import TextCount
@@ -42,6 +43,8 @@ class ChatDataModule(LightningDataModule):
     """Suffixes of the file names of a row's documents."""
     columns: tuple[str, ...] = ()
     """Names of the numbers that are stored with a row."""
+    encoder: Any = ChatTokens
+    """Class that tokenises rows."""
 
     def __init__(
         self,
@@ -203,6 +206,10 @@ class ChatDataModule(LightningDataModule):
             **({} if self.processor is None else {"processor": self.processor}),
         }
 
+    def further(self) -> dict[str, Any]:
+        """Return further entries of the report, which are known after the rows have been read."""
+        return {}
+
     @abstractmethod
     def summary(self, counts: dict[str, int]) -> str:
         """Return one line about a split."""
@@ -278,6 +285,8 @@ class ChatDataModule(LightningDataModule):
             encoding=self.encoding(),
             val_fraction=self.val_fraction,
             seed=self.seed,
+            encoder=self.encoder,
+            further=self.further,
         )
         return prepare(recipe, self.kind, self.cache_dir, thorough)
 

@@ -85,6 +85,7 @@ class Document:
     ids: tuple[int, ...] = ()  # the tokens, if there is neither a message nor a text
     trained: tuple[bool, ...] = ()  # True for ids that contribute to the loss
     images: tuple[Any, ...] = ()  # the images of the messages, in their order
+    desirable: bool | None = None  # judgement of the answer, if the row has one
 
     @property
     def documents(self) -> tuple[Document, ...]:
@@ -99,8 +100,8 @@ class Document:
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """Numbers that are stored with the row; none."""
-        return ()
+        """Numbers that are stored with the row: its judgement, if it has one."""
+        return () if self.desirable is None else (float(self.desirable),)
 
     def texts(self) -> Iterator[str]:
         """Yield all texts of the document."""

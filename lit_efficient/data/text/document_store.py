@@ -112,6 +112,12 @@ class Documents:
         images = tuple(one["path"] if "path" in one else b64decode(one["base64"]) for one in row["images"])
         return PicturedText(row["text"], images, row["sizes"])
 
+    def whole(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids [n] int64 of a document, and which of them are marked [n] bool."""
+        begin = int(self._starts[index])
+        stored = self._tokens[begin : begin + int(self.facts[index, 0])].astype(np.int64)
+        return np.where(stored < 0, ~stored, stored), stored >= 0
+
     def count_trained(self, pieces: Pieces) -> int:
         """Return the number of tokens in pieces that contribute to the loss."""
         length, _, _, trained, cuttable = (column[pieces.document] for column in self.facts.T)

@@ -87,7 +87,36 @@ class Pair:
             yield self.rejected.text[self.rejected.given :]
 
 
-Example = Document | Pair
+@dataclass(frozen=True)
+class Texts:
+    """Plain texts of a row. Each group is one text, two texts that are written as a pair, or the words of a text."""
+
+    groups: tuple[tuple[str, ...], ...]
+    label: float | None = None
+    tags: tuple[int, ...] | None = None  # label of each word of the only group
+
+    @property
+    def documents(self) -> tuple[Document, ...]:
+        """Conversations and texts with a loss; none."""
+        return ()
+
+    @property
+    def identity(self) -> list[Any]:
+        """Content that must not occur on both sides of a split: the first text."""
+        return [self.groups[0]]
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """Numbers that are stored with the row: its label, if it has one."""
+        return () if self.label is None else (self.label,)
+
+    def texts(self) -> Iterator[str]:
+        """Yield all texts."""
+        for group in self.groups:
+            yield from group
+
+
+Example = Document | Pair | Texts
 """Content of a row."""
 
 
@@ -192,7 +221,7 @@ def _margin(row: Row, kind: Margin) -> float | None:
     """Return the margin of a row, if it has one."""
     if kind == "none" or (kind == "margin" and row.get("margin") is None):
         return None
-    numbers = [_number(row, key) for key in MARGIN_KEYS[kind]]
+    numbers = [finite_number(row, key) for key in MARGIN_KEYS[kind]]
     if kind == "margin":
         return numbers[0]
     better, worse = numbers
@@ -203,8 +232,12 @@ def _margin(row: Row, kind: Margin) -> float | None:
     return better - worse
 
 
-def _number(row: Row, key: str) -> float:
-    """Return a finite number, which may be a text, as in tables."""
+def finite_number(row: Row, key: str) -> float:
+    """Return a finite number, which may be a text, as in tables.
+
+    Raises:
+        MalformedRow: If the value is no such number.
+    """
     value = row.get(key)
     try:
         number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]

@@ -2,6 +2,9 @@
 
     instructions  user: "Write the body of this Python function." + signature and docstring;   assistant: the body
     preferences   prompt: the same request;   chosen: the function's own body;   rejected: the next function's body
+    judged        prompt: the same request;   completion: the own body or the next function's;   label: true or false
+    modules       text: signature, docstring and body;   label: the module that the function is from
+    docstrings    anchor: signature and docstring;   positive: the body
 
 They are made from the modules at the top of the installed library, without a download, in 2 CPU-seconds: 2,000 rows
 with distinct answers. They are for trying a recipe, not for training a useful model. Every body is chosen once and
@@ -19,6 +22,7 @@ from lit_efficient.data.text.text_files import standard_library
 
 REQUEST = "Write the body of this Python function."
 MAX_ROWS = 2000
+_MODULES = 10
 # Characters of an answer: more than `pass`, and short enough for a small model.
 _SHORTEST, _LONGEST = 30, 600
 
@@ -47,6 +51,36 @@ def preferences() -> list[dict[str, Any]]:
     for (user, answer), (_, other) in zip(pairs, pairs[1:] + pairs[:1]):
         rows.append({"prompt": [user], "chosen": [answer], "rejected": [other]})
     return rows
+
+
+@functools.cache
+def judged() -> list[dict[str, Any]]:
+    """Return rows ``{"prompt": [user], "completion": [assistant], "label": bool}``, good and bad by turns."""
+    rows = []
+    for number, row in enumerate(preferences()):
+        good = number % 2 == 0
+        rows.append({"prompt": row["prompt"], "completion": row["chosen" if good else "rejected"], "label": good})
+    return rows
+
+
+@functools.cache
+def modules() -> list[dict[str, Any]]:
+    """Return rows ``{"text": function, "label": module}`` of the ten modules with the most functions."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(standard_library().glob("*.py")):
+        for request, body in functions_of(path.read_text("utf-8")):
+            text = f"{request}\n{textwrap.indent(body, '    ')}"
+            found.setdefault(path.stem, []).append({"text": text, "label": path.stem})
+    largest = sorted(found, key=lambda name: (-len(found[name]), name))[:_MODULES]
+    return [row for name in sorted(largest) for row in found[name]]
+
+
+@functools.cache
+def docstrings() -> list[dict[str, Any]]:
+    """Return rows ``{"anchor": signature and docstring, "positive": body}`` from `instructions`."""
+    pairs = [row["messages"] for row in instructions()]
+    beginning = f"{REQUEST}\n\n"
+    return [{"anchor": user["content"].removeprefix(beginning), "positive": own["content"]} for user, own in pairs]
 
 
 def functions_of(source: str) -> Iterator[tuple[str, str]]:

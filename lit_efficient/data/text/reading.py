@@ -178,6 +178,30 @@ class Reader:
         return result
 
 
+class JudgedReader(Reader):
+    """Rows of sources as answers that are good or bad: those of `Reader` with a "label", or a "kto_tag"."""
+
+    def _read(self, row: Row, kind: Any) -> Example:
+        value = row.get("label", row.get("kto_tag"))
+        judged = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+        if str(value).lower() not in judged:
+            raise MalformedRow(f"label is {value!r}, neither true (a good answer) nor false (a bad one)")
+        document = read_row({key: one for key, one in row.items() if key not in ("label", "kto_tag")}, kind)
+        if not document.messages and not document.given:
+            raise MalformedRow("the prompt is empty")
+        return replace(document, desirable=judged[str(value).lower()])
+
+    def _format(self, source: Source, kind: Any) -> tuple[Any, str]:
+        rows = self._first_rows(source)
+        if source.is_text or not any({"label", "kto_tag"} & row.keys() for row in rows):
+            raise ConfigurationError(
+                f"{source.name}: no row has the key label (true for a good answer, false for a bad one). Pairs with "
+                "chosen and rejected are for PreferenceData."
+            )
+        found, sentence = recognise(rows, source.name, source.hint, ("messages", "sharegpt", "alpaca", "completion"))
+        return found, f"{sentence.partition(';')[0]}, with the judgement label"
+
+
 def _is_blank(value: object) -> bool:
     return isinstance(value, str) and not value.strip()
 

@@ -25,7 +25,7 @@ from urllib.parse import unquote, urlsplit
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_efficient.data.text.arrow_rows import Content, rows_of
-from lit_efficient.data.text.python_instructions import instructions, preferences
+from lit_efficient.data.text.python_instructions import docstrings, instructions, judged, modules, preferences
 from lit_efficient.data.text.text_files import EXCLUDE, find_files, read_texts, standard_library
 from lit_efficient.errors import ConfigurationError, listed, refusal
 from lit_efficient.files.cache import digest_of
@@ -38,6 +38,9 @@ _LARGE = 2**26
 STDLIB_INSTRUCTIONS = "stdlib-instructions"
 STDLIB_PACKAGES = "stdlib-packages"
 STDLIB_PREFERENCES = "stdlib-preferences"
+STDLIB_JUDGED = "stdlib-judged"
+STDLIB_MODULES = "stdlib-modules"
+STDLIB_DOCSTRINGS = "stdlib-docstrings"
 ROW_SUFFIXES = (".jsonl", ".jsonlines", ".ndjson", ".json", ".csv", ".tsv", ".tab", ".parquet")
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
 _TABS = (".tsv", ".tab")
@@ -70,8 +73,8 @@ def open_sources(
     Args:
         name: File (.jsonl, .json, .csv, .tsv, .parquet, or a text; compressed with .gz, .bz2 or .xz), folder of such
             files, folder written by ``Dataset.save_to_disk``, ``stdlib-instructions``, ``stdlib-packages``,
-            ``stdlib-preferences``, name of a data set on the Hugging Face hub, or address of a file ("https://...",
-            "s3://...", "file://...").
+            ``stdlib-preferences``, ``stdlib-judged``, ``stdlib-modules``, ``stdlib-docstrings``, name of a data set on
+            the Hugging Face hub, or address of a file ("https://...", "s3://...", "file://...").
         split: Split of a Hugging Face data set.
         subset: Configuration of a Hugging Face data set.
         streaming: Read a data set of the hub while it is downloaded.
@@ -84,6 +87,12 @@ def open_sources(
         return [_of_memory(name, instructions())]
     if name == STDLIB_PREFERENCES:
         return [_of_memory(name, preferences())]
+    if name == STDLIB_JUDGED:
+        return [_of_memory(name, judged())]
+    if name == STDLIB_MODULES:
+        return [_of_memory(name, modules())]
+    if name == STDLIB_DOCSTRINGS:
+        return [_of_memory(name, docstrings())]
     if name == STDLIB_PACKAGES:
         return [_stdlib_packages()]
     address = urlsplit(name)

@@ -87,7 +87,8 @@ def to_peft(
             tensors[f"{owner}.base_layer.bias"] = tensor
         elif last == "bias" and arguments["bias"] == "all":
             tensors[key] = tensor
-    outer = sorted(name for name in saved if not any(name.startswith(f"{other}.") for other in saved))
+    whole = {_saved_module(name, where, arguments) for name in saved}
+    outer = sorted(name for name in whole if not any(name.startswith(f"{other}.") for other in whole))
     config = _config(where, arguments, outer)
     if ties:
         config["ensure_weight_tying"] = True
@@ -98,6 +99,20 @@ def _is_saved(key: str, where: Mapping[str, Any], arguments: Mapping[str, Any]) 
     owner = key.rpartition(".")[0]
     full = f"{where['root']}.{owner}".lstrip(".")
     return any(re.fullmatch(rf"(?:.*\.)?(?:{p})(?:\..*)?", full) for p in arguments["modules_to_save"] or ())
+
+
+def _saved_module(name: str, where: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
+    """Return the outermost module around a saved one that is saved as a whole.
+
+    peft wraps some heads as a whole, whatever the configuration says.
+    """
+    parts = name.split(".")
+    for count in range(1, len(parts)):
+        outer = ".".join(parts[:count])
+        full = f"{where['root']}.{outer}".lstrip(".")
+        if any(re.fullmatch(rf"(?:.*\.)?(?:{p})", full) for p in arguments["modules_to_save"] or ()):
+            return outer
+    return name
 
 
 def _config(where: Mapping[str, Any], arguments: Mapping[str, Any], saved: list[str]) -> dict[str, Any]:
@@ -143,6 +158,10 @@ def task_of(where: Mapping[str, Any]) -> str | None:
         return "CAUSAL_LM"
     if kind.endswith("ForSequenceClassification"):
         return "SEQ_CLS"
+    if kind.endswith("ForTokenClassification"):
+        return "TOKEN_CLS"
+    if kind.endswith("Model"):
+        return "FEATURE_EXTRACTION"
     return None
 
 

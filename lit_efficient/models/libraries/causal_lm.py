@@ -11,7 +11,7 @@ import copy
 import inspect
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,7 +24,13 @@ from lit_efficient.errors import CheckpointError, ConfigurationError, check_choi
 from lit_efficient.files.checkpoints import missing_folder
 from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.bitsandbytes_cpu import keep_unpacked
-from lit_efficient.internals.hugging_face import causal_model_of, from_config, language_auto_class, take_generation
+from lit_efficient.internals.hugging_face import (
+    causal_model_of,
+    from_config,
+    language_auto_class,
+    model_class_of,
+    take_generation,
+)
 from lit_efficient.internals.hugging_face_loading import Replacing, empty_from_config, replacing_config
 from lit_efficient.internals.torch_fake import detect_fake_mode
 from lit_efficient.internals.torch_modules import exchange
@@ -47,12 +53,38 @@ if TYPE_CHECKING:
 Primitive = bool | int | float | str | None
 _Group = Primitive | list[Primitive] | dict[str, Primitive | list[Primitive]]  # such as rope_parameters
 Field = Primitive | list[Primitive] | list[list[Primitive]] | dict[str, _Group]
+DRAWN = "drawn_weights"  # attribute of a network: names of the weights that its files lack, which were drawn
 _KEPT = 2  # maximum number of rows of a table that no position uses: OPT's first two, RoBERTa's for padding
 
 
 @dataclass(frozen=True)
+class Head:
+    """Model of transformers around a body: its auto class, and fields of the configuration that describe the head."""
+
+    auto: str | None = None  # None: that of a language model, of text or of images and text
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def auto_class(self, config: Any) -> Any:
+        """Return the auto class of transformers that builds a configuration."""
+        import transformers
+
+        return language_auto_class(config) if self.auto is None else getattr(transformers, self.auto)
+
+    def describe(self, config: Any) -> None:
+        """Set the fields of the head in a configuration, in place."""
+        for name, value in self.fields.items():
+            setattr(config, name, value)
+
+
+CAUSAL = Head()
+
+
+@dataclass(frozen=True)
 class CausalLMConfig:
-    """Causal language model of transformers, of text or of images and text, by name or by configuration.
+    """Language model of transformers, of text or of images and text, by name or by configuration.
+
+    It is causal for `LanguageModeling` and the tasks derived from it. `TextLabelling` and `TextEmbedding` also take
+    encoders.
 
     Args:
         name_or_path: a name on a hub, a local folder or a GGUF file, whose weights become floats; None builds the model
@@ -217,7 +249,10 @@ def _stored(spec: CausalLMConfig) -> dict[str, Any]:
 
 
 def build(
-    spec: CausalLMConfig, from_data: Mapping[str, int] | None = None, replacing: Replacing | None = None
+    spec: CausalLMConfig,
+    from_data: Mapping[str, int] | None = None,
+    replacing: Replacing | None = None,
+    head: Head = CAUSAL,
 ) -> "PreTrainedModel":
     """Build the model, in training mode. Random weights come from torch's global generator.
 
@@ -226,12 +261,15 @@ def build(
         from_data: As in :func:`resolve`.
         replacing: Replaces linear layers as soon as their weights are read. It is not used for random weights, weights
             that ``spec`` or the files quantise, and embeddings that grow: the caller then has to replace layers later.
+        head: Model around the body. Weights of the head that the files lack are drawn, and named in the attribute
+            ``drawn_weights``.
 
     Raises:
         ConfigurationError: if the data has more token ids than the model has rows, or the model cannot be loaded.
     """
     config = resolve(spec, from_data)
-    kind = language_auto_class(config)
+    head.describe(config)
+    kind = head.auto_class(config)
     vocab_size = (from_data or {}).get("vocab_size")
     rows = int(config.get_text_config().vocab_size)
     grows = vocab_size is not None and vocab_size > rows
@@ -266,6 +304,9 @@ def build(
         else:
             check_sums(spec.name_or_path)
             check_bounds("CausalLMConfig", spec.name_or_path, config, kind)
+            reports = head != CAUSAL and not is_gguf(spec.name_or_path)
+            if reports:
+                options["output_loading_info"] = True
             model = read_model(
                 kind,
                 spec.name_or_path or "",
@@ -275,9 +316,12 @@ def build(
                 dtype=dtype,
                 use_safetensors=True,
                 trust_remote_code=False,
-                quantization_config=_quantization(spec, dtype, config) if replaced is None else replaced,
+                quantization_config=_quantization(spec, dtype, config, head) if replaced is None else replaced,
                 **options,
             )
+            if reports:
+                model, loading = model
+                model.__dict__[DRAWN] = sorted(loading["missing_keys"])
     check_whole("CausalLMConfig", model, spec.config_fields or {})
     if grows:
         grow_vocabulary(model, int(vocab_size or 0))
@@ -393,7 +437,7 @@ def grow_vocabulary(model: "PreTrainedModel", size: int) -> None:
     model.__dict__[NEW_ROWS] = list(range(rows, size))
 
 
-def _quantization(spec: CausalLMConfig, dtype: Any, config: "PretrainedConfig") -> Any:
+def _quantization(spec: CausalLMConfig, dtype: Any, config: "PretrainedConfig", head: Head) -> Any:
     if spec.quantize is None and _holds_mxfp4(config):
         from transformers.utils.quantization_config import Mxfp4Config
 
@@ -407,7 +451,7 @@ def _quantization(spec: CausalLMConfig, dtype: Any, config: "PretrainedConfig") 
     kept: list[str] = []
 
     def make() -> nn.Module:
-        model = from_config(language_auto_class(config), copy.deepcopy(config), trust_remote_code=False)
+        model = from_config(head.auto_class(config), copy.deepcopy(config), trust_remote_code=False)
         kept.extend(get_keys_to_not_convert(model))
         return model
 
@@ -431,13 +475,16 @@ def read_config(text: str) -> dict[str, Any]:
     return found
 
 
-def from_json(config: Mapping[str, Any], dtype: torch.dtype = torch.float32, whole: bool = True) -> "PreTrainedModel":
+def from_json(
+    config: Mapping[str, Any], dtype: torch.dtype = torch.float32, whole: bool = True, head: Head = CAUSAL
+) -> "PreTrainedModel":
     """Build a model for the weights of a checkpoint, from the configuration stored in it.
 
     Args:
         config: The configuration.
         dtype: Number format of the weights.
         whole: Whether the checkpoint holds all weights, so that none have to be initialised.
+        head: Model around the body.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -445,7 +492,7 @@ def from_json(config: Mapping[str, Any], dtype: torch.dtype = torch.float32, who
     fields = {key: value for key, value in config.items() if key not in ("model_type", "quantization_config")}
     made = CONFIG_MAPPING[kind](**fields)
     make = empty_from_config if whole else from_config
-    return make(language_auto_class(made), made, dtype=dtype, trust_remote_code=False)
+    return make(head.auto_class(made), made, dtype=dtype, trust_remote_code=False)
 
 
 def reads_images(spec: CausalLMConfig) -> bool:
@@ -454,13 +501,13 @@ def reads_images(spec: CausalLMConfig) -> bool:
     return kind is not None and "pixel_values" in inspect.signature(kind.forward).parameters
 
 
-def positions_of(spec: CausalLMConfig) -> int | None:
+def positions_of(spec: CausalLMConfig, head: Head = CAUSAL) -> int | None:
     """Return :func:`learned_positions` of the described model, which is built without weights if its configuration does
     not decide.
     """
     config = resolve(spec)
     text: Any = config.get_text_config()
-    kind = causal_model_of(config)
+    kind = model_class_of(head.auto_class(config), config)
     if kind is None or getattr(text, "max_position_embeddings", None) is None or getattr(text, "rope_parameters", None):
         return None
     with torch.device("meta"):

@@ -1,0 +1,131 @@
+"""Texts with labels and texts that belong together: tokens as the tokenizer's own, labels by name, and refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lit_efficient import ConfigurationError, EmbeddingData, EmbeddingRows, LabelledRows, LabelledTextData
+from tests.tasks.text_kit import labelled, saved, sentence, written
+
+
+def _labelled(folder: Path, content: list[dict[str, Any]], family: str = "bert", **options: Any) -> LabelledTextData:
+    source = written(folder / "rows.jsonl", content)
+    options = {"val": source, "batch_size": 2, "cache_dir": str(folder / "cache"), **options}
+    data = LabelledTextData(train=source, tokenizer=saved(folder, family), **options)
+    data.prepare_data()
+    data.setup()
+    return data
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("family", ["bert", "roberta", "gpt2"])
+def test_batches_are_those_of_the_tokenizer_itself(family: str, pairs: bool, tmp_path: Path) -> None:
+    rows = labelled("class", 7, pairs)
+    data = _labelled(tmp_path, rows, family, max_length=8, val_batch_size=7)
+    (batch,) = data.val_dataloader()
+    texts = [[row[key] for row in rows] for key in ("text", "text_pair")[: 1 + pairs]]
+    own = data.chat_tokenizer(
+        *texts, truncation=True, max_length=8, padding=True, pad_to_multiple_of=8, return_tensors="pt"
+    )
+    assert batch.keys() == {*own, "labels"}
+    for name, value in own.items():
+        assert torch.equal(batch[name], value), name
+    assert [data.label_names[i] for i in batch["labels"]] == [row["label"] for row in rows]  # type: ignore[index]
+    assert data.label_names == ["x", "y", "z"]
+    counts = data.report["counts"]["val"]
+    longer = [len(ids) > 8 for ids in data.chat_tokenizer(*texts).input_ids]
+    assert counts["turns"] - counts["ended"] == sum(longer)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_the_first_token_of_a_word_has_its_label(family: str, tmp_path: Path) -> None:
+    rows = labelled("tags", 3)
+    rows[0]["tags"][0] = -100
+    data = _labelled(tmp_path, rows, family, labels="tags", val_batch_size=3)
+    assert data.label_names == ["A", "B", "C"]
+    (batch,) = data.val_dataloader()
+    for row, ids, labels in zip(rows, batch["input_ids"], batch["labels"]):
+        words = [data.label_names[label] for label in labels if label != -100]
+        assert words == [tag for tag in row["tags"] if tag != -100]
+        own = data.chat_tokenizer(row["tokens"], is_split_into_words=True)
+        assert ids[: len(own.input_ids)].tolist() == own.input_ids
+        places = [i for i, w in enumerate(own.word_ids()) if w is not None and w != ([None, *own.word_ids()][i])]
+        assert [i for i, label in enumerate(labels) if label != -100] == [
+            p for p, t in zip(places, row["tags"]) if t != -100
+        ]
+    assert (batch["labels"][0] != -100).sum() == len(rows[0]["tags"]) - 1
+
+
+def test_names_order_the_classes_and_numbers_are_ids(tmp_path: Path) -> None:
+    rows = [{"text": sentence(i), "label": i % 3} for i in range(6)]
+    data = _labelled(tmp_path, rows, val_batch_size=6)
+    assert data.label_names == ["0", "1", "2"]
+    (batch,) = data.val_dataloader()
+    assert batch["labels"].tolist() == [0, 1, 2] * 2
+    named = _labelled(tmp_path, rows, val_batch_size=6, rows=LabelledRows(names=["low", "mid", "high", "none"]))
+    assert named.label_names == ["low", "mid", "high", "none"]
+    texts = [{**row, "label": ["high", "low", "mid"][row["label"]]} for row in rows]
+    (tmp_path / "more").mkdir()
+    named = _labelled(tmp_path / "more", texts, val_batch_size=6, rows=LabelledRows(names=["low", "mid", "high"]))
+    (batch,) = named.val_dataloader()
+    assert batch["labels"].tolist() == [2, 0, 1] * 2
+    numbers = _labelled(
+        tmp_path, [{"text": sentence(i), "label": i / 4} for i in range(6)], labels="number", val_batch_size=6
+    )
+    (batch,) = numbers.val_dataloader()
+    assert batch["labels"].tolist() == [i / 4 for i in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("labels", "change", "reason"),
+    [
+        ("class", {"label": -1}, "label is -1, neither a text nor a whole number of at least 0"),
+        ("class", {"label": 3}, "label is the number 3, and other labels are texts"),
+        ("class", {"text": " "}, "text is empty"),
+        ("class", {"text": None}, "no text"),
+        ("number", {"label": "many"}, "label is 'many', not a finite number"),
+        ("tags", {"tags": ["A"]}, r"tags is no list of \d labels, one for each of the tokens"),
+        ("tags", {"tokens": "a text"}, "tokens is no list of words"),
+    ],
+)
+def test_malformed_rows_are_counted_and_shown(labels: Any, change: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    rows = labelled(labels, 6)
+    rows[5] |= change
+    with pytest.raises(ConfigurationError, match=rf"1 of 6 rows for train are malformed(.|\n)*rows.jsonl:6: {reason}"):
+        _labelled(tmp_path, rows, labels=labels)
+
+
+def test_bad_arguments_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"no row has the keys text and label; got question, label"):
+        _labelled(tmp_path, [{"question": "a", "label": 1}])
+    with pytest.raises(ConfigurationError, match="at least 2 classes are needed"):
+        _labelled(tmp_path, [{"text": sentence(i), "label": "same"} for i in range(4)])
+    with pytest.raises(ConfigurationError, match=r"rows.names are names of classes, and labels is number"):
+        _labelled(tmp_path, labelled("number"), labels="number", rows=LabelledRows(names=["a", "b"]))
+    with pytest.raises(ConfigurationError, match=r"rows.names must be a list of different names, got \['a', 'a'\]"):
+        LabelledRows(names=["a", "a"])
+    with pytest.raises(ConfigurationError, match="labels must be one of class, number, tags, got 'entity'"):
+        _labelled(tmp_path, labelled("class"), labels="entity")
+
+
+def test_anchors_with_positives_and_negatives(tmp_path: Path) -> None:
+    rows = [
+        {"anchor": sentence(i, 3), "positive": sentence(i, 6), "negative": [sentence(i + 1), "cat"]} for i in range(4)
+    ]
+    source = written(tmp_path / "rows.jsonl", rows)
+    options: dict[str, Any] = {"tokenizer": saved(tmp_path, "bert"), "batch_size": 4, "cache_dir": str(tmp_path / "c")}
+    data = EmbeddingData(train=source, val=source, rows=EmbeddingRows(negatives=2), **options)
+    data.prepare_data()
+    data.setup()
+    (batch,) = data.val_dataloader()
+    assert batch["input_ids"].shape[:2] == (4, 4)
+    for row, ids, mask in zip(rows, batch["input_ids"], batch["attention_mask"]):
+        texts = [row["anchor"], row["positive"], *row["negative"]]
+        own = [data.chat_tokenizer(text).input_ids for text in texts]
+        assert [one[m == 1].tolist() for one, m in zip(ids, mask)] == own
+    with pytest.raises(ConfigurationError, match=r"2 negatives, and rows\.negatives is 3"):
+        EmbeddingData(train=source, val=source, rows=EmbeddingRows(negatives=3), **options).prepare_data()
