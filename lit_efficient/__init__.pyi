@@ -138,6 +138,7 @@ from lit_efficient.tasks.distillation import DistillationLoss as DistillationLos
 from lit_efficient.losses.distillation import Divergence as Divergence
 from lit_efficient.tasks.preference import Preference as Preference
 from lit_efficient.tasks.reward_modeling import RewardModeling as RewardModeling
+from lit_efficient.tasks.unpaired_preference import UnpairedPreference as UnpairedPreference
 from lit_efficient.tasks.text_embedding import TextEmbedding as TextEmbedding
 from lit_efficient.tasks.text_labelling import TextLabelling as TextLabelling
 from lit_efficient.tasks.autoencoding import Autoencoding as Autoencoding
@@ -168,6 +169,9 @@ from lit_efficient.data.text.arguments import EmbeddingRows as EmbeddingRows
 from lit_efficient.data.text.arguments import LabelledRows as LabelledRows
 from lit_efficient.data.labelled_text_data import LabelledTextData as LabelledTextData
 from lit_efficient.data.preference_data import PreferenceData as PreferenceData
+from lit_efficient.data.text.arguments import UnpairedChat as UnpairedChat
+from lit_efficient.data.unpaired_preference_data import UnpairedPreferenceData as UnpairedPreferenceData
+from lit_efficient.data.text.arguments import UnpairedRows as UnpairedRows
 from lit_efficient.data.text.arguments import PreferenceRows as PreferenceRows
 from lit_efficient.data.python_corpus import PythonCorpus as PythonCorpus
 from lit_efficient.data.images.aspect_buckets import AspectBuckets as AspectBuckets

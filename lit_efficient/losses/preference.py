@@ -7,13 +7,16 @@
     ipo        (h - 1 / (2 b))^2                         with log-probabilities averaged over tokens
     orpo       -a(c) - l log s(o(c) - o(r)),             o(x) = a(x) - log(1 - exp a(x)), a = log p averaged over tokens
     simpo      -log s(b (a(c) - a(r)) - g)
+    kto        w (1 - s(v)),    v = b (l - k) if the answer is good, b (k - l) if it is bad; l = log p - log p_ref,
+                                k the mean of l over answers to other prompts, at least 0
+    apo_zero   as kto with k = 0
     reward     -log s(R(c) - R(r) - m) + k (R(c) + R(r))^2
 
 Inputs and outputs are ``[B]``, one number for each pair, so that any weighting can be applied afterwards.
 Sources: DPO https://arxiv.org/abs/2305.18290, its offsets https://arxiv.org/abs/2402.10571, SLiC
 https://arxiv.org/abs/2305.10425 (as a loss of this family: https://arxiv.org/abs/2309.06657), IPO
 https://arxiv.org/abs/2310.12036, ORPO https://arxiv.org/abs/2403.07691, SimPO https://arxiv.org/abs/2405.14734, centred
-rewards https://arxiv.org/abs/2312.09244.
+rewards https://arxiv.org/abs/2312.09244, KTO https://arxiv.org/abs/2402.01306, APO https://arxiv.org/abs/2408.06266.
 """
 
 import math
@@ -139,6 +142,35 @@ def simpo_loss(policy_chosen: Tensor, policy_rejected: Tensor, beta: float, gamm
     check_number("simpo_loss", "beta", beta, above=0)
     check_number("simpo_loss", "gamma", gamma, least=0)
     return -F.logsigmoid(beta * (policy_chosen - policy_rejected) - gamma)
+
+
+def kto_loss(
+    log_ratios: Tensor,
+    desirable: Tensor,
+    beta: float,
+    kl: Tensor | float = 0.0,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """Return losses ``[B]`` that make good answers more likely than under the reference, and bad ones less likely.
+
+    Args:
+        log_ratios: Log-probability of each answer, summed over its tokens, minus that under the reference ``[B]``.
+        desirable: True for good answers ``[B]``.
+        beta: Strength of the reference, above 0.
+        kl: Estimate k of the divergence from the reference, without a gradient. 0 gives ``apo_zero``.
+        desirable_weight: Weight of good answers, at least 0.
+        undesirable_weight: Weight of bad answers, at least 0.
+
+    Raises:
+        ConfigurationError: For an argument out of range.
+    """
+    check_number("kto_loss", "beta", beta, above=0)
+    check_number("kto_loss", "desirable_weight", desirable_weight, least=0)
+    check_number("kto_loss", "undesirable_weight", undesirable_weight, least=0)
+    sign = desirable.to(log_ratios.dtype) * 2 - 1
+    weights = torch.where(desirable, desirable_weight, undesirable_weight)
+    return weights * (1 - torch.sigmoid(sign * beta * (log_ratios - kl)))
 
 
 def reward_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None, centering: float = 0.0) -> Tensor:

@@ -12,27 +12,27 @@ reference: :mod:`lit_efficient.tasks.reference`.
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lit_efficient.errors import CheckpointError, ConfigurationError, ConflictError, check_choice, check_number, refusal
-from lit_efficient.internals.lightning_strategies import traits_of
-from lit_efficient.internals.lightning_trainer import trainer_of
-from lit_efficient.losses.preference import check_dpo, dpo_loss, orpo_loss, sequence_log_probs, simpo_loss
+from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number, refusal
+from lit_efficient.losses.preference import check_dpo, dpo_loss, orpo_loss, simpo_loss
 from lit_efficient.models.libraries.causal_lm import CausalLMConfig
 from lit_efficient.models.networks.gpt import GPTConfig
+from lit_efficient.surgery import is_sharded
 from lit_efficient.tasks.language_modeling import _DEFAULT_MODEL
-from lit_efficient.tasks.pair_task import PairTask
+from lit_efficient.tasks.ordered import in_order
 from lit_efficient.tasks.pairs import Comparison, joined, pairs_of
-from lit_efficient.tasks.reference import Reference
+from lit_efficient.tasks.reference_cache import ReferenceCache, prepare, weights_digest
+from lit_efficient.tasks.reference_task import ReferenceTask
 
 Loss = Literal["sigmoid", "hinge", "ipo", "orpo", "simpo"]
 _DPO = ("sigmoid", "hinge", "ipo")
 _AVERAGED = ("ipo", "orpo", "simpo")  # losses of log-probabilities that are averaged over tokens
-_KEY = "preference"
 
 
-class Preference(PairTask):
+class Preference(ReferenceTask):
     """Preference learning on batches of pairs.
 
     Batches have ``input_ids`` and ``labels`` ``[B, T]``, and optionally ``attention_mask`` for padding, each with the
@@ -43,6 +43,11 @@ class Preference(PairTask):
     ``rewards/chosen`` and ``rewards/rejected`` under ``train/``, ``val/`` and ``test/``. The reward of an answer is
     ``beta`` times the difference between its log-probability and the reference's. For orpo and simpo it is ``beta``
     times its log-probability, averaged over tokens.
+
+    ``cache_reference`` computes the reference's log-probabilities of all training pairs before the first step, and
+    keeps them on disk (``$LIT_EFFICIENT_CACHE``, or ``~/.cache/lit_efficient``) for all runs with the same start, data,
+    loss and precision. Steps then run no reference, and copies of weights wait in host memory. Validation runs the
+    reference.
 
     The reference is always in eval mode. Dropout in the policy adds noise to the comparison, so training usually
     disables it.
@@ -62,9 +67,12 @@ class Preference(PairTask):
         learning_rate: Peak learning rate of AdamW: 1e-6 or below for all weights, ten times more for adapters.
         weight_decay: Weight decay of the matrices.
         warmup_steps: As in `LanguageModeling`.
+        cache_reference: Compute the reference's log-probabilities once. The training data must be the same in each
+            epoch.
     """
 
     loads_as = "Preference"
+    without_reference = ", or use loss='orpo' or 'simpo', which need no reference"
 
     def __init__(
         self,
@@ -78,6 +86,7 @@ class Preference(PairTask):
         learning_rate: float = 1e-6,
         weight_decay: float = 0.0,
         warmup_steps: int = 100,
+        cache_reference: bool = False,
     ) -> None:
         super().__init__(model, start_from, learning_rate, weight_decay, warmup_steps)
         check_choice("Preference", "loss", loss, (*_DPO, "orpo", "simpo"))
@@ -101,9 +110,11 @@ class Preference(PairTask):
         if gamma is not None:
             self.gamma = gamma
         own = {"loss": loss, "beta": beta, "label_smoothing": label_smoothing, "gamma": gamma, "offset": offset}
-        self.save_hyperparameters(own)
-        self._reference: Reference | None = None
-        self._fingerprint: str | None = None  # of the reference in the run that wrote the checkpoint
+        self.save_hyperparameters({**own, "cache_reference": cache_reference})
+        if cache_reference and loss not in _DPO:
+            raise refusal("Preference", "cache_reference", f"false with {loss}, which has no reference", True)
+        self.cache_reference = cache_reference
+        self._cache: ReferenceCache | None = None
 
     @property
     def needs_reference(self) -> bool:
@@ -113,48 +124,13 @@ class Preference(PairTask):
     def on_fit_start(self) -> None:
         if getattr(getattr(self.trainer, "datamodule", None), "has_margins", False) and not self.offset:
             rank_zero_info("Preference: the margins of the pairs are not used, because offset is 0")
-        self.reference()
-
-    def reference(self) -> Reference | None:
-        """Return the network as it was before training, or ``None`` for a loss without a reference.
-
-        Raises:
-            CheckpointError: If the network differs from the start of the run that wrote the checkpoint.
-            ConflictError: If weights that must be copied are sharded by another strategy than ShardedStrategy.
-        """
-        if self._reference is not None or not self.needs_reference:
-            return self._reference
-        made = Reference(self._built(), self)
-        traits = traits_of(getattr(trainer_of(self), "strategy", None))
-        if made.tensors and traits.shards and not traits.shards_itself:
-            raise ConflictError(
-                f"Preference: loss={self.loss!r} needs a copy of {len(made.tensors)} tensors that train, which "
-                f"{traits.name} shards: only train adapters (LoRA), whose reference is the base itself, or use "
-                "loss='orpo' or 'simpo', which need no reference"
-            )
-        self._check_start(made)
-        self._reference = made
-        rank_zero_info(f"Preference: the reference is {made.describe()}")
-        return made
-
-    on_sharded = reference  # before the strategy loads the weights of a checkpoint
-
-    def _check_start(self, made: Reference) -> None:
-        if self._fingerprint is not None and made.fingerprint() != self._fingerprint:
-            raise CheckpointError(
-                "Preference: the run of this checkpoint started from other weights than this network has before the "
-                "checkpoint is loaded. Build it from the same start (a folder, start_from, or the same seed for random "
-                "weights) and pass the checkpoint to the trainer: fit(ckpt_path=...) or validate(ckpt_path=...)"
-            )
+        super().on_fit_start()
 
     def compare(self, batch: Mapping[str, Tensor]) -> Comparison:
         rows = joined(batch, "Preference")
-        reference = self.reference()
-        refs = None
-        if reference is not None:
-            # It runs first, so that its activations are freed before the policy saves its own for the backward pass.
-            refs = pairs_of(reference(self._built(), lambda: self._log_probs(rows)[0]))
-        log_probs, router_loss = self._log_probs(rows)
+        # It runs first, so that its activations are freed before the policy saves its own for the backward pass.
+        refs = self._references(batch, rows)
+        log_probs, router_loss = self._scores(rows)
         policy = pairs_of(log_probs)
         losses = self._pair_losses(policy, refs, self._offsets(batch))
         chosen, rejected = (log_prob.detach() for log_prob in policy)
@@ -163,6 +139,58 @@ class Preference(PairTask):
             rejected = rejected - refs[1]
         return Comparison(losses, self.beta * chosen, self.beta * rejected, router_loss)
 
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self.cache_reference:
+            self._fill_cache()
+
+    def on_validation_end(self) -> None:
+        if self._cache is not None and self._reference is not None:
+            self._reference.to(torch.device("cpu"))
+
+    def _fill_cache(self) -> None:
+        """Compute the reference's log-probabilities of all training pairs, unless they are on disk."""
+        reference = self.reference()
+        assert reference is not None
+        if reference.sharded or any(map(is_sharded, self.parameters())):
+            raise ConflictError(
+                "Preference: cache_reference needs whole weights in each process, and the strategy shards them: leave "
+                "it out"
+            )
+        way_out = "leave out cache_reference"
+        batches = in_order(self.trainer.train_dataloader, "Preference: cache_reference", way_out)
+        settings = {"averaged": self.loss in _AVERAGED, "precision": str(self.trainer.precision)}
+
+        def answer(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+            batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
+            with self.trainer.precision_plugin.forward_context():
+                return self._live_references(batch, joined(batch, "Preference"))
+
+        weights = weights_digest(self._built(), reference.tensors)
+        self._cache = prepare(weights, settings, batches, answer)
+        reference.to(torch.device("cpu"))
+        rank_zero_info(f"Preference: the reference of {len(self._cache):,} training pairs is in {self._cache.folder}")
+
+    def _references(self, batch: Mapping[str, Tensor], rows: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+        """Return the reference's log-probabilities of chosen and rejected answers, if the loss needs them."""
+        if not self.needs_reference:
+            return None
+        if self._cache is not None and self.training:
+            found = self._cache.find(batch)
+            if found is None:
+                raise ConfigurationError(
+                    f"Preference: cache_reference: the cache {self._cache.folder} does not hold a pair of this batch: "
+                    "the training data differs from one reading to the next. Make it deterministic, or leave out "
+                    "cache_reference"
+                )
+            return found
+        return self._live_references(batch, rows)
+
+    def _live_references(self, batch: Mapping[str, Tensor], rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        reference = self.reference()
+        assert reference is not None
+        return pairs_of(reference(self._built(), lambda: self._scores(rows)[0]))
+
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> list[str] | Tensor:
         """Return continued texts for ``prompts``, else the difference between chosen and rejected rewards ``[B]``."""
         if "prompts" in batch:
@@ -170,31 +198,9 @@ class Preference(PairTask):
         done = self.compare(batch)
         return done.chosen - done.rejected
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
-        fingerprint = self._fingerprint
-        if self._reference is not None:
-            fingerprint = self._reference.fingerprint()
-        checkpoint[_KEY] = {"reference": fingerprint}
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        built = self.network is not None
-        super().on_load_checkpoint(checkpoint)
-        saved = checkpoint.get(_KEY)
-        if saved is None:  # of a language model, whose weights are a start
-            return
-        self._fingerprint = saved["reference"]
-        if self._reference is not None:
-            self._check_start(self._reference)
-        elif built and trainer_of(self) is not None:
-            self.reference()
-
-    def _log_probs(self, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        losses, targets, router_loss = self._losses(rows)
-        sums, tokens = sequence_log_probs(losses, targets)
-        if self.loss in _AVERAGED:
-            sums = sums / tokens
-        return sums, router_loss
+    def _scores(self, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        sums, tokens, router_loss = self._log_probs(rows)
+        return sums / tokens if self.loss in _AVERAGED else sums, router_loss
 
     def _offsets(self, batch: Mapping[str, Tensor]) -> Tensor | None:
         """Return the amount by which the reward of each chosen answer should be larger ``[B]``."""

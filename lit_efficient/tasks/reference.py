@@ -98,11 +98,14 @@ class Reference:
                     return function()
                 finally:
                     self._exchange(network)
-        device = next(network.parameters()).device
-        self.tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        self.to(next(network.parameters()).device)
         originals = {f"network.{name}": tensor for name, tensor in self.tensors.items()}
         with torch.no_grad(), evaluating(network), disabled(network):
             return functional_call(_Call(network, function), originals, ())
+
+    def to(self, device: torch.device) -> None:
+        """Move the copies to a device."""
+        self.tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
 
     def _exchange(self, network: nn.Module) -> None:
         """Swap the shards of the network with those of the copies."""

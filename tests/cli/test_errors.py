@@ -31,6 +31,7 @@ from lit_efficient import (
     RewardModeling,
     Samples,
     TimestepSampling,
+    UnpairedPreference,
 )
 from lit_efficient.__main__ import main
 from lit_efficient.catalog import PACKAGE
@@ -433,7 +434,7 @@ def test_names_elsewhere_lead_to_what_is_here():
     of_data = {field.name for kind in vars(text_arguments).values() if is_dataclass(kind) for field in fields(kind)}
     parts = {
         "trainer": (Trainer,),
-        "model": (LanguageModeling, Preference, RewardModeling, Distillation, LatentDiffusion),
+        "model": (LanguageModeling, Preference, UnpairedPreference, RewardModeling, Distillation, LatentDiffusion),
         "data": (LanguageData, LatentData),
     }
     inner = {"model": (CausalLMConfig, GPTConfig), "schedule": (DiffusionProcess,), "samples": (Samples,)}
