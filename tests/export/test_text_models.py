@@ -77,6 +77,7 @@ def test_outputs_are_those_of_transformers_on_texts(
             assert theirs.std() > 1e-6
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 def test_a_quantised_base_keeps_its_head_and_leaves_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("bitsandbytes")
