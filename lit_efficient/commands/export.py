@@ -1,4 +1,4 @@
-"""``python -m lit_efficient export CKPT --format peft | merged | safetensors | diffusers --output DIR``."""
+"""``python -m lit_efficient export CKPT --format peft | merged | gguf | safetensors | diffusers --output DIR``."""
 
 import argparse
 from collections.abc import Sequence
@@ -9,7 +9,9 @@ def run(argv: Sequence[str]) -> int:
     """Run ``export``."""
     parser = argparse.ArgumentParser("lit_efficient export", description="Export a checkpoint for other programs.")
     parser.add_argument("checkpoint", help="a Lightning checkpoint")
-    parser.add_argument("--format", choices=("peft", "merged", "safetensors", "diffusers"), default="safetensors")
+    parser.add_argument(
+        "--format", choices=("peft", "merged", "gguf", "safetensors", "diffusers"), default="safetensors"
+    )
     parser.add_argument("--output", required=True, help="a new folder")
     parser.add_argument(
         "--base",
@@ -28,6 +30,18 @@ def run(argv: Sequence[str]) -> int:
         dest="check",
         action="store_false",
         help="skip the check, which loads the folder in a new process and needs memory for a second copy of the model",
+    )
+    parser.add_argument(
+        "--gguf_type",
+        "--gguf-type",
+        choices=("f16", "q8_0", "bf16", "f32"),
+        help="for gguf: number format of the matrices (default: f16)",
+    )
+    parser.add_argument(
+        "--max_shard_size",
+        "--max-shard-size",
+        metavar="SIZE",
+        help="for merged: largest file of weights, such as 500MB (default: 5GB)",
     )
     parser.add_argument(
         "--lora",
@@ -51,6 +65,9 @@ def run(argv: Sequence[str]) -> int:
     diffusers = arguments.format == "diffusers"
     if arguments.lora is not None and not diffusers:
         parser.error(f"--lora does not belong to --format {arguments.format}")
+    for option, owner in (("gguf_type", "gguf"), ("max_shard_size", "merged")):
+        if getattr(arguments, option) is not None and arguments.format != owner:
+            parser.error(f"--{option} does not belong to --format {arguments.format}")
     asked: dict[str, Any] = {"weights": arguments.weights, "base": arguments.base, "check": arguments.check}
     if diffusers:
         from lit_efficient.export.pipelines import export_pipeline
@@ -60,7 +77,14 @@ def run(argv: Sequence[str]) -> int:
     else:
         from lit_efficient.export.adapters import export_checkpoint
 
-        folder = export_checkpoint(arguments.checkpoint, arguments.output, arguments.format, **asked)
+        folder = export_checkpoint(
+            arguments.checkpoint,
+            arguments.output,
+            arguments.format,
+            gguf_type=arguments.gguf_type,
+            max_shard_size=arguments.max_shard_size,
+            **asked,
+        )
     print(f"{folder}: {', '.join(sorted(file.name for file in folder.iterdir()))}")
     if training is not None:
         print(log_export(training, folder, arguments.format))

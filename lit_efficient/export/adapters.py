@@ -1,11 +1,13 @@
-"""Exports of a checkpoint: an adapter for peft, a merged model for transformers, or plain safetensors.
+"""Exports of a checkpoint: an adapter for peft, a merged model for transformers or llama.cpp, or plain safetensors.
 
 The files are written into a temporary folder beside the target, checked there, and renamed when they are complete.
 """
 
 import json
 import os
+import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +20,11 @@ from torch import Tensor
 from lit_efficient.application.recorded import arguments_behind, converters
 from lit_efficient.data.text.chat_tokenizer import declare_class, save_tokenizer
 from lit_efficient.distributed.shards import read_checkpoint
-from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice
+from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice, check_installed, refusal
+from lit_efficient.export.card import model_card
 from lit_efficient.export.check import (
     Reference,
+    check_gguf,
     check_lora,
     check_outputs,
     check_tensors,
@@ -30,6 +34,8 @@ from lit_efficient.export.check import (
     reference_of,
 )
 from lit_efficient.export.diffusers_lora_check import updates_of
+from lit_efficient.export.gguf_model import TYPES, family_of, rounded, write_model
+from lit_efficient.export.gguf_tokenizer import ids_of, tokenizer_of_base, write_tokenizer
 from lit_efficient.export.padding import gives_rewards, grow_for_padding, pad_tokenizer, padding_for, set_padding
 from lit_efficient.export.trained import Trained, base_state, fold, merged_model, trained
 from lit_efficient.files.atomic_file import check_new_folder, write_folder
@@ -49,7 +55,10 @@ from lit_efficient.mechanisms.restore import Asked, Weights, wanted_weights, wei
 from lit_efficient.models.libraries.gguf_file import is_gguf
 from lit_efficient.surgery import memory_of, unmixed
 
-FORMATS = ("peft", "merged", "safetensors")
+FORMATS = ("peft", "merged", "gguf", "safetensors")
+_STRICT = 1e-4  # of outputs that are computed from the same rounded weights
+_COARSE = 1.0  # measures the median change of a token's outputs
+_SIZE = re.compile(r"[1-9]\d*(KB|MB|GB|TB)")
 _SHARD = "5GB"  # largest file of a merged model, so that a download can be repeated in part
 
 
@@ -60,8 +69,10 @@ def export_checkpoint(
     base: str | os.PathLike[str] | None = None,
     weights: Asked | None = "auto",
     check: bool = True,
+    gguf_type: str | None = None,
+    max_shard_size: str | None = None,
 ) -> Path:
-    """Export a checkpoint in one of three formats.
+    """Export a checkpoint in one of four formats.
 
     Args:
         path: A Lightning checkpoint.
@@ -70,14 +81,17 @@ def export_checkpoint(
             ``pipeline.load_lora_weights(folder)``, and for a UNet in kohya's format. ``merged``: a folder for
             ``AutoModelForCausalLM.from_pretrained`` (of images and text: ``AutoModelForImageTextToText``), with or
             without adapters in the checkpoint; checkpoints of ``LanguageModeling`` add their tokenizer or processor.
-            ``safetensors``: ``model.safetensors`` with the module's names and merged adapters; QA-LoRA's weights stay
-            in int4.
+            ``gguf``: the merged model with its tokenizer as one file for llama.cpp. ``safetensors``:
+            ``model.safetensors`` with the module's names and merged adapters; QA-LoRA's weights stay in int4.
         base: Base model below the adapters, if the checkpoint neither contains it (``save_base=True``) nor names it:
             the folder of a transformers model, a GGUF file, or (``safetensors``) a checkpoint or safetensors file.
         weights: ``average`` (or ``ema``) or ``raw``. ``auto`` or None: the weights that validation used, which are the
             average if the run kept one.
         check: Let the target library load the folder in a new process and compare it with the trained model. This
             needs memory for a second copy of the model.
+        gguf_type: Number format of matrices in a GGUF file: ``f16`` (the default), ``q8_0``, ``bf16`` or ``f32``.
+        max_shard_size: Largest file of a merged model, such as ``500MB`` or ``5GB`` (the default), unless one tensor is
+            larger.
 
     Returns:
         The folder, which contains hashes of its files.
@@ -87,22 +101,32 @@ def export_checkpoint(
         CheckpointError: If a file cannot be read safely, tensors are missing, or the check finds a difference.
     """
     check_choice("export", "format", format, FORMATS)
+    check_choice("export", "gguf_type", gguf_type, TYPES, null=True)
+    if gguf_type is not None and format != "gguf":
+        raise ConfigurationError(f"export: gguf_type belongs to format gguf, not to format {format}")
     weights = wanted_weights("export", weights)
     check_new_folder(Path(output), "export")
     checkpoint = read_checkpoint(path)
     named = None if base is None else str(base)
     if format != "safetensors":
         converters(checkpoint, f"format {format}")
-    make = {"peft": _peft, "merged": _merged, "safetensors": _safetensors}[format]
+    if max_shard_size is not None and format != "merged":
+        raise ConfigurationError(f"export: max_shard_size belongs to format merged, not to format {format}")
+    if max_shard_size is not None and _SIZE.fullmatch(max_shard_size) is None:
+        raise refusal("export", "max_shard_size", "a number above 0 with KB, MB, GB or TB", max_shard_size)
+    as_gguf = partial(_gguf, type=gguf_type or "f16")
+    merged = partial(_merged, shard=max_shard_size or _SHARD)
+    makers = {"peft": _peft, "merged": merged, "gguf": as_gguf, "safetensors": _safetensors}
+    make: Callable[[_Source, bool], _Export] = makers[format]
     export = make(_Source(checkpoint, str(path), weights, named), check)
 
     def fill(folder: Path) -> None:
         export.write(folder)
         finding = export.compare(folder) if check else "not checked"
         finding += export.remark
-        (folder / "README.md").write_text(
-            f"The {export.held} weights of {Path(path).name}, exported by lit_efficient as {format}; {finding}.\n"
-        )
+        said = f"The {export.held} weights of {Path(path).name}, exported by lit_efficient as {format}; {finding}."
+        card = model_card(checkpoint, Path(path), format, export.base or named, said)
+        (folder / "README.md").write_text(card, "utf-8")
         write_sums(folder)
         print(f"{export.held} weights; {finding}", file=sys.stderr)
 
@@ -138,26 +162,59 @@ class _Export:
         write: Function that writes the files into a folder.
         compare: Function that checks the folder and returns its finding.
         remark: Further words for people.
+        base: Name, folder or file of the base model, if it is known.
     """
 
     held: str
     write: Callable[[Path], object]
     compare: Callable[[Path], str]
     remark: str = ""
+    base: str | None = None
 
 
-def _merged(source: _Source, check: bool) -> _Export:
+@dataclass(frozen=True)
+class _Whole:
+    """A merged model of transformers.
+
+    Args:
+        models: List with the only reference to the model, so that it can be freed before a check loads its own copy.
+        kind: Name of its class.
+        reference: Outputs before merging; None without a check, or if no batch is known.
+        held: Kind of the weights.
+        base: Name or folder of its base.
+        said: Words of :func:`merged_model`.
+        omitted: Words about tensors outside of the model.
+        rewards: Whether it is a reward model.
+        further: Texts of further files by their names.
+        embedded: Embeddings before merging, for sentence-transformers.
+    """
+
+    models: list[Any]
+    kind: str
+    reference: Reference | None
+    held: str
+    base: str
+    said: str
+    omitted: str
+    rewards: bool
+    further: dict[str, str]
+    embedded: Reference | None
+
+
+def _whole(source: _Source, check: bool, format: str) -> _Whole:
     checkpoint = source.checkpoint
     refuse_prefix(checkpoint)
     run = source.trained()
     if not hasattr(run.network, "save_pretrained"):
-        raise ConfigurationError("export: format merged is for models of transformers: use format safetensors")
+        raise ConfigurationError(f"export: format {format} is for models of transformers: use format safetensors")
     outside = run.trained_outside()
     if outside:
         raise ConfigurationError(
-            f"export: format merged holds only {run.root!r}, and {len(outside)} parameters outside of it trained, "
+            f"export: format {format} holds only {run.root!r}, and {len(outside)} parameters outside of it trained, "
             f"first {outside[0]!r}: use format safetensors"
         )
+    if format == "gguf":
+        _refuse_for_gguf(run.network)
     reference = reference_of(run.network, checkpoint) if check else None
     root = run.root
     held = run.held
@@ -168,36 +225,80 @@ def _merged(source: _Source, check: bool) -> _Export:
     model, said = merged_model(run)
     if rewards:
         grow_for_padding(model)
-    kind = type(model).__name__
-    # The only reference to the model: `write` takes it, so that it is freed before the check loads its own copy.
-    models = [model]
-    del run, model
     left = [name for name in checkpoint["state_dict"] if root and not name.startswith(f"{root}.")]
     omitted = f"; {len(left)} tensors outside of {root!r} are left out, first {left[0]!r}" if left else ""
+    return _Whole([model], type(model).__name__, reference, held, base, said, omitted, rewards, further, embedded)
+
+
+def _merged(source: _Source, check: bool, shard: str) -> _Export:
+    checkpoint = source.checkpoint
+    whole = _whole(source, check, "merged")
 
     def write(folder: Path) -> None:
-        model = models.pop()
+        model = whole.models.pop()
         stop = _save_tokenizer(checkpoint, folder)
-        if not rewards:
+        if not whole.rewards:
             _stop_at(model, stop)
         elif stop:
             pad_tokenizer(folder, model.config.get_text_config().pad_token_id)
-        _save_model(model, folder)
-        _declare_class(folder, base)
-        for name, text in further.items():
+        _save_model(model, folder, shard)
+        _declare_class(folder, whole.base)
+        for name, text in whole.further.items():
             place = folder / name
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text(text, "utf-8")
 
     def compare(folder: Path) -> str:
-        if reference is None:
-            return f"not checked: no batch is known for {kind}{omitted}"
-        finding = check_outputs(folder, "transformers", reference, {"class": kind})
-        if embedded is not None:
-            finding += "; " + check_outputs(folder, "sentence_transformers", embedded, {"class": kind})
-        return finding + omitted
+        if whole.reference is None:
+            return f"not checked: no batch is known for {whole.kind}{whole.omitted}"
+        finding = check_outputs(folder, "transformers", whole.reference, {"class": whole.kind})
+        if whole.embedded is not None:
+            finding += "; " + check_outputs(folder, "sentence_transformers", whole.embedded, {"class": whole.kind})
+        return finding + whole.omitted
 
-    return _Export(held, write, compare, said)
+    return _Export(whole.held, write, compare, whole.said, whole.base or None)
+
+
+def _refuse_for_gguf(network: Any) -> None:
+    check_installed("export: format gguf", "gguf", "accelerate")
+    if not unmixed(network).__name__.endswith("ForCausalLM"):
+        raise ConfigurationError(
+            f"export: format gguf is for causal language models, and this is a {unmixed(network).__name__}"
+        )
+    family_of(network.config)
+
+
+def _gguf(source: _Source, check: bool, type: str) -> _Export:
+    checkpoint = source.checkpoint
+    whole = _whole(source, check, "gguf")
+    name = f"model-{type}.gguf"
+    samples: dict[str, list[int]] = {}
+
+    def write(folder: Path) -> None:
+        (model,) = whole.models
+        with tempfile.TemporaryDirectory() as place:
+            stop = _save_tokenizer(checkpoint, Path(place))
+            if not any(Path(place).iterdir()):
+                tokenizer_of_base(whole.base, Path(place))
+            model.config.save_pretrained(place)
+            samples.update(ids_of(Path(place)))
+            tokenizer = partial(write_tokenizer, folder=Path(place), rows=model.config.vocab_size, stop=stop)
+            title = f"{Path(whole.base or source.path).stem} fine-tuned"
+            write_model(model, folder / name, type, family_of(model.config), title, tokenizer)
+
+    def compare(folder: Path) -> str:
+        assert whole.reference is not None
+        model = whole.models.pop()
+        rounded_model = rounded(model, type)
+        del model
+        outputs = outputs_of(rounded_model, whole.reference.batch)
+        config = rounded_model.config
+        del rounded_model
+        off = difference(whole.reference.outputs, outputs, _COARSE)
+        finding = check_gguf(folder, name, Reference(whole.reference.batch, outputs, _STRICT), config, samples)
+        return f"{type} changes outputs by {off:.1e}; {finding}{whole.omitted}"
+
+    return _Export(whole.held, write, compare, whole.said, whole.base or None)
 
 
 def _peft(source: _Source, check: bool) -> _Export:
@@ -251,7 +352,7 @@ def _peft(source: _Source, check: bool) -> _Export:
             return check_lora(folder, parts, updates_of(state, where, arguments))
         return _compare_with_peft(folder, source, where, named)
 
-    return _Export(held, write, compare, remark)
+    return _Export(held, write, compare, remark, about.get("base_model_name_or_path"))
 
 
 def _embedding_reference(run: Trained, reference: Reference) -> Reference:
@@ -404,7 +505,7 @@ def _declare_class(folder: Path, base: str | None) -> None:
         declare_class(folder, base)
 
 
-def _save_model(model: Any, folder: Path) -> None:
+def _save_model(model: Any, folder: Path, shard: str) -> None:
     """Write a model as ``save_pretrained`` does, with the settings of ``generate`` as they are.
 
     transformers loads settings of older bases that it refuses to save.
@@ -413,7 +514,7 @@ def _save_model(model: Any, folder: Path) -> None:
     if settings is not None:
         model.generation_config = type(model.generation_config)()
     with bars_on_terminals():
-        model.save_pretrained(folder, max_shard_size=_SHARD)
+        model.save_pretrained(folder, max_shard_size=shard)
     if settings is not None:
         (folder / "generation_config.json").write_text(settings, "utf-8")
 

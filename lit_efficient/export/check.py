@@ -184,6 +184,43 @@ def check_outputs(
     return finding
 
 
+def check_gguf(folder: Path, name: str, reference: Reference, config: Any, samples: Mapping[str, list[int]]) -> str:
+    """Compare a GGUF file, as transformers reads it, with a model whose weights are rounded as in the file.
+
+    Args:
+        folder: The export.
+        name: The file in it.
+        reference: Inputs and outputs of the rounded model.
+        config: Configuration of the model.
+        samples: Token ids by text.
+
+    Returns:
+        The result of the check, as words for people.
+
+    Raises:
+        CheckpointError: If transformers does not load the file, computes other outputs or gives other ids.
+    """
+
+    def fill(place: Path) -> None:
+        save_tensors(place / "batch.safetensors", reference.batch)
+        save_tensors(place / "ours.safetensors", {"ours": reference.outputs})
+        config.save_pretrained(place)
+        (place / "samples.json").write_text(json.dumps(dict(samples)))
+
+    found = _ask(folder, "transformers", {"gguf": name, "tolerance": reference.tolerance}, fill)
+    assert found is not None  # the model is one of transformers
+    if "unread" in found:
+        return f"not checked: transformers does not read such files ({found['unread']})"
+    if found["texts"]:
+        raise CheckpointError(f"export: the tokenizer in {name} gives other ids, first for {found['texts'][0]!r}")
+    finding = f"outputs of transformers differ by {found['difference']:.1e} (tolerance {reference.tolerance:.0e})"
+    if not found["difference"] <= reference.tolerance:
+        raise CheckpointError(f"export: the file holds another model than was trained: {finding}")
+    if found["ignored"]:
+        finding += f", which ignores {', '.join(found['ignored'])} of the file and needs them in its config"
+    return f"{finding}, token ids of {len(samples)} texts are equal"
+
+
 def check_lora(folder: Path, parts: Sequence[Fields], expected: Mapping[str, Tensor]) -> str:
     """Compare an exported adapter, as diffusers loads it, with the updates of the trained one.
 
@@ -259,6 +296,8 @@ def _answer(folder: Path, place: Path) -> dict[str, Any]:
 
         pipeline = DiffusionPipeline.from_pretrained(folder, local_files_only=True)
         return {"digests": digests(getattr(pipeline, request["part"]).state_dict())}
+    if "gguf" in request:
+        return _answer_gguf(folder, place, request)
     ours = load_tensors(place / "ours.safetensors")["ours"]
     batch = load_tensors(place / "batch.safetensors")
     if request["library"] == "sentence_transformers":
@@ -290,6 +329,37 @@ def _answer(folder: Path, place: Path) -> dict[str, Any]:
         model = PeftModel.from_pretrained(base, folder)
     theirs = outputs_of(model.eval(), batch)
     return {"difference": difference(ours, theirs, request["tolerance"])}
+
+
+_IGNORED = ("rope_parameters", "head_dim", "attention_bias", "mlp_bias", "query_pre_attn_scalar")
+"""Fields of a configuration that transformers does not read from every GGUF file that has them."""
+_IGNORED += ("attn_logit_softcapping", "final_logit_softcapping", "moe_intermediate_size")
+
+
+def _answer_gguf(folder: Path, place: Path, request: Fields) -> dict[str, Any]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from lit_efficient.models.libraries.gguf_file import read_tokenizer
+
+    name = request["gguf"]
+    samples = json.loads((place / "samples.json").read_text())
+    tokenizer = read_tokenizer(str(folder / name))
+    texts = [text for text, ids in samples.items() if tokenizer(text)["input_ids"] != ids]
+    try:
+        config = AutoConfig.from_pretrained(folder, gguf_file=name)
+    except ValueError as error:
+        return {"unread": str(error)}
+    trained = AutoConfig.from_pretrained(place)
+    ignored: list[str] = []
+    for field in _IGNORED:
+        value = getattr(trained, field, None)
+        if value is not None and getattr(config, field, None) != value:
+            ignored.append(field)
+            setattr(config, field, value)
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, config=config, dtype=torch.float32)
+    ours = load_tensors(place / "ours.safetensors")["ours"]
+    off = difference(ours, outputs_of(model.eval(), load_tensors(place / "batch.safetensors")), request["tolerance"])
+    return {"difference": off, "texts": texts, "ignored": ignored}
 
 
 if __name__ == "__main__":

@@ -79,6 +79,8 @@ def _from_header(header: Mapping[str, Any], tensors: tuple[str, ...]) -> dict[st
     }
     if f"{kind}.attention.key_length" in header:
         found["head_dim"] = header[f"{kind}.attention.key_length"]
+    if f"{kind}.expert_feed_forward_length" in header:
+        found["moe_intermediate_size"] = header[f"{kind}.expert_feed_forward_length"]
     scaling = f"{kind}.rope.scaling"
     if header.get(f"{scaling}.type") in ("linear", "yarn"):
         rope = {"rope_type": header[f"{scaling}.type"], "factor": header[f"{scaling}.factor"]}
