@@ -118,6 +118,7 @@ PUBLIC: dict[str, str] = {
     "SampleImages": "callbacks.sample_images",
     "SampleText": "callbacks.sample_text",
     "SignalCheckpoint": "callbacks.signal_checkpoint",
+    "TaskEvaluation": "callbacks.task_evaluation",
     "ThroughputBar": "callbacks.throughput_bar",
     "ThroughputMeter": "callbacks.throughput_meter",
     # slot trainer.strategy

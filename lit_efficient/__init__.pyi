@@ -104,6 +104,7 @@ from lit_efficient.callbacks.run_metrics import RunMetrics as RunMetrics
 from lit_efficient.callbacks.sample_images import SampleImages as SampleImages
 from lit_efficient.callbacks.sample_text import SampleText as SampleText
 from lit_efficient.callbacks.signal_checkpoint import SignalCheckpoint as SignalCheckpoint
+from lit_efficient.callbacks.task_evaluation import TaskEvaluation as TaskEvaluation
 from lit_efficient.callbacks.throughput_bar import ThroughputBar as ThroughputBar
 from lit_efficient.callbacks.throughput_meter import ThroughputMeter as ThroughputMeter
 from lit_efficient.strategies.replicated_strategy import ReplicatedStrategy as ReplicatedStrategy

@@ -55,12 +55,13 @@ usage: python -m lit_efficient COMMAND ...
   convert     write a sharded checkpoint as one file:    CKPT --output FILE
   ema-sweep   build averages of any width after a run with PowerEMA:    DIR --sigma_rel 0.05 0.10 0.15
               and validate each, as a table and a plot:    ... -c CONFIG.yaml --checkpoint FILE
+  evaluate    run tasks of lm-eval on a language model:    --ckpt FILE --tasks TASK ... [--limit 100 --output FILE.json]
   generate    continue texts with a language model:    --ckpt FILE --prompt TEXT [--temperature 0.8 --seed 0]
               or chat with it:    --ckpt FILE --chat
   sample      draw images with a diffusion model:    --ckpt FILE --output FILE.png [--classes 0,3 | --prompts TEXT ...]
   tokenizer   train a tokenizer on text:    --kind superbpe | bpe --vocab_size 4096 --output DIR [--paths FOLDER ...]
   write-data  write training data by a teacher model:    --ckpt FILE | --model NAME --prompts FILE --output FILE.jsonl
-  export      export weights for other programs:    CKPT --format peft | merged | safetensors | diffusers --output DIR
+  export      export weights for other programs:    CKPT --format peft | merged | gguf | ... --output DIR
   completion  print a script for the shell that completes commands, options and names:    bash | zsh | fish
   schema      print a JSON schema of configs, with which editors complete keys and mark typos:
               > lit_efficient.schema.json

@@ -16,6 +16,7 @@ COMMANDS = (
     "convert",
     "ema-sweep",
     "export",
+    "evaluate",
     "generate",
     "sample",
     "tokenizer",

@@ -86,9 +86,9 @@ def default_device() -> str:
     return "cpu" if found is None else found.type
 
 
-def add_model_options(parser: argparse.ArgumentParser, ckpt: str) -> None:
+def add_model_options(parser: argparse.ArgumentParser, ckpt: str, required: bool = True) -> None:
     """Add the options ``--ckpt`` (described by ``ckpt``), ``--weights`` and ``--device``."""
-    parser.add_argument("--ckpt", required=True, help=f"{ckpt}, or a run's folder for its last checkpoint")
+    parser.add_argument("--ckpt", required=required, help=f"{ckpt}, or a run's folder for its last checkpoint")
     parser.add_argument(
         "--weights", choices=("auto", "average", "raw"), default="auto", help="auto: the weights that validation used"
     )
