@@ -57,6 +57,6 @@ def run(argv: Sequence[str]) -> int:
     print(table(found))
     if arguments.output is not None:
         kept = {key: found[key] for key in ("results", "groups", "n-samples", "versions") if key in found}
-        written = {**about, "metrics": figures(found), **kept}
+        written: dict[str, object] = {**about, "metrics": figures(found), **kept}
         Path(arguments.output).write_text(json.dumps(written, indent=2, default=str) + "\n", "utf-8")
     return 0

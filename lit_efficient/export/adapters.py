@@ -116,9 +116,13 @@ def export_checkpoint(
         raise refusal("export", "max_shard_size", "a number above 0 with KB, MB, GB or TB", max_shard_size)
     as_gguf = partial(_gguf, type=gguf_type or "f16")
     merged = partial(_merged, shard=max_shard_size or _SHARD)
-    makers = {"peft": _peft, "merged": merged, "gguf": as_gguf, "safetensors": _safetensors}
-    make: Callable[[_Source, bool], _Export] = makers[format]
-    export = make(_Source(checkpoint, str(path), weights, named), check)
+    makers: dict[str, Callable[[_Source, bool], _Export]] = {
+        "peft": _peft,
+        "merged": merged,
+        "gguf": as_gguf,
+        "safetensors": _safetensors,
+    }
+    export = makers[format](_Source(checkpoint, str(path), weights, named), check)
 
     def fill(folder: Path) -> None:
         export.write(folder)

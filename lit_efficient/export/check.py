@@ -331,9 +331,17 @@ def _answer(folder: Path, place: Path) -> dict[str, Any]:
     return {"difference": difference(ours, theirs, request["tolerance"])}
 
 
-_IGNORED = ("rope_parameters", "head_dim", "attention_bias", "mlp_bias", "query_pre_attn_scalar")
+_IGNORED = [
+    "rope_parameters",
+    "head_dim",
+    "attention_bias",
+    "mlp_bias",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "moe_intermediate_size",
+]
 """Fields of a configuration that transformers does not read from every GGUF file that has them."""
-_IGNORED += ("attn_logit_softcapping", "final_logit_softcapping", "moe_intermediate_size")
 
 
 def _answer_gguf(folder: Path, place: Path, request: Fields) -> dict[str, Any]:
@@ -343,12 +351,12 @@ def _answer_gguf(folder: Path, place: Path, request: Fields) -> dict[str, Any]:
 
     name = request["gguf"]
     samples = json.loads((place / "samples.json").read_text())
-    tokenizer = read_tokenizer(str(folder / name))
-    texts = [text for text, ids in samples.items() if tokenizer(text)["input_ids"] != ids]
     try:
         config = AutoConfig.from_pretrained(folder, gguf_file=name)
     except ValueError as error:
-        return {"unread": str(error)}
+        return {"unread": str(error).rstrip(".")}
+    tokenizer = read_tokenizer(str(folder / name))
+    texts = [text for text, ids in samples.items() if tokenizer(text)["input_ids"] != ids]
     trained = AutoConfig.from_pretrained(place)
     ignored: list[str] = []
     for field in _IGNORED:

@@ -110,8 +110,8 @@ def _fixed(config: Any, family: Family) -> Iterator[tuple[str, Any, tuple[Any, .
         yield "decoder_sparse_step", config.decoder_sparse_step, (1,)
         yield "mlp_only_layers", config.mlp_only_layers, ([],)
     for rope in _ropes(config).values():
-        kinds = ("default", "linear", "yarn", "llama3") if family.pairs else ("default", "linear", "yarn")
-        yield "rope_type", rope.get("rope_type", "default"), kinds
+        allowed = ("default", "linear", "yarn", *(["llama3"] if family.pairs else []))
+        yield "rope_type", rope.get("rope_type", "default"), allowed
         yield "partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), (1.0,)
         if rope.get("rope_type") == "yarn":
             for name in ("attention_factor", "mscale", "mscale_all_dim"):
@@ -144,10 +144,9 @@ def context_length(config: Any, family: Family) -> int:
     """
     most = int(config.max_position_embeddings)
     window = getattr(config, "sliding_window", None)
-    slides = getattr(config, "use_sliding_window", True) and window is not None
-    if family.period is None and slides:
-        return min(most, window)
-    return most
+    if family.period is not None or window is None or not getattr(config, "use_sliding_window", True):
+        return most
+    return min(most, int(window))
 
 
 def write_keys(writer: Any, config: Any, family: Family) -> None:
