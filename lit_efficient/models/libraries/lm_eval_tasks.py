@@ -20,6 +20,7 @@ import torch
 from lit_efficient.errors import ConfigurationError, check_installed, check_list, check_number, listed
 from lit_efficient.models.probes.modes import evaluating
 
+_DRAWS = 100_000  # lm-eval's default for standard errors
 _NAME = re.compile(r"^task:\s*[\"']?([^\s\"'#]+)", re.MULTILINE)
 
 
@@ -57,7 +58,7 @@ class Harness:
             raise ConfigurationError(f"{owner}: include_path: there is no folder {self.include_path}")
         check_installed(owner, "lm_eval")
 
-    def run(self, owner: str, network: Any, tokenizer: Any) -> dict[str, Any]:
+    def run(self, owner: str, network: Any, tokenizer: Any, errors: bool = True) -> dict[str, Any]:
         """Return the results of lm-eval for a network.
 
         The network keeps its mode, and the random states of the process do not change.
@@ -66,6 +67,7 @@ class Harness:
             owner: Class or command, for messages.
             network: Causal language model of transformers.
             tokenizer: Its tokenizer, of transformers or the tokenizers library.
+            errors: Compute standard errors, too.
 
         Raises:
             ConfigurationError: If a task is unknown, its data cannot be read, or the network is not of transformers.
@@ -92,7 +94,7 @@ class Harness:
                     apply_chat_template=self.chat,
                     task_manager=manager,
                     log_samples=False,
-                    bootstrap_iters=0,
+                    bootstrap_iters=_DRAWS if errors else 0,
                 )
             except (OSError, ValueError, KeyError) as error:
                 raise ConfigurationError(f"{owner}: lm-eval cannot run the tasks: {_first_line(error)}") from error
