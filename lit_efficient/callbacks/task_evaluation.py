@@ -74,7 +74,10 @@ class TaskEvaluation(AskedEarly, Callback):
                 )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check the tasks and the network before the first step."""
         self._last = trainer.global_step
+        network: Any = pl_module.network
+        self._harness.prepared("TaskEvaluation", network)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

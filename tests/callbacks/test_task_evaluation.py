@@ -14,11 +14,12 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from lit_efficient import CausalLMConfig, LanguageModeling, LoRA, TaskEvaluation
+from lit_efficient import CausalLMConfig, GPTConfig, LanguageModeling, LoRA, TaskEvaluation
 from lit_efficient.__main__ import main
 from lit_efficient.data.text.chat_tokenizer import pack_tokenizer
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.export.adapters import export_checkpoint
+from lit_efficient.models.libraries.lm_eval_tasks import Harness
 from tests.data.text.model_tokenizers import make
 from tests.support import QUIET, assert_equal
 
@@ -159,11 +160,17 @@ def test_wrong_arguments_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.filterwarnings("ignore")
 def test_an_unknown_task_and_another_network_are_named(task: Path, tmp_path: Path) -> None:
-    callback = TaskEvaluation(["sum"], include_path=str(task.parent), every_n_steps=1)
+    callback = TaskEvaluation(
+        ["sum"], include_path=str(task.parent), every_n_steps=100
+    )  # checked before the first step
     with pytest.raises(ConfigurationError, match=r"lm-eval has no task 'sum'; similar: "):
         fitted(tmp_path, callback)
     with pytest.raises(ConfigurationError, match=r"there is no file .*nowhere.yaml"):
         fitted(tmp_path, TaskEvaluation([str(task.with_name("nowhere.yaml"))], every_n_steps=1))
     callback = TaskEvaluation([str(task)])
+    own = LanguageModeling(GPTConfig(32, dim=16, depth=1, num_heads=2, max_length=16))
+    own.configure_model()
+    with pytest.raises(ConfigurationError, match="lm-eval runs causal models of transformers, and this is a GPT"):
+        Harness([str(task)]).prepared("TaskEvaluation", own.network)
     with pytest.raises(ConfigurationError, match="LightningModule has no network"):
         callback.refuse(None, L.LightningModule())  # type: ignore[arg-type]

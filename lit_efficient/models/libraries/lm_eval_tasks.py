@@ -74,15 +74,11 @@ class Harness:
         """
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
-        from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+        from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-        if not isinstance(network, PreTrainedModel):
-            raise ConfigurationError(
-                f"{owner}: lm-eval runs causal models of transformers, and this is a {type(network).__name__}"
-            )
+        manager, tasks = self.prepared(owner, network)
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-        manager, tasks = self._found(owner)
         with evaluating(network), _random_states():
             model = HFLM(pretrained=network, tokenizer=tokenizer, batch_size=self.batch_size)
             try:
@@ -101,10 +97,19 @@ class Harness:
         assert found is not None  # only processes after the first get nothing, and each of ours is a first one
         return found
 
-    def _found(self, owner: str) -> tuple[Any, list[str]]:
-        """Return lm-eval's manager of tasks and the names of the tasks. The folder of a YAML file is searched, too."""
-        from lm_eval.tasks import TaskManager
+    def prepared(self, owner: str, network: Any) -> tuple[Any, list[str]]:
+        """Return lm-eval's manager of tasks and the names of the tasks. The folder of a YAML file is searched, too.
 
+        Raises:
+            ConfigurationError: If a task is unknown, or the network is not of transformers.
+        """
+        from lm_eval.tasks import TaskManager
+        from transformers import PreTrainedModel
+
+        if not isinstance(network, PreTrainedModel):
+            raise ConfigurationError(
+                f"{owner}: lm-eval runs causal models of transformers, and this is a {type(network).__name__}"
+            )
         folders = [] if self.include_path is None else [str(Path(self.include_path).expanduser())]
         names: list[str] = []
         for task in self.tasks:
