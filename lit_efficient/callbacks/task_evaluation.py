@@ -9,13 +9,13 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lit_efficient.errors import ConfigurationError, check_number
+from lit_efficient.errors import ChecksTypes, ConfigurationError, check_installed, check_number
 from lit_efficient.internals.lightning_trainer import AskedEarly
 from lit_efficient.models.libraries.lm_eval_tasks import Harness, figures
 from lit_efficient.traits import Trait
 
 
-class TaskEvaluation(AskedEarly, Callback):
+class TaskEvaluation(ChecksTypes, AskedEarly, Callback):
     """Run tasks of lm-eval on the network, and log their metrics as ``eval/TASK/METRIC``.
 
     Callbacks such as ``ModelCheckpoint`` can monitor those of a validation.
@@ -35,7 +35,7 @@ class TaskEvaluation(AskedEarly, Callback):
         chat: Format questions by the tokenizer's chat template.
 
     Raises:
-        ConfigurationError: For an argument out of range, an unknown task or another kind of network.
+        ConfigurationError: For an argument out of range, an unknown task, another kind of network, or without lm-eval.
     """
 
     traits = frozenset({Trait.ACTS_AT_VALIDATION, Trait.LEAVES_TRACES})
@@ -65,7 +65,8 @@ class TaskEvaluation(AskedEarly, Callback):
         self._last = 0  # step of the last evaluation
 
     def refuse(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise an error if the module has no network and tokenizer."""
+        """Raise an error without lm-eval, or if the module has no network and tokenizer."""
+        check_installed("TaskEvaluation", "lm_eval")
         for name in ("network", "tokenizer"):
             if not hasattr(type(pl_module), name) and not hasattr(pl_module, name):
                 raise ConfigurationError(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lit_efficient.commands.prompts import add_model_options, default_device, load_model
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_installed
 
 
 def run(argv: Sequence[str]) -> int:
@@ -45,6 +45,7 @@ def run(argv: Sequence[str]) -> int:
     names = ("tasks", "include_path", "limit", "num_fewshot", "batch_size", "chat")
     harness = Harness(**{name: getattr(arguments, name) for name in names})
     harness.check("evaluate")
+    check_installed("evaluate", "lm_eval")
     if arguments.output is not None and not Path(arguments.output).absolute().parent.is_dir():
         raise ConfigurationError(f"evaluate: --output: there is no folder for {arguments.output}")
     if arguments.ckpt is not None:

@@ -154,8 +154,9 @@ def test_wrong_arguments_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             TaskEvaluation(**arguments)
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "lm_eval" else found(name))
+    callback = TaskEvaluation(["arc_easy"])
     with pytest.raises(ConfigurationError, match="TaskEvaluation needs lm_eval: pip install"):
-        TaskEvaluation(["arc_easy"])
+        callback.refuse(None, module())  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("ignore")

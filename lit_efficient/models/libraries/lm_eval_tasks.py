@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lit_efficient.errors import ConfigurationError, check_installed, check_list, check_number, listed
+from lit_efficient.errors import ConfigurationError, check_list, check_number, listed
 from lit_efficient.models.probes.modes import evaluating
 
 _DRAWS = 100_000  # lm-eval's default for standard errors
@@ -35,9 +35,6 @@ class Harness:
         num_fewshot: Number of examples before each question; None takes that of the task.
         batch_size: Number of rows in a batch.
         chat: Format questions by the tokenizer's chat template.
-
-    Raises:
-        ConfigurationError: For an argument out of range, or without lm-eval.
     """
 
     tasks: Sequence[str]
@@ -48,7 +45,7 @@ class Harness:
     chat: bool = False
 
     def check(self, owner: str) -> None:
-        """Check the arguments. ``owner`` is the class or command that takes them."""
+        """Raise ConfigurationError for an argument out of range. ``owner`` is the class or command that takes them."""
         check_list(owner, "tasks", self.tasks, "a list of at least one task")
         check_number(owner, "batch_size", self.batch_size, least=1, whole=True)
         for name, least in (("limit", 1), ("num_fewshot", 0)):
@@ -56,7 +53,6 @@ class Harness:
                 check_number(owner, name, getattr(self, name), least=least, whole=True)
         if self.include_path is not None and not Path(self.include_path).expanduser().is_dir():
             raise ConfigurationError(f"{owner}: include_path: there is no folder {self.include_path}")
-        check_installed(owner, "lm_eval")
 
     def run(self, owner: str, network: Any, tokenizer: Any, errors: bool = True) -> dict[str, Any]:
         """Return the results of lm-eval for a network.
