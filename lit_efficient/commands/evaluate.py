@@ -57,7 +57,9 @@ def run(argv: Sequence[str]) -> int:
     found = harness.run("evaluate", model.network, model.tokenizer)
     print(table(found))
     if arguments.output is not None:
-        kept = {key: found[key] for key in ("results", "groups", "n-samples", "versions") if key in found}
-        written: dict[str, object] = {**about, "metrics": figures(found), **kept}
+        written: dict[str, object] = {**about, "metrics": figures(found)}
+        for key in ("results", "groups", "n-samples", "versions"):
+            if key in found:
+                written[key] = found[key]
         Path(arguments.output).write_text(json.dumps(written, indent=2, default=str) + "\n", "utf-8")
     return 0
