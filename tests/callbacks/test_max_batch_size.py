@@ -115,12 +115,19 @@ class _Sample:
     about: dict[str, Any]
 
 
+@dataclasses.dataclass(slots=True)
+class _Slots:
+    tokens: torch.Tensor
+    words: set[str]
+
+
 def test_the_bytes_of_a_sample_are_those_of_all_that_it_holds() -> None:
     row = torch.zeros(100, dtype=torch.int64)
     samples: list[Any] = [{"a": row}, [row], (row,), _OwnList([row]), OrderedDict(a=row), UserDict(a=row)]
     assert [sample_bytes(sample) for sample in samples] == [800] * 6
     assert sample_bytes(_OwnList([(row.numpy(), _OwnList([row]))])) == 1600
     assert sample_bytes(_Sample(row, {"text": "abcd"})) == 804
+    assert sample_bytes(_Slots(row, {"abcd"})) == 804
 
 
 def test_the_meter_counts_live_bytes_and_stops_in_the_middle_of_a_step() -> None:

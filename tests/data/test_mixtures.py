@@ -120,6 +120,14 @@ def test_a_source_that_is_cut_is_read_as_a_whole_over_epochs(tmp_path: Path) -> 
     assert len({text for texts in epochs for text in texts}) == 60
 
 
+def test_an_epoch_has_the_items_that_the_length_names() -> None:
+    """Of 2.5 items, as of every half, one side must not round up where the other rounds down."""
+    for size in range(1, 41, 2):
+        for passes in (0.3, 0.5, 0.7, 1.1, 2.3, 7.9):
+            sampler = MixtureSampler([size, 10], [passes, 1.0], num_replicas=1, rank=0)
+            assert len(list(sampler)) == len(sampler)
+
+
 def test_ranks_share_an_epoch() -> None:
     whole = list(MixtureSampler([10, 4], [1.0, 2.5], seed=3, num_replicas=1, rank=0))
     parts = [list(MixtureSampler([10, 4], [1.0, 2.5], 3, num_replicas=2, rank=rank)) for rank in range(2)]

@@ -106,7 +106,7 @@ class LanguageMixture:
         weights = np.empty((points, len(sources)))
         for column, (source, size) in enumerate(zip(sources, sizes)):
             weights[:, column] = size if source.weight is None else source.weight
-        powers = (weights / weights.max()) ** (1 / self.temperature)
+        powers = (weights / weights.max(axis=1, keepdims=True)) ** (1 / self.temperature)
         return powers / powers.sum(axis=1, keepdims=True)
 
     def passes(self, sources: Sequence[MixtureSource], sizes: Sequence[float]) -> np.ndarray:

@@ -63,9 +63,9 @@ class MixtureSampler(ResumableSampler):
 
     def counts(self, epoch: int) -> list[int]:
         """Return the number of items of each source in an epoch."""
-        wanted = self._progress(epoch)[-1] * self.sizes
         if len(self.passes) == 1:
-            return _rounded(wanted)
+            return _rounded(self.passes[0] * self.sizes)  # the integral would round another way
+        wanted = self._progress(epoch)[-1] * self.sizes
         counts = _rounded(wanted * self.total / wanted.sum())
         # What rounding has added or lost is least at the largest source.
         counts[int(np.argmax(counts))] += self.total - sum(counts)

@@ -8,7 +8,7 @@ Where samples differ in length, a random batch says nothing about the largest me
 import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -34,13 +34,13 @@ def _leaf_bytes(leaf: object) -> int:
         return leaf.nbytes
     if isinstance(leaf, str | bytes):
         return len(leaf)
-    # Containers that torch's trees do not look into: subclasses of lists and dicts, and data classes.
+    # Containers that torch's trees do not look into: subclasses of lists and dicts, sets, and data classes.
     if isinstance(leaf, Mapping):
         return sum(sample_bytes(part) for part in leaf.values())
-    if isinstance(leaf, list | tuple):
+    if isinstance(leaf, Sequence | Set):
         return sum(sample_bytes(part) for part in leaf)
     if dataclasses.is_dataclass(leaf):
-        return sum(sample_bytes(part) for part in vars(leaf).values())
+        return sum(sample_bytes(getattr(leaf, field.name, None)) for field in dataclasses.fields(leaf))
     size = getattr(leaf, "size", None)  # a picture's width and height
     if isinstance(size, tuple) and all(isinstance(side, int) for side in size):
         return int(np.prod(size))
