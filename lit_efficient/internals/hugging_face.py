@@ -261,6 +261,20 @@ def gguf_header(path: str) -> tuple[dict[str, Any], tuple[str, ...]]:
     return read_gguf_metadata(str(Path(path).expanduser()))
 
 
+def gguf_places(model: Any, architecture: str) -> dict[str, str]:
+    """Return the names of a model's weights by their names in a GGUF file; none for a model that is read another way.
+
+    ``modeling_gguf_pytorch_utils.get_gguf_hf_weights_map``.
+    """
+    from transformers import modeling_gguf_pytorch_utils as reading
+    from transformers.integrations.gguf.gguf_config_mapping import GGUF_CONFIG_ARCHS
+
+    if architecture in GGUF_CONFIG_ARCHS:
+        return {}
+    processor = reading.TENSOR_PROCESSORS.get(architecture, reading.TensorProcessor)(config=model.config.to_dict())
+    return dict(reading.get_gguf_hf_weights_map(model, processor))
+
+
 def gguf_splits() -> dict[str, str]:
     """Return regular expressions by which transformers splits texts, by the name of a GGUF file's pre-tokenizer.
 

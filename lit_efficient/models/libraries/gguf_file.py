@@ -1,7 +1,8 @@
 """GGUF files of llama.cpp in the place of a model's folder. transformers turns the weights into floats.
 
-transformers does not read all that a file says. `stored_config` adds the size of heads, biases and two kinds of scaled
-rotary positions, and refuses a file whose further scaling would be ignored. `read_tokenizer` adds a way of splitting
+transformers does not read all that a file says. `stored_config` adds the size of heads, biases, bounds of logits, the
+scale of Gemma's queries and two kinds of scaled rotary positions, and refuses a file whose further scaling would be
+ignored. `read_model` warns about weights that the model has no place for. `read_tokenizer` adds a way of splitting
 texts before tokens are merged, and warns about ways that transformers replaces by that of GPT-2.
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
@@ -14,11 +15,13 @@ from typing import Any
 
 from lit_efficient.errors import ConfigurationError, check_installed
 from lit_efficient.files.sums import check_sums
-from lit_efficient.internals.hugging_face import bars_on_terminals, gguf_header, gguf_splits
+from lit_efficient.internals.hugging_face import bars_on_terminals, gguf_header, gguf_places, gguf_splits
 
 # Pre-tokenizers that split off each digit and then split as GPT-2 does.
 DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 _AS_GPT2 = ("default", "gpt-2", "gpt2", "phi-2", "jina-es", "jina-de", "mpt", "olmo", "jais", "roberta-bpe", "trillion")
+# Numbers of blocks of the models whose queries llama.cpp scales by hidden size / heads, not by the size of heads (27B).
+_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
 _SCALED = ("rope_freqs.weight", "rope_factors_long.weight")  # tensors with a factor for each rotary frequency
 
 
@@ -59,8 +62,12 @@ def stored_config(name: str, fields: Iterable[str] = ()) -> dict[str, Any]:
     stored, _ = PretrainedConfig.get_config_dict(**located(name))
     stored = {key: value for key, value in stored.items() if not key.startswith("_")}  # drops the name of another model
     header, tensors = gguf_header(name)
-    known = getattr(CONFIG_MAPPING[stored["model_type"]], "__dataclass_fields__", {})
+    kind = CONFIG_MAPPING[stored["model_type"]]
+    known = getattr(kind, "__dataclass_fields__", {})
     found = _from_header(header, tensors)
+    usual = getattr(kind(), "rope_parameters", None) or {}
+    if "rope_parameters" in found and "full_attention" in usual:  # layers with a window have positions of their own
+        found["rope_parameters"] = usual | {"full_attention": found["rope_parameters"]}
     scaled = [tensor for tensor in tensors if tensor in _SCALED]
     if scaled and not {"rope_parameters", "rope_scaling"} & {*fields}:
         raise ConfigurationError(
@@ -81,6 +88,15 @@ def _from_header(header: Mapping[str, Any], tensors: tuple[str, ...]) -> dict[st
         found["head_dim"] = header[f"{kind}.attention.key_length"]
     if f"{kind}.expert_feed_forward_length" in header:
         found["moe_intermediate_size"] = header[f"{kind}.expert_feed_forward_length"]
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if f"{kind}.{name}" in header:
+            found[name] = header[f"{kind}.{name}"]
+    if kind in _BY_WIDTH and "head_dim" in found:
+        found["query_pre_attn_scalar"] = found["head_dim"]
+        if header[f"{kind}.block_count"] == _BY_WIDTH[kind]:
+            found["query_pre_attn_scalar"] = (
+                header[f"{kind}.embedding_length"] // header[f"{kind}.attention.head_count"]
+            )
     scaling = f"{kind}.rope.scaling"
     if header.get(f"{scaling}.type") in ("linear", "yarn"):
         rope = {"rope_type": header[f"{scaling}.type"], "factor": header[f"{scaling}.factor"]}
@@ -110,9 +126,24 @@ def read_model(kind: Any, name: str, **options: Any) -> Any:
     if info["missing_keys"]:
         lost = sorted(info["missing_keys"])
         raise ConfigurationError(f"{name} lacks {len(lost)} weights of {type(model).__name__}, first {lost[0]!r}")
+    _warn_of_unread(model, name)
     model.hf_quantizer.remove_quantization_config(model)  # the weights are floats, and are saved as such
     model.config.name_or_path = model.name_or_path = name
     return model
+
+
+def _warn_of_unread(model: Any, name: str) -> None:
+    """Warn about weights of a file that transformers leaves out, because the model has no place for them."""
+    header, tensors = gguf_header(name)
+    places = gguf_places(model, header["general.architecture"])
+    # The experts of a layer are one tensor in the file and several in the model.
+    unread = [one for one in tensors if one not in places and one not in _SCALED and "_exps." not in one]
+    if places and unread:
+        warnings.warn(
+            f"{name}: {len(unread)} weights of this file are not used, because {type(model).__name__} of transformers "
+            f"has no place for them (first {unread[0]!r}), so the model may compute other logits than llama.cpp",
+            stacklevel=2,
+        )
 
 
 def read_tokenizer(name: str, **options: Any) -> Any:

@@ -39,12 +39,24 @@ def model(**fields: Any) -> Any:
     return made
 
 
+def gemma(**fields: Any) -> Any:
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": len(make("smollm2")), "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 6}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12, "query_pre_attn_scalar": 12}
+    fields = heads | {"sliding_window": 16, "max_position_embeddings": 64} | fields
+    return Gemma3ForCausalLM(Gemma3TextConfig(**sizes, **fields)).eval()
+
+
 def write(path: Path, network: Any, **keys: Any) -> str:
     """Write a network as llama.cpp would, in float32, with the tokenizer of SmolLM2. ``None`` leaves a tensor out."""
     import gguf
 
     config = network.config
-    writer = gguf.GGUFWriter(str(path), "llama")
+    kind = "gemma3" if config.model_type == "gemma3_text" else "llama"
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer = gguf.GGUFWriter(str(path), kind)
     writer.add_name("another name")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -54,11 +66,14 @@ def write(path: Path, network: Any, **keys: Any) -> str:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    if config.rope_parameters["rope_type"] == "yarn":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
-        writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] != "default":
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if kind == "gemma3":
+        writer.add_sliding_window(config.sliding_window)
     tokenizer = make("smollm2")
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(keys.get("pre", "smollm"))
@@ -70,11 +85,14 @@ def write(path: Path, network: Any, **keys: Any) -> str:
     writer.add_bos_token_id(tokenizer.bos_token_id)
     writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_chat_template(tokenizer.chat_template)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    arch = gguf.MODEL_ARCH.GEMMA3 if kind == "gemma3" else gguf.MODEL_ARCH.LLAMA
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for name, tensor in network.state_dict().items():
         if name == keys.get("without") or (name == "lm_head.weight" and config.tie_word_embeddings):
             continue
-        if ".q_proj." in name or ".k_proj." in name:  # halves of a head's rows become even and odd rows
+        if kind == "gemma3":
+            stored = tensor + 1 if name.endswith("norm.weight") else tensor
+        elif ".q_proj." in name or ".k_proj." in name:  # halves of a head's rows become even and odd rows
             heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
             stored = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         else:
@@ -116,6 +134,29 @@ def test_the_model_computes_what_the_file_holds(case: str, tmp_path: Path) -> No
     assert built.config.tie_word_embeddings == network.config.tie_word_embeddings
     assert built.config.name_or_path == path
     built.save_pretrained(tmp_path / "saved")  # which transformers refuses for its own model of a GGUF file
+
+
+LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+LOCAL = {"rope_type": "default", "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": LOCAL}}], ids=["plain", "scaled"]
+)
+def test_layers_with_a_window_keep_their_positions(fields: dict[str, Any], tmp_path: Path) -> None:
+    """Gemma 3 scales the positions of layers without a window only, and queries by the size of heads."""
+    pytest.importorskip("gguf")
+    network = gemma(**fields)
+    built: Any = build(CausalLMConfig(write(tmp_path / "model.gguf", network)))
+    torch.testing.assert_close(logits(built), logits(network), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("extra", ["blk.0.attn_q_norm.weight", "blk.1.attn_output.bias", "output.bias"])
+def test_weights_without_a_place_in_the_model_are_named(extra: str, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    path = write(tmp_path / "model.gguf", model(), extra=extra)
+    with pytest.warns(UserWarning, match=f"1 weights of this file are not used.*'{extra}'"):
+        build(CausalLMConfig(path))
 
 
 def test_the_tokenizer_gives_the_ids_of_the_original(tmp_path: Path) -> None:
