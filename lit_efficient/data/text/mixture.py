@@ -80,6 +80,7 @@ class LanguageMixture:
         stop: End of an epoch. ``all_exhausted``: every row is read at least once, and small sources are repeated.
             ``first_exhausted``: no row is read twice, and large sources are cut; each epoch takes other rows of them.
             A stream does not end: there the sources start again, each on its own, or all of them with the first.
+            With a schedule both hold for the mean over it: a source is repeated while its weight is large.
         epochs: Epochs from the first to the last weight of a schedule. Afterwards the last weight holds. It may be
             a part of an epoch, such as 0.5.
     """
