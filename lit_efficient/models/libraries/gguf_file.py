@@ -22,7 +22,8 @@ DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "
 _AS_GPT2 = ("default", "gpt-2", "gpt2", "phi-2", "jina-es", "jina-de", "mpt", "olmo", "jais", "roberta-bpe", "trillion")
 # Numbers of blocks of the models whose queries llama.cpp scales by hidden size / heads, not by the size of heads (27B).
 _BY_WIDTH = {"gemma2": 46, "gemma3": 62}
-_SCALED = ("rope_freqs.weight", "rope_factors_long.weight")  # tensors with a factor for each rotary frequency
+# Tensors with a factor for each rotary frequency.
+_SCALED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 def is_gguf(name: object) -> bool:
@@ -136,8 +137,10 @@ def _warn_of_unread(model: Any, name: str) -> None:
     """Warn about weights of a file that transformers leaves out, because the model has no place for them."""
     header, tensors = gguf_header(name)
     places = gguf_places(model, header["general.architecture"])
-    # The experts of a layer are one tensor in the file and several in the model.
-    unread = [one for one in tensors if one not in places and one not in _SCALED and "_exps." not in one]
+    # The experts of a layer are one tensor in the file and several in the model. Rotary frequencies are no weights.
+    elsewhere = ("_exps.", "attn_rot_embd.")
+    unread = [one for one in tensors if one not in places and one not in _SCALED]
+    unread = [one for one in unread if not any(part in one for part in elsewhere)]
     if places and unread:
         warnings.warn(
             f"{name}: {len(unread)} weights of this file are not used, because {type(model).__name__} of transformers "
