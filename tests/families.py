@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader
 
 from lit_efficient import CausalLMConfig, ConfigurationError, LanguageModeling, LitEfficientError, LoRA, QuantizeBase
 from lit_efficient.commands import export
-from lit_efficient.data.text.chat_tokenizer import train_chat_tokenizer
 from lit_efficient.mechanisms.documents import DocumentRows
 from lit_efficient.mechanisms.trials.steps import quiet
+from tests.data.text.model_tokenizers import make
 from tests.models.libraries.small_families import small_network
 from tests.support import QUIET
 
@@ -65,7 +65,7 @@ FAMILIES = {
     "stablelm": "StableLM",
     "starcoder2": "StarCoder 2",
 }
-COLUMNS = ("packing", "LoRA", "QLoRA", "merged", "peft")
+COLUMNS = ("packing", "LoRA", "QLoRA", "merged", "peft", "gguf")
 LENGTH = 24
 SPLIT = 10
 
@@ -76,7 +76,7 @@ class _Try:
     def __init__(self, family: str, folder: Path) -> None:
         self.folder = folder
         self.base = folder / "base"
-        tokenizer = train_chat_tokenizer(["def f(x):\n    return x + 1\n"], 300)
+        tokenizer = make("smollm2")  # llama.cpp knows the tokenizers of released models only
         network: Any = small_network(family, vocab_size=len(tokenizer))
         for parameter in network.parameters():
             if parameter.ndim > 1:  # initial weights of this width mix next to nothing
@@ -125,6 +125,10 @@ class _Try:
             raise ConfigurationError(f"PEFT refuses the exported folder: {said}") from error
         self._same(model)
 
+    def gguf(self) -> None:
+        """Only write the file: tests/export/test_gguf.py reads such files, for sizes that transformers reads."""
+        assert list(self._export("gguf").glob("*.gguf"))
+
     def _fit(self, name: str, *techniques: Any) -> None:
         task = LanguageModeling(CausalLMConfig(str(self.base)), learning_rate=0.05, warmup_steps=0)
         rows = [{"input_ids": row, "labels": row} for row in self.ids]
@@ -157,7 +161,7 @@ def results(family: str) -> dict[str, str]:
         warnings.simplefilter("ignore")
         tries = _Try(family, Path(folder))
         found = {column: _refusal(getattr(tries, column.lower())) for column in COLUMNS}
-    for column in ("merged", "peft"):
+    for column in ("merged", "peft", "gguf"):
         if found["LoRA"]:
             found[column] = "LoRA is refused"
     return found

@@ -9,6 +9,7 @@ it: loss, gradients, optimizers, checkpoints.
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -389,7 +390,8 @@ def configured_at(configured: object, *keys: str) -> list[Any]:
         if isinstance(item, Mapping):
             stack.extend(item.get(key) for key in keys)
         elif isinstance(item, list | tuple):
-            stack += reversed(item)
+            # A slice, because a list of an iterable asks for its length, which it may not know.
+            stack += [*islice(item, None)][::-1]
         elif item is not None:
             found.setdefault(id(item), item)
     return list(found.values())

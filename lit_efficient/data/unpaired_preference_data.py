@@ -24,7 +24,7 @@ from lit_efficient.data.text.document_store import Documents
 from lit_efficient.data.text.reading import JudgedReader
 from lit_efficient.data.text.rows import STDLIB_JUDGED, Source
 from lit_efficient.data.text.truncation import Counts, cut
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.files.cache import map_numbers
 from lit_efficient.losses.next_token import IGNORE
 from lit_efficient.mechanisms.order.keyed_batch_sampler import loading, no_loaders
@@ -125,10 +125,8 @@ class UnpairedPreferenceData(ChatDataModule):
             pin_memory=pin_memory,
         )
         if batch_size < 2:
-            raise ConfigurationError(
-                "UnpairedPreferenceData: batch_size must be at least 2, because the divergence is estimated from "
-                f"answers to other prompts of the batch; got {batch_size}"
-            )
+            allowed = "at least 2, because the divergence is estimated from answers to other prompts of the batch"
+            raise refusal("UnpairedPreferenceData", "batch_size", allowed, batch_size)
         self.train_rows: JudgedRows | None = None
         self.val_rows: JudgedRows | None = None
 

@@ -45,7 +45,7 @@ from lit_efficient.mechanisms.router_balance import unasked
 from lit_efficient.models.generation.batched import arguments_of, longest_row, usual_tokens
 from lit_efficient.models.networks.document_attention import causal_throughout, document_starts, read_starts
 from lit_efficient.models.networks.gpt import GPT
-from lit_efficient.models.probes.choices import ChoicesByPlace, WithoutDropout
+from lit_efficient.models.probes.choices import ChoicesByPlace, without_dropout
 from lit_efficient.models.probes.dependence import Lookups, gradient_difference, lookup_difference, lookups
 from lit_efficient.models.probes.modes import evaluating, whole_precision, whole_weights
 from lit_efficient.models.probes.noise import (
@@ -430,7 +430,7 @@ class _Probe:
         if self.blind:
             return False
         length = min(length, longest_row(self.network))
-        with ChoicesByPlace(), WithoutDropout():
+        with ChoicesByPlace(), without_dropout():
             for state in ([], self.noise):
                 if self._gradients_differ(way, length, state):
                     return True

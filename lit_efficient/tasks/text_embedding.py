@@ -120,10 +120,8 @@ class TextEmbedding(TextTask):
         inputs = self._inputs(batch)
         ids = inputs["input_ids"]
         if ids.ndim != 3 or ids.shape[1] < 2:
-            raise ConfigurationError(
-                f"TextEmbedding: input_ids must be [B, 2 + n, T], got {list(ids.shape)}. EmbeddingData makes such "
-                "batches"
-            )
+            allowed = "of the shape [B, 2 + n, T], as EmbeddingData makes it"
+            raise refusal("TextEmbedding", "input_ids", allowed, list(ids.shape))
         found = self(**{name: value.flatten(0, 1) for name, value in inputs.items()})
         return found.view(*ids.shape[:2], -1)
 

@@ -106,7 +106,7 @@ def test_transformers_loads_the_merged_model(tie: bool, tmp_path: Path) -> None:
 
 
 QUANTIZED: dict[str, tuple[Any, dict[str, Any]]] = {
-    "nf4": (QuantizeBase("nf4"), {}),
+    "nf4": (QuantizeBase("nf4", double_quant=False), {}),
     "int4": (QuantizeBase("int4", group_size=8), {"variant": "qalora"}),
     "int4_lora": (QuantizeBase("int4", group_size=8), {"targets": ["q_proj"]}),
 }

@@ -138,7 +138,7 @@ def test_a_quantised_base_is_exported_as_the_floats_that_it_stands_for(beside: b
     arguments = {"text": CLIP, "backbone": of(CONDITIONED)} if beside else {"backbone": replace(DIT, width=32)}
     module = made(**V, **arguments)
     adapters = LoRA(rank=2, alpha=8, save_base=True, **({"targets": ["to_q", "to_k", "to_v"]} if beside else {}))
-    techniques = QuantizeBase("nf4"), adapters
+    techniques = QuantizeBase("nf4", double_quant=False), adapters
     path = trained(tmp_path / "run.ckpt", module, *techniques)
     folder = exported(path, "out", *(["--lora", "diffusers"] if beside else []))
     if not beside:

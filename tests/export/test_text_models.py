@@ -46,7 +46,8 @@ def test_outputs_are_those_of_transformers_on_texts(
     data = LabelledTextData(
         train=source, val=source, tokenizer=base, labels=labels, batch_size=6, max_length=32, cache_dir=str(tmp_path)
     )
-    task = TextLabelling(CausalLMConfig(base), labels, learning_rate=1e-2, warmup_steps=0)
+    # With a higher rate the rectifier of DistilBERT's head is 0 for every text.
+    task = TextLabelling(CausalLMConfig(base), labels, learning_rate=1e-3, warmup_steps=0)
     callbacks: Any = [LoRA(rank=2, modules_to_save=_heads(family, labels))] if adapters else []
     run = Trainer(callbacks=callbacks, **{**QUIET, "max_steps": 6, "max_epochs": -1})
     run.fit(task, datamodule=data)

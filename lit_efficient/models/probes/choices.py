@@ -8,15 +8,18 @@ token chooses others as soon as its document lies elsewhere in a row, whatever t
 for all tokens, so the choice of an expert does not change. Masked scores keep their values.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from lit_efficient.internals.torch_dispatch import TorchDispatchMode, compared_axis
+from lit_efficient.internals.wraps import temporarily
 
+_DROPOUT_P = 4  # position of the argument in scaled_dot_product_attention
 _MASKED = 9e3  # magnitude from which a score is a mask: -1e4, minus infinity, or the lowest number of a type
 
 
@@ -52,16 +55,24 @@ class ChoicesByPlace(TorchDispatchMode):
         return values, indices
 
 
-class WithoutDropout(TorchFunctionMode):
-    """Mode in which dropout keeps everything, so that a network in training mode can be compared with itself."""
+@contextmanager
+def without_dropout() -> Iterator[None]:
+    """Run the body with dropout that keeps everything, so that a network in training mode can be compared with itself.
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        call: Any = function
-        if function is F.scaled_dot_product_attention:
-            if len(args) > 4:
-                return call(*args[:4], 0.0, *args[5:], **kwargs)
-            return call(*args, **kwargs | {"dropout_p": 0.0})
-        if "dropout" in getattr(function, "__name__", "") and args and isinstance(args[0], Tensor):
-            return args[0]
-        return function(*args, **kwargs)
+    The functions are replaced: torch leaves a `TorchFunctionMode` during a backward pass, in which blocks with
+    activation checkpointing run again.
+    """
+    attend = F.scaled_dot_product_attention
+
+    def attend_all(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > _DROPOUT_P:
+            return attend(*args[:_DROPOUT_P], 0.0, *args[_DROPOUT_P + 1 :], **kwargs)
+        return attend(*args, **kwargs | {"dropout_p": 0.0})
+
+    kept = {name: _keep for name in dir(F) if "dropout" in name and not name.startswith("_")}
+    with temporarily(F, **kept, scaled_dot_product_attention=attend_all), temporarily(torch, dropout=_keep):
+        yield
+
+
+def _keep(input: Tensor, *_: Any, **__: Any) -> Tensor:
+    return input

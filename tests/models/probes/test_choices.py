@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
-from lit_efficient.models.probes.choices import ChoicesByPlace, WithoutDropout
+from lit_efficient.models.probes.choices import ChoicesByPlace, without_dropout
 
 PLACES = torch.arange(6.0).mul(2.4).sin()
 
@@ -38,7 +39,16 @@ def test_dropout_keeps_everything() -> None:
     x = torch.randn(1, 2, 5, 8)
     layer = torch.nn.Dropout(0.5)
     plain = F.scaled_dot_product_attention(x, x, x)
-    with WithoutDropout():
+    with without_dropout():
         assert torch.equal(layer(x), x)
         assert torch.equal(F.scaled_dot_product_attention(x, x, x, None, 0.5), plain)
         assert torch.equal(F.scaled_dot_product_attention(x, x, x, dropout_p=0.5), plain)
+
+
+def test_dropout_keeps_everything_when_a_block_runs_again_in_the_backward_pass() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    layer = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5))
+    with without_dropout():
+        y = checkpoint(layer, x, use_reentrant=False)
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert torch.allclose(gradient, layer[0].weight.sum(0).expand(4, 8))
