@@ -66,6 +66,12 @@ FAMILIES = {
     "starcoder2": "StarCoder 2",
 }
 COLUMNS = ("packing", "LoRA", "QLoRA", "merged", "peft", "gguf")
+# Fields in which released models differ from the defaults of transformers, for heads of 8.
+RELEASED: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": 8},
+    "gemma3_text": {"query_pre_attn_scalar": 8, "layer_types": ["sliding_attention"] * 2},
+    "qwen3_moe": {"norm_topk_prob": True},
+}
 LENGTH = 24
 SPLIT = 10
 
@@ -78,6 +84,9 @@ class _Try:
         self.base = folder / "base"
         tokenizer = make("smollm2")  # llama.cpp knows the tokenizers of released models only
         network: Any = small_network(family, vocab_size=len(tokenizer))
+        for name, value in RELEASED.get(family, {}).items():
+            setattr(network.config, name, value)
+        network = type(network)(network.config)
         for parameter in network.parameters():
             if parameter.ndim > 1:  # initial weights of this width mix next to nothing
                 nn.init.normal_(parameter, std=0.1)

@@ -62,7 +62,7 @@ def without_dropout() -> Iterator[None]:
     The functions are replaced: torch leaves a `TorchFunctionMode` during a backward pass, in which blocks with
     activation checkpointing run again.
     """
-    attend = F.scaled_dot_product_attention
+    attend: Any = F.scaled_dot_product_attention
 
     def attend_all(*args: Any, **kwargs: Any) -> Any:
         if len(args) > _DROPOUT_P:
