@@ -220,6 +220,17 @@ def test_a_schedule_moves_the_shares_of_a_stream(tmp_path: Path, by: Any, worker
             assert counted[name] / sum(counted.values()) == pytest.approx(share, abs=0.07), (number, name)
 
 
+def test_a_short_schedule_by_tokens_makes_up_for_its_first_buffer(tmp_path: Path) -> None:
+    """The tokens of the first buffer are not known when its rows are chosen, and rows of "c" have more than those of
+    "a"."""
+    stream = LanguageStream(enabled=True, epoch_batches=120, buffer=20)
+    weights = {"a": [2, 1], "b": [1, 1], "c": [1, 2]}
+    data = mixture(tmp_path, weights, mixture={"by": "tokens"}, stream=stream, pack=False)
+    _, tokens = seen(data, data.train_dataloader())
+    for name, share in {"a": 0.375, "b": 0.25, "c": 0.375}.items():
+        assert tokens[name] / sum(tokens.values()) == pytest.approx(share, abs=0.03), name
+
+
 def test_a_schedule_that_ends_within_a_buffer_says_so(tmp_path: Path) -> None:
     stream = LanguageStream(enabled=True, epoch_batches=20, buffer=100)
     data = mixture(tmp_path, FADE, stream=stream, pack=False)

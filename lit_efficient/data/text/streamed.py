@@ -147,16 +147,19 @@ class StreamedRows(IterableDataset[PackedRow]):
         passes = [self._own_rows(source, part, parts) for source in range(sources)]
         rows = np.zeros(sources)
         tokens = np.zeros(sources)
-        start = np.zeros(sources)  # what had been used of each source when the schedule was asked
+        start = np.zeros(sources)  # what should have been used of each source at the beginning of the buffer
+        shares = mixture.shares_at(0)
         yielded = 0  # rows of this worker
         last = 0  # those of the buffer before
         ended: set[int] = set()  # sources that were read to their ends
         for number in count():
             waiting: list[Waiting] = []
             tokenised = rows.copy()
-            shares = mixture.shares_at((yielded + last / 2) * workers)
             if len(mixture.shares) > 1:
-                start = tokens.copy() if mixture.by == "tokens" else rows.copy()
+                used = tokens if mixture.by == "tokens" else rows
+                # What one buffer has used too much or too little of a source, the next one makes up for.
+                start = start + shares * (used.sum() - start.sum())
+                shares = mixture.shares_at((yielded + last / 2) * workers)
             while len(waiting) < self.buffer:
                 used = rows
                 if mixture.by == "tokens":
