@@ -134,10 +134,12 @@ def test_match_parameters_by_their_names_and_by_those_of_what_holds_them() -> No
 
 
 def test_a_shard_is_known_on_parameters_too(tmp_path: Path) -> None:
-    from torch.distributed import destroy_process_group, init_process_group
+    from torch.distributed import destroy_process_group, init_process_group, is_initialized
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
+    if is_initialized():  # by the strategy of an earlier test in this process
+        destroy_process_group()
     init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         shard = distribute_tensor(torch.ones(2, 2), init_device_mesh("cpu", (1,)), [Shard(0)])

@@ -104,7 +104,7 @@ class TextEmbedding(TextTask):
         """Return the embeddings ``[B, D]`` of texts ``[B, T]`` that are padded on the right; none without a mask."""
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
-        output = self._built()(input_ids=input_ids, attention_mask=attention_mask, **further)
+        output = self._call(input_ids, attention_mask, further)
         states = output.last_hidden_state
         if self.pooling == "cls":
             pooled = states[:, 0]

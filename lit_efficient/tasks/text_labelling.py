@@ -146,7 +146,7 @@ class TextLabelling(TextTask):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **further: Tensor) -> Tensor:
         """Return logits ``[B, C]`` or ``[B, T, C]``, or numbers ``[B]``."""
-        output = self._built()(input_ids=input_ids, attention_mask=attention_mask, **further)
+        output = self._call(input_ids, attention_mask, further)
         logits: Tensor = output.logits
         return logits[:, 0] if self.labels == "number" else logits
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError, listed, refusal
 from lit_efficient.internals.lightning_metrics import logs_in_bar
+from lit_efficient.models.generation.batched import arguments_of
 from lit_efficient.models.libraries.causal_lm import DRAWN, CausalLMConfig
 from lit_efficient.tasks.language_modeling import LanguageModeling
 
@@ -60,6 +61,12 @@ class TextTask(LanguageModeling):
     def _needs(self, name: str) -> bool:
         """Return whether the task uses a parameter."""
         return True
+
+    def _call(self, input_ids: Tensor, attention_mask: Tensor | None, further: Mapping[str, Tensor]) -> Any:
+        """Return the output of the network, which is not asked for a cache of keys and values."""
+        network = self._built()
+        cache = {"use_cache": False} if "use_cache" in arguments_of(network) else {}
+        return network(input_ids=input_ids, attention_mask=attention_mask, **cache, **further)
 
     def _inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the inputs of the network in a batch."""

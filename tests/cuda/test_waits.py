@@ -19,7 +19,14 @@ from tests.cuda.meta_device import MetaStrategy
 from tests.data.latents.mds_kit import write_mds
 from tests.support_cli import Parts
 
-TASKS = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name in ("diffusion", "llm", "tasks"))
+# recipe_full is an overlay, and recipe.yaml the config below it. image_text needs a processor and images.
+TASKS = sorted(
+    path
+    for path in CONFIGS.rglob("*.yaml")
+    if path.parent.name in ("diffusion", "llm", "tasks") and path.stem not in ("recipe_full", "image_text")
+)
+# transformers asks of each mask whether there is padding.
+MASKED = ("classification", "embedding")
 TEXT = "def main(reader, writer):\n    return reader.read(writer)\n" * 60
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 TINY |= {"num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 1024}
@@ -37,6 +44,8 @@ SMALLER: dict[str, Any] = {
     "ImageData": {"batch_size": 2},
     "EncodedData": {"folder": "latents", "held_out": 4, "batch_size": 4, "num_workers": 0},
     "Preference": {"start_from": None},
+    "TextEmbedding": {"sizes": [8, 16]},
+    "UnpairedPreference": {"start_from": None},
 }
 LEFT_OUT = {"SampleText", "SampleImages", "ModelCheckpoint", "Compile"}  # act beside training, or take long
 
@@ -105,7 +114,7 @@ def smaller(path: Path) -> dict[str, Any]:
         merge(model, {"model": {"dim": 16, "depth": 2, "num_heads": 2, "max_length": 64}})
     if "config_fields" in model.get("model", {}):
         merge(model, {"model": {"config_fields": TINY}})
-    if path.stem.startswith("llama"):
+    if path.stem.startswith("llama") or path.stem == "recipe":
         merge(model, {"model": {"name_or_path": "runs/llm/base", "dtype": "float32"}})
     if path.stem == "imagenet_int8":
         merge(model, {"backbone": {"init_args": {"width": 16, "depth": 1, "heads": 2}}})
@@ -178,7 +187,7 @@ def test_a_config_waits_once_a_step(path: Path) -> None:
     config = smaller(path)
     parts = config["trainer"].get("callbacks", [])  # nothing is validated here, by which one could stop
     config["trainer"]["callbacks"] = [part for part in parts if part["class_path"] != "EarlyStopping"]
-    check(waits(config))
+    check(waits(config), allowed=1 + (path.stem in MASKED))
 
 
 @pytest.mark.turns(4)

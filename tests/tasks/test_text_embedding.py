@@ -151,5 +151,5 @@ def test_it_learns_and_bad_arguments_are_refused(tmp_path: Path) -> None:
         TextEmbedding(model, sizes=[32]).configure_model()
     with pytest.raises(ConfigurationError, match="temperature must be above 0, got 0"):
         TextEmbedding(model, temperature=0)
-    with pytest.raises(ConfigurationError, match=r"input_ids must be \[B, 2 \+ n, T\], got \[2, 3\]"):
+    with pytest.raises(ConfigurationError, match=r"input_ids must be of the shape .* got \[2, 3\]"):
         task.training_step({"input_ids": torch.ones(2, 3, dtype=torch.long)}, 0)
