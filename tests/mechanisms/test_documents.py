@@ -75,14 +75,15 @@ def network_of(kind: str, **fields: Any) -> Any:
     return network
 
 
-def _task(network: nn.Module) -> LanguageModeling:
+def _task(network: nn.Module) -> Any:
     task = LanguageModeling()
     task.network = network
     return task.eval()
 
 
-def _sums(task: LanguageModeling, ids: Tensor) -> Tensor:
-    return task.predict_step({"input_ids": ids, "labels": ids}, 0) * (ids.shape[1] - 1)
+def _sums(task: Any, ids: Tensor) -> Tensor:
+    losses: Tensor = task.predict_step({"input_ids": ids, "labels": ids}, 0)
+    return losses * (ids.shape[1] - 1)
 
 
 @torch.no_grad()
@@ -601,7 +602,12 @@ def test_processes_are_asked_at_once_whose_packed_rows_come_in_different_steps()
     packed = PACKED | {"attention_mask": torch.ones_like(IDS)}
     network = network_of("opt")
     for answers, batch in zip(asked, (plain, packed)):
-        DocumentRows("Task").arguments(network, batch, lambda yes, answers=answers: answers.append(yes) or yes)
+
+        def ask(yes: bool, answers: list[bool] = answers) -> bool:
+            answers.append(yes)
+            return yes
+
+        DocumentRows("Task").arguments(network, batch, ask)
     assert asked == [[True, False, True, True]] * 2
     rows = DocumentRows("Task")
     network = network_of("mamba")
