@@ -26,7 +26,7 @@ NEEDED: dict[str, Any] = {  # arguments without a default
     "block": 2, "teacher": _teacher(), "student": "net", "layers": {r"blocks\.1": ""}, "num_outputs": 16,
     "init_tokens": [1, 5], "every_n_epochs": 1, "milestones": [1], "max_norm": 1.0, "bound": 1.0,
     "weight_decay": [0.04, 0.4], "optimizer": torch.optim.SGD([torch.zeros(1)]), "total_steps": 10,
-    "end": 65, "steps": 2, "base_width": 8,
+    "end": 65, "steps": 2, "base_width": 8, "tasks": ["arc_easy"],
     "config": {"peft_type": "LORA", "r": 2, "target_modules": "all-linear"},
 }  # fmt: skip
 

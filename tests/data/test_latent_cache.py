@@ -511,7 +511,7 @@ def test_two_processes_share_the_shards_and_write_the_cache_of_one(tmp_path):
     begun = tmp_path / ".broken.building"
     assert {file.name for file in begun.iterdir()} >= {"building.json", "shards"}
     done = {file: file.stat().st_mtime_ns for file in begun.glob("shards/*")}
-    assert len(done) > 3
+    assert done  # how many depends on how far the other thread had come
     source("broken").write_cache(shard_rows=5, batch_size=4)
     assert contents(tmp_path / "broken") == contents(tmp_path / "alone")
     assert all((tmp_path / "broken" / "shards" / file.name).stat().st_mtime_ns == time for file, time in done.items())
