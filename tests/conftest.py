@@ -133,6 +133,31 @@ def _no_seed_left_set() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _nothing_left_in_libraries() -> Iterator[None]:
+    """Fail a test that leaves a process group, and undo Lightning's patches of loaders.
+
+    Lightning patches the constructors of loaders and samplers while it calls ``train_dataloader``, and leaves them
+    patched if that raises. The next test would then get errors from constructors of its own loaders.
+    """
+    yield
+    if "lightning" not in sys.modules:
+        return
+    from lightning_utilities.core.inheritance import get_all_subclasses
+    from torch import distributed
+    from torch.utils.data import BatchSampler, DataLoader
+
+    for base in (DataLoader, BatchSampler):
+        for one in (base, *get_all_subclasses(base)):
+            for name in ("__init__", "__setattr__", "__delattr__"):
+                if f"__old{name}" in vars(one):
+                    setattr(one, name, vars(one)[f"__old{name}"])
+                    delattr(one, f"__old{name}")
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+        pytest.fail("the test leaves a process group")
+
+
+@pytest.fixture(autouse=True)
 def _no_run_left_open() -> Iterator[None]:
     """End the run and the service of W&B, which would continue in the folder of the test that started them."""
     yield

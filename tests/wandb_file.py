@@ -23,6 +23,8 @@ def _payloads(data: bytes) -> Iterator[bytes]:
         length = int.from_bytes(data[place + 4 : place + 6], "little")
         kind = data[place + 6]
         part = data[place + 7 : place + 7 + length]
+        if len(part) < length:  # W&B is still writing it
+            return
         place += 7 + length
         if kind == _FULL:
             yield part
