@@ -6,6 +6,7 @@ The functions work on plain modules and optimizers, without Lightning:
   ``isinstance`` still work, and no key of ``state_dict`` changes.
 * :func:`match_modules` and :func:`match_parameters` select by name, and raise if nothing matches.
 * :func:`become` turns an optimizer into one of another class. Schedulers that refer to it stay valid.
+* :func:`in_autocast_dtype` does to the input of a matrix product what autocast does.
 """
 
 import difflib
@@ -197,6 +198,24 @@ class WideLayer(StaysFloat32, NewLayer):
             return super().forward(x)
         y: Tensor = super().forward(x.to(own))
         return y.to(x.dtype)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype of autocast on a device, or ``None`` if autocast is off."""
+    if not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def in_autocast_dtype(x: Tensor) -> Tensor:
+    """Return ``x`` in the dtype in which autocast computes a matrix product, or ``x`` itself if autocast is off.
+
+    Like autocast, this leaves float64 and integers as they are.
+    """
+    dtype = autocast_dtype(x.device)
+    if dtype is None or x.dtype == torch.float64 or not x.is_floating_point():
+        return x
+    return x.to(dtype)
 
 
 def match_modules(

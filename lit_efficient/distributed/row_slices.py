@@ -22,6 +22,7 @@ from torch import Tensor, distributed
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_attention import attention_part, gradients_of_part, joined
 from lit_efficient.losses.next_token import IGNORE, targets_of
+from lit_efficient.surgery import in_autocast_dtype
 
 ROW_POSITIONS = "row_positions"  # key in a batch of slices: positions of the whole rows, [B, T]
 ROW_AMOUNT = "row_amount"  # key in a batch of slices: amount of work in this process's share of the whole rows
@@ -88,8 +89,9 @@ def gather_rows(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 def attend_slices(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float | None) -> Tensor:
     """Compute `attend_documents` for slices on a CPU, without storing the keys of whole rows or a mask."""
-    if torch.is_autocast_enabled("cpu"):
-        query, key, value = (heads.to(torch.get_autocast_dtype("cpu")) for heads in (query, key, value))
+    query = in_autocast_dtype(query)
+    key = in_autocast_dtype(key)
+    value = in_autocast_dtype(value)
     return _Slices.apply(query, torch.stack((key, value)), starts, scale)
 
 

@@ -25,8 +25,9 @@ from torch import Tensor
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.internals.torch_as_cuda import kind_of
 from lit_efficient.losses import liger_cross_entropy
-from lit_efficient.losses.head_chunks import MatrixHead, ModuleHead, apply_sweep, autocast_dtype, is_expanded
+from lit_efficient.losses.head_chunks import MatrixHead, ModuleHead, apply_sweep, is_expanded
 from lit_efficient.losses.token_weighting import TokenWeighting
+from lit_efficient.surgery import autocast_dtype
 
 _WHO = "chunked_cross_entropy"
 CHUNK_SIZE = 256  # tokens on a CPU, measured by benchmarks/cross_entropy.py

@@ -25,7 +25,8 @@ from torch import Tensor
 from lit_efficient.errors import check_number, refusal
 from lit_efficient.losses.chunked_cross_entropy import computes_ignored
 from lit_efficient.losses.distillation import Divergence, coarse, log_probabilities, shared_vocabulary
-from lit_efficient.losses.head_chunks import ModuleHead, apply_sweep, autocast_dtype, is_expanded
+from lit_efficient.losses.head_chunks import ModuleHead, apply_sweep, is_expanded
+from lit_efficient.surgery import autocast_dtype
 
 CHUNK_SIZE = 128  # tokens: 64 MiB a tensor for a vocabulary of 128k, and about ten such tensors
 

@@ -161,11 +161,6 @@ class ModuleHead:
         return [*self.sums]
 
 
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype of autocast on a device, or ``None`` if autocast is off."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-
-
 def is_expanded(gradient: Tensor) -> bool:
     """Return whether all elements are the same number in memory, as in the gradient of a sum. No value is read."""
     return gradient.numel() <= 1 or not any(gradient.stride())

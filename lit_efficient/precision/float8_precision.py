@@ -35,7 +35,15 @@ from lit_efficient.internals.import_noise import silence_imports
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.mechanisms.adapters.quantized import is_quantized
 from lit_efficient.mechanisms.blocks.block_map import find_blocks
-from lit_efficient.surgery import call_layers, expert_stacks, match_modules, mix_under, name_pattern, unmixed
+from lit_efficient.surgery import (
+    call_layers,
+    expert_stacks,
+    in_autocast_dtype,
+    match_modules,
+    mix_under,
+    name_pattern,
+    unmixed,
+)
 from lit_efficient.technique import PrecisionTechnique
 from lit_efficient.traits import Trait
 
@@ -69,8 +77,7 @@ class _Float8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         from lit_efficient.internals.torchao_float8 import float8_product
 
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = in_autocast_dtype(x)
         y = float8_product(x, self.weight, self.float8_settings)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 

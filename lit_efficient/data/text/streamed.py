@@ -34,6 +34,7 @@ from lit_efficient.data.text.truncation import Counts, Side, cut, facts
 from lit_efficient.distributed.ranks import place_among_ranks
 from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.mechanisms.order.mixture_sampler import schedule_at
 
 # Rows from which on the share of malformed rows is checked.
 _ENOUGH_ROWS = 100
@@ -60,8 +61,7 @@ class StreamMixture:
 
     def shares_at(self, rows: float) -> np.ndarray:
         """Return the shares [S] after a number of rows of a process."""
-        points = np.linspace(0, self.rows, len(self.shares))
-        return np.array([np.interp(rows, points, column) for column in self.shares.T])
+        return schedule_at(self.shares, np.array([rows / self.rows]))[0]
 
 
 class StreamedRows(IterableDataset[PackedRow]):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lit_efficient.internals.bitsandbytes_cpu import keep_unpacked
 from lit_efficient.internals.torch_modules import Loads, Moves
 from lit_efficient.mechanisms.adapters.int4 import check_input
-from lit_efficient.surgery import mix_in
+from lit_efficient.surgery import in_autocast_dtype, mix_in
 
 # transformers' default of llm_int8_threshold. Without it, the outliers of a real model's activations set the scale of a
 # row, and the other inputs are rounded away.
@@ -141,8 +141,7 @@ class _Loads4bit(_Loads):
         """
         check_input(self, x)
         y: Tensor
-        if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = in_autocast_dtype(x)
         if x.dtype == torch.float64:
             y = super().forward(x.float())  # type: ignore[misc]
             return y.to(x.dtype)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_modules import Loads, StaysFloat32
+from lit_efficient.surgery import in_autocast_dtype
 
 LEVELS = 15  # the largest code
 
@@ -127,8 +128,7 @@ class Int4Linear(Loads, StaysFloat32, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Return the product with the dequantised weight, [..., in] -> [..., out], with the input's dtype."""
         check_input(self, x)
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = in_autocast_dtype(x)
         y: Tensor = _Product.apply(x, self.weight, self.weight_scale, self.weight_zero)
         if self.bias is None:
             return y

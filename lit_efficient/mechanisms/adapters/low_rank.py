@@ -30,7 +30,7 @@ from lit_efficient.mechanisms.adapters.experts import ReadsAdapted, seed_of
 from lit_efficient.mechanisms.adapters.int4 import codes_on_grid, dequantize_groups
 from lit_efficient.mechanisms.adapters.quantized import dequantize, is_conv1d, is_quantized
 from lit_efficient.models.networks.grouped_linear import GroupedLayer
-from lit_efficient.surgery import home_of, mix_in
+from lit_efficient.surgery import home_of, in_autocast_dtype, mix_in
 
 VARIANTS = ("lora", "rslora", "dora", "pissa", "qalora", "rounded")
 OWN = "default"  # name of the adapter that trains, if the layer has several
@@ -121,11 +121,13 @@ class LowRank(FollowsWeight, ReadsAdapted):
             h = F.dropout(x, self.lora_dropout, self.training)
         if self.lora_mix is not None:
             return self._plus_mixed(y, x, h)
+        if self.lora_variant not in ("dora", "pissa"):
+            return self._plus(y, h, self.lora_A, self.lora_B)
         delta = self._low_rank(h, self.lora_A, self.lora_B)
         if self.lora_variant == "pissa":
             delta = delta - self._low_rank(h, self.lora_A0, self.lora_B0)
         delta = (self.lora_scale * delta).to(y.dtype)
-        if self.lora_variant != "dora":
+        if self.lora_variant == "pissa":
             return y + delta
         # The norm is a constant for the gradient, which saves the memory of its graph (section 4.3 of the DoRA paper).
         with torch.no_grad():
@@ -183,7 +185,12 @@ class LowRank(FollowsWeight, ReadsAdapted):
         with self.reading({"weight": self.weight + delta}):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
+    def _plus(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Return ``y + s B A x`` in the dtype of ``y``."""
+        return y + (self.lora_scale * self._low_rank(x, a, b)).to(y.dtype)
+
     def _low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Return ``B A x``."""
         raise NotImplementedError
 
     def _over_rows(self, values: Tensor) -> Tensor:
@@ -198,8 +205,19 @@ def taken_by(a: Tensor, x: Tensor) -> Tensor:
 
 
 class _LowRankLinear(LowRank):
+    def _plus(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Return ``y + s B A x``. The product with ``B`` scales and adds, without a pass over tensors as large as y."""
+        inner = self._inner(x, a)
+        if type(y) is not Tensor or inner.dtype != y.dtype:
+            return y + (self.lora_scale * F.linear(inner, b)).to(y.dtype)
+        rows = torch.addmm(y.reshape(-1, y.shape[-1]), inner.reshape(-1, inner.shape[-1]), b.mT, alpha=self.lora_scale)
+        return rows.view_as(y)
+
     def _low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        return F.linear(F.linear(taken_by(a, x), a), b)
+        return F.linear(self._inner(x, a), b)
+
+    def _inner(self, x: Tensor, a: Tensor) -> Tensor:
+        return F.linear(taken_by(a, x), a)
 
 
 class _LowRankConv1D(_LowRankLinear):
@@ -214,9 +232,9 @@ class _LowRankGroups(_LowRankLinear):
 
     group_size: int
 
-    def _low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    def _inner(self, x: Tensor, a: Tensor) -> Tensor:
         sums = x.unflatten(-1, (-1, self.group_size)).sum(-1, dtype=a.dtype)
-        return super()._low_rank(sums, a, b)
+        return super()._inner(sums, a)
 
 
 class _LowRankRounded(_LowRankLinear):
@@ -236,8 +254,7 @@ class _LowRankRounded(_LowRankLinear):
         with torch.no_grad():
             rounded = dequantize_groups(rounded_codes(self), self.weight_scale, self.weight_zero)
         weight = rounded + (delta - delta.detach())
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = in_autocast_dtype(x)
         bias = None
         if self.bias is not None:
             bias = self.bias.to(x.dtype)

@@ -26,7 +26,7 @@ from lit_efficient.mechanisms.adapters.disabled import Switchable
 from lit_efficient.mechanisms.adapters.prefix_cache import PrefixCache, computed_by_transformer, owner_of, prefixed_call
 from lit_efficient.models.networks.gpt import GPT, KVCache, rotary_table
 from lit_efficient.models.probes.modes import evaluating
-from lit_efficient.surgery import mix_in
+from lit_efficient.surgery import autocast_dtype, mix_in
 
 CHILD = "prefix_tuning"  # name of the prefix as a child of the decoder
 
@@ -170,10 +170,7 @@ class PrefixedGPT(PrefixedDecoder):
         if cache is None:
             cache = [PrefixCache(k[None], v[None]) for k, v in zip(keys, values, strict=True)]
         elif seen == 0:
-            device = input_ids.device.type
-            dtype = self.embedding.weight.dtype
-            if torch.is_autocast_enabled(device):
-                dtype = torch.get_autocast_dtype(device)
+            dtype = autocast_dtype(input_ids.device) or self.embedding.weight.dtype
             rows = len(input_ids)
             for store, k, v in zip(cache, keys, values, strict=True):
                 store.max_length += self.prefix_length

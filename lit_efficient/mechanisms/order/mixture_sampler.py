@@ -55,9 +55,7 @@ class MixtureSampler(ResumableSampler):
 
     def _progress(self, epoch: int) -> np.ndarray:
         """Return the integral of the passes over each source from the beginning of an epoch [len(_GRID), S]."""
-        points = np.linspace(0, 1, len(self.passes))
-        places = (epoch + _GRID) / self.epochs
-        rates = np.stack([np.interp(places, points, column) for column in self.passes.T], axis=1)
+        rates = schedule_at(self.passes, (epoch + _GRID) / self.epochs)
         steps = (rates[1:] + rates[:-1]) / 2 * np.diff(_GRID)[:, None]
         return np.concatenate([np.zeros((1, len(self.sizes))), np.cumsum(steps, axis=0)])
 
@@ -90,6 +88,20 @@ class MixtureSampler(ResumableSampler):
             places.append(np.interp(draws.random(count), quantiles, _GRID))
             begin += size
         return np.concatenate(items)[np.argsort(np.concatenate(places))].tolist()
+
+
+def schedule_at(values: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Return a schedule at places between 0 and 1.
+
+    Args:
+        values: Points of the schedule at equal distances, [K, S]. Between them it is linear.
+        places: [N]. From 1 on the schedule keeps its last value.
+
+    Returns:
+        [N, S].
+    """
+    points = np.linspace(0, 1, len(values))
+    return np.stack([np.interp(places, points, column) for column in values.T], axis=1)
 
 
 def schedule_mean(values: np.ndarray) -> np.ndarray:

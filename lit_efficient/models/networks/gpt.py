@@ -22,6 +22,7 @@ from lit_efficient.losses.next_token import token_losses
 from lit_efficient.models.generation.sampling import sample_token
 from lit_efficient.models.networks.document_attention import attend_documents, document_starts, repeated_heads
 from lit_efficient.models.probes.modes import evaluating
+from lit_efficient.surgery import in_autocast_dtype
 
 
 @dataclass(frozen=True)
@@ -291,18 +292,6 @@ class SwiGLU(nn.Module):
         return F.dropout(self.down(F.silu(self.gate(x)) * self.up(x)), self.dropout, self.training)
 
 
-def in_autocast_dtype(x: Tensor) -> Tensor:
-    """Return a norm's output in autocast's dtype, if autocast is on.
-
-    Autocast computes norms in float32 on some devices. Each linear layer that follows would cast their output for
-    itself, and keep its own copy for the backward pass.
-    """
-    kind = x.device.type
-    if x.dtype == torch.float32 and torch.is_autocast_enabled(kind):
-        return x.to(torch.get_autocast_dtype(kind))
-    return x
-
-
 class GPTBlock(nn.Module):
     """Residual block: attention, then MLP, each after its own RMSNorm."""
 
@@ -315,6 +304,8 @@ class GPTBlock(nn.Module):
 
     def forward(self, x: Tensor, rotary: Tensor, cache: KVCache | None = None, starts: Tensor | None = None) -> Tensor:
         """Add both residuals to ``x`` ``[B, T, D]`` and keep its shape. ``starts`` is as in `GPTAttention`."""
+        # Autocast computes norms in float32 on some devices. Without the casts here, each linear layer that follows
+        # would cast the norm's output for itself, and keep its own copy for the backward pass.
         x = x + self.attention(in_autocast_dtype(self.attention_norm(x)), rotary, cache, starts)
         return x + self.mlp(in_autocast_dtype(self.mlp_norm(x)))
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_efficient.internals.torch_modules import Loads
+from lit_efficient.surgery import in_autocast_dtype
 
 _GROUPED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -42,9 +43,10 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, groups: Group
     Returns:
         [M, out].
     """
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = (None if tensor is None else tensor.to(dtype) for tensor in (x, weight, bias))  # type: ignore
+    x = in_autocast_dtype(x)
+    weight = in_autocast_dtype(weight)
+    if bias is not None:
+        bias = in_autocast_dtype(bias)
     matrices = weight if transposed else weight.mT  # [E, in, out]
     if _is_groupable(x, matrices):
         y = _Contiguous.apply(F.grouped_mm(x, matrices, offs=groups.ends))

@@ -198,13 +198,14 @@ def test_autocast_gets_the_input_as_it_is(kind: str) -> None:
             found = layer(x)
         wide = x.float()
         if kind == "linear":
-            added = nn.functional.linear(nn.functional.linear(wide, a), b)
             plain = nn.functional.linear(x, layer.weight, layer.bias)
+            wanted = torch.addmm(plain, nn.functional.linear(wide, a), b.mT, alpha=scale)
         else:
             added = nn.functional.conv2d(nn.functional.conv2d(wide, a), b)
             plain = nn.functional.conv2d(x, layer.weight, layer.bias)
+            wanted = plain + (scale * added).to(plain.dtype)
     assert copies.count == 0
-    assert torch.equal(found, plain + (scale * added).to(plain.dtype))
+    assert torch.equal(found, wanted)
     assert layer(x.float()).dtype == torch.float32  # and without autocast in the adapter's own format
 
 
@@ -233,3 +234,29 @@ def test_a_merge_takes_two_float32_copies_of_a_layer() -> None:
         merged = merged_matrix(weight, added, 0.3)
     assert torch.equal(merged, weight.float() + 0.3 * (added["lora_B"] @ added["lora_A"]))
     assert meter.peak < 2.5 * merged.nbytes
+
+
+class _Sizes(TorchDispatchMode):
+    """Records the operators whose result has as many elements as the layer's output."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.elements = elements
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.numel() == self.elements and "view" not in func.name():
+            self.found.append(func.overloadpacket.__name__)
+        return result
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_an_adapter_adds_one_pass_over_the_output(autocast: bool) -> None:
+    """Scaling, adding and rounding would each be a pass; the product with ``B`` does them."""
+    layer = nn.Linear(6, 10, bias=False).requires_grad_(False)
+    add_low_rank(layer, "layer", rank=2, alpha=6.0)
+    x = torch.randn(3, 5, 6)
+    with _Sizes(3 * 5 * 10) as passes, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        layer(x)
+    assert passes.found == ["mm", "addmm"]
